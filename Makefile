@@ -1,0 +1,65 @@
+# Every target sets up what it needs on a fresh clone and is quick when that is done already.
+#
+#   make demo       watch a training job being killed and come back at the exact bits (minutes)
+#   make test       ruff, mypy, layering contracts, pytest
+#   make bench      every benchmark, each against its peers in the same run
+#   make campaign   a few hundred seeded kills (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ckptd-installed
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+CKPTD_KILLS ?= 300
+
+.PHONY: help setup test lint types contracts unit demo bench campaign clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(STAMP)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One install for all targets: the extras are small beside torch.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,demo,bench]'
+	@touch $@
+
+test: lint types contracts unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+contracts: $(STAMP)
+	$(BIN)/lint-imports
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+demo: $(STAMP)
+	$(BIN)/python -m examples.moe_text.demo
+
+bench: $(STAMP)
+	@mkdir -p out
+	@for subject in schedule stall overhead restore replay; do \
+		echo; echo "== bench.$$subject"; \
+		$(BIN)/python -m bench.$$subject --json | tee out/bench_$$subject.txt; \
+	done
+
+campaign: $(STAMP)
+	CKPTD_KILLS=$(CKPTD_KILLS) $(BIN)/python -m pytest tests/e2e -m "" $(PYTEST_FLAGS) -s --timeout=14400
+
+clean:
+	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,1 @@
+"""Benchmarks: each compares variants within one run, and its claims are ratios."""

@@ -1,0 +1,247 @@
+"""How fast a snapshot gets from its slot into the live tensors, against the memory-copy limit.
+
+Three things are measured in alternation, on the same state and with the same number of threads:
+
+* the limit: one contiguous copy of as many bytes, out of the very same slot into warm memory;
+* restore: every tensor of the slot into its live tensor, by the copy engine that recovery uses
+  (`restore_vs_memcpy`). The live tensors exist and were used, as in a trainer that takes a step back;
+* `torch.load` and `load_state_dict` of the same state from a file that the page cache holds.
+
+`restore_first_*` is what a fresh process sees while it attaches: besides the copies, digests are verified
+and the optimizer's state is created, in memory that nobody has touched before.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.common import (
+    GB,
+    MIB,
+    build_stack,
+    clock_ms,
+    copy_gb_per_s,
+    emit,
+    interleave,
+    median,
+    own_daemon,
+    parser,
+    scratch_folder,
+    state_bytes,
+)
+from ckptd.client import Checkpointer
+from ckptd.client.replay import SnapshotImage
+from ckptd.client.segment import MappedSegment
+from ckptd.cuda.engine import CopyEngine, CopyItem
+from ckptd.cuda.select import make_engine
+from ckptd.ring import SlotState
+from ckptd.storage.image import ImageView
+from ckptd.transport.messages import GetStatus, Status
+from ckptd.transport.wire import ControlClient
+
+__all__ = ["main"]
+
+JOB, RUN = "bench-restore", "r1"
+
+
+@dataclass(slots=True)
+class Job:
+    """A model with its optimizer, trained for a few steps under ckptd."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    ckpt: Checkpointer
+
+    @classmethod
+    def attach(cls, args: Any, endpoint: str, *, seed: int) -> Job:
+        torch.manual_seed(seed)
+        model = build_stack(args.state_mib)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        ckpt = Checkpointer(model, optimizer, job=JOB, run=RUN, daemon=endpoint, window=1)
+        return cls(model, optimizer, ckpt)
+
+    def train(self, count: int) -> None:
+        """Iterations with a snapshot each, the last one at the top of the iteration after them."""
+        steps = iter(self.ckpt.steps(10**9))
+        next(steps)
+        for _ in range(count):
+            self.model(torch.randn(64, 512)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            next(steps)
+
+    def live(self, kind: str, name: str, key: str) -> Tensor | None:
+        """The live tensor behind an entry of an image; None for what is not a tensor of the state."""
+        params = dict(self.model.named_parameters())
+        if kind == "param":
+            return params[name]
+        if kind == "optim":
+            found: Tensor = self.optimizer.state[params[name]][key]
+            return found
+        return None
+
+
+@contextmanager
+def newest_slot(endpoint: str) -> Iterator[SnapshotImage]:
+    """The newest sealed snapshot of the run, mapped as a trainer maps it."""
+    with ControlClient(endpoint) as client:
+        status = client.ask(GetStatus(), Status)
+    (info,) = [s for s in status.segments if (s.job, s.run) == (JOB, RUN)]
+    segment = MappedSegment(info.path, info.generation)
+    view: ImageView | None = None
+    try:
+        headers = [(segment.header(index), index) for index in range(info.num_slots)]
+        sealed = [(h.iteration, h, i) for h, i in headers if h and h.state is SlotState.SEALED]
+        iteration, header, index = max(sealed, key=lambda item: item[0])
+        view = ImageView(segment.slot(index)[: header.image_len])
+        yield SnapshotImage(iteration, view, segment.memory, segment.slot_base(index))
+    finally:
+        del view
+        gc.collect()  # views into the mapping must be gone before it is closed
+        segment.close()
+
+
+def copy_items(job: Job, image: SnapshotImage) -> list[CopyItem]:
+    items = []
+    for source, entry in image.sources():
+        live = job.live(source.kind, source.name, source.key)
+        if live is not None:
+            stored = image.view.tensor(entry)
+            items.append(
+                CopyItem(
+                    live.detach(),
+                    source.start,
+                    source.stop,
+                    source.dtype,
+                    stored.offset,
+                    stored.nbytes,
+                )
+            )
+    return items
+
+
+def first_restore(args: Any, endpoint: str, seed: int) -> tuple[Job, float]:
+    """Attach a fresh model to what is there; the seconds that took."""
+    begun = time.perf_counter()
+    job = Job.attach(args, endpoint, seed=seed)
+    return job, time.perf_counter() - begun
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--state-mib", type=int, default=1024)
+    options.add_argument("--threads", type=int, default=2, help="as many as recovery copies with")
+    args = options.parse_args()
+    torch.set_num_threads(min(args.threads, len(os.sched_getaffinity(0))))
+    with own_daemon(memory_mib=args.state_mib * 5) as endpoint, scratch_folder() as scratch:
+        metrics = measure(args, endpoint, Path(scratch) / "state.pt")
+    emit("restore", metrics, as_json=args.json)
+
+
+def measure(args: Any, endpoint: str, path: Path) -> dict[str, float | int | str]:
+    job, _ = first_restore(args, endpoint, seed=0)
+    job.train(6)
+    torch.save({"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}, path)
+    dense_bytes = state_bytes(job.model, job.optimizer)
+    job.ckpt.close()
+    attach_s, first_s, first_bytes = [], [], []
+    for number in range(min(3, args.rounds)):
+        job, took_s = first_restore(args, endpoint, seed=number + 1)
+        if job.ckpt.resumed_from is None:
+            raise RuntimeError("a fresh attach did not resume: there is nothing to measure")
+        stats = job.ckpt.stats()
+        attach_s.append(took_s)
+        first_s.append(stats["restore_s"])
+        first_bytes.append(stats["restored_bytes"])
+        job.train(2)
+        job.ckpt.close()
+    engine = make_engine(torch.device("cpu"))
+    try:
+        with newest_slot(endpoint) as image:
+            samples, size = compare(args, job, image, engine, path)
+    finally:
+        engine.close()
+    rates = {name: [size / GB / (ms / 1e3) for ms in values] for name, values in samples.items()}
+    limit = rates["memcpy"]
+    ratios = [ours / best for ours, best in zip(rates["restore"], limit, strict=True)]
+    first_gb_per_s = median(first_bytes) / GB / median(first_s)
+    return {
+        "restore_vs_memcpy": median(ratios),
+        "restore_vs_torch_load": median(samples["torch.load"]) / median(samples["restore"]),
+        "restore_gb_per_s": median(rates["restore"]),
+        "memcpy_gb_per_s": median(limit),
+        "torch_load_gb_per_s": median(rates["torch.load"]),
+        "torch_load_mmap_gb_per_s": median(rates["torch.load mmap"]),
+        "restore_ms": median(samples["restore"]),
+        "torch_load_ms": median(samples["torch.load"]),
+        "restore_first_s": median(first_s),
+        "build_and_attach_s": median(attach_s),
+        "restore_first_gb_per_s": first_gb_per_s,
+        "restore_first_vs_memcpy": first_gb_per_s / median(limit),
+        "restore_first_vs_torch_load": median(samples["torch.load"]) / 1e3 / median(first_s),
+        "bytes": size,
+        "state_mib": dense_bytes / MIB,
+        "threads": args.threads,
+        "rounds": args.rounds,
+    }
+
+
+def compare(
+    args: Any, job: Job, image: SnapshotImage, engine: CopyEngine, path: Path
+) -> tuple[dict[str, list[float]], int]:
+    """Milliseconds per variant, and the bytes that each of them moves."""
+    items = copy_items(job, image)
+    size = sum(item.nbytes for item in items)
+    begin = image.base + min(item.offset for item in items)
+    slot = image.memory.tensor[begin : begin + size]
+    check_restored(items, image, engine)
+
+    def memcpy_ms() -> float:
+        return 1e3 * size / GB / copy_gb_per_s(size, threads=args.threads, source=slot)
+
+    def load(*, mmap: bool) -> None:
+        state = torch.load(path, weights_only=True, mmap=mmap)
+        job.model.load_state_dict(state["model"])
+        job.optimizer.load_state_dict(state["optimizer"])
+
+    variants: dict[str, Callable[[], float]] = {
+        "memcpy": memcpy_ms,
+        "restore": lambda: clock_ms(lambda: engine.restore(items, image.memory, image.base)),
+    }
+    samples = interleave(variants, rounds=args.rounds)
+    # Loading replaces the optimizer's tensors, so it comes after everything that copies into them.
+    samples |= interleave(
+        {
+            "torch.load": lambda: clock_ms(lambda: load(mmap=False)),
+            "torch.load mmap": lambda: clock_ms(lambda: load(mmap=True)),
+        },
+        rounds=args.rounds,
+    )
+    return samples, size
+
+
+def check_restored(items: list[CopyItem], image: SnapshotImage, engine: CopyEngine) -> None:
+    """A rate counts only if the bytes arrive: spoil the tensors, restore, compare with the slot."""
+    with torch.no_grad():
+        for item in items:
+            item.view().zero_()
+    engine.restore(items, image.memory, image.base)
+    for item in items:
+        view = item.view()
+        stored = image.memory.view(image.base + item.offset, item.nbytes, item.dtype, view.shape)
+        if not torch.equal(view, stored):
+            raise RuntimeError(f"restore left a tensor of shape {tuple(view.shape)} unequal")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""`ckptd`: run the daemon of this node.
+
+Exit codes: 0 stopped in order, 1 a bug, 2 wrong usage or configuration, 3 another daemon already
+uses the folders, 4 a folder or the socket cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+
+import ckptd
+from ckptd.config import ConfigError, DaemonConfig, field_docs, load_config, render_toml
+from ckptd.daemon import Daemon
+from ckptd.logs import set_up_logging
+from ckptd.runtime_dir import AlreadyRunning, UnusableFolder
+
+__all__ = ["EXIT_ALREADY_RUNNING", "EXIT_UNUSABLE", "EXIT_USAGE", "main"]
+
+EXIT_USAGE = 2
+EXIT_ALREADY_RUNNING = 3
+EXIT_UNUSABLE = 4
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `ckptd`; returns the exit code."""
+    args = _parser().parse_args(argv)
+    flags = {
+        field.name: value
+        for field in fields(DaemonConfig)
+        if (value := getattr(args, field.name)) is not None
+    }
+    try:
+        loaded = load_config(flags, file=args.config)
+    except ConfigError as error:
+        print(f"ckptd: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if args.print_config:
+        print(render_toml(loaded), end="")
+        return 0
+    set_up_logging(loaded.config.log_level, loaded.config.log_format)
+    for warning in loaded.warnings:
+        logger.warning("%s", warning)
+    return _run(loaded.config)
+
+
+def _run(config: DaemonConfig) -> int:
+    os.nice(config.nice)
+    try:
+        Daemon(config).run()
+    except AlreadyRunning as error:
+        print(f"ckptd: {error}", file=sys.stderr)
+        return EXIT_ALREADY_RUNNING
+    except UnusableFolder as error:
+        print(f"ckptd: {error}", file=sys.stderr)
+        return EXIT_UNUSABLE
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ckptd",
+        description="Keeps snapshots of training in this node's memory.",
+        epilog="Exit codes: 0 stopped, 2 usage, 3 already running, 4 folder or socket unusable.",
+    )
+    parser.add_argument("--version", action="version", version=f"ckptd {ckptd.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="serve until SIGTERM",
+        description="Serve this node until SIGTERM. Every setting is a TOML key, an environment "
+        "variable CKPTD_<KEY> and a flag, in rising precedence.",
+    )
+    run.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    run.add_argument(
+        "--print-config", action="store_true", help="print the settings and where each came from"
+    )
+    for field in fields(DaemonConfig):
+        run.add_argument(
+            "--" + field.name.replace("_", "-"),
+            dest=field.name,
+            metavar="VALUE",
+            nargs="?" if isinstance(field.default, bool) else None,
+            const="true" if isinstance(field.default, bool) else None,
+            help=f"{field_docs()[field.name]} Allowed: {field.metadata['allowed']}.".replace(
+                "%", "%%"
+            ),
+        )
+    return parser

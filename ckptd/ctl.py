@@ -1,0 +1,245 @@
+"""`ckptctl`: look at a node's daemon and its snapshots.
+
+Exit codes: 0 done, 1 a check of `doctor` failed or a bug, 2 wrong usage, 3 no daemon answers,
+4 refused or not there, 5 a snapshot is damaged. With `--json` the answer is one JSON document on
+stdout (`events --follow`: one per line); errors go to stderr in either case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import ckptd
+from ckptd import render
+from ckptd.config import ConfigError, DaemonConfig, default_endpoint, load_config
+from ckptd.doctor import Grade, as_rows, diagnose
+from ckptd.errors import DaemonUnavailable
+from ckptd.export import DamagedSnapshot, ExportError, export
+from ckptd.launch import answers
+from ckptd.transport import messages as m
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
+from ckptd.units import format_bytes
+
+__all__ = ["main"]
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_NO_DAEMON = 3
+EXIT_REFUSED = 4
+EXIT_DAMAGED = 5
+
+_BEYOND = 1 << 61  # above any event number: asks only what the newest is
+_FOLLOW_S = 0.5
+_WAIT_STEP_S = 0.2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `ckptctl`; returns the exit code."""
+    args = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.function
+    try:
+        return command(args)
+    except (RequestTimeout, DaemonUnavailable) as error:
+        hint = "is it running? `ckptctl doctor` looks for causes"
+        return _fail(EXIT_NO_DAEMON, f"{error} ({hint})")
+    except RefusedError as error:
+        return _fail(EXIT_REFUSED, str(error))
+    except WireError as error:
+        return _fail(EXIT_NO_DAEMON, str(error))
+    except DamagedSnapshot as error:
+        return _fail(EXIT_DAMAGED, str(error))
+    except ExportError as error:
+        return _fail(EXIT_REFUSED, str(error))
+    except ConfigError as error:
+        return _fail(EXIT_USAGE, str(error))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0  # the reader, such as `head`, has seen enough
+
+
+def _status(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        status = client.ask(m.GetStatus(), m.Status)
+    _show(args, status, lambda: render.status(status))
+    return 0
+
+
+def _snapshots(args: argparse.Namespace) -> int:
+    wanted = m.GetSnapshots(args.job or "", args.run or "", _rank(args), args.operators)
+    with _connect(args) as client:
+        found = client.ask(wanted, m.Snapshots)
+    _show(args, found, lambda: render.snapshots(found, operators=args.operators))
+    return 0
+
+
+def _events(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        newest = client.ask(m.GetEvents(since=_BEYOND, limit=1), m.Events).last_seq
+        since = max(args.since, newest - args.limit)
+        page = client.ask(m.GetEvents(since=since, limit=args.limit), m.Events)
+        if not args.follow:
+            _show(args, page, lambda: render.events(page.events))
+            return 0
+        while True:
+            for event in page.events:
+                _show(args, event, partial(render.events, (event,)))
+                since = event.seq
+            sys.stdout.flush()
+            if not page.events:
+                since = min(since, page.last_seq)  # a restarted daemon counts anew
+                time.sleep(_FOLLOW_S)
+            page = client.ask(m.GetEvents(since=since, limit=args.limit), m.Events)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    config = _config(args)
+    findings = diagnose(config, os.environ)
+    _show(args, as_rows(findings), lambda: render.findings(findings))
+    return EXIT_FAILED if any(finding.grade is Grade.FAIL for finding in findings) else 0
+
+
+def _forget(args: argparse.Namespace) -> int:
+    if not args.yes:
+        question = f"Free all snapshots of {args.job}/{args.run}? They cannot be recovered. [y/N] "
+        if not sys.stdin.isatty():
+            return _fail(EXIT_USAGE, "pass --yes to free snapshots without being asked")
+        if input(question).strip().lower() not in ("y", "yes"):
+            return _fail(EXIT_USAGE, "nothing was freed")
+    with _connect(args) as client:
+        done = client.ask(m.Forget(args.job, args.run), m.Done)
+    _show(args, done, lambda: done.message)
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    report = export(
+        Path(args.segment_dir or _segment_dir(args)),
+        args.iteration,
+        Path(args.to),
+        job=args.job,
+        run=args.run,
+        rank=args.rank,
+        force=args.force,
+    )
+    _show(
+        args,
+        report,
+        lambda: (
+            f"{report.path}: {report.tensors} tensors, {format_bytes(report.size_bytes)}, "
+            f"iteration {report.iteration} of {report.job}/{report.run} rank {report.rank}"
+            + (f" ({report.converted} converted to compute precision)" if report.converted else "")
+        ),
+    )
+    return 0
+
+
+def _wait(args: argparse.Namespace) -> int:
+    endpoint = _endpoint(args)
+    deadline = time.monotonic() + args.timeout
+    while not answers(endpoint):
+        if time.monotonic() > deadline:
+            return _fail(EXIT_NO_DAEMON, f"no daemon on {endpoint} within {args.timeout:g} s")
+        time.sleep(_WAIT_STEP_S)
+    _show(args, {"endpoint": endpoint}, lambda: f"a daemon answers on {endpoint}")
+    return 0
+
+
+def _segment_dir(args: argparse.Namespace) -> str:
+    """Where the daemon has its segments; where it would have them, if none answers."""
+    try:
+        with _connect(args) as client:
+            return client.ask(m.GetStatus(), m.Status, timeout_s=1.0).segment_dir
+    except RequestTimeout:
+        return _config(args).segment_dir
+
+
+def _connect(args: argparse.Namespace) -> ControlClient:
+    return ControlClient(_endpoint(args), timeout_s=args.timeout)
+
+
+def _endpoint(args: argparse.Namespace) -> str:
+    return args.endpoint or default_endpoint()
+
+
+def _config(args: argparse.Namespace) -> DaemonConfig:
+    return load_config({"listen": args.endpoint} if args.endpoint else {}).config
+
+
+def _rank(args: argparse.Namespace) -> int:
+    return -1 if args.rank is None else int(args.rank)
+
+
+def _show(args: argparse.Namespace, answer: Any, text: Callable[[], str]) -> None:
+    if args.json:
+        print(msgspec.json.encode(answer).decode())
+    else:
+        print(text())
+
+
+def _fail(code: int, message: str) -> int:
+    print(f"ckptctl: {message}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="machine-readable output")
+    common.add_argument(
+        "--endpoint", help="daemon to ask (default: CKPTD_LISTEN, or the socket in the runtime dir)"
+    )
+    common.add_argument("--timeout", type=float, default=10.0, help="seconds to wait (default 10)")
+    which = argparse.ArgumentParser(add_help=False)
+    which.add_argument("--job", help="only this job")
+    which.add_argument("--run", help="only this run")
+    which.add_argument("--rank", type=int, help="only this rank")
+
+    parser = argparse.ArgumentParser(
+        prog="ckptctl",
+        description="Look at a node's daemon and its snapshots.",
+        epilog="Exit codes: 0 done, 1 a check failed, 2 usage, 3 no daemon answers, 4 refused or "
+        "not there, 5 damaged snapshot.",
+    )
+    parser.add_argument("--version", action="version", version=f"ckptctl {ckptd.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(
+        name: str, function: Callable[[argparse.Namespace], int], text: str, *parents: Any
+    ) -> Any:
+        sub = commands.add_parser(name, help=text, description=text, parents=[common, *parents])
+        sub.set_defaults(function=function)
+        return sub
+
+    add("status", _status, "daemon, memory, trainers and segments")
+    snapshots = add("snapshots", _snapshots, "slots of each rank and what is recoverable", which)
+    snapshots.add_argument("--operators", action="store_true", help="list operators by name")
+    events = add("events", _events, "what happened on this node")
+    events.add_argument("--follow", action="store_true", help="go on as events come")
+    events.add_argument("--since", type=int, default=0, help="only events after this number")
+    events.add_argument("--limit", type=int, default=1000, help="at most so many (default 1000)")
+    add("doctor", _doctor, "what on this machine helps or hinders, with the fix")
+    forget = add("forget", _forget, "free the snapshots of a run that has no live trainer")
+    forget.add_argument("job")
+    forget.add_argument("run")
+    forget.add_argument("--yes", action="store_true", help="do not ask")
+    out = add("export", _export, "write the model of one iteration as a safetensors file", which)
+    out.add_argument("--iteration", type=int, required=True, help="which snapshot")
+    out.add_argument("--to", required=True, metavar="FILE", help="file to write")
+    out.add_argument("--force", action="store_true", help="replace the file if it exists")
+    out.add_argument("--segment-dir", help="read this folder (no daemon is needed)")
+    add("wait", _wait, "block until the daemon answers, at most --timeout")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

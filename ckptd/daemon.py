@@ -1,0 +1,316 @@
+"""The daemon's shell: folders, socket, process watch, signals, and one loop around `Service`.
+
+One thread serves everything; workers only digest, touch and unlink. What arrives on the socket is
+data: whatever is not a message of ours is counted and, where it can be, answered. Only the folder
+locks decide who is the daemon, so a socket file left behind by a killed one is no obstacle.
+
+Lifetime: claim the folders, adopt segments, bind, READY=1; serve; on SIGTERM or SIGINT close the
+socket (clients see it at once), seal what is filled, exit. A SIGKILL at any point costs nothing:
+the segment files are the state.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Container
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import zmq
+
+from ckptd.config import DaemonConfig, notify_settings, parse_memory
+from ckptd.events import EventLog
+from ckptd.housekeeping import Housekeeper
+from ckptd.runtime_dir import UnusableFolder, claim, node_name, private_folder
+from ckptd.sdnotify import Notifier
+from ckptd.segments import SegmentStore, filesystem_kind
+from ckptd.service import Service
+from ckptd.transport.messages import Message, RefusalCode, Refused, Reply
+from ckptd.transport.wire import MAX_BODY_BYTES, WireError, decode, encode
+from ckptd.units import format_bytes
+from ckptd.workers import Workers
+
+__all__ = ["Daemon", "physical_memory", "quota_bytes"]
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_BATCH = 256  # messages served before looking at anything else
+_QUEUE = 1024  # messages kept per client that does not read
+_JOBS = 65_536  # a bound on slots waiting for a worker: more than there can be slots in use
+_GARBAGE_LOG_S = 10.0
+
+
+class Daemon:
+    """One daemon; `run` serves until it is stopped.
+
+    Raises:
+        AlreadyRunning: another daemon uses one of the folders.
+        UnusableFolder: a folder is not ours, or not in memory.
+    """
+
+    def __init__(self, config: DaemonConfig) -> None:
+        self._config = config
+        runtime = private_folder(config.runtime_dir, "runtime folder")
+        self._claims = [claim(runtime, "runtime folder")]
+        folder = private_folder(config.segment_dir, "segment folder")
+        self._claims.append(claim(folder, "segment folder"))
+        _check_filesystem(folder, config.allow_disk_segments)
+        quota = quota_bytes(config.memory, folder)
+        self._events = EventLog(config.max_events)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        digesters = config.digest_threads or max(1, min(4, (os.cpu_count() or 1) // 2))
+        pool = ThreadPoolExecutor(digesters, "digest") if digesters > 1 else None
+        self._sealers = Workers("seal", min(2, digesters), _JOBS, self._wake)
+        self._slow = Workers("slow", 2, _JOBS, self._wake)
+        store = SegmentStore(
+            folder,
+            quota,
+            config.node_id or node_name(runtime),
+            mlock=config.mlock,
+            hugepages=config.hugepages,
+        )
+        self._housekeeper = Housekeeper(
+            config, store, self._events, self._sealers, self._slow, pool
+        )
+        self._poller = zmq.Poller()
+        self._watcher = _PidfdWatcher(self._poller)
+        self._service = Service(
+            config, store, self._events, self._housekeeper, self._slow, self._watcher
+        )
+        address, watchdog_s = notify_settings()
+        self._notifier = Notifier(address)
+        self._beat_s = min(_TICK_S, watchdog_s / 2) if watchdog_s else _TICK_S
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._stop_reason = ""
+        self._garbage_logged_s = float("-inf")
+        logger.info("quota %s in %s, %d digest threads", format_bytes(quota), folder, digesters)
+
+    def stop(self, why: str) -> None:
+        """End the loop soon; safe in a signal handler."""
+        self._stop_reason = self._stop_reason or why
+        self._wake()
+
+    def run(self) -> None:
+        """Serve until a signal, or until nobody has been here for `idle_exit_s`."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self._housekeeper.start(time.monotonic())
+        self._socket = self._bind()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._events.add("info", "started", f"process {os.getpid()} serves {self._config.listen}")
+        self._notifier.send("READY=1", f"STATUS=serving {self._config.listen}")
+        try:
+            self._serve()
+        finally:
+            self._close()
+
+    def _serve(self) -> None:
+        next_tick_s = 0.0
+        while not self._stop_reason:
+            now_s = time.monotonic()
+            if now_s >= next_tick_s:
+                next_tick_s = now_s + self._beat_s
+                self._service.tick()
+                self._notifier.send("WATCHDOG=1")
+                if 0 < self._config.idle_exit_s < self._service.idle_s:
+                    self.stop(f"idle for {self._config.idle_exit_s:g} s")
+            self._wait(max(0.0, next_tick_s - time.monotonic()))
+
+    def _wait(self, timeout_s: float) -> None:
+        """Serve what comes within the timeout."""
+        ready = dict(self._poller.poll(int(timeout_s * 1000) + 1))
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        self._sealers.collect()
+        self._slow.collect()
+        self._watcher.run(ready)
+        if self._socket in ready:
+            self._receive()
+
+    def _receive(self) -> None:
+        assert self._socket is not None
+        for _ in range(_BATCH):
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            identity, message_frames = frames[0], frames[1:]
+            try:
+                envelope, message = decode(message_frames)
+            except WireError as error:
+                self._garbage(identity, error)
+                continue
+            self._handle(identity, envelope.id, message)
+
+    def _handle(self, identity: bytes, message_id: int, message: Message) -> None:
+        answer = partial(self._answer, identity, message_id)
+        try:
+            self._service.handle(identity, message, answer)
+        # The loop must survive a bug in one handler: snapshots of other ranks depend on it.
+        except Exception as error:
+            logger.exception("serving %s failed", type(message).__name__)
+            self._events.add("error", "internal", f"{type(message).__name__}: {error!r}")
+            answer(Refused(RefusalCode.INTERNAL, f"{error!r}", "see the daemon's log"))
+
+    def _answer(self, identity: bytes, message_id: int, reply: Reply) -> None:
+        if self._socket is None:
+            return  # stopping: the client has seen the connection end
+        try:
+            frames = encode(message_id, reply)
+        except WireError as error:
+            hint = "ask for less, for example for one rank or without operator names"
+            refused = Refused(RefusalCode.INTERNAL, f"the answer is too large: {error}", hint)
+            frames = encode(message_id, refused)
+        try:
+            self._socket.send_multipart([identity, *frames], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            self._events.count("answers_dropped")
+            logger.info("an answer could not be delivered: %s", error)
+
+    def _garbage(self, identity: bytes, error: WireError) -> None:
+        """Count it, log it now and then, and answer if there is somebody to answer."""
+        self._events.count(f"garbage.{error.code}")
+        now_s = time.monotonic()
+        if now_s - self._garbage_logged_s > _GARBAGE_LOG_S:
+            self._garbage_logged_s = now_s
+            self._events.add("warning", "garbage", f"not a message of ours: {error}")
+        if error.envelope is not None and -(1 << 63) <= error.envelope.id < 1 << 63:
+            other_version = error.code == "protocol"
+            code = RefusalCode.PROTOCOL if other_version else RefusalCode.BAD_MESSAGE
+            hint = "run the same ckptd version on both sides" if other_version else ""
+            self._answer(identity, error.envelope.id, Refused(code, str(error), hint))
+
+    def _bind(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.SNDHWM, _QUEUE)
+        socket.setsockopt(zmq.RCVHWM, _QUEUE)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+        try:
+            socket.bind(self._config.listen)
+        except zmq.ZMQError as error:
+            raise UnusableFolder(f"cannot listen on {self._config.listen}: {error}") from error
+        return socket
+
+    def _close(self) -> None:
+        """Stop listening, seal what is filled, give everything back; bounded."""
+        assert self._socket is not None
+        self._notifier.send("STOPPING=1")
+        self._events.add("info", "stopping", self._stop_reason or "an error")
+        self._poller.unregister(self._socket)
+        self._socket.close(linger=0)
+        self._socket = None
+        deadline = time.monotonic() + self._config.drain_timeout_s
+        self._housekeeper.seal_all()
+        while self._housekeeper.queued and time.monotonic() < deadline:
+            self._wait(0.1)
+        if left := self._housekeeper.queued:
+            logger.warning("%d slots are not sealed yet; the next start does it", left)
+        self._sealers.close(timeout_s=1.0)
+        self._slow.close(timeout_s=1.0)
+        self._context.term()
+        _remove_socket(self._config.listen)
+        logger.info("stopped: %s", self._stop_reason)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.stop(signal.Signals(number).name)
+
+
+class _PidfdWatcher:
+    """Learns of the end of any process of this user, child or not, through its pidfd."""
+
+    def __init__(self, poller: zmq.Poller) -> None:
+        self._poller = poller
+        self._by_fd: dict[int, tuple[int, list[Callable[[], None]]]] = {}
+        self._by_pid: dict[int, int] = {}
+
+    def watch(self, pid: int, ended: Callable[[], None]) -> bool:
+        """Call `ended` once when the process ends; false if it cannot be watched."""
+        if pid not in self._by_pid:
+            try:
+                fd = os.pidfd_open(pid)
+            except OSError as error:  # gone already, another namespace, or an old kernel
+                logger.info("process %d cannot be watched: %s", pid, error)
+                return False
+            self._by_pid[pid] = fd
+            self._by_fd[fd] = (pid, [])
+            self._poller.register(fd, zmq.POLLIN)
+        self._by_fd[self._by_pid[pid]][1].append(ended)
+        return True
+
+    def has_ended(self, pid: int) -> bool:
+        """Has a watched process ended?"""
+        fd = self._by_pid.get(pid)
+        if fd is None:
+            return False
+        now = select.poll()  # not select(): the descriptor may be beyond its 1024
+        now.register(fd, select.POLLIN)
+        return bool(now.poll(0))
+
+    def forget(self, pid: int) -> None:
+        """No longer watch; nothing happens if it was not watched."""
+        fd = self._by_pid.pop(pid, None)
+        if fd is not None:
+            del self._by_fd[fd]
+            self._poller.unregister(fd)
+            os.close(fd)
+
+    def run(self, ready: Container[object]) -> None:
+        """Call back for every process that has ended."""
+        for fd in [fd for fd in self._by_fd if fd in ready]:
+            pid, callbacks = self._by_fd[fd]
+            self.forget(pid)
+            for ended in callbacks:
+                ended()
+
+
+def physical_memory() -> int:
+    """Bytes this process may use: what is built in, or less if a memory cgroup says so."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text(encoding="ascii").strip()
+        except OSError:
+            continue  # no such cgroup version here
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def quota_bytes(memory: str, folder: Path) -> int:
+    """The quota that a `memory` setting means for segments in this folder."""
+    value = parse_memory(memory)
+    if isinstance(value, int):
+        return value
+    info = os.statvfs(folder)
+    return int(value * min(physical_memory(), info.f_blocks * info.f_frsize))
+
+
+def _check_filesystem(folder: Path, allow_disk: bool) -> None:
+    kind = filesystem_kind(folder)
+    if kind in ("tmpfs", "hugetlbfs", "ramfs") or allow_disk:
+        return
+    raise UnusableFolder(
+        f"the segment folder {folder} is on a filesystem of {kind}, not in memory; choose a "
+        "folder under /dev/shm (CKPTD_SEGMENT_DIR), or set CKPTD_ALLOW_DISK_SEGMENTS=true"
+    )
+
+
+def _remove_socket(endpoint: str) -> None:
+    path = endpoint.removeprefix("ipc://")
+    if path.startswith("/"):
+        Path(path).unlink(missing_ok=True)

@@ -1,0 +1,156 @@
+"""A daemon for who has none: find the one of this user, or start one that outlives us.
+
+The started daemon is an ordinary `ckptd run` in a session of its own, so that no signal to the
+trainer's process group reaches it; it exits when nobody has needed it for an hour, and leaves the
+segments, which the next one adopts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import ckptd
+from ckptd.config import ConfigError, load_config
+from ckptd.errors import DaemonUnavailable
+from ckptd.runtime_dir import UnusableFolder, private_folder
+from ckptd.transport.messages import Ping, Pong
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
+
+__all__ = ["answers", "ensure_daemon"]
+
+_IDLE_EXIT_S = 3600
+_PROBE_S = 0.5
+_START_S = 30.0
+_LOG_TAIL = 20
+_LOG_LIMIT_BYTES = 16 << 20  # a longer log is moved aside before a daemon is started
+
+
+def ensure_daemon(
+    runtime_dir: str | None = None, *, timeout_s: float = _START_S, **overrides: str | float
+) -> str:
+    """Endpoint of a daemon that answers; one is started if there is none.
+
+    Several processes may call this at once: one starts the daemon, all get the same endpoint.
+
+    Args:
+        runtime_dir: folder of the daemon; default as for `ckptd run`.
+        overrides: further settings for a daemon that is started, by key.
+    Raises:
+        DaemonUnavailable: none answers within `timeout_s`; the message ends with its log.
+    """
+    flags = {key: str(value) for key, value in overrides.items()}
+    flags.setdefault("idle_exit_s", str(_IDLE_EXIT_S))
+    if runtime_dir is not None:
+        flags["runtime_dir"] = runtime_dir
+    try:
+        config = load_config(flags).config
+    except ConfigError as error:
+        raise DaemonUnavailable(str(error), operation="start daemon") from error
+    if answers(config.listen):
+        return config.listen
+    deadline = time.monotonic() + timeout_s
+    try:
+        folder = private_folder(config.runtime_dir, "runtime folder")
+    except UnusableFolder as error:
+        raise DaemonUnavailable(str(error), operation="start daemon") from error
+    with _only_one(folder, deadline):
+        if not answers(config.listen):
+            _start(folder, config.listen, flags, deadline)
+    return config.listen
+
+
+def answers(endpoint: str, timeout_s: float = _PROBE_S) -> bool:
+    """Does a daemon of our protocol answer there?
+
+    Raises:
+        DaemonUnavailable: something answers that is of another protocol version.
+    """
+    try:
+        with ControlClient(endpoint, timeout_s) as client:
+            return isinstance(client.request(Ping()), Pong)
+    except RequestTimeout:
+        return False
+    except (WireError, RefusedError) as error:
+        raise DaemonUnavailable(
+            f"what answers on {endpoint} cannot be used: {error}",
+            operation="find daemon",
+            hint="stop the daemon of the other version (its segments stay), or set "
+            "CKPTD_RUNTIME_DIR to another folder",
+        ) from error
+
+
+@contextmanager
+def _only_one(folder: Path, deadline: float) -> Iterator[None]:
+    """Hold the folder's start lock; the others wait for it, bounded."""
+    fd = os.open(folder / ".start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise DaemonUnavailable(
+                        f"another process has been starting a daemon in {folder} for too long",
+                        operation="start daemon",
+                        hint=_tail(folder / "ckptd.log"),
+                    ) from error
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _start(folder: Path, endpoint: str, flags: Mapping[str, str], deadline: float) -> None:
+    log = folder / "ckptd.log"
+    if log.exists() and log.stat().st_size > _LOG_LIMIT_BYTES:
+        log.replace(folder / "ckptd.log.old")
+    command = [sys.executable, "-m", "ckptd", "run"]
+    for key, text in flags.items():
+        command += ["--" + key.replace("_", "-"), text]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd="/",
+            env=_environment(),
+            start_new_session=True,
+        )
+    while not answers(endpoint):
+        code = process.poll()
+        if code is not None or time.monotonic() > deadline:
+            how = "is not answering yet" if code is None else f"exited with code {code}"
+            raise DaemonUnavailable(
+                f"the daemon that was started {how} (`{' '.join(command)}`)",
+                operation="start daemon",
+                hint=_tail(log),
+            )
+    # The daemon outlives us on purpose; without this Python would warn about a running child.
+    process.returncode = 0
+
+
+def _environment() -> dict[str, str]:
+    """Our environment; a package that is run from its sources stays importable anywhere."""
+    root = str(Path(ckptd.__file__).resolve().parent.parent)
+    if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return dict(os.environ)
+    known = os.environ.get("PYTHONPATH", "")
+    return dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [root, known])))
+
+
+def _tail(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        return f"its log cannot be read: {error}"
+    return f"the end of {log}:\n" + "\n".join(lines[-_LOG_TAIL:])

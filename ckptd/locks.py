@@ -1,0 +1,102 @@
+"""Byte-range locks that die with their holder: Linux open-file-description (OFD) locks.
+
+An OFD lock belongs to the open file description, not to the process: two `os.open` of the same
+file exclude each other even inside one process, and closing one of them releases only its own
+locks. A description is shared by `fork` (and `dup`), so a child that inherits it keeps the lock
+alive; whoever forks must close it in the child. Nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["held", "holders_of", "is_locked", "lock_file", "try_lock", "unlock"]
+
+# struct flock on 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid; l_pid must be 0 for OFD.
+_FLOCK = struct.Struct("@hhqqi4x")
+
+
+def try_lock(fd: int, byte: int, exclusive: bool) -> bool:
+    """Take the lock on one byte now, or return false if another description holds it.
+
+    Locking again what this description already holds succeeds, and converts the lock.
+    `exclusive` needs a descriptor open for writing, a shared lock one open for reading.
+    """
+    kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(kind, byte))
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: POSIX allows both
+        return False
+    return True
+
+
+def unlock(fd: int, byte: int) -> None:
+    """Release the lock on one byte; nothing happens if it is not held."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, byte))
+
+
+def is_locked(fd: int, byte: int, exclusive: bool) -> bool:
+    """Would taking this lock fail now? Locks of this same description do not count.
+
+    The kernel does not tell who holds an OFD lock; `holders_of` finds candidates.
+    """
+    kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(kind, byte))
+    found: int = _FLOCK.unpack(answer)[0]
+    return found != fcntl.F_UNLCK
+
+
+@contextmanager
+def held(fd: int, byte: int, exclusive: bool) -> Iterator[bool]:
+    """Hold the lock in the block if it was free; the value says whether it was."""
+    taken = try_lock(fd, byte, exclusive)
+    try:
+        yield taken
+    finally:
+        if taken:
+            unlock(fd, byte)
+
+
+@contextmanager
+def lock_file(path: str | os.PathLike[str], byte: int, exclusive: bool) -> Iterator[bool]:
+    """Like `held`, on a description of its own, so that no other thread can release it."""
+    fd = os.open(path, (os.O_RDWR if exclusive else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        yield try_lock(fd, byte, exclusive)
+    finally:
+        os.close(fd)
+
+
+def holders_of(path: str | os.PathLike[str], limit: int = 8) -> list[int]:
+    """Processes that have the file open, as far as this user may see; for messages only."""
+    try:
+        wanted = os.stat(path)
+    except FileNotFoundError:
+        return []
+    found: list[int] = []
+    for entry in sorted(Path("/proc").glob("[0-9]*"), key=lambda entry: int(entry.name)):
+        if len(found) == limit:
+            break
+        if _has_open(entry / "fd", wanted):
+            found.append(int(entry.name))
+    return found
+
+
+def _has_open(fd_folder: Path, wanted: os.stat_result) -> bool:
+    try:
+        for fd in fd_folder.iterdir():
+            have = os.stat(fd)
+            if (have.st_dev, have.st_ino) == (wanted.st_dev, wanted.st_ino):
+                return True
+    except (PermissionError, FileNotFoundError, ProcessLookupError):
+        return False  # another user's process, or one that has just ended
+    return False
+
+
+def _flock(kind: int, byte: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)

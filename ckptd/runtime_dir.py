@@ -1,0 +1,87 @@
+"""The daemon's own folder: whose it is, who may run in it, and the node's name kept there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import socket
+import stat
+from pathlib import Path
+
+__all__ = ["AlreadyRunning", "UnusableFolder", "claim", "node_name", "private_folder"]
+
+
+class UnusableFolder(RuntimeError):
+    """A folder that we must not use; says why and what to do."""
+
+
+class AlreadyRunning(RuntimeError):
+    """Another daemon holds the lock."""
+
+
+def private_folder(path: str, purpose: str) -> Path:
+    """Make the folder with mode 0700, or accept one that is ours and that only we may write to.
+
+    Raises:
+        UnusableFolder: it is somebody else's, a link, no folder, or cannot be made.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.lstat()
+    except OSError as error:
+        raise UnusableFolder(f"cannot make the {purpose} {folder}: {error}") from error
+    if not stat.S_ISDIR(info.st_mode):
+        raise UnusableFolder(f"the {purpose} {folder} is not a folder (a link is not followed)")
+    if info.st_uid != os.getuid():
+        raise UnusableFolder(
+            f"the {purpose} {folder} belongs to user {info.st_uid}, this process runs as user "
+            f"{os.getuid()}; choose another folder or remove it"
+        )
+    if info.st_mode & 0o022:
+        raise UnusableFolder(
+            f"the {purpose} {folder} may be written to by others (mode "
+            f"{stat.S_IMODE(info.st_mode):04o}); run `chmod 700 {folder}`"
+        )
+    return folder
+
+
+def claim(folder: Path, what: str) -> int:
+    """Take the folder's lock for the life of this process; returns its descriptor.
+
+    Raises:
+        AlreadyRunning: another process has it; its id is in the message.
+    """
+    path = folder / ".ckptd.lock"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise AlreadyRunning(
+            f"another ckptd (process {holder}) already uses the {what} {folder}; stop it, or "
+            "start this one with another CKPTD_RUNTIME_DIR and CKPTD_SEGMENT_DIR"
+        ) from error
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def node_name(folder: Path) -> str:
+    """This node's name: the one kept in the folder, else a new one that is then kept."""
+    path = folder / "node-id"
+    try:
+        kept = path.read_text(encoding="ascii").strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        kept = ""
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", kept):
+        return kept
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:48] or "node"
+    name = f"{host}-{secrets.token_hex(4)}"
+    temporary = folder / f"node-id.{os.getpid()}.tmp"
+    temporary.write_text(name + "\n", encoding="ascii")
+    temporary.replace(path)
+    return name

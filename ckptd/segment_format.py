@@ -1,0 +1,401 @@
+"""The bytes of a segment file: prologue, descriptor, slot headers, slots.
+
+``docs/architecture.md`` section 2 is the specification. This module only packs and unpacks over a
+``memoryview``; it opens, maps and locks nothing. Integers are little-endian, and so must the host be,
+because the state word of a slot is stored natively.
+
+Invariants:
+
+* a prologue is written last, so a segment whose creator died is refused and not half believed;
+* a slot's state word is one aligned 4-byte store. It comes after the body on the way up (filled,
+  sealed) and before it on the way down (free, filling): no death of the writer can leave an old
+  ``sealed`` over a new body. Whoever reads a body holds the slot's lock or checks its crc.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import sys
+import zlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from ckptd.errors import SegmentError
+from ckptd.ring import SlotState
+
+__all__ = [
+    "FORMAT_VERSION",
+    "OWNER_LOCK_BYTE",
+    "PAGE_BYTES",
+    "PROLOGUE_BYTES",
+    "SEGMENT_MAGIC",
+    "SLOTS_ALIGNMENT",
+    "SLOT_HEADER_BYTES",
+    "SLOT_MAGIC",
+    "SegmentDescriptor",
+    "SegmentGeometry",
+    "SegmentName",
+    "SlotHeader",
+    "check_name",
+    "decode_descriptor",
+    "encode_descriptor",
+    "pack_slot_header",
+    "parse_segment_file_name",
+    "plan_geometry",
+    "read_prologue",
+    "read_slot_header",
+    "segment_file_name",
+    "set_slot_state",
+    "slot_lock_byte",
+    "slot_view",
+    "unpack_slot_header",
+    "write_prologue",
+    "write_slot_header",
+]
+
+SEGMENT_MAGIC = b"CKPTDSEG"
+FORMAT_VERSION = 1
+PAGE_BYTES = 4096
+PROLOGUE_BYTES = PAGE_BYTES
+SLOTS_ALIGNMENT = 2 << 20  # a huge page
+SLOT_MAGIC = 0x544F4C53
+SLOT_HEADER_BYTES = PAGE_BYTES
+OWNER_LOCK_BYTE = 0
+
+_FIRST_SLOT_LOCK_BYTE = 16
+_MAX_SLOTS = 1 << 16
+_MAX_DESCRIPTOR_BYTES = 256 << 20
+_MAX_SLOT_BYTES = 1 << 50
+
+_PROLOGUE = struct.Struct("<8sIIQQIII")
+_CRC = struct.Struct("<I")
+_SLOT_FRONT = struct.Struct("<II")
+_SLOT_BODY = struct.Struct("<qqQQQQQII16sQ")
+_CRC_AT = _SLOT_FRONT.size + _SLOT_BODY.size
+assert _CRC_AT == 96
+_STATES = frozenset(int(state) for state in SlotState)
+_STATE_WORD = 1  # index of the state in a slot header seen as 32-bit words
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FILE_NAME = re.compile(
+    r"(?P<job>[A-Za-z0-9._-]{1,64})~(?P<run>[A-Za-z0-9._-]{1,64})"
+    r"~r(?P<rank>0|[1-9][0-9]{0,9})~g(?P<generation>0|[1-9][0-9]{0,9})\.seg"
+)
+_NO_DIGEST = bytes(16)
+
+
+class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose segment it is and for what; ``client`` is the trainer's own, opaque to the daemon."""
+
+    job: str
+    run: str
+    rank: int
+    world_size: int
+    topology: str
+    layout_version: int
+    generation: int
+    node_id: str
+    created_at_ns: int
+    window: int
+    num_operators: int
+    client: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentGeometry:
+    """Where everything lies in a segment; sizes and offsets in bytes."""
+
+    num_slots: int
+    slot_bytes: int
+    descriptor_capacity: int
+    slots_offset: int
+    total_bytes: int
+
+    @property
+    def headers_offset(self) -> int:
+        """Where the first slot header begins."""
+        return PROLOGUE_BYTES + self.descriptor_capacity
+
+    def header_offset(self, index: int) -> int:
+        """Where the header of slot ``index`` begins."""
+        self._check(index)
+        return self.headers_offset + index * SLOT_HEADER_BYTES
+
+    def slot_offset(self, index: int) -> int:
+        """Where the content of slot ``index`` begins."""
+        self._check(index)
+        return self.slots_offset + index * self.slot_bytes
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < self.num_slots:
+            raise IndexError(f"slot {index} of a segment with {self.num_slots} slots")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """What a slot holds; times are unix time in nanoseconds."""
+
+    state: SlotState = SlotState.FREE
+    iteration: int = -1
+    previous: int = -1
+    image_len: int = 0
+    sequence: int = 0
+    layout_id: int = 0
+    filled_at_ns: int = 0
+    sealed_at_ns: int = 0
+    writer_pid: int = 0
+    phase: int = 0
+    header_digest: bytes = _NO_DIGEST
+    digest_ns: int = 0
+
+
+class SegmentName(NamedTuple):
+    """What a segment's file name says."""
+
+    job: str
+    run: str
+    rank: int
+    generation: int
+
+
+def plan_geometry(num_slots: int, slot_bytes: int, descriptor_len: int) -> SegmentGeometry:
+    """Lay out a segment; ``slot_bytes`` is rounded up to whole pages.
+
+    Raises:
+        ValueError: a number is outside of what the format can hold.
+    """
+    if not 1 <= num_slots <= _MAX_SLOTS:
+        raise ValueError(f"num_slots is {num_slots}, must be 1 to {_MAX_SLOTS}")
+    if not 1 <= slot_bytes <= _MAX_SLOT_BYTES:
+        raise ValueError(f"slot_bytes is {slot_bytes}, must be 1 to {_MAX_SLOT_BYTES}")
+    if not 0 <= descriptor_len <= _MAX_DESCRIPTOR_BYTES:
+        raise ValueError(
+            f"the descriptor has {descriptor_len} bytes, limit {_MAX_DESCRIPTOR_BYTES}"
+        )
+    whole = _round_up(slot_bytes, PAGE_BYTES)
+    capacity = _round_up(max(descriptor_len, 1), PAGE_BYTES)
+    headers_end = PROLOGUE_BYTES + capacity + num_slots * SLOT_HEADER_BYTES
+    slots_offset = _round_up(headers_end, SLOTS_ALIGNMENT)
+    return SegmentGeometry(
+        num_slots=num_slots,
+        slot_bytes=whole,
+        descriptor_capacity=capacity,
+        slots_offset=slots_offset,
+        total_bytes=slots_offset + num_slots * whole,
+    )
+
+
+def encode_descriptor(descriptor: SegmentDescriptor) -> bytes:
+    """The descriptor as msgpack; its length is what `plan_geometry` asks for."""
+    return msgspec.msgpack.encode(descriptor)
+
+
+def decode_descriptor(payload: bytes | memoryview) -> SegmentDescriptor:
+    """The descriptor back from msgpack, validated.
+
+    Raises:
+        SegmentError: it is not msgpack, or not a descriptor.
+    """
+    try:
+        return msgspec.msgpack.decode(payload, type=SegmentDescriptor)
+    except msgspec.DecodeError as error:
+        raise _bad(f"its descriptor cannot be read ({error})") from error
+
+
+def write_prologue(
+    buf: memoryview, geometry: SegmentGeometry, descriptor: SegmentDescriptor
+) -> None:
+    """Make a fresh segment of ``buf``: all slots free, then the descriptor, then the prologue."""
+    _check_byte_order()
+    payload = encode_descriptor(descriptor)
+    if len(payload) > geometry.descriptor_capacity:
+        raise ValueError(
+            f"the descriptor has {len(payload)} bytes, the segment room for "
+            f"{geometry.descriptor_capacity}"
+        )
+    if len(buf) < geometry.total_bytes:
+        raise ValueError(f"the buffer has {len(buf)} bytes, the segment {geometry.total_bytes}")
+    buf[:PROLOGUE_BYTES] = bytes(PROLOGUE_BYTES)  # not a segment until the end of this call
+    for index in range(geometry.num_slots):
+        write_slot_header(buf, geometry, index, SlotHeader())
+    buf[PROLOGUE_BYTES : PROLOGUE_BYTES + len(payload)] = payload
+    prologue = _PROLOGUE.pack(
+        SEGMENT_MAGIC,
+        FORMAT_VERSION,
+        geometry.num_slots,
+        geometry.slot_bytes,
+        geometry.slots_offset,
+        len(payload),
+        geometry.descriptor_capacity,
+        zlib.crc32(payload),
+    )
+    prologue += _CRC.pack(zlib.crc32(prologue))
+    buf[: len(prologue)] = prologue
+
+
+def read_prologue(buf: memoryview) -> tuple[SegmentGeometry, SegmentDescriptor]:
+    """The geometry and descriptor of the segment in ``buf``, every number of it checked.
+
+    Raises:
+        SegmentError: it is not a segment, of another format version, truncated or damaged.
+    """
+    _check_byte_order()
+    if len(buf) < PROLOGUE_BYTES:
+        raise _bad(f"it is truncated: the file has {len(buf)} bytes, needs at least 4096")
+    fields = _PROLOGUE.unpack_from(buf)
+    magic, version, num_slots, slot_bytes, slots_offset, length, capacity, payload_crc = fields
+    if magic != SEGMENT_MAGIC:
+        raise _bad(f"it begins with {magic!r}, not {SEGMENT_MAGIC!r}", "It is not a segment.")
+    if version != FORMAT_VERSION:
+        raise _bad(
+            f"format version {version} is unsupported, this program reads {FORMAT_VERSION}",
+            "Run the ckptd that wrote it, or remove the file.",
+        )
+    if _CRC.unpack_from(buf, _PROLOGUE.size)[0] != zlib.crc32(buf[: _PROLOGUE.size]):
+        raise _bad("the crc of its prologue does not match")
+    try:
+        geometry = plan_geometry(num_slots, slot_bytes, capacity)
+    except ValueError as error:
+        raise _bad(f"its geometry is impossible ({error})") from error
+    found = (slot_bytes, slots_offset, capacity)
+    if found != (geometry.slot_bytes, geometry.slots_offset, geometry.descriptor_capacity):
+        raise _bad("its offsets do not follow from its sizes")
+    if len(buf) < geometry.total_bytes:
+        raise _bad(f"it is truncated: the file has {len(buf)} bytes, needs {geometry.total_bytes}")
+    if length > capacity:
+        raise _bad(f"its descriptor has {length} bytes in a room of {capacity}")
+    payload = buf[PROLOGUE_BYTES : PROLOGUE_BYTES + length]
+    if zlib.crc32(payload) != payload_crc:
+        raise _bad("the crc of its descriptor does not match")
+    return geometry, decode_descriptor(payload)
+
+
+def pack_slot_header(header: SlotHeader) -> bytes:
+    """The 100 bytes of a slot header; the rest of its page is zero."""
+    body = _SLOT_BODY.pack(
+        header.iteration,
+        header.previous,
+        header.image_len,
+        header.sequence,
+        header.layout_id,
+        header.filled_at_ns,
+        header.sealed_at_ns,
+        header.writer_pid,
+        header.phase,
+        header.header_digest,
+        header.digest_ns,
+    )
+    front = _SLOT_FRONT.pack(SLOT_MAGIC, header.state)
+    return (
+        front + body + bytes(_CRC_AT - _SLOT_FRONT.size - len(body)) + _CRC.pack(zlib.crc32(body))
+    )
+
+
+def unpack_slot_header(page: memoryview | bytes) -> SlotHeader | None:
+    """The header in ``page``; None when its magic, state or crc says that it is damaged."""
+    magic, state = _SLOT_FRONT.unpack_from(page)
+    body = bytes(page[_SLOT_FRONT.size : _CRC_AT])
+    if magic != SLOT_MAGIC or state not in _STATES:
+        return None
+    if _CRC.unpack_from(page, _CRC_AT)[0] != zlib.crc32(body):
+        return None
+    return SlotHeader(SlotState(state), *_SLOT_BODY.unpack(body))
+
+
+def write_slot_header(
+    buf: memoryview, geometry: SegmentGeometry, index: int, header: SlotHeader
+) -> None:
+    """Write the header of slot ``index``; see the module for the order of the stores."""
+    packed = pack_slot_header(header)
+    start = geometry.header_offset(index)
+    going_down = header.state < SlotState.FILLED
+    if going_down:
+        set_slot_state(buf, geometry, index, header.state)
+    buf[start : start + 4] = packed[:4]
+    buf[start + _SLOT_FRONT.size : start + len(packed)] = packed[_SLOT_FRONT.size :]
+    if not going_down:
+        set_slot_state(buf, geometry, index, header.state)
+
+
+def read_slot_header(buf: memoryview, geometry: SegmentGeometry, index: int) -> SlotHeader | None:
+    """The header of slot ``index``; None when it is damaged (to be treated as free, and reported)."""
+    start = geometry.header_offset(index)
+    return unpack_slot_header(buf[start : start + SLOT_HEADER_BYTES])
+
+
+def set_slot_state(
+    buf: memoryview, geometry: SegmentGeometry, index: int, state: SlotState
+) -> None:
+    """Store the state word of slot ``index``, alone and at once."""
+    start = geometry.header_offset(index)
+    buf[start : start + _SLOT_FRONT.size].cast("I")[_STATE_WORD] = int(state)
+
+
+def slot_view(buf: memoryview, geometry: SegmentGeometry, index: int) -> memoryview:
+    """The bytes of slot ``index``: an image, then whatever was there before."""
+    start = geometry.slot_offset(index)
+    return buf[start : start + geometry.slot_bytes]
+
+
+def slot_lock_byte(index: int) -> int:
+    """The byte of the file that is locked on behalf of slot ``index``."""
+    return _FIRST_SLOT_LOCK_BYTE + index
+
+
+def check_name(name: str, what: str) -> str:
+    """``name`` itself, if it can be a job or a run.
+
+    Raises:
+        ValueError: naming the character that cannot stand in a file name or a URL.
+    """
+    if _NAME.fullmatch(name) and name not in (".", ".."):
+        return name
+    if not name or len(name) > 64:
+        raise ValueError(f"{what} has {len(name)} characters, must have 1 to 64")
+    bad = next((char for char in name if not _NAME.fullmatch(char)), None)
+    if bad is None:
+        raise ValueError(f"{what} must not be {name!r}")
+    raise ValueError(
+        f"{what} {name!r} contains {bad!r}; allowed are letters, digits, '.', '_' and '-'"
+    )
+
+
+def segment_file_name(job: str, run: str, rank: int, generation: int) -> str:
+    """``<job>~<run>~r<rank>~g<generation>.seg``."""
+    if rank < 0 or generation < 0:
+        raise ValueError(f"rank {rank} and generation {generation} must not be negative")
+    return f"{check_name(job, 'job')}~{check_name(run, 'run')}~r{rank}~g{generation}.seg"
+
+
+def parse_segment_file_name(name: str) -> SegmentName:
+    """What `segment_file_name` was called with.
+
+    Raises:
+        ValueError: ``name`` was not made by it.
+    """
+    match = _FILE_NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not <job>~<run>~r<rank>~g<generation>.seg")
+    return SegmentName(
+        check_name(match["job"], "job"),
+        check_name(match["run"], "run"),
+        int(match["rank"]),
+        int(match["generation"]),
+    )
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _check_byte_order() -> None:
+    if sys.byteorder != "little":
+        raise SegmentError(
+            "segments are little-endian and this host is not", operation="open segment"
+        )
+
+
+def _bad(message: str, hint: str = "Remove the file if nothing else explains it.") -> SegmentError:
+    return SegmentError(message, operation="read segment", hint=hint)

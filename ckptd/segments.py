@@ -1,0 +1,485 @@
+"""The segment files of this node: made within the memory there is, adopted after a restart.
+
+The files are the only truth; a `SegmentStore` is what one finds by looking at them. A file gets
+its name when it is complete, so a crash leaves a temporary (removed at the next start) and never
+half a segment. A file that cannot be believed is put aside as `*.bad`, not deleted.
+
+`reserve` and `enter` are quick and belong to the daemon's loop thread, `build` may take seconds
+(it touches every page) and belongs to a worker. Slot states are changed here only under the
+slot's lock, or where no trainer can be writing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ckptd import locks
+from ckptd.errors import SegmentError
+from ckptd.ring import SlotState
+from ckptd.segment_format import (
+    OWNER_LOCK_BYTE,
+    SegmentDescriptor,
+    SegmentGeometry,
+    SlotHeader,
+    encode_descriptor,
+    parse_segment_file_name,
+    plan_geometry,
+    read_prologue,
+    read_slot_header,
+    segment_file_name,
+    set_slot_state,
+    slot_lock_byte,
+    slot_view,
+    write_prologue,
+    write_slot_header,
+)
+from ckptd.sessions import MemoryFacts, RankKey, SegmentFacts
+from ckptd.transport.messages import RefusalCode
+from ckptd.units import format_bytes
+
+__all__ = [
+    "CannotReserve",
+    "Segment",
+    "SegmentPlan",
+    "SegmentStore",
+    "SettleReport",
+    "filesystem_kind",
+    "open_segment",
+    "settle",
+]
+
+logger = logging.getLogger(__name__)
+
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
+_CHUNK_BYTES = 256 << 20  # so that one call never holds a worker for long
+_MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs", 0x858458F6: "ramfs"}
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class CannotReserve(RuntimeError):
+    """There is no memory for it; code, message and hint are those of the refusal."""
+
+    def __init__(self, code: RefusalCode, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.code, self.message, self.hint = code, message, hint
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One mapped segment file. `fd` asks about locks and never takes one."""
+
+    path: Path
+    descriptor: SegmentDescriptor
+    geometry: SegmentGeometry
+    buffer: memoryview
+    fd: int
+    file_bytes: int
+    mlocked: bool = False
+    detached_at_s: float | None = None  # monotonic; None while a trainer owns it
+    damaged: set[int] = field(default_factory=set)  # slots whose bad header was reported
+
+    @property
+    def key(self) -> RankKey:
+        """Whose it is."""
+        return RankKey(self.descriptor.job, self.descriptor.run, self.descriptor.rank)
+
+    @property
+    def generation(self) -> int:
+        """Which of its rank's segments it is; newer is higher."""
+        return self.descriptor.generation
+
+    def owned(self) -> bool:
+        """Does a live process hold the owner lock?"""
+        return locks.is_locked(self.fd, OWNER_LOCK_BYTE, exclusive=True)
+
+    def header(self, index: int) -> SlotHeader | None:
+        """Header of a slot; None if it is damaged."""
+        return read_slot_header(self.buffer, self.geometry, index)
+
+    def headers(self) -> Iterator[tuple[int, SlotHeader]]:
+        """The undamaged slot headers."""
+        for index in range(self.geometry.num_slots):
+            if (header := self.header(index)) is not None:
+                yield index, header
+
+    def image(self, index: int, header: SlotHeader) -> memoryview:
+        """The bytes of a slot's image, as long as its header says (at most the slot)."""
+        return slot_view(self.buffer, self.geometry, index)[: header.image_len]
+
+    def close(self) -> None:
+        """Give up the file and the mapping (that goes when the last view of a slot does).
+
+        Unmapping the last mapping of an unlinked file frees its pages, which may take long.
+        """
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self.buffer.release()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """A segment that was promised and is not there yet."""
+
+    descriptor: SegmentDescriptor
+    geometry: SegmentGeometry
+    path: Path
+
+    @property
+    def key(self) -> RankKey:
+        """Whose it will be."""
+        return RankKey(self.descriptor.job, self.descriptor.run, self.descriptor.rank)
+
+    @property
+    def temporary(self) -> Path:
+        """Its file until it is complete."""
+        return self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class SettleReport:
+    """What `settle` found in one segment, by slot index."""
+
+    freed: tuple[int, ...]
+    to_seal: tuple[int, ...]
+    damaged: tuple[int, ...]
+
+
+class SegmentStore:
+    """Every segment under one folder. All methods but `build` belong to one thread.
+
+    Args:
+        folder: an existing folder on which this store has the only claim.
+        mlock: auto, on or off, as in the configuration.
+    """
+
+    def __init__(
+        self, folder: Path, quota_bytes: int, node_id: str, *, mlock: str, hugepages: str
+    ) -> None:
+        self.folder = folder
+        self.quota_bytes = quota_bytes
+        self.node_id = node_id
+        self._mlock = mlock
+        self._hugepages = hugepages
+        self._segments: dict[tuple[RankKey, int], Segment] = {}
+        self._plans: dict[tuple[RankKey, int], SegmentPlan] = {}
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter([self._segments[key] for key in sorted(self._segments)])
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def get(self, key: RankKey, generation: int) -> Segment | None:
+        """One segment of a rank."""
+        return self._segments.get((key, generation))
+
+    def of_rank(self, key: RankKey) -> list[Segment]:
+        """The segments of a rank, oldest generation first."""
+        return [s for s in self if s.key == key]
+
+    def of_run(self, job: str, run: str) -> list[Segment]:
+        """The segments of a run."""
+        return [s for s in self if (s.key.job, s.key.run) == (job, run)]
+
+    @property
+    def used_bytes(self) -> int:
+        """What all segments take, those still being made included."""
+        made = sum(s.file_bytes for s in self._segments.values())
+        return made + sum(p.geometry.total_bytes for p in self._plans.values())
+
+    def facts(self) -> list[SegmentFacts]:
+        """Every segment, for the admission decision; planned ones count with their bytes."""
+        made = [_facts(s.descriptor, s.file_bytes, s.owned(), True) for s in self]
+        plans = self._plans.values()
+        return made + [_facts(p.descriptor, p.geometry.total_bytes, False, False) for p in plans]
+
+    def memory(self, promised: dict[RankKey, int]) -> MemoryFacts:
+        """The numbers of the memory under the segments, now."""
+        info = os.statvfs(self.folder)
+        # What plans have yet to allocate is not gone from the filesystem.
+        planned = sum(p.geometry.total_bytes - _allocated(p) for p in self._plans.values())
+        return MemoryFacts(
+            quota_bytes=self.quota_bytes,
+            fs_total_bytes=info.f_blocks * info.f_frsize,
+            fs_available_bytes=max(0, info.f_bavail * info.f_frsize - planned),
+            segment_dir=str(self.folder),
+            promised=promised,
+        )
+
+    def adopt(self, now_s: float) -> tuple[list[Segment], list[tuple[Path, str]]]:
+        """Take over the files of an earlier daemon; returns them and (bad file, why) pairs."""
+        bad: list[tuple[Path, str]] = []
+        for leftover in self.folder.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+        for path in sorted(self.folder.glob("*.seg")):
+            try:
+                segment = open_segment(path)
+            except (OSError, ValueError, SegmentError) as error:
+                aside = path.with_name(path.name + ".bad")
+                path.replace(aside)
+                bad.append((aside, str(error)))
+                continue
+            segment.detached_at_s = None if segment.owned() else now_s
+            self._segments[segment.key, segment.generation] = segment
+        return list(self), bad
+
+    def plan(self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int) -> SegmentPlan:
+        """Lay out the next generation of a rank; nothing is promised yet.
+
+        Raises:
+            ValueError: numbers or names that no segment can have.
+        """
+        key = RankKey(descriptor.job, descriptor.run, descriptor.rank)
+        known = [generation for k, generation in [*self._segments, *self._plans] if k == key]
+        final = msgspec.structs.replace(
+            descriptor,
+            generation=max(known, default=-1) + 1,
+            node_id=self.node_id,
+            created_at_ns=time.time_ns(),
+        )
+        geometry = plan_geometry(num_slots, slot_bytes, len(encode_descriptor(final)))
+        name = segment_file_name(final.job, final.run, final.rank, final.generation)
+        return SegmentPlan(final, geometry, self.folder / name)
+
+    def promise(self, plan: SegmentPlan) -> None:
+        """Count the plan's bytes as used from now on."""
+        self._plans[plan.key, plan.descriptor.generation] = plan
+
+    def cancel(self, plan: SegmentPlan) -> None:
+        """The plan came to nothing."""
+        self._plans.pop((plan.key, plan.descriptor.generation), None)
+
+    def build(self, plan: SegmentPlan) -> Segment:
+        """Make the file: every page allocated, touched and perhaps locked. May take seconds.
+
+        Raises:
+            CannotReserve: the filesystem is full, or locking was demanded and is not allowed.
+        """
+        temporary = plan.temporary
+        try:
+            return self._build(plan, temporary)
+        except OSError as error:
+            raise _no_room(plan, self.folder, error) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def enter(self, plan: SegmentPlan, segment: Segment) -> None:
+        """The plan has become this segment."""
+        self.cancel(plan)
+        self._segments[segment.key, segment.generation] = segment
+
+    def create(self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int) -> Segment:
+        """Plan, build and enter in one go."""
+        plan = self.plan(descriptor, num_slots, slot_bytes)
+        self.promise(plan)
+        try:
+            segment = self.build(plan)
+        except BaseException:
+            self.cancel(plan)
+            raise
+        self.enter(plan, segment)
+        return segment
+
+    def remove(self, segment: Segment) -> None:
+        """Unlink and forget a segment. Its memory is free once nobody maps it any more."""
+        self._segments.pop((segment.key, segment.generation), None)
+        segment.path.unlink(missing_ok=True)
+
+    def remove_bad(self, job: str, run: str) -> int:
+        """Delete what was put aside of a run; returns how many files."""
+        found = list(self.folder.glob(f"{job}~{run}~*.bad"))
+        for path in found:
+            path.unlink(missing_ok=True)
+        return len(found)
+
+    def lock_in_memory(self, segment: Segment) -> None:
+        """mlock as configured; a failure is recorded in `segment.mlocked` and tolerated."""
+        if self._mlock != "off" and not segment.mlocked:
+            segment.mlocked = _try_mlock(segment.buffer) is None
+
+    def _build(self, plan: SegmentPlan, temporary: Path) -> Segment:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(temporary, flags, 0o600)
+        try:
+            file_bytes = _allocate(fd, plan.geometry.total_bytes)
+            buffer = memoryview(mmap.mmap(fd, file_bytes))
+            _populate(buffer, hugepages=self._hugepages == "auto")
+            why_not = None if self._mlock == "off" else _try_mlock(buffer)
+            if why_not is not None and self._mlock == "on":
+                raise CannotReserve(
+                    RefusalCode.SEGMENT_FS,
+                    f"{format_bytes(file_bytes)} cannot be locked in memory: {why_not}",
+                    "raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity in the unit), or set "
+                    "CKPTD_MLOCK=auto",
+                )
+            write_prologue(buffer, plan.geometry, plan.descriptor)
+            temporary.rename(plan.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        mlocked = self._mlock != "off" and why_not is None
+        return Segment(
+            plan.path, plan.descriptor, plan.geometry, buffer, fd, file_bytes, mlocked=mlocked
+        )
+
+
+def open_segment(path: Path, *, readonly: bool = False) -> Segment:
+    """Map an existing segment file and check all that can be checked without its slots.
+
+    Raises:
+        SegmentError: its content cannot be believed.
+        ValueError: its name contradicts its content, or it is not a file of this user.
+        OSError: it cannot be opened.
+    """
+    flags = (os.O_RDONLY if readonly else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path, flags)
+    try:
+        size = os.fstat(fd).st_size
+        if not readonly and os.fstat(fd).st_uid != os.getuid():
+            raise ValueError(f"it belongs to user {os.fstat(fd).st_uid}")
+        if size == 0:
+            raise SegmentError("it is empty", operation="read segment")
+        access = mmap.ACCESS_READ if readonly else mmap.ACCESS_WRITE
+        buffer = memoryview(mmap.mmap(fd, size, access=access))
+        geometry, descriptor = read_prologue(buffer)
+        name = parse_segment_file_name(path.name)
+        told = (descriptor.job, descriptor.run, descriptor.rank, descriptor.generation)
+        if told != tuple(name):
+            raise ValueError(f"its descriptor says {told}, its name says {tuple(name)}")
+    except BaseException:
+        os.close(fd)
+        raise
+    return Segment(path, descriptor, geometry, buffer, fd, size)
+
+
+def settle(segment: Segment) -> SettleReport:
+    """Bring the slots of a segment whose trainer is gone (or not yet known) to rest.
+
+    A slot that was being filled is freed if nobody holds its lock; a damaged header is replaced
+    by a free one. Filled slots are only reported: digesting them takes time.
+    """
+    freed: list[int] = []
+    to_seal: list[int] = []
+    damaged: list[int] = []
+    for index in range(segment.geometry.num_slots):
+        header = segment.header(index)
+        if header is None:
+            if _free_under_lock(segment, index):
+                damaged.append(index)
+        elif header.state is SlotState.FILLING:
+            if _free_under_lock(segment, index):
+                freed.append(index)
+        elif header.state is SlotState.FILLED:
+            to_seal.append(index)
+    return SettleReport(tuple(freed), tuple(to_seal), tuple(damaged))
+
+
+def filesystem_kind(folder: Path) -> str:
+    """ "tmpfs", "hugetlbfs", "ramfs", or the magic number of any other filesystem."""
+    buffer = ctypes.create_string_buffer(256)  # struct statfs is 120 bytes, f_type comes first
+    if _libc.statfs(os.fsencode(folder), buffer) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(folder))
+    magic = ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
+    return _MEMORY_FILESYSTEMS.get(magic, f"type {magic:#x}")
+
+
+def _facts(
+    descriptor: SegmentDescriptor, total_bytes: int, owned: bool, ready: bool
+) -> SegmentFacts:
+    return SegmentFacts(
+        key=RankKey(descriptor.job, descriptor.run, descriptor.rank),
+        generation=descriptor.generation,
+        world_size=descriptor.world_size,
+        topology=descriptor.topology,
+        layout_version=descriptor.layout_version,
+        total_bytes=total_bytes,
+        owned=owned,
+        ready=ready,
+    )
+
+
+def _free_under_lock(segment: Segment, index: int) -> bool:
+    """Free a filling or damaged slot if nobody is writing it; looks again under the lock."""
+    with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=True) as taken:
+        if not taken:
+            return False
+        header = segment.header(index)
+        if header is None:
+            write_slot_header(segment.buffer, segment.geometry, index, SlotHeader())
+        elif header.state is SlotState.FILLING:
+            set_slot_state(segment.buffer, segment.geometry, index, SlotState.FREE)
+        else:
+            return False
+        return True
+
+
+def _allocated(plan: SegmentPlan) -> int:
+    try:
+        return min(plan.temporary.stat().st_blocks * 512, plan.geometry.total_bytes)
+    except FileNotFoundError:
+        return 0  # not begun, or complete and about to be entered
+
+
+def _allocate(fd: int, size: int) -> int:
+    """Give the file its size and its pages; ENOSPC comes now rather than SIGBUS later."""
+    block = os.fstatvfs(fd).f_bsize  # 2 MiB on hugetlbfs, whose mappings need whole pages
+    size = -(-size // block) * block
+    for offset in range(0, size, _CHUNK_BYTES):
+        os.posix_fallocate(fd, offset, min(_CHUNK_BYTES, size - offset))
+    return size
+
+
+def _populate(buffer: memoryview, *, hugepages: bool) -> None:
+    """Touch every page for writing: first touch by a copy would run at a tenth of its speed."""
+    start = _address(buffer)
+    if hugepages and _libc.madvise(start, len(buffer), _MADV_HUGEPAGE) != 0:
+        logger.debug("no huge pages: %s", os.strerror(ctypes.get_errno()))
+    for offset in range(0, len(buffer), _CHUNK_BYTES):
+        size = min(_CHUNK_BYTES, len(buffer) - offset)
+        if _libc.madvise(start + offset, size, _MADV_POPULATE_WRITE) == 0:
+            continue
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:
+            raise OSError(number, os.strerror(number))
+        ctypes.memset(start + offset, 0, size)  # an older kernel; the file is all zeros anyway
+
+
+def _try_mlock(buffer: memoryview) -> str | None:
+    """None if the buffer is now locked in memory, else why not."""
+    if _libc.mlock(_address(buffer), len(buffer)) == 0:
+        return None
+    return os.strerror(ctypes.get_errno())
+
+
+def _address(buffer: memoryview) -> int:
+    holder: Any = ctypes.c_char.from_buffer(buffer)
+    return ctypes.addressof(holder)
+
+
+def _no_room(plan: SegmentPlan, folder: Path, error: OSError) -> CannotReserve:
+    info = os.statvfs(folder)
+    return CannotReserve(
+        RefusalCode.SEGMENT_FS,
+        f"{plan.key} needs {format_bytes(plan.geometry.total_bytes)} "
+        f"({plan.geometry.num_slots} slots of {format_bytes(plan.geometry.slot_bytes)}); the "
+        f"filesystem of {folder} has {format_bytes(info.f_blocks * info.f_frsize)}, of which "
+        f"{format_bytes(info.f_bavail * info.f_frsize)} is free: {error.strerror or error}",
+        "enlarge it (`mount -o remount,size=<bytes> /dev/shm`, or `docker run --shm-size`), or "
+        "set CKPTD_SEGMENT_DIR to a larger tmpfs",
+    )

@@ -1,0 +1,515 @@
+"""What the daemon answers to each message, and what it does as time passes.
+
+A `Service` lives on the daemon's loop thread and never blocks: what may take long (making a
+segment, digesting, unlinking) goes to workers, whose results come back through `collect`. The
+rules of admission are in `ckptd.sessions`; the truth about memory is in the segment files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import ckptd
+from ckptd import inventory, locks
+from ckptd.config import DaemonConfig
+from ckptd.errors import SegmentError
+from ckptd.events import EventLog
+from ckptd.housekeeping import Housekeeper
+from ckptd.segment_format import SegmentDescriptor, decode_descriptor
+from ckptd.segments import CannotReserve, Segment, SegmentPlan, SegmentStore
+from ckptd.sessions import (
+    Admitted,
+    AttachWish,
+    RankKey,
+    Rejected,
+    Session,
+    SessionTable,
+    decide_attach,
+    reject_if_too_large,
+)
+from ckptd.transport import messages as m
+from ckptd.transport.messages import RefusalCode
+from ckptd.units import format_bytes
+from ckptd.workers import Workers
+
+__all__ = ["PidWatcher", "Service"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_STRANGERS = 4096  # connections that said Hello; the least recent one is forgotten first
+_SILENT_S = 120.0  # a trainer that cannot be watched and owns nothing is gone after so long
+
+Answer = Callable[[m.Reply], None]
+
+
+class PidWatcher(Protocol):
+    """Tells the service when a process ends."""
+
+    def watch(self, pid: int, ended: Callable[[], None]) -> bool:
+        """Call `ended` once when the process ends; false if it cannot be watched."""
+
+    def has_ended(self, pid: int) -> bool:
+        """Has a watched process ended, even if `ended` was not called yet?"""
+
+    def forget(self, pid: int) -> None:
+        """No longer call."""
+
+
+class Service:
+    """The daemon's sessions and segments behind one `handle` and one `tick`.
+
+    Args:
+        store: its folder is claimed and its segments are adopted by `start`.
+        slow: workers for making and removing segments.
+        housekeeper: seals, settles, scrubs and expires.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        store: SegmentStore,
+        events: EventLog,
+        housekeeper: Housekeeper,
+        slow: Workers,
+        watcher: PidWatcher,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._store, self._events = config, store, events
+        self._housekeeper, self._slow = housekeeper, slow
+        self._watcher, self._clock = watcher, clock
+        self.sessions = SessionTable(config.max_sessions)
+        self.boot_id = secrets.token_hex(8)
+        self._hellos: OrderedDict[bytes, m.Hello] = OrderedDict()
+        self._started_s = self._busy_s = clock()
+        self._handlers: dict[type, Callable[[bytes, Any, Answer], m.Reply | None]] = {
+            m.Hello: self._hello,
+            m.Attach: self._attach,
+            m.Reserve: self._reserve,
+            m.Filled: self._filled,
+            m.Drop: self._drop,
+            m.Report: self._report,
+            m.Notice: self._notice,
+            m.Detach: self._detach,
+            m.Ping: self._ping,
+            m.GetStatus: self._status,
+            m.GetSnapshots: self._snapshots,
+            m.GetEvents: self._get_events,
+            m.Forget: self._forget,
+        }
+
+    def handle(self, identity: bytes, message: m.Message, answer: Answer) -> None:
+        """Serve one message; `answer` is called once, now or later, or never for a one-way one."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            name = type(message).__name__
+            answer(m.Refused(RefusalCode.BAD_MESSAGE, f"{name} is for clients, not for a daemon"))
+            return
+        if (session := self.sessions.of_identity(identity)) is not None:
+            session.last_seen_s = self._clock()
+        reply = handler(identity, message, answer)
+        if reply is not None:
+            answer(reply)
+
+    def tick(self) -> None:
+        """What time brings: dead owners, expired runs, slots that wait, the scrub."""
+        now_s = self._clock()
+        for session in self.sessions:
+            if session.watched_by != "pidfd" and self._is_gone(session, now_s):
+                self.trainer_gone(session, "its owner lock is free")
+        self._housekeeper.tick(now_s, {(s.key.job, s.key.run) for s in self.sessions})
+        if len(self.sessions) or any(s.detached_at_s is None for s in self._store):
+            self._busy_s = now_s
+
+    @property
+    def idle_s(self) -> float:
+        """For how long no trainer has been here."""
+        return self._clock() - self._busy_s
+
+    def trainer_gone(self, session: Session, why: str) -> None:
+        """A trainer ended without a word: free what it was filling, seal what it had filled."""
+        self._retire(session)
+        self._events.add(
+            "warning",
+            "trainer_gone",
+            f"process {session.pid} of {session.key} is gone ({why}) at step {session.step}",
+            session.key,
+        )
+        for segment in self._store.of_rank(session.key):
+            self._housekeeper.settle(segment)
+
+    # -- trainers --------------------------------------------------------------------------------
+
+    def _hello(self, identity: bytes, message: m.Hello, _: Answer) -> m.Reply:
+        self._hellos[identity] = message
+        self._hellos.move_to_end(identity)
+        while len(self._hellos) > _MAX_STRANGERS:
+            self._hellos.popitem(last=False)
+        return m.Welcome(
+            version=ckptd.__version__,
+            node_id=self._store.node_id,
+            pid=os.getpid(),
+            segment_dir=str(self._store.folder),
+            boot_id=self.boot_id,
+        )
+
+    def _attach(self, identity: bytes, message: m.Attach, _: Answer) -> m.Reply:
+        hello = self._hellos.get(identity)
+        if hello is None:
+            return m.Refused(RefusalCode.NO_SESSION, "Attach without Hello", "say Hello first")
+        key = RankKey(message.job, message.run, message.rank)
+        wish = AttachWish(
+            key,
+            message.world_size,
+            message.topology,
+            message.layout_version,
+            message.needed_bytes,
+            message.needed_text,
+            frozenset(message.held),
+        )
+        owner = self._current_owner(key, hello.pid)
+        if owner is None and len(self.sessions) >= self.sessions.limit:
+            return m.Refused(
+                RefusalCode.QUOTA,
+                f"{self.sessions.limit} trainers are attached already",
+                "raise CKPTD_MAX_SESSIONS",
+            )
+        taken_by = owner.pid if owner is not None and owner.pid != hello.pid else None
+        decision = decide_attach(
+            wish,
+            self._store.facts(),
+            self._store.memory(self.sessions.promised()),
+            owner_pid=taken_by,
+            open_in=self._openers(key),
+        )
+        if isinstance(decision, Rejected):
+            self._events.add("warning", f"refused.{decision.code}", decision.message, key)
+            return m.Refused(decision.code, decision.message, decision.hint)
+        if owner is not None:
+            self.sessions.remove(owner)  # the same process, on a new connection
+        return self._admit(identity, hello, wish, decision)
+
+    def _admit(
+        self, identity: bytes, hello: m.Hello, wish: AttachWish, decision: Admitted
+    ) -> m.Reply:
+        previous = self.sessions.of_identity(identity)
+        if previous is not None:
+            self.sessions.remove(previous)
+        now_s = self._clock()
+        session = Session(identity, hello.pid, wish.key, wish, now_s, now_s, "owner-lock")
+        if _same_pid_namespace(hello) and self._watcher.watch(
+            hello.pid, partial(self._process_ended, session)
+        ):
+            session.watched_by = "pidfd"
+        self.sessions.add(session)
+        for note in decision.notes:
+            self._events.add("info", "stale_run", note, wish.key)
+        self._events.add(
+            "info",
+            "attached",
+            f"process {hello.pid} is {wish.key} of {wish.world_size}, with "
+            f"{len(decision.generations)} segments in memory (watched by {session.watched_by})",
+            wish.key,
+        )
+        found = [self._store.get(wish.key, generation) for generation in decision.generations]
+        return m.Attached(
+            segments=tuple(_segment_info(segment) for segment in found if segment is not None),
+            quota_bytes=self._store.quota_bytes,
+            available_bytes=decision.available_bytes,
+        )
+
+    def _reserve(self, identity: bytes, message: m.Reserve, answer: Answer) -> m.Reply | None:
+        session = self.sessions.of_identity(identity)
+        if session is None:
+            return _no_session("Reserve")
+        try:
+            descriptor = decode_descriptor(message.descriptor)
+            plan = self._store.plan(descriptor, message.num_slots, message.slot_bytes)
+        except (SegmentError, ValueError) as error:
+            return m.Refused(RefusalCode.BAD_DESCRIPTOR, str(error))
+        if (wrong := _contradiction(descriptor, session.wish)) is not None:
+            return m.Refused(RefusalCode.BAD_DESCRIPTOR, wrong)
+        facts = self._store.facts()
+        own = sum(fact.total_bytes for fact in facts if fact.key == session.key)
+        rejected = reject_if_too_large(
+            session.key,
+            own + plan.geometry.total_bytes,
+            f"{message.num_slots} slots of {format_bytes(message.slot_bytes)}"
+            + (f" beside {format_bytes(own)} that it has" if own else ""),
+            facts,
+            self._store.memory(self.sessions.promised()),
+        )
+        if rejected is not None:
+            self._events.add("warning", f"refused.{rejected.code}", rejected.message, session.key)
+            return m.Refused(rejected.code, rejected.message, rejected.hint)
+        self._store.promise(plan)
+        started = self._slow.submit(
+            partial(self._store.build, plan),
+            partial(self._built, plan, answer),
+            partial(self._not_built, plan, answer),
+        )
+        if not started:
+            self._store.cancel(plan)
+            return m.Refused(RefusalCode.IN_USE, "too many segments are being made", "try again")
+        return None
+
+    def _built(self, plan: SegmentPlan, answer: Answer, segment: Segment) -> None:
+        segment.detached_at_s = self._clock()  # until its trainer takes the owner lock
+        self._store.enter(plan, segment)
+        self._events.add(
+            "info",
+            "reserved",
+            f"{plan.key} generation {segment.generation}: {segment.geometry.num_slots} slots of "
+            f"{format_bytes(segment.geometry.slot_bytes)}"
+            f"{', locked in memory' if segment.mlocked else ''}",
+            plan.key,
+        )
+        answer(m.Reserved(_segment_info(segment), segment.mlocked))
+
+    def _not_built(self, plan: SegmentPlan, answer: Answer, error: BaseException) -> None:
+        self._store.cancel(plan)
+        if isinstance(error, CannotReserve):
+            self._events.add("warning", f"refused.{error.code}", error.message, plan.key)
+            answer(m.Refused(error.code, error.message, error.hint))
+            return
+        logger.error("making a segment for %s failed", plan.key, exc_info=error)
+        self._events.add("error", "reserve_failed", f"{plan.key}: {error!r}", plan.key)
+        answer(m.Refused(RefusalCode.INTERNAL, f"making the segment failed: {error!r}"))
+
+    def _filled(self, identity: bytes, message: m.Filled, _: Answer) -> m.Reply | None:
+        session = self.sessions.of_identity(identity)
+        if session is None:
+            return _no_session("Filled")
+        segment = self._store.get(session.key, message.generation)
+        if segment is None or message.slot >= segment.geometry.num_slots:
+            return m.Refused(
+                RefusalCode.NOT_FOUND,
+                f"{session.key} has no slot {message.slot} in generation {message.generation}",
+            )
+        self._housekeeper.seal(segment, message.slot)
+        return None
+
+    def _drop(self, identity: bytes, message: m.Drop, _: Answer) -> m.Reply:
+        session = self.sessions.of_identity(identity)
+        if session is None:
+            return _no_session("Drop")
+        segment = self._store.get(session.key, message.generation)
+        if segment is None:
+            text = f"{session.key} has no generation {message.generation}"
+            return m.Refused(RefusalCode.NOT_FOUND, text)
+        self._housekeeper.remove(segment, "its trainer no longer needs it")
+        return m.Done(f"freed {format_bytes(segment.file_bytes)}")
+
+    def _report(self, identity: bytes, message: m.Report, _: Answer) -> m.Reply | None:
+        session = self.sessions.of_identity(identity)
+        if session is None:
+            return _no_session("Report")
+        session.step, session.metrics = message.step, message.metrics
+        return None
+
+    def _notice(self, identity: bytes, message: m.Notice, _: Answer) -> m.Reply | None:
+        session = self.sessions.of_identity(identity)
+        if session is None:
+            return _no_session("Notice")
+        self._events.add(message.level, message.kind, message.message, session.key)
+        return None
+
+    def _detach(self, identity: bytes, message: m.Detach, _: Answer) -> m.Reply:
+        session = self.sessions.of_identity(identity)
+        if session is None:
+            return _no_session("Detach")
+        self._retire(session)
+        final = ", and its run is over" if message.final else ""
+        self._events.add(
+            "info", "detached", f"process {session.pid} left {session.key}{final}", session.key
+        )
+        if message.final:
+            for segment in self._store.of_rank(session.key):
+                self._housekeeper.remove(segment, "its run is over")
+        return m.Done()
+
+    def _ping(self, identity: bytes, _message: m.Ping, _: Answer) -> m.Reply:
+        return m.Pong(self.boot_id, self.sessions.of_identity(identity) is not None)
+
+    # -- ckptctl ---------------------------------------------------------------------------------
+
+    def _status(self, _identity: bytes, _message: m.GetStatus, _: Answer) -> m.Reply:
+        now_s = self._clock()
+        promised = self.sessions.promised()
+        memory = self._store.memory(promised)
+        anon, file, shmem = inventory.own_memory()
+        return m.Status(
+            version=ckptd.__version__,
+            node_id=self._store.node_id,
+            boot_id=self.boot_id,
+            pid=os.getpid(),
+            uptime_s=now_s - self._started_s,
+            endpoint=self._config.listen,
+            runtime_dir=self._config.runtime_dir,
+            segment_dir=str(self._store.folder),
+            quota_bytes=self._store.quota_bytes,
+            used_bytes=self._store.used_bytes,
+            promised_bytes=sum(promised.values()),
+            fs_total_bytes=memory.fs_total_bytes,
+            fs_available_bytes=memory.fs_available_bytes,
+            rss_anon_bytes=anon,
+            rss_file_bytes=file,
+            rss_shmem_bytes=shmem,
+            seal_queue=self._housekeeper.queued,
+            sessions=tuple(self._session_status(session, now_s) for session in self.sessions),
+            segments=tuple(inventory.segment_status(segment, now_s) for segment in self._store),
+            counters=dict(self._events.counters),
+        )
+
+    def _session_status(self, session: Session, now_s: float) -> m.SessionStatus:
+        segments = self._store.of_rank(session.key)
+        return m.SessionStatus(
+            job=session.key.job,
+            run=session.key.run,
+            rank=session.key.rank,
+            world_size=session.wish.world_size,
+            pid=session.pid,
+            step=session.step,
+            metrics=dict(session.metrics),
+            segments=len(segments),
+            segment_bytes=sum(segment.file_bytes for segment in segments),
+            promised_bytes=session.wish.needed_bytes,
+            attached_s=now_s - session.attached_at_s,
+            watched_by=session.watched_by,
+        )
+
+    def _snapshots(self, _identity: bytes, message: m.GetSnapshots, _: Answer) -> m.Reply:
+        keys = {
+            segment.key
+            for segment in self._store
+            if message.job in ("", segment.key.job)
+            and message.run in ("", segment.key.run)
+            and message.rank in (-1, segment.key.rank)
+        }
+        return m.Snapshots(
+            tuple(
+                inventory.rank_snapshots(self._store.of_rank(key), operators=message.operators)
+                for key in sorted(keys)
+            )
+        )
+
+    def _get_events(self, _identity: bytes, message: m.GetEvents, _: Answer) -> m.Reply:
+        return self._events.page(message.since, message.limit)
+
+    def _forget(self, _identity: bytes, message: m.Forget, _: Answer) -> m.Reply:
+        segments = self._store.of_run(message.job, message.run)
+        name = f"{message.job}/{message.run}"
+        alive = [s for s in self.sessions if (s.key.job, s.key.run) == (message.job, message.run)]
+        owned = [segment for segment in segments if segment.owned()]
+        if alive or owned:
+            pids = sorted({s.pid for s in alive} | {p for s in owned for p in _others(s.path)})
+            return m.Refused(
+                RefusalCode.IN_USE,
+                f"{name} has live trainers: process {', '.join(map(str, pids)) or 'unknown'}",
+                "end them first",
+            )
+        bad = self._store.remove_bad(message.job, message.run)
+        if not segments and not bad:
+            runs = sorted({f"{s.key.job}/{s.key.run}" for s in self._store})
+            known = f"in memory are {', '.join(runs)}" if runs else "nothing is in memory"
+            return m.Refused(RefusalCode.NOT_FOUND, f"no segments of {name}; {known}")
+        size = sum(segment.file_bytes for segment in segments)
+        for segment in segments:
+            self._housekeeper.remove(segment, "forgotten by request")
+        put_aside = f" and {bad} damaged files" if bad else ""
+        return m.Done(f"freed {format_bytes(size)} in {len(segments)} segments{put_aside}")
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _current_owner(self, key: RankKey, asking_pid: int) -> Session | None:
+        """The live session of a rank; one whose process has just ended is retired first."""
+        owner = self.sessions.of_rank(key)
+        if owner is None or owner.pid == asking_pid:
+            return owner
+        if owner.watched_by == "pidfd" and self._watcher.has_ended(owner.pid):
+            self.trainer_gone(owner, "its process ended")
+            return None
+        if owner.watched_by != "pidfd" and self._is_gone(owner, self._clock()):
+            self.trainer_gone(owner, "its owner lock is free")
+            return None
+        return owner
+
+    def _retire(self, session: Session) -> None:
+        self.sessions.remove(session)
+        if not any(other.pid == session.pid for other in self.sessions):
+            self._watcher.forget(session.pid)
+
+    def _process_ended(self, session: Session) -> None:
+        if self.sessions.of_identity(session.identity) is session:
+            self.trainer_gone(session, "its process ended")
+
+    def _is_gone(self, session: Session, now_s: float) -> bool:
+        """For trainers that cannot be watched: the owner lock was there and is there no more."""
+        if any(segment.owned() for segment in self._store.of_rank(session.key)):
+            session.owner_seen = True
+            return False
+        return session.owner_seen or now_s - session.last_seen_s > _SILENT_S
+
+    def _openers(self, key: RankKey) -> list[int]:
+        """Processes that have an owned segment of this rank open, for a refusal's message."""
+        owned = [segment for segment in self._store.of_rank(key) if segment.owned()]
+        return sorted({pid for segment in owned for pid in _others(segment.path)})
+
+
+def _others(path: Path) -> list[int]:
+    return [pid for pid in locks.holders_of(path) if pid != os.getpid()]
+
+
+def _segment_info(segment: Segment) -> m.SegmentInfo:
+    return m.SegmentInfo(
+        path=str(segment.path),
+        generation=segment.generation,
+        slot_bytes=segment.geometry.slot_bytes,
+        num_slots=segment.geometry.num_slots,
+    )
+
+
+def _no_session(what: str) -> m.Refused:
+    return m.Refused(
+        RefusalCode.NO_SESSION,
+        f"{what} without a session",
+        "attach first; a restarted daemon knows its segments and not its trainers",
+    )
+
+
+def _contradiction(descriptor: SegmentDescriptor, wish: AttachWish) -> str | None:
+    """How a segment's descriptor differs from what its trainer attached as, if it does."""
+    key = wish.key
+    pairs = (
+        ("job", descriptor.job, key.job),
+        ("run", descriptor.run, key.run),
+        ("rank", descriptor.rank, key.rank),
+        ("world_size", descriptor.world_size, wish.world_size),
+        ("topology", descriptor.topology, wish.topology),
+        ("layout_version", descriptor.layout_version, wish.layout_version),
+    )
+    for name, told, attached in pairs:
+        if told != attached:
+            return f"the descriptor says {name} {told!r}, the session attached with {attached!r}"
+    return None
+
+
+def _same_pid_namespace(hello: m.Hello) -> bool:
+    """A pid from another container means another process here."""
+    return hello.pid_namespace in ("", pid_namespace())
+
+
+def pid_namespace() -> str:
+    """The kernel's name of this process' pid namespace; empty where it cannot be read."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

@@ -1,0 +1,313 @@
+"""Who is attached, and who may attach: a table and one pure decision.
+
+`decide_attach` sees facts (segments on this node, who owns them, the numbers of the memory) and
+answers with `Admitted` or `Rejected`, both of which say why. It never looks anything up itself.
+
+Memory is promised at attach: an admitted rank counts with what it said it needs, even before it
+reserves, so that of eight ranks that each fit alone the one too many is told at its attach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptd.transport.messages import RefusalCode
+from ckptd.units import format_bytes
+
+__all__ = [
+    "Admitted",
+    "AttachWish",
+    "MemoryFacts",
+    "RankKey",
+    "Rejected",
+    "SegmentFacts",
+    "Session",
+    "SessionTable",
+    "decide_attach",
+    "reject_if_too_large",
+]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RankKey:
+    """One rank of one run of one job."""
+
+    job: str
+    run: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.job}/{self.run} rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class AttachWish:
+    """What a trainer asks for. `held`: generations whose owner lock it holds itself."""
+
+    key: RankKey
+    world_size: int
+    topology: str
+    layout_version: int
+    needed_bytes: int
+    needed_text: str
+    held: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFacts:
+    """What matters of one segment when somebody wants to attach."""
+
+    key: RankKey
+    generation: int
+    world_size: int
+    topology: str
+    layout_version: int
+    total_bytes: int
+    owned: bool
+    ready: bool = True  # false while it is being made: it counts, but cannot be mapped
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """The numbers of the segment memory; `promised` is what live sessions may still take."""
+
+    quota_bytes: int
+    fs_total_bytes: int
+    fs_available_bytes: int
+    segment_dir: str
+    promised: Mapping[RankKey, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The rank may attach; `generations` are its segments, `notes` what an operator may want."""
+
+    generations: tuple[int, ...]
+    available_bytes: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The rank may not attach, why, and what would help."""
+
+    code: RefusalCode
+    message: str
+    hint: str
+
+
+@dataclass(slots=True)
+class Session:
+    """One attached trainer. `boot` facts come from its Hello and Attach; the rest moves."""
+
+    identity: bytes
+    pid: int
+    key: RankKey
+    wish: AttachWish
+    attached_at_s: float
+    last_seen_s: float
+    watched_by: str
+    step: int = -1
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    owner_seen: bool = False  # the owner lock was held once: from then on its loss means death
+
+
+class SessionTable:
+    """The attached trainers, found by connection or by rank; at most `limit` of them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._by_identity: dict[bytes, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_identity.values()))
+
+    def of_identity(self, identity: bytes) -> Session | None:
+        """The session of this connection."""
+        return self._by_identity.get(identity)
+
+    def of_rank(self, key: RankKey) -> Session | None:
+        """The session that owns this rank."""
+        return next((s for s in self._by_identity.values() if s.key == key), None)
+
+    def add(self, session: Session) -> None:
+        """Enter a session; it replaces an earlier one of the same connection."""
+        assert len(self) < self.limit or session.identity in self._by_identity
+        self._by_identity[session.identity] = session
+
+    def remove(self, session: Session) -> None:
+        """Forget a session; nothing happens if it is gone already."""
+        if self._by_identity.get(session.identity) is session:
+            del self._by_identity[session.identity]
+
+    def promised(self) -> dict[RankKey, int]:
+        """What each live session said it needs in all."""
+        return {s.key: s.wish.needed_bytes for s in self._by_identity.values()}
+
+
+def decide_attach(
+    wish: AttachWish,
+    segments: Sequence[SegmentFacts],
+    memory: MemoryFacts,
+    *,
+    owner_pid: int | None = None,
+    open_in: Collection[int] = (),
+) -> Admitted | Rejected:
+    """May this trainer own this rank?
+
+    Args:
+        segments: every segment on this node, of whatever job.
+        owner_pid: process of a live session that owns the rank, if it is another one.
+        open_in: processes that have the rank's files open, for the message.
+    """
+    own = [s for s in segments if s.key == wish.key]
+    if owner_pid is not None or any(s.owned and s.generation not in wish.held for s in own):
+        return _rank_taken(wish.key, owner_pid, open_in)
+    if (mismatch := _mismatch(wish, own)) is not None:
+        return mismatch
+    own_bytes = sum(s.total_bytes for s in own)
+    too_large = reject_if_too_large(
+        wish.key, max(wish.needed_bytes, own_bytes), wish.needed_text, segments, memory
+    )
+    if too_large is not None:
+        return too_large
+    generations = tuple(sorted(s.generation for s in own if s.ready))
+    available = memory.quota_bytes - _taken_by_others(wish.key, segments, memory)
+    return Admitted(generations, available, _stale_notes(wish.key, segments))
+
+
+def reject_if_too_large(
+    key: RankKey,
+    needed_bytes: int,
+    needed_text: str,
+    segments: Sequence[SegmentFacts],
+    memory: MemoryFacts,
+) -> Rejected | None:
+    """Does `needed_bytes` in all for this rank fit the quota and the filesystem? None: it does."""
+    how = f" ({needed_text})" if needed_text else ""
+    others = _taken_by_others(key, segments, memory)
+    own = sum(s.total_bytes for s in segments if s.key == key)
+    if needed_bytes <= own:
+        return None  # it is there already, also if the quota was lowered since
+    if needed_bytes > memory.quota_bytes - others:
+        return Rejected(
+            RefusalCode.QUOTA,
+            f"{key} needs {format_bytes(needed_bytes)}{how}; the quota is "
+            f"{format_bytes(memory.quota_bytes)}, of which {format_bytes(others)} is in use"
+            f"{_users(key, segments, memory)}",
+            _quota_hint(key, segments),
+        )
+    pending = sum(
+        max(0, promised - sum(s.total_bytes for s in segments if s.key == other))
+        for other, promised in memory.promised.items()
+        if other != key
+    )
+    missing = needed_bytes - own
+    if missing > memory.fs_available_bytes - pending:
+        return Rejected(
+            RefusalCode.SEGMENT_FS,
+            f"{key} needs {format_bytes(needed_bytes)}{how}, {format_bytes(missing)} more than it "
+            f"has; the filesystem of {memory.segment_dir} has "
+            f"{format_bytes(memory.fs_total_bytes)}, of which "
+            f"{format_bytes(memory.fs_available_bytes)} is free and {format_bytes(pending)} of "
+            "that is promised to other ranks",
+            "enlarge it (`mount -o remount,size=<bytes> /dev/shm`, or `docker run --shm-size`, or "
+            "a larger emptyDir with medium Memory), or set CKPTD_SEGMENT_DIR to a larger tmpfs",
+        )
+    return None
+
+
+def _rank_taken(key: RankKey, owner_pid: int | None, open_in: Collection[int]) -> Rejected:
+    who = f"process {owner_pid}" if owner_pid is not None else "another live process"
+    seen = f"; open in process {', '.join(map(str, sorted(open_in)))}" if open_in else ""
+    return Rejected(
+        RefusalCode.RANK_TAKEN,
+        f"{key} is owned by {who}{seen}",
+        "end that process (a forked helper such as a data loader worker counts as well), or give "
+        "this trainer another job, run or rank",
+    )
+
+
+def _mismatch(wish: AttachWish, own: Sequence[SegmentFacts]) -> Rejected | None:
+    """Fence what the segments of this very rank say about themselves."""
+    for found in own:
+        here = f"the snapshots of {wish.key} in memory (generation {found.generation})"
+        if (found.world_size, found.topology) != (wish.world_size, wish.topology):
+            return Rejected(
+                RefusalCode.TOPOLOGY,
+                f"{here} are of world size {found.world_size}, topology {found.topology!r}; this "
+                f"trainer has world size {wish.world_size}, topology {wish.topology!r}",
+                _other_run_hint(wish.key),
+            )
+        if found.layout_version != wish.layout_version:
+            return Rejected(
+                RefusalCode.LAYOUT_VERSION,
+                f"{here} have layout version {found.layout_version}; this trainer writes and reads "
+                f"layout version {wish.layout_version}",
+                _other_run_hint(wish.key),
+            )
+    return None
+
+
+def _other_run_hint(key: RankKey) -> str:
+    return (
+        "start as before to resume from them, use another run= to begin anew beside them, or "
+        f"free them with `ckptctl forget {key.job} {key.run}`"
+    )
+
+
+def _taken_by_others(key: RankKey, segments: Sequence[SegmentFacts], memory: MemoryFacts) -> int:
+    return sum(size for _, size in _ranks(key, segments, memory))
+
+
+def _ranks(
+    but: RankKey, segments: Sequence[SegmentFacts], memory: MemoryFacts
+) -> list[tuple[RankKey, int]]:
+    """Every other rank with what it has or was promised, whichever is more."""
+    has: dict[RankKey, int] = dict.fromkeys(memory.promised, 0)
+    for found in segments:
+        has[found.key] = has.get(found.key, 0) + found.total_bytes
+    return [(k, max(n, memory.promised.get(k, 0))) for k, n in sorted(has.items()) if k != but]
+
+
+def _users(but: RankKey, segments: Sequence[SegmentFacts], memory: MemoryFacts) -> str:
+    runs: dict[str, int] = {}
+    for key, size in _ranks(but, segments, memory):
+        name = f"{key.job}/{key.run}"
+        runs[name] = runs.get(name, 0) + size
+    largest = sorted(runs.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} ({format_bytes(size)})" for name, size in largest[:8])
+    more = f" and {len(largest) - 8} more" if len(largest) > 8 else ""
+    return f" by {shown}{more}" if runs else ""
+
+
+def _quota_hint(key: RankKey, segments: Sequence[SegmentFacts]) -> str:
+    """Name a run whose memory can be freed at once, the largest one without a live trainer."""
+    alive = {(s.key.job, s.key.run) for s in segments if s.owned} | {(key.job, key.run)}
+    free: dict[tuple[str, str], int] = {}
+    for found in segments:
+        run = (found.key.job, found.key.run)
+        if run not in alive:
+            free[run] = free.get(run, 0) + found.total_bytes
+    raise_it = "start the daemon with a larger CKPTD_MEMORY"
+    if not free:
+        return raise_it
+    job, run_name = max(free, key=lambda run: free[run])
+    return f"free some with `ckptctl forget {job} {run_name}`, or {raise_it}"
+
+
+def _stale_notes(key: RankKey, segments: Sequence[SegmentFacts]) -> tuple[str, ...]:
+    """Segments of other runs of this job are there, and are not served: say so by name."""
+    runs: dict[str, int] = {}
+    for found in segments:
+        if found.key.job == key.job and found.key.run != key.run:
+            runs[found.key.run] = runs.get(found.key.run, 0) + found.total_bytes
+    return tuple(
+        f"{key} does not get the snapshots of run {run!r} of the same job "
+        f"({format_bytes(size)}): another run is another experiment"
+        for run, size in sorted(runs.items())
+    )

@@ -1,0 +1,192 @@
+"""The live training state by name: parameters, master weights, optimizer state, buffers.
+
+``Binding`` is the only place that knows where a tensor lives. A parameter's *held* tensor is what the optimizer updates:
+the parameter itself, or its separately kept fp32 master. Parameters that an optimizer holds and the model does not know
+appear as ``extra/<optimizer>.<group>.<index>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptd.client.probe import ProbeResult, StateSpec, observe_state, probe_optimizer, state_specs
+
+__all__ = ["Binding", "find_masters", "local"]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The plain tensor behind a DTensor (its local shard), without autograd."""
+    to_local = getattr(tensor, "to_local", None)
+    return (to_local() if to_local is not None else tensor).detach()
+
+
+class Binding:
+    """Names for everything that a bit-exact repeat needs, resolved afresh each time (state dicts may be replaced).
+
+    Args:
+        model: its parameters and buffers are captured.
+        optimizers: torch optimizers that together update the parameters.
+        masters: ``{parameter name: fp32 master tensor}``; None finds them by value.
+    Raises:
+        ValueError: a master's name or shape is wrong, or a parameter is updated by two optimizers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        masters: Mapping[str, Tensor] | None,
+    ) -> None:
+        self.model = model
+        self.optimizers = list(optimizers)
+        self.params: dict[str, Tensor] = dict(model.named_parameters())
+        owner = self._owners()
+        self.masters = dict(
+            find_masters(self.params, owner.values()) if masters is None else masters
+        )
+        self._check_masters(masters is not None, {id(t) for t, _, _ in owner.values()})
+        claimed = {id(p) for p in self.params.values()} | {id(m) for m in self.masters.values()}
+        for tensor, oi, (gi, pi) in list(owner.values()):
+            if id(tensor) not in claimed:
+                self.params[f"extra/{oi}.{gi}.{pi}"] = tensor
+        self.owner: dict[str, tuple[int, int]] = {}
+        for name in self.params:
+            found = owner.get(id(self.held(name)))
+            if found is not None:
+                self.owner[name] = (found[1], found[2][0])
+        self._probes: dict[tuple[object, ...], ProbeResult] = {}
+        self._observed: dict[str, tuple[StateSpec, ...]] = {}
+
+    def _owners(self) -> dict[int, tuple[Tensor, int, tuple[int, int]]]:
+        owner: dict[int, tuple[Tensor, int, tuple[int, int]]] = {}
+        for oi, optimizer in enumerate(self.optimizers):
+            for gi, group in enumerate(optimizer.param_groups):
+                for pi, tensor in enumerate(group["params"]):
+                    if id(tensor) in owner:
+                        raise ValueError(
+                            f"a parameter of shape {tuple(tensor.shape)} is held by two optimizers or groups"
+                        )
+                    owner[id(tensor)] = (tensor, oi, (gi, pi))
+        return owner
+
+    def _check_masters(self, given: bool, owned: set[int]) -> None:
+        for name, master in self.masters.items():
+            if name not in self.params:
+                raise ValueError(
+                    f"masters[{name!r}]: the model has no such parameter; names look like {next(iter(self.params))!r}"
+                )
+            if master.shape != self.params[name].shape:
+                raise ValueError(
+                    f"masters[{name!r}] has shape {tuple(master.shape)}, the parameter {tuple(self.params[name].shape)}"
+                )
+            if given and id(master) not in owned:
+                raise ValueError(
+                    f"masters[{name!r}] is in no optimizer's param_groups; pass the tensor that the optimizer updates"
+                )
+
+    def held(self, name: str) -> Tensor:
+        """What the optimizer updates for this parameter."""
+        return self.masters.get(name, self.params[name])
+
+    def state(self, name: str) -> dict[str, Any]:
+        """The live optimizer state of this parameter; empty before its first update."""
+        owner = self.owner.get(name)
+        if owner is None:
+            return {}
+        state = self.optimizers[owner[0]].state
+        held = self.held(name)
+        found: dict[str, Any] = state.get(held, {})
+        return found
+
+    def group(self, name: str) -> dict[str, Any]:
+        oi, gi = self.owner[name]
+        group: dict[str, Any] = self.optimizers[oi].param_groups[gi]
+        return group
+
+    def probe(self, name: str) -> ProbeResult | None:
+        """How the optimizer treats this parameter; None where no optimizer holds it."""
+        owner = self.owner.get(name)
+        if owner is None:
+            return None
+        held = local(self.held(name))
+        key = (*owner, held.ndim, held.dtype, held.device)
+        if key not in self._probes:
+            self._probes[key] = probe_optimizer(
+                self.optimizers[owner[0]],
+                self.group(name),
+                ndim=held.ndim,
+                dtype=held.dtype,
+                device=held.device,
+            )
+        return self._probes[key]
+
+    def rows_allowed(self, name: str) -> bool:
+        """Whether rows of this parameter can be captured and replayed apart from each other."""
+        probe = self.probe(name)
+        return self.params[name].ndim > 0 and (probe is None or probe.rowwise)
+
+    def dependent(self) -> list[str]:
+        """Why parts of the model cannot be captured at different iterations; empty if they can."""
+        reasons = {
+            p.reason: None
+            for name in self.params
+            if (p := self.probe(name)) is not None and not p.independent
+        }
+        return list(reasons)
+
+    def specs(self, name: str) -> tuple[StateSpec, ...]:
+        """The optimizer state to keep for this parameter: what is there, completed by what the probe saw."""
+        probe = self.probe(name)
+        if probe is None:
+            return ()
+        live = state_specs(
+            local(self.held(name)), {k: _local_value(v) for k, v in self.state(name).items()}
+        )
+        known = {s.key: s for s in probe.state}
+        if any(s.kind == "tensor" for s in probe.state):
+            if name not in self._observed:
+                owner = self.owner[name]
+                self._observed[name] = observe_state(
+                    self.optimizers[owner[0]], self.group(name), local(self.held(name))
+                )
+            known.update({s.key: s for s in self._observed[name]})
+        known.update({s.key: s for s in live if s.kind != "none" or s.key not in known})
+        return tuple(known.values())
+
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers that hold data, persistent or not."""
+        return {n: b for n, b in self.model.named_buffers() if b is not None}
+
+    def named_held(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.owner:
+            yield name, self.held(name)
+
+
+def _local_value(value: Any) -> Any:
+    return local(value) if isinstance(value, Tensor) else value
+
+
+def find_masters(params: Mapping[str, Tensor], owned: Any) -> dict[str, Tensor]:
+    """Pair low-precision parameters that no optimizer holds with fp32 tensors that one does, by shape, order and value.
+
+    A pair is made only if the master, rounded to the parameter's dtype, equals the parameter to the bit.
+    """
+    tensors = [t for t, _, _ in owned]
+    held_ids = {id(t) for t in tensors}
+    known = {id(p) for p in params.values()}
+    free = [t for t in tensors if id(t) not in known and t.dtype is torch.float32]
+    pairs: dict[str, Tensor] = {}
+    for name, param in params.items():
+        if id(param) in held_ids or param.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        for i, master in enumerate(free):
+            if master.shape == param.shape and torch.equal(
+                local(master).to(param.dtype), local(param)
+            ):
+                pairs[name] = free.pop(i)
+                break
+    return pairs

@@ -1,0 +1,359 @@
+"""Capture: one snapshot, from the top of the loop to a filled slot.
+
+The training thread chooses the slot, gathers the step scalars and hands a prepared list of copies to the engine; everything
+else happens beside it. A snapshot is complete when two parties have arrived: the copies, and the model's first forward of
+the step, at which the random state is recorded once more (a data iterator created in the first step of a resumed run draws
+from the global generators, and replay must undo exactly that). The later one finishes the slot.
+
+If a source changed while it was copied (its version counter moved before the optimizer's step), the snapshot is discarded,
+not sealed: a torn copy must never be recoverable.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ckptd.client import values
+from ckptd.client.binding import Binding, local
+from ckptd.client.layout import PhasePlan, Source
+from ckptd.client.scalars import stack_packed
+from ckptd.client.segment import MappedSegment, SlotTable
+from ckptd.cuda.engine import CopyEngine, CopyItem
+from ckptd.ring import SlotState, choose_slot
+from ckptd.segment_format import SlotHeader
+
+if TYPE_CHECKING:
+    from ckptd.client.stats import Stats
+
+__all__ = ["Capture", "Fill"]
+
+logger = logging.getLogger(__name__)
+
+
+class Fill:
+    """A snapshot in the making: the slot it goes to, and who has yet to arrive."""
+
+    def __init__(
+        self,
+        segment: MappedSegment,
+        index: int,
+        plan: PhasePlan,
+        header: SlotHeader,
+        scalars: dict[str, Any],
+        awaited: set[str],
+    ) -> None:
+        self.segment, self.index, self.plan, self.header, self.scalars = (
+            segment,
+            index,
+            plan,
+            header,
+            scalars,
+        )
+        self.versions: list[tuple[Tensor, int, str]] = []
+        self.torn = ""
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._awaited = awaited
+
+    def arrive(self, party: str) -> bool:
+        """Note an arrival; True for the one that completes the fill."""
+        with self._lock:
+            if party not in self._awaited:
+                return False
+            self._awaited.discard(party)
+            return not self._awaited
+
+    def check_versions(self) -> None:
+        for tensor, version, name in self.versions:
+            if tensor._version != version:
+                self.torn = name
+                return
+
+
+class Capture:
+    """Fills slots, one at a time.
+
+    Args:
+        binding: where the live tensors are.
+        table: this rank's segments; the newest generation is filled.
+        engine: copies for the device of the parameters.
+        num_operators: how many operators a suffix must cover.
+        stats: counters to keep.
+        finish: runs a closure off the training thread (the session's thread); False if it cannot take it.
+        filled: called, off the training thread, when a slot is filled.
+        restless: names of what is known to change before the optimizer's step (buffers that a forward updates).
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        table: SlotTable,
+        engine: CopyEngine,
+        *,
+        num_operators: int,
+        stats: Stats,
+        finish: Callable[[Callable[[], None]], bool],
+        filled: Callable[[MappedSegment, int, int], None],
+        restless: Iterable[str] = (),
+    ) -> None:
+        self._binding, self._table, self._engine = binding, table, engine
+        self._num_operators, self._stats = num_operators, stats
+        self._finish, self._filled = finish, filled
+        self._fill: Fill | None = None
+        self._sequence = table.next_sequence()
+        self._resolved: dict[int, tuple[Sequence[Tensor | None], list[CopyItem]]] = {}
+        # Buffers seen to change while they were copied are copied by the training thread instead.
+        self._restless: set[str] = set(restless)
+        self._broken = False
+        self.need_generation = ""
+        self.outgrown = 0
+
+    def begin(self, step: int, plan: PhasePlan, previous: int, scalars: dict[str, Any]) -> bool:
+        """Start the snapshot of ``step``; False if no slot can be had (``need_generation`` may say why)."""
+        self.settle()
+        segment = self._table.segments[-1]
+        index = self._claim(segment)
+        if index is None:
+            return False
+        header = SlotHeader(
+            state=SlotState.FILLING,
+            iteration=step,
+            previous=previous,
+            image_len=plan.layout.image_len,
+            sequence=self._sequence,
+            layout_id=plan.layout.layout_id,
+            writer_pid=os.getpid(),
+            phase=plan.phase,
+        )
+        self._sequence += 1
+        segment.write_header(index, header)
+        mask = sum(1 << i for i in plan.anchored)
+        self._table.note_anchors(segment.generation, index, header.sequence, mask)
+        # Where the host runs ahead of the device, only the training thread can say whether a source changed too early.
+        parties = {"copies", "forward"} | (set() if self._engine.host_waits else {"sources"})
+        fill = Fill(segment, index, plan, header, scalars, parties)
+        items, absent = self._items(plan, fill)
+        scalars["absent"] = absent
+        self._fill = fill
+        self._engine.begin(
+            items, segment.memory, segment.slot_base(index), lambda error: self._copied(fill, error)
+        )
+        return True
+
+    def take_broken(self) -> bool:
+        """Whether a snapshot that was begun came to nothing since the last call: the chain is broken there."""
+        broken, self._broken = self._broken, False
+        return broken
+
+    def first_forward(self, rng: Callable[[], dict[str, Any]]) -> None:
+        """The step's first forward of the model is about to run (training thread)."""
+        fill = self._fill
+        if fill is not None and "rng_forward" not in fill.scalars and "forward" in fill._awaited:
+            fill.scalars["rng_forward"] = rng()
+            self._arrive(fill, "forward")
+
+    def settle(self) -> float:
+        """Wait until the sources may change again; returns the seconds waited (training thread)."""
+        fill = self._fill
+        if fill is None:
+            return 0.0
+        waited = self._engine.wait()
+        if not self._engine.host_waits:
+            fill.check_versions()
+            self._arrive(fill, "sources")
+        # A step without a forward of the model has nothing more to record.
+        self._arrive(fill, "forward")
+        self._fill = None
+        if fill.error is not None:
+            logger.error(
+                "snapshot of step %d failed while copying: %s", fill.header.iteration, fill.error
+            )
+            self._stats.failed += 1
+            self._broken = True
+        elif fill.torn:
+            self._restless.add(fill.torn)
+            self._resolved.clear()
+            logger.warning(
+                "snapshot of step %d discarded: %s changed before the optimizer's step; it is copied synchronously from now on",
+                fill.header.iteration,
+                fill.torn,
+            )
+            self._stats.torn += 1
+            self._broken = True
+        return waited
+
+    # -- beside the training thread --------------------------------------------------------------
+
+    def _copied(self, fill: Fill, error: BaseException | None) -> None:
+        fill.error = error
+        if self._engine.host_waits:
+            fill.check_versions()
+        self._arrive(fill, "copies")
+
+    def _arrive(self, fill: Fill, party: str) -> None:
+        if fill.arrive(party) and not self._finish(lambda: self._complete(fill)):
+            self._complete(fill)
+
+    def _complete(self, fill: Fill) -> None:
+        """Declare the slot filled, or free if what was copied cannot be used."""
+        usable = fill.error is None and not fill.torn and self._write_image(fill)
+        if not usable:
+            fill.segment.set_state(fill.index, SlotState.FREE)
+        fill.segment.unlock_slot(fill.index)
+        if usable:
+            self._stats.snapshots += 1
+            self._stats.snapshot_bytes = fill.plan.layout.image_len
+            self._filled(fill.segment, fill.index, fill.header.iteration)
+
+    def _write_image(self, fill: Fill) -> bool:
+        segment, plan, header = fill.segment, fill.plan, fill.header
+        try:
+            packed = values.pack(fill.scalars, "step scalars")
+        except values.UnsupportedValue as error:
+            return self._refuse(fill, str(error))
+        if len(packed) > plan.scalars_capacity:
+            self.outgrown = len(packed)
+            return self._refuse(
+                fill,
+                f"step scalars grew to {len(packed)} bytes, {plan.scalars_capacity} are reserved",
+            )
+        slot = segment.slot(fill.index)[: plan.layout.image_len]
+        slot[plan.scalars_offset : plan.scalars_offset + len(packed)] = packed
+        slot[plan.static_offset : plan.static_offset + len(plan.static)] = plan.static
+        plan.layout.write_header(
+            slot, iteration=header.iteration, previous=header.previous, scalars_len=len(packed)
+        )
+        segment.write_header(
+            fill.index, replace(header, state=SlotState.FILLED, filled_at_ns=time.time_ns())
+        )
+        return True
+
+    def _refuse(self, fill: Fill, reason: str) -> bool:
+        logger.error("snapshot of step %d dropped: %s", fill.header.iteration, reason)
+        self._stats.failed += 1
+        self._broken = True
+        return False
+
+    # -- choosing --------------------------------------------------------------------------------
+
+    def _claim(self, segment: MappedSegment) -> int | None:
+        busy: set[tuple[int, int]] = set()
+        self.need_generation = ""
+        for _ in range(segment.geometry.num_slots + 1):
+            records = self._table.records()
+            choice = choose_slot(
+                records, self._num_operators, busy=busy, generation=segment.generation
+            )
+            if choice.index is None:
+                waiting = [
+                    r
+                    for r in records
+                    if r.state is SlotState.FILLED and (r.generation, r.index) not in busy
+                ]
+                if waiting:
+                    # The daemon is away or behind. Sealing takes milliseconds; a broken chain would cost a window.
+                    oldest = min(waiting, key=lambda r: r.sequence)
+                    self._table.segment(oldest.generation).seal(oldest.index)
+                    self._stats.sealed_here += 1
+                    continue
+                self._stats.no_slot += 1
+                self.need_generation = choice.reason
+                return None
+            if segment.try_lock_slot(choice.index):
+                return choice.index
+            busy.add((segment.generation, choice.index))
+        self._stats.no_slot += 1
+        self.need_generation = "every slot is being read"
+        return None
+
+    # -- resolving sources -----------------------------------------------------------------------
+
+    def _items(self, plan: PhasePlan, fill: Fill) -> tuple[list[CopyItem], list[str]]:
+        live = self._live(plan)
+        cached = self._resolved.get(plan.phase)
+        if cached is None or any(a is not b for a, b in zip(cached[0], live, strict=True)):
+            cached = (
+                live,
+                [
+                    _item(s, t, plan, i)
+                    for i, (s, t) in enumerate(zip(plan.sources, live, strict=True))
+                    if s and t is not None
+                ],
+            )
+            self._resolved[plan.phase] = cached
+        items = cached[1] + self._packed_items(plan)
+        absent = sorted(
+            {
+                s.name
+                for s, t in zip(plan.sources, live, strict=True)
+                if s and s.kind != "packed" and t is None
+            }
+        )
+        if absent:
+            self._zero_absent(plan, live, fill)
+        named = [
+            (t, s.name) for s, t in zip(plan.sources, live, strict=True) if s and t is not None
+        ]
+        if self._restless:
+            restless = {local(t).data_ptr() for t, n in named if n in self._restless}
+            items = [
+                replace(i, tensor=i.tensor.clone()) if i.tensor.data_ptr() in restless else i
+                for i in items
+            ]
+        fill.versions = [(t, t._version, n) for t, n in named if n not in self._restless]
+        return items, absent
+
+    def _live(self, plan: PhasePlan) -> list[Tensor | None]:
+        binding = self._binding
+        buffers = binding.buffers()
+        live: list[Tensor | None] = []
+        for source in plan.sources:
+            value: object = None
+            if source is None or source.kind == "packed":
+                pass
+            elif source.kind == "param":
+                value = binding.params[source.name]
+            elif source.kind == "optim":
+                value = binding.state(source.name).get(source.key)
+            elif source.kind == "master":
+                value = binding.masters[source.name]
+            else:
+                value = buffers[source.name]
+            live.append(value if isinstance(value, Tensor) else None)
+        return live
+
+    def _packed_items(self, plan: PhasePlan) -> list[CopyItem]:
+        """0-dimensional state, stacked afresh: thousands of four-byte copies would be slower."""
+        packed = stack_packed(self._binding)
+        return [
+            _item(s, packed[s.dtype], plan, i)
+            for i, s in enumerate(plan.sources)
+            if s is not None and s.kind == "packed"
+        ]
+
+    def _zero_absent(self, plan: PhasePlan, live: Sequence[Tensor | None], fill: Fill) -> None:
+        """State that does not exist yet is recorded as absent; its bytes are zero, not an older snapshot's."""
+        base = fill.segment.slot_base(fill.index)
+        for i, (source, tensor) in enumerate(zip(plan.sources, live, strict=True)):
+            if source is not None and source.kind != "packed" and tensor is None:
+                start = base + plan.offsets[i]
+                fill.segment.memory.tensor[start : start + plan.layout.entries[i].nbytes].zero_()
+
+
+def _item(source: Source, tensor: Tensor, plan: PhasePlan, index: int) -> CopyItem:
+    return CopyItem(
+        local(tensor),
+        source.start,
+        source.stop,
+        source.dtype,
+        plan.offsets[index],
+        plan.layout.entries[index].nbytes,
+    )

@@ -1,0 +1,136 @@
+"""``verify()``: replay a window in process and compare the outcome with the live state, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptd.client import values
+from ckptd.client.binding import Binding, local
+from ckptd.client.rng import capture_rng, restore_rng
+from ckptd.client.scalars import Stateful, apply_groups, gather_groups
+
+__all__ = ["Certificate", "DenseState"]
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What a verification compared, and whether everything was identical to the bit."""
+
+    start: int
+    end: int
+    window: int
+    freezing: str
+    tensors: int
+    nbytes: int
+    differences: tuple[str, ...] = field(default=())
+
+    @property
+    def identical(self) -> bool:
+        return not self.differences
+
+    def __str__(self) -> str:
+        verdict = (
+            "identical to the bit"
+            if self.identical
+            else f"DIFFERENT: {', '.join(self.differences[:5])}"
+        )
+        return (
+            f"replayed iterations {self.start}..{self.end - 1} from {self.window} sparse snapshots (freezing: {self.freezing}): "
+            f"{self.tensors} tensors, {self.nbytes} bytes, random state, groups and user state {verdict}"
+        )
+
+
+class DenseState:
+    """A full copy of the live training state, to compare with and to go back to."""
+
+    def __init__(self, binding: Binding, stateful: Mapping[str, Stateful]) -> None:
+        self._binding, self._stateful = binding, stateful
+        self.tensors = {name: t.clone() for name, t in _tensors(binding).items()}
+        self._grads = {id(p): None if p.grad is None else p.grad.clone() for p in _owners(binding)}
+        self._optimizer = [{p: dict(s) for p, s in o.state.items()} for o in binding.optimizers]
+        self._plain = values.pack(_plain_state(binding))
+        self.rng = capture_rng()
+        self._groups = gather_groups(binding)
+        self._state = {name: item.state_dict() for name, item in stateful.items()}
+        self._packed_state = {name: values.pack(state) for name, state in self._state.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    def differences(self) -> list[str]:
+        """The names of everything in the live state that is not identical to this copy."""
+        live = _tensors(self._binding)
+        found = [
+            n
+            for n in dict.fromkeys([*self.tensors, *live])
+            if n not in live or n not in self.tensors or not _same(live[n], self.tensors[n])
+        ]
+        if values.pack(_plain_state(self._binding)) != self._plain:
+            found.append("plain optimizer state")
+        if capture_rng() != self.rng:
+            found.append("random state")
+        if not values.equal(gather_groups(self._binding), self._groups):
+            found.append("parameter group options")
+        found += [
+            f"state[{n!r}]"
+            for n, item in self._stateful.items()
+            if values.pack(item.state_dict()) != self._packed_state[n]
+        ]
+        return found
+
+    def restore(self) -> None:
+        """Put the live state back to this copy."""
+        binding = self._binding
+        with torch.no_grad():
+            for optimizer, recorded in zip(binding.optimizers, self._optimizer, strict=True):
+                optimizer.state.clear()
+                for param, state in recorded.items():
+                    optimizer.state[param] = state
+            for name, tensor in _tensors(binding).items():
+                tensor.copy_(self.tensors[name])
+        for param in _owners(binding):
+            param.grad = self._grads[id(param)]
+        for name, item in self._stateful.items():
+            item.load_state_dict(self._state[name])
+        apply_groups(binding, self._groups)
+        restore_rng(self.rng)
+
+
+def _owners(binding: Binding) -> list[Tensor]:
+    return [*binding.params.values(), *binding.masters.values()]
+
+
+def _tensors(binding: Binding) -> dict[str, Tensor]:
+    found = {n: local(p) for n, p in binding.params.items()}
+    found.update({f"master/{n}": local(m) for n, m in binding.masters.items()})
+    found.update({f"buffer/{n}": local(b) for n, b in binding.buffers().items()})
+    for name in binding.owner:
+        found.update(
+            {
+                f"optim/{k}/{name}": local(v)
+                for k, v in binding.state(name).items()
+                if isinstance(v, Tensor)
+            }
+        )
+    return found
+
+
+def _plain_state(binding: Binding) -> dict[str, dict[str, Any]]:
+    return {
+        n: {k: v for k, v in binding.state(n).items() if not isinstance(v, Tensor)}
+        for n in binding.owner
+    }
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(
+        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+    )

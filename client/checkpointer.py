@@ -1,0 +1,536 @@
+"""``Checkpointer``: the whole integration, three lines in a training loop.
+
+The loop's top is the snapshot boundary: everything that a step changes (scheduler, scaler, bias updates, the copy-back from
+master weights) has happened there. At the optimizer's step the client waits for its own copies, and for nothing else.
+Training does not depend on us: after the attach, every failure of ours is a log line, a counter, and a degraded mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptd.client import values
+from ckptd.client.agreement import exchange_inventories
+from ckptd.client.binding import Binding, local
+from ckptd.client.certificate import Certificate, DenseState
+from ckptd.client.data import Batches
+from ckptd.client.describe import describe_table
+from ckptd.client.freeze import Tape, choose_freezing, clip_norm_tap, scaler_tap
+from ckptd.client.identity import identify
+from ckptd.client.memory import RankMemory
+from ckptd.client.operators import Grouping, Member, Operator, discover_operators
+from ckptd.client.planning import operator_costs, plan_from_payload, signature, signature_difference
+from ckptd.client.popularity import TokenCounter
+from ckptd.client.precision import PrecisionProbe
+from ckptd.client.probe import unwrap_optimizer
+from ckptd.client.recorder import MIN_SCALARS, Options, Recorder
+from ckptd.client.replay import Replay, SnapshotImage
+from ckptd.client.scalars import Stateful
+from ckptd.client.stats import Stats
+from ckptd.cuda.select import make_engine
+from ckptd.errors import AttachRefused
+from ckptd.launch import ensure_daemon
+from ckptd.ring import NoSuffix, find_suffix
+from ckptd.schedule import OperatorKind, Ordering
+
+__all__ = ["Checkpointer"]
+
+logger = logging.getLogger(__name__)
+
+_SEAL_WAIT_S = 5.0
+
+
+class Checkpointer:
+    """Snapshot every iteration to the node's daemon; after a failure, resume at the exact bits.
+
+    Create it when model, optimizer and everything in ``state`` exist, and before data iterators are created: it is here that
+    a previous run is found and restored. Then loop over ``steps``.
+
+    Args:
+        model: any module; operators (experts, gates, dense parts) are found in it.
+        optimizer: the optimizer, or a list of them.
+        state: anything with ``state_dict``/``load_state_dict`` by name: schedulers, GradScaler, stateful data loaders.
+        job, run, rank, world_size: who this is; from torchrun's environment where not given.
+        daemon: ``"auto"`` starts one if none answers; an endpoint (``ipc://…``); None turns everything off.
+        policy: ``"sliding"`` (sparse, any W consecutive snapshots recover), ``"aligned"`` (windows as in MoEvement), or
+            ``"dense"`` (everything, every ``every`` iterations).
+        window: W; None measures and chooses the smallest that fits.
+        ordering: how expert popularity is measured: hard, soft, decayed, capacity (``capacities`` by operator name).
+        operators: the user's own grouping (see ``discover_operators``).
+        masters: ``{parameter name: fp32 master}`` where the optimizer holds separate masters; None finds them by value.
+        freeze: ``"auto"``, ``"drop"`` or ``"inputs"``: how operators are frozen in replay.
+        on_mismatch: ``"raise"`` or ``"warn"`` when a replayed step does not reproduce what was recorded.
+        topology: any text that must be equal for a restart to be accepted (a parallel layout, say).
+        timeout_s: how long to wait for the daemon at the start.
+    Raises:
+        ValueError: something passed is unusable; the message says what and what to do.
+        AttachRefused: the daemon refuses: memory, another trainer with this rank, another topology; with the numbers.
+        DaemonUnavailable: no daemon answers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        state: Mapping[str, Stateful] | None = None,
+        *,
+        job: str | None = None,
+        run: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        daemon: str | None = "auto",
+        policy: str = "sliding",
+        window: int | None = None,
+        every: int = 1,
+        ordering: str = "hard",
+        capacities: Mapping[str, float] | None = None,
+        operators: Grouping | None = None,
+        masters: Mapping[str, Tensor] | None = None,
+        freeze: str = "auto",
+        on_mismatch: str = "raise",
+        topology: str = "",
+        max_overhead: float = 0.03,
+        inline_copy: bool = False,
+        nan_check_every: int = 16,
+        timeout_s: float = 30.0,
+    ) -> None:
+        self._stats = Stats()
+        self._tape = Tape()
+        self._replay: Replay | None = None
+        self._resume: Replay | None = None
+        self._recorder: Recorder | None = None
+        self._memory: RankMemory | None = None
+        self._batches: list[Batches] = []
+        self._cleanup = contextlib.ExitStack()
+        self._step = 0
+        self.resumed_from: int | None = None
+        self.off = daemon is None
+        if self.off:
+            return
+        _check_options(policy, window, every, on_mismatch)
+        self._stateful = _check_state(state)
+        optimizers = [
+            unwrap_optimizer(o)
+            for o in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])
+        ]
+        self._binding = Binding(model, optimizers, masters)
+        if policy != "dense" and (reasons := self._binding.dependent()):
+            raise ValueError(
+                f"sparse snapshots need an optimizer that updates each parameter independently: {'; '.join(reasons)}. "
+                "Pass policy='dense' to capture everything in every snapshot"
+            )
+        self._freezing, self._freezing_reason = choose_freezing(
+            model, masters=bool(self._binding.masters), wanted=freeze
+        )
+        self._on_mismatch = on_mismatch
+        self._identity = identify(job, run, rank, world_size)
+        self._operators = self._discover(model, operators)
+        self._options = Options(
+            policy, window, every, Ordering(ordering), capacities, max_overhead, nan_check_every
+        )
+        device = next((local(p).device for p in self._binding.params.values()), torch.device("cpu"))
+        self._engine = make_engine(device, inline=inline_copy)
+        needed, text = self._needed()
+        try:
+            self._memory = RankMemory(
+                self._identity,
+                ensure_daemon if daemon == "auto" else lambda: str(daemon),
+                needed_bytes=needed,
+                needed_text=text,
+                topology=topology,
+                version=importlib.metadata.version("ckptd"),
+                timeout_s=timeout_s,
+            )
+            self._precision = PrecisionProbe(self._binding.params)
+            self._counter = TokenCounter(model, self._operators, self._options.ordering, capacities)
+            self._recorder = self._make_recorder()
+            self._restore()
+            self._install(model)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The steps to run, ``[start, total)``; after a restore it begins where replay must begin.
+
+        Raises:
+            ReplayMismatch: a replayed step did not reproduce what was recorded (see ``on_mismatch``).
+        """
+        if self.off:
+            yield from range(total)
+            return
+        step = self._resume.start if self._resume is not None else self._step
+        if self._resume is not None and self._resume.end > total:
+            raise ValueError(
+                f"the snapshots of this run reach iteration {self._resume.end}, beyond total={total}; pass run= a new name to start over"
+            )
+        while step < total:
+            self._step = step
+            self._top(step)
+            yield step
+            step += 1
+        self._step = step
+        self._top(step)
+        self._finish()
+
+    @property
+    def step(self) -> int:
+        """The step that runs, or the next one."""
+        return self._step
+
+    @property
+    def replaying(self) -> bool:
+        """Whether this step is replayed with part of the operators frozen."""
+        return self._replay is not None and not self._replay.dense
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, **kwargs: Any
+    ) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_``; that one is recorded too, however it was imported."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, **kwargs)
+
+    def record(self, kind: str, value: Any) -> Any:
+        """Keep a value that a replay with frozen operators could not recompute; in replay, the recorded one is returned."""
+        return value if self.off else self._tape.record(kind, value)
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Iterate over ``loader`` for ever, epoch after epoch, from wherever its restored state says; survives ``verify``."""
+        found = Batches(loader)
+        self._batches.append(found)
+        return found
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start: stalls in ms, bytes, snapshots, what was skipped and why."""
+        return self._stats.as_dict()
+
+    def describe(self) -> str:
+        """A table of the operators: kind, bytes anchored and not, phase."""
+        if self.off:
+            return "ckptd is off (daemon=None)"
+        plan = self._recorder.plan if self._recorder is not None else None
+        operators = plan.operators if plan is not None else self._operators
+        costs = plan.costs if plan is not None else operator_costs(self._binding, operators, {})
+        head = [
+            f"job {self._identity.job}, run {self._identity.run}, rank {self._identity.rank} of {self._identity.world_size}",
+            f"freezing in replay: {self._freezing} ({self._freezing_reason})",
+            f"window: {plan.schedule.window} ({plan.schedule.reason})"
+            if plan is not None
+            else "window: chosen after the first steps are measured",
+        ]
+        return describe_table(operators, costs, plan.schedule if plan is not None else None, head)
+
+    def verify(self, run_step: Callable[[int], Any]) -> Certificate:
+        """Replay the newest window in process and compare with the live state: a certificate that anyone can rerun.
+
+        Call it between steps (after the optimizer's step, or after the loop). ``run_step(step)`` must do what the loop's body
+        does, with data that comes from objects in ``state=`` (or from ``batches``). The live state is put back afterwards.
+
+        Raises:
+            ValueError: off, replaying, or there is no complete window yet.
+        """
+        recorder, memory = self._recorder, self._memory
+        if recorder is None or memory is None or self._replay is not None:
+            raise ValueError("verify() needs a running checkpointer that is not replaying")
+        recorder.finish()
+        memory.settle_filled(_SEAL_WAIT_S)
+        suffix = find_suffix(memory.table.records(), memory.num_operators)
+        if isinstance(suffix, NoSuffix):
+            raise ValueError(f"there is no complete window to verify yet: {suffix.reason}")  # noqa: TRY004 - a state, not a type
+        images = memory.images(suffix.records)
+        until = self._step + 1 if self._stepping else self._step
+        return self._certify(images, until, run_step)
+
+    def close(self) -> None:
+        """Detach from the daemon, which keeps the snapshots. The loop may go on unprotected."""
+        self._cleanup.close()
+        if self._recorder is not None:
+            self._recorder.finish()
+            self._recorder = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        self.off = True
+
+    # -- at the boundaries -----------------------------------------------------------------------
+
+    def _top(self, step: int) -> None:
+        replay = self._replay
+        recorder = self._recorder
+        if self._resume is not None:
+            # The first step after a restore: the loop, and the iterators it needs, exist now.
+            self._resume.begin_first_step()
+            self._resume = None
+            self._started = time.perf_counter()
+        elif replay is not None and step == replay.next_iteration:
+            self._stats.replayed_steps += 1
+            replay.advance()
+        if replay is not None:
+            if replay.dense:
+                self._recovered(replay)
+            return
+        if recorder is not None:
+            self._stepping = False
+            recorder.top(step)
+            self._stepping = True
+
+    def _recovered(self, replay: Replay) -> None:
+        self._replay = None
+        self._counter.enabled = True
+        if self._recorder is not None:
+            self._recorder.replayed()
+        self._stats.replay_s = time.perf_counter() - self._started
+        self._stats.verified_tensors += replay.compared
+        text = (
+            f"recovered at iteration {replay.end}: {self._stats.replayed_steps} iterations replayed in {self._stats.replay_s:.2f} s "
+            f"(freezing: {replay.freezing}), {replay.compared} comparisons, {len(replay.mismatches)} mismatches"
+        )
+        logger.info("%s", text)
+        if self._memory is not None:
+            self._memory.session.notice("info", "recovered", text)
+
+    def _finish(self) -> None:
+        self._stepping = False
+        if self._recorder is not None:
+            self._recorder.finish()
+        if self._memory is not None:
+            self._memory.session.report(self._step, self._stats.as_dict())
+
+    _stepping = False
+    _started = 0.0
+
+    def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._replay is not None:
+            self._replay.before_optimizer_step()
+        if self._recorder is not None:
+            self._recorder.before_optimizer_step()
+
+    def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.after_optimizer_step()
+
+    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # recomputation inside a backward
+        for watcher in (self._recorder, self._first):
+            if watcher is not None:
+                watcher.first_forward()
+        self._first = None
+        self._precision.enter()
+
+    _first: Replay | None = None
+
+    def _forward_ended(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._precision.leave()
+
+    # -- set-up ----------------------------------------------------------------------------------
+
+    def _install(self, model: nn.Module) -> None:
+        """Hooks and taps; undone by ``close``."""
+        keep = self._cleanup
+        for optimizer in self._binding.optimizers:
+            keep.callback(optimizer.register_step_pre_hook(self._before_optimizer_step).remove)
+            keep.callback(optimizer.register_step_post_hook(self._after_optimizer_step).remove)
+        keep.callback(model.register_forward_pre_hook(self._forward_begins).remove)
+        keep.callback(model.register_forward_hook(self._forward_ended, always_call=True).remove)
+        keep.enter_context(clip_norm_tap(self._tape))
+        for item in self._stateful.values():
+            if hasattr(item, "_unscale_grads_"):
+                keep.enter_context(scaler_tap(item, self._tape))
+
+    def _discover(self, model: nn.Module, grouping: Grouping | None) -> list[Operator]:
+        found = discover_operators(
+            model, rows_allowed=self._binding.rows_allowed, grouping=grouping
+        )
+        extras = [n for n in self._binding.params if n.startswith("extra/")]
+        return found + [
+            Operator(n, OperatorKind.DENSE, (Member(n),), layer="extra") for n in extras
+        ]
+
+    def _needed(self) -> tuple[int, str]:
+        """The least memory with which this rank can be protected, for the daemon to check at the attach."""
+        costs = operator_costs(self._binding, self._operators, {})
+        anchor, compute = sum(c.anchor_bytes for c in costs), sum(c.compute_bytes for c in costs)
+        window = self._options.window
+        windows = (
+            [1]
+            if self._options.policy == "dense"
+            else [window]
+            if window is not None
+            else range(1, 65)
+        )
+        sizes = {w: (w + 2) * (compute + (anchor - compute) // w + MIN_SCALARS) for w in windows}
+        best = min(sizes, key=lambda w: sizes[w])
+        return sizes[
+            best
+        ], f"{best + 2} slots of {sizes[best] // (best + 2)} bytes for a window of {best}"
+
+    def _make_recorder(self) -> Recorder:
+        assert self._memory is not None
+        return Recorder(
+            self._binding,
+            self._operators,
+            self._memory,
+            self._engine,
+            stateful=self._stateful,
+            tape=self._tape,
+            stats=self._stats,
+            options=self._options,
+            counter=self._counter,
+            precision=self._precision,
+        )
+
+    # -- restoring -------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        memory, recorder = self._memory, self._recorder
+        assert memory is not None
+        assert recorder is not None
+        started = time.perf_counter()
+        memory.choose_table()
+        memory.settle_filled(_SEAL_WAIT_S)
+        found = memory.recover(lambda inventory: exchange_inventories(self._identity, inventory))
+        if isinstance(found, str):
+            logger.info("starting from the beginning: %s", found)
+            memory.forget_everything()
+            return
+        images, reason = found
+        newest = memory.table.segments[-1]
+        self._check_signature(newest.descriptor.client)
+        plan = plan_from_payload(
+            self._binding, newest.descriptor.client, self._identity.metadata(), newest.geometry
+        )
+        self._operators = plan.operators
+        replay = self._make_replay(images, plan.operators)
+        plan.use_phases(replay.newest_scalars["phases"])
+        replay.load_first()
+        self._resume = self._first = self._replay = replay
+        self._counter.enabled = False
+        for segment in memory.table.segments:
+            self._engine.register(segment.memory, segment.regions())
+        last = memory.table.records()
+        phase = next(r.phase for r in last if r.iteration == replay.end and r.sealed)
+        recorder.resume(plan, last=replay.end, phase=phase)
+        self.resumed_from = replay.end
+        self._stats.restore_s = time.perf_counter() - started
+        self._stats.restored_bytes = replay.bytes_loaded
+        text = f"resuming: {reason}; loaded {replay.bytes_loaded} bytes in {self._stats.restore_s:.3f} s, replaying {len(images) - 1} snapshots, freezing: {self._freezing}"
+        logger.info("%s", text)
+        memory.session.notice("info", "restored", text)
+
+    def _make_replay(
+        self, images: Sequence[SnapshotImage], operators: Sequence[Operator]
+    ) -> Replay:
+        return Replay(
+            self._binding,
+            operators,
+            self._engine,
+            images,
+            stateful=self._stateful,
+            tape=self._tape,
+            freezing=self._freezing,
+            on_mismatch=self._on_mismatch,
+        )
+
+    def _check_signature(self, payload: bytes) -> None:
+        told = values.unpack(payload)
+        difference = signature_difference(told["signature"], signature(self._binding))
+        if difference:
+            raise AttachRefused(
+                "model_changed",
+                f"the snapshots of job {self._identity.job}, run {self._identity.run} are of another model: {difference}",
+                f"pass run= a new name, or `ckptctl forget {self._identity.job} {self._identity.run}`",
+            )
+        for what, before, now in (
+            ("torch", told["torch"], str(torch.__version__)),
+            ("intra-op threads", told["threads"], torch.get_num_threads()),
+        ):
+            if before != now:
+                logger.warning(
+                    "%s: %s when the snapshots were taken, %s now; this can change bits (replay verifies itself)",
+                    what,
+                    before,
+                    now,
+                )
+
+    def _certify(
+        self, images: Sequence[SnapshotImage], until: int, run_step: Callable[[int], Any]
+    ) -> Certificate:
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None
+        assert recorder.plan is not None
+        live = DenseState(self._binding, self._stateful)
+        replay = self._make_replay(images, recorder.plan.operators)
+        replay.on_mismatch = "warn"
+        self._counter.enabled = False
+        self._replay = replay
+        try:
+            replay.load_first()
+            self._rewind()
+            replay.begin_first_step()
+            self._first = replay
+            for step in range(replay.start, until):
+                if step == replay.next_iteration:
+                    replay.advance()
+                run_step(step)
+            if until == replay.next_iteration:
+                replay.advance()
+            differences = [*replay.mismatches, *live.differences()]
+        finally:
+            replay.abandon()
+            self._replay = self._first = None
+            self._tape.take()
+            live.restore()
+            self._rewind()
+            self._counter.enabled = True
+            self._recorder = recorder
+        return Certificate(
+            replay.start,
+            until,
+            len(images),
+            replay.freezing,
+            len(live.tensors) + replay.compared,
+            live.nbytes,
+            tuple(differences),
+        )
+
+    def _rewind(self) -> None:
+        for batches in self._batches:
+            batches.rewind()
+
+
+def _check_options(policy: str, window: int | None, every: int, on_mismatch: str) -> None:
+    if policy not in ("sliding", "aligned", "dense"):
+        raise ValueError(f"policy={policy!r}: choose 'sliding', 'aligned' or 'dense'")
+    if window is not None and not 1 <= window <= 64:
+        raise ValueError(f"window={window}: a window has 1 to 64 snapshots")
+    if every < 1 or (every > 1 and policy != "dense"):
+        raise ValueError(
+            f"every={every}: only policy='dense' takes a snapshot every few iterations (1 or more)"
+        )
+    if on_mismatch not in ("raise", "warn"):
+        raise ValueError(f"on_mismatch={on_mismatch!r}: choose 'raise' or 'warn'")
+
+
+def _check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
+    """Everything in ``state=`` can be captured, now rather than at the first snapshot."""
+    found = dict(state or {})
+    for name, item in found.items():
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(item, method, None)):
+                raise ValueError(  # noqa: TRY004 - one kind of error for all that users pass
+                    f"state[{name!r}] is a {type(item).__name__} without {method}(); pass objects with state_dict() and load_state_dict()"
+                )
+        values.pack(item.state_dict(), f"state[{name!r}]")
+    return found

@@ -1,0 +1,201 @@
+"""Freezing operators while a window is replayed, and what must be recorded for it.
+
+Two mechanisms, both exact (measured: docs/decisions/freezing.md):
+
+* ``drop``: the user's code runs untouched; before the optimizer's step the gradients of frozen tensors are taken away.
+  Exact for every wrapper and optimizer tried; saves the optimizer's time only.
+* ``inputs``: additionally ``backward`` is asked for the active parameters' gradients only, which saves the frozen weights'
+  gradient computation. Not possible under DDP or FSDP (their hooks expect every gradient) or reentrant checkpointing, and
+  pointless where user code reads all gradients itself. Frozen parameters then get zero gradients, so that code that
+  touches ``p.grad`` keeps working.
+
+Either way, what depends on *all* gradients must come from the record where it cannot be recomputed: the total norm used for
+clipping, and the loss scaler's ``found_inf``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+__all__ = ["BackwardLimiter", "Tape", "choose_freezing", "clip_norm_tap", "scaler_tap"]
+
+
+class Tape:
+    """Values that a repeat cannot recompute while operators are frozen, in the order in which a step asked for them.
+
+    ``record`` notes the value while training and returns the recorded one while replaying.
+    """
+
+    def __init__(self) -> None:
+        self._recording: list[tuple[str, Any]] = []
+        self._playing: list[tuple[str, Any]] | None = None
+        self.substitute = False
+        self.mismatches: list[str] = []
+
+    def record(self, kind: str, value: Any) -> Any:
+        """While training: keep ``value``. While replaying: the value that was kept at this point of the step."""
+        if self._playing is None:
+            self._recording.append(
+                (kind, value.detach().clone() if isinstance(value, Tensor) else value)
+            )
+            return value
+        for i, (recorded_kind, recorded) in enumerate(self._playing):
+            if recorded_kind == kind:
+                del self._playing[i]
+                return (
+                    recorded.to(value.device)
+                    if isinstance(value, Tensor) and isinstance(recorded, Tensor)
+                    else recorded
+                )
+        return value
+
+    def take(self) -> list[tuple[str, Any]]:
+        """What was recorded since the last call."""
+        taken, self._recording = self._recording, []
+        return taken
+
+    def play(self, recorded: Iterable[tuple[str, Any]] | None) -> None:
+        """Answer from ``recorded`` from now on; None: go back to recording."""
+        self._playing = None if recorded is None else [(k, v) for k, v in recorded]
+
+
+@contextmanager
+def clip_norm_tap(tape: Tape) -> Iterator[None]:
+    """Route the total norm inside ``clip_grad_norm_`` (however it was imported) through the tape."""
+    original: Callable[..., Tensor] = clip_grad._get_total_norm
+
+    @functools.wraps(original)
+    def tapped(*args: Any, **kwargs: Any) -> Tensor:
+        norm = original(*args, **kwargs)
+        full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        recorded = tape.record("total_norm", full)
+        if recorded is full:
+            return norm
+        if full is not norm:
+            return _replicated_like(norm, recorded)
+        return recorded  # type: ignore[no-any-return]
+
+    clip_grad._get_total_norm = tapped
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm = original
+
+
+def _replicated_like(norm: Any, value: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(value, norm.device_mesh, [Replicate()] * norm.device_mesh.ndim)
+
+
+@contextmanager
+def scaler_tap(scaler: Any, tape: Tape) -> Iterator[None]:
+    """Route a GradScaler's ``found_inf`` through the tape."""
+    original = scaler._unscale_grads_
+
+    @functools.wraps(original)
+    def tapped(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = original(*args, **kwargs)
+        for device, value in found.items():
+            recorded = tape.record(f"found_inf/{device}", value)
+            if recorded is not value:
+                value.copy_(recorded)
+        return found
+
+    scaler._unscale_grads_ = tapped
+    try:
+        yield
+    finally:
+        del scaler._unscale_grads_
+
+
+class BackwardLimiter:
+    """While active, ``backward`` computes gradients for the active parameters only.
+
+    Falls back to a full backward in a step that uses reentrant checkpointing, which does not support it.
+    """
+
+    def __init__(self, params: Callable[[], tuple[list[Tensor], list[Tensor]]]) -> None:
+        self._params = params
+        self._saved: tuple[Any, Any] | None = None
+        self.saw_reentrant = False
+
+    def start(self) -> None:
+        from torch.utils import checkpoint
+
+        backward, forward = torch.autograd.backward, checkpoint.CheckpointFunction.forward
+        self._saved = (backward, forward)
+
+        @functools.wraps(backward)
+        def limited(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
+                    grad_variables: Any = None, inputs: Any = None) -> None:  # fmt: skip
+            active, frozen = self._params()
+            if inputs is not None or self.saw_reentrant or not active:
+                backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+                return
+            backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, active)
+            for param in frozen:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+
+        @functools.wraps(forward)
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            self.saw_reentrant = True
+            return forward(*args, **kwargs)
+
+        torch.autograd.backward = limited
+        setattr(checkpoint.CheckpointFunction, "forward", staticmethod(seen))  # noqa: B010 - a patch, undone in stop()
+
+    def stop(self) -> None:
+        from torch.utils import checkpoint
+
+        if self._saved is not None:
+            torch.autograd.backward = self._saved[0]
+            setattr(checkpoint.CheckpointFunction, "forward", staticmethod(self._saved[1]))  # noqa: B010
+            self._saved = None
+
+
+def choose_freezing(model: nn.Module, *, masters: bool, wanted: str = "auto") -> tuple[str, str]:
+    """The freezing mechanism for this model and the reason, which is reported.
+
+    Raises:
+        ValueError: ``wanted`` is not one of auto, drop, inputs, or ``inputs`` cannot be exact for this model.
+    """
+    if wanted not in ("auto", "drop", "inputs"):
+        raise ValueError(f"freeze={wanted!r}: choose 'auto', 'drop' or 'inputs'")
+    obstacle = _inputs_obstacle(model, masters)
+    if wanted == "inputs" and obstacle:
+        raise ValueError(
+            f"freeze='inputs' would not be exact here: {obstacle}; use 'auto' or 'drop'"
+        )
+    if wanted == "drop":
+        return "drop", "asked for"
+    if obstacle:
+        return "drop", obstacle
+    return (
+        "inputs",
+        "no wrapper needs every gradient: weight gradients of frozen operators are skipped",
+    )
+
+
+def _inputs_obstacle(model: nn.Module, masters: bool) -> str:
+    if masters:
+        return "separate master weights: user code reads every parameter's gradient"
+    for module in model.modules():
+        kind = type(module)
+        if "DistributedDataParallel" in kind.__name__:
+            return "DistributedDataParallel expects every gradient"
+        if any(
+            base.__name__ in ("FSDPModule", "FullyShardedDataParallel") for base in kind.__mro__
+        ):
+            return "FSDP shards are not the graph's leaves"
+    if any(hasattr(p, "to_local") for p in model.parameters()):
+        return "parameters are DTensors"
+    return ""

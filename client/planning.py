@@ -1,0 +1,425 @@
+"""From a model and measured speeds to a schedule, a segment geometry, and one static copy plan per phase.
+
+The window is the smallest whose largest snapshot can be copied between the top of the loop and the optimizer's step
+(MoEvement Algorithm 1, corrected: bytes, not operator counts; the time until the optimizer's step, not the iteration), and
+whose ring fits the memory that the daemon grants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckptd.client import values
+from ckptd.client.binding import Binding, local
+from ckptd.client.layout import PhasePlan, build_phase, member_bytes
+from ckptd.client.operators import Member, Operator, split_operator
+from ckptd.schedule import (
+    AlignedPolicy,
+    DensePolicy,
+    OperatorCost,
+    OperatorKind,
+    Ordering,
+    PhaseLevels,
+    PolicyKind,
+    Schedule,
+    SlidingPolicy,
+    SnapshotPolicy,
+    max_piece_bytes,
+    order_operators,
+    plan_aligned,
+    plan_schedule,
+)
+from ckptd.segment_format import SegmentGeometry
+
+__all__ = [
+    "Plan",
+    "TrainingSpeed",
+    "fixed_bytes",
+    "make_plan",
+    "operator_costs",
+    "plan_from_payload",
+    "schedule_of",
+    "signature",
+    "signature_difference",
+]
+
+MAX_WINDOW = 64
+_SLOT_SLACK = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSpeed:
+    """Measured: seconds from the loop's top to the optimizer's step, seconds per iteration, bytes per second of copying."""
+
+    copy_window_s: float
+    iteration_s: float
+    bandwidth: float
+
+    def budget_bytes(self, max_overhead: float | None) -> int:
+        """How much may be copied per step; ``max_overhead`` bounds copies that take the trainer's own cores."""
+        seconds = 0.8 * self.copy_window_s
+        if max_overhead is not None:
+            seconds = min(seconds, max_overhead * self.iteration_s)
+        return int(seconds * self.bandwidth)
+
+
+@dataclass
+class Plan:
+    """What is captured when, and how large the ring is for it."""
+
+    operators: list[Operator]
+    costs: list[OperatorCost]
+    schedule: Schedule
+    policy_name: str
+    compute_dtypes: dict[str, torch.dtype]
+    identity: dict[str, str]
+    scalars_capacity: int
+    every: int = 1
+    slot_bytes: int = 0
+    num_slots: int = 0
+    _policy: SnapshotPolicy | None = None
+    _phases: dict[int, tuple[PhasePlan, bool] | None] = field(default_factory=dict)
+
+    @property
+    def policy(self) -> SnapshotPolicy:
+        if self._policy is None:
+            self._policy = self._make_policy()
+        return self._policy
+
+    def _make_policy(self) -> SnapshotPolicy:
+        if self.policy_name == "aligned":
+            return AlignedPolicy(self.schedule)
+        if self.policy_name == "dense":
+            return DensePolicy(len(self.operators), self.every)
+        return SlidingPolicy(self.schedule)
+
+    @property
+    def span(self) -> int:
+        """After how many snapshots the phases repeat."""
+        return self.every if self.policy_name == "dense" else self.schedule.window
+
+    def use(self, schedule: Schedule) -> None:
+        """Go on with another order of the same operators."""
+        self.schedule = schedule
+        self._policy = None
+        self._phases.clear()
+
+    def use_phases(self, phases: Sequence[Sequence[int]]) -> None:
+        """Go on with recorded phases (a reorder after the segment was made)."""
+        floor = self.schedule.phase_bytes[0] - sum(
+            self.costs[i].anchor_bytes - self.costs[i].compute_bytes
+            for i in self.schedule.phases[0]
+        )
+        fixed = floor - sum(c.compute_bytes for c in self.costs)
+        self.use(schedule_of(self.costs, phases, fixed, self.policy_name))
+
+    def phase_plan(self, binding: Binding, ordinal: int) -> tuple[PhasePlan, bool] | None:
+        """The copy plan of the ``ordinal``-th snapshot, and whether a chain begins with it; None where none is taken."""
+        key = ordinal % self.span
+        if key not in self._phases:
+            levels = self.policy.levels_for(ordinal)
+            self._phases[key] = (
+                None if levels is None else (self._build(binding, levels), levels.begins_chain)
+            )
+        return self._phases[key]
+
+    def _build(self, binding: Binding, levels: PhaseLevels) -> PhasePlan:
+        return build_phase(
+            binding,
+            self.operators,
+            phase=levels.phase,
+            anchored=levels.anchored,
+            compute=levels.compute,
+            compute_dtypes=self.compute_dtypes,
+            identity=self.identity,
+            scalars_capacity=self.scalars_capacity,
+        )
+
+    def measure_slots(self, binding: Binding) -> None:
+        """Fix the geometry: the largest image of a window, and enough slots for a suffix and what is in flight."""
+        plans = [p for i in range(self.span) if (p := self.phase_plan(binding, i)) is not None]
+        largest = max(p.layout.image_len for p, _ in plans)
+        slack = (
+            0 if self.schedule.window == 1 else largest // 50 + _SLOT_SLACK
+        )  # a reorder shifts bytes between phases
+        self.slot_bytes = -(-(largest + slack) // 4096) * 4096
+        self.num_slots = self.policy.num_slots
+
+    def payload(self, binding: Binding) -> bytes:
+        """The trainer's part of the segment descriptor: all that a fresh process needs to read the ring."""
+        return values.pack(
+            {
+                "operators": [
+                    [
+                        op.name,
+                        str(op.kind),
+                        op.layer,
+                        op.group,
+                        list(op.expert) if op.expert else None,
+                        [[m.param, m.start, m.stop] for m in op.members],
+                    ]
+                    for op in self.operators
+                ],
+                "signature": signature(binding),
+                "phases": [list(p) for p in self.schedule.phases],
+                "policy": self.policy_name,
+                "every": self.every,
+                "compute_dtypes": {k: str(v)[6:] for k, v in self.compute_dtypes.items()},
+                "scalars_capacity": self.scalars_capacity,
+                "torch": str(torch.__version__),
+                "threads": torch.get_num_threads(),
+            },
+            "descriptor",
+        )
+
+
+def operator_costs(
+    binding: Binding, operators: Sequence[Operator], compute_dtypes: Mapping[str, torch.dtype]
+) -> list[OperatorCost]:
+    """What each operator takes in a snapshot, anchored and not."""
+    return [
+        OperatorCost(
+            name=op.name,
+            kind=op.kind,
+            anchor_bytes=sum(
+                member_bytes(binding, m, compute_dtypes, anchored=True) for m in op.members
+            ),
+            compute_bytes=sum(
+                member_bytes(binding, m, compute_dtypes, anchored=False) for m in op.members
+            ),
+            group=op.group,
+        )
+        for op in operators
+    ]
+
+
+def fixed_bytes(binding: Binding, scalars_capacity: int) -> int:
+    """What every snapshot holds besides operators: buffers and step scalars."""
+    return scalars_capacity + sum(
+        local(b).numel() * b.element_size() for b in binding.buffers().values()
+    )
+
+
+def make_plan(
+    binding: Binding,
+    operators: Sequence[Operator],
+    *,
+    policy: str,
+    window: int | None,
+    every: int,
+    budget_bytes: int | None,
+    available_bytes: int | None,
+    popularity: Sequence[float] | None,
+    ordering: Ordering,
+    compute_dtypes: dict[str, torch.dtype],
+    identity: dict[str, str],
+    scalars_capacity: int,
+) -> Plan:
+    """Plan the smallest window that fits the budget and the memory; the schedule's reason says what decided.
+
+    Raises:
+        ValueError: no window's ring fits ``available_bytes``; the message has the numbers.
+    """
+    fixed = fixed_bytes(binding, scalars_capacity)
+    wanted = 1 if policy == "dense" else window
+    tried = []
+    for candidate in [wanted] if wanted is not None else [None, *range(2, MAX_WINDOW + 1)]:
+        plan = _plan_once(
+            binding,
+            operators,
+            policy,
+            candidate,
+            every,
+            budget_bytes,
+            fixed,
+            popularity,
+            ordering,
+            compute_dtypes,
+            identity,
+            scalars_capacity,
+        )
+        needed = plan.slot_bytes * plan.num_slots
+        if available_bytes is None or needed <= available_bytes:
+            return plan
+        tried.append(f"W={plan.schedule.window}: {plan.num_slots} slots of {plan.slot_bytes} bytes")
+        if wanted is None and plan.schedule.window >= len(operators):
+            break
+    raise ValueError(
+        f"no ring fits the {available_bytes} bytes that the daemon has left ({'; '.join(tried[:4])}); raise CKPTD_MEMORY or `ckptctl forget` old runs"
+    )
+
+
+def _plan_once(
+    binding: Binding,
+    operators: Sequence[Operator],
+    policy: str,
+    window: int | None,
+    every: int,
+    budget_bytes: int | None,
+    fixed: int,
+    popularity: Sequence[float] | None,
+    ordering: Ordering,
+    compute_dtypes: dict[str, torch.dtype],
+    identity: dict[str, str],
+    scalars_capacity: int,
+) -> Plan:
+    parts = list(operators)
+    costs = operator_costs(binding, parts, compute_dtypes)
+    order = order_operators(costs, popularity or [0.0] * len(costs), ordering)
+    planner = plan_aligned if policy == "aligned" else plan_schedule
+    schedule = planner(
+        costs,
+        budget_bytes=budget_bytes,
+        fixed_bytes=fixed,
+        order=order,
+        max_window=MAX_WINDOW,
+        window=window,
+    )
+    limit = max_piece_bytes(costs, schedule.window, fixed)
+    if limit is not None and schedule.window > 1:
+        parts = _split(binding, parts, limit, compute_dtypes)
+        if len(parts) != len(operators):
+            costs = operator_costs(binding, parts, compute_dtypes)
+            popular = _popularity_of(parts, operators, popularity)
+            order = order_operators(costs, popular, ordering)
+            schedule = planner(
+                costs,
+                budget_bytes=budget_bytes,
+                fixed_bytes=fixed,
+                order=order,
+                max_window=MAX_WINDOW,
+                window=window,
+            )
+    plan = Plan(parts, costs, schedule, policy, compute_dtypes, identity, scalars_capacity, every)
+    plan.measure_slots(binding)
+    return plan
+
+
+def _split(
+    binding: Binding,
+    operators: Sequence[Operator],
+    limit: int,
+    compute_dtypes: Mapping[str, torch.dtype],
+) -> list[Operator]:
+    shapes = {name: tuple(local(p).shape) for name, p in binding.params.items()}
+
+    def bytes_of(member: Member) -> int:
+        return member_bytes(binding, member, compute_dtypes, anchored=True)
+
+    return [
+        part
+        for op in operators
+        for part in split_operator(op, shapes, bytes_of, limit, binding.rows_allowed)
+    ]
+
+
+def _popularity_of(
+    parts: Sequence[Operator], operators: Sequence[Operator], popularity: Sequence[float] | None
+) -> list[float]:
+    known = {
+        op.name: p for op, p in zip(operators, popularity or [0.0] * len(operators), strict=True)
+    }
+    return [known.get(part.name, 0.0) for part in parts]
+
+
+def plan_from_payload(
+    binding: Binding, payload: bytes, identity: dict[str, str], geometry: SegmentGeometry
+) -> Plan:
+    """The plan under which a segment was written, for this process's live tensors."""
+    told: dict[str, Any] = values.unpack(payload)
+    operators = [
+        Operator(
+            name,
+            OperatorKind(kind),
+            tuple(Member(*m) for m in members),
+            layer,
+            group,
+            tuple(expert) if expert else None,
+        )
+        for name, kind, layer, group, expert, members in told["operators"]
+    ]
+    compute_dtypes = {k: getattr(torch, v) for k, v in told["compute_dtypes"].items()}
+    costs = operator_costs(binding, operators, compute_dtypes)
+    capacity = told["scalars_capacity"]
+    schedule = schedule_of(costs, told["phases"], fixed_bytes(binding, capacity), told["policy"])
+    return Plan(
+        operators,
+        costs,
+        schedule,
+        told["policy"],
+        compute_dtypes,
+        identity,
+        capacity,
+        told["every"],
+        geometry.slot_bytes,
+        geometry.num_slots,
+    )
+
+
+def schedule_of(
+    costs: Sequence[OperatorCost], phases: Sequence[Sequence[int]], fixed: int, policy: str
+) -> Schedule:
+    """The schedule with these phases, as it was recorded."""
+    floor = fixed + sum(c.compute_bytes for c in costs)
+    sizes = tuple(
+        floor + sum(costs[i].anchor_bytes - costs[i].compute_bytes for i in phase)
+        for phase in phases
+    )
+    return Schedule(
+        window=len(phases),
+        phases=tuple(tuple(p) for p in phases),
+        phase_bytes=sizes,
+        peak_bytes=max(sizes),
+        dense_bytes=fixed + sum(c.anchor_bytes for c in costs),
+        fits=True,
+        reason="as recorded in the segment",
+        policy=PolicyKind.ALIGNED if policy == "aligned" else PolicyKind.SLIDING,
+    )
+
+
+def signature(binding: Binding) -> list[list[Any]]:
+    """Names, dtypes and shapes of everything that is captured."""
+    rows: list[list[Any]] = []
+    for name, param in binding.params.items():
+        rows.append(["parameter", name, str(param.dtype)[6:], list(local(param).shape)])
+        rows += [
+            [
+                f"optimizer state {s.key!r} of",
+                name,
+                str(s.dtype)[6:],
+                list(s.shape or local(param).shape),
+            ]
+            for s in sorted(binding.specs(name), key=lambda s: s.key)
+            if s.kind in ("like", "tensor")
+        ]
+    rows += [
+        ["master weights of", n, str(m.dtype)[6:], list(local(m).shape)]
+        for n, m in binding.masters.items()
+    ]
+    rows += [
+        ["buffer", n, str(b.dtype)[6:], list(local(b).shape)] for n, b in binding.buffers().items()
+    ]
+    return rows
+
+
+def signature_difference(
+    recorded: Sequence[Sequence[Any]], here: Sequence[Sequence[Any]], limit: int = 5
+) -> str:
+    """The first differences in words; empty if there are none."""
+    before = {(kind, name): (dtype, tuple(shape)) for kind, name, dtype, shape in recorded}
+    now = {(kind, name): (dtype, tuple(shape)) for kind, name, dtype, shape in here}
+    found = []
+    for key in dict.fromkeys([*before, *now]):
+        if before.get(key) != now.get(key):
+            old, new = (_words(d.get(key)) for d in (before, now))
+            found.append(f"{key[0]} {key[1]}: {old} in the snapshot, {new} here")
+    more = f"; and {len(found) - limit} more" if len(found) > limit else ""
+    return "; ".join(found[:limit]) + more
+
+
+def _words(value: tuple[str, tuple[int, ...]] | None) -> str:
+    return "absent" if value is None else f"{value[0]}{list(value[1])}"

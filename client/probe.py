@@ -1,0 +1,286 @@
+"""What an optimizer does, found by experiment: is one parameter's update independent of the others, and one row's of the rest?
+
+Nothing here knows an optimizer by name. A clone of the optimizer (same class, same options, tiny parameters of the same
+rank, dtype and device) is stepped several times while something that should not matter is changed: the other parameters'
+gradients, whether they have any, their number, and the other rows of the same tensor. What must not change is compared bit
+for bit: the weights and all optimizer state. The clone never touches the user's parameters, state, or random generators.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptd.client.rng import capture_rng, restore_rng
+
+__all__ = [
+    "ProbeResult",
+    "StateSpec",
+    "observe_state",
+    "probe_optimizer",
+    "state_specs",
+    "unwrap_optimizer",
+]
+
+_STEPS = 3
+_ROWS = 4
+_SHAPE = (_ROWS, 6, 8, 3, 2)
+_BYSTANDER = (5, 7, 2, 2, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One entry of an optimizer's per-parameter state.
+
+    ``kind``: ``like`` (a tensor of the parameter's shape), ``scalar`` (0-dimensional tensor), ``tensor`` (another shape),
+    ``python`` (a plain value), ``none`` (None so far: the tensor appears later or never).
+    """
+
+    key: str
+    kind: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] | None = None
+    on_host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """``independent``: per parameter. ``rowwise``: per row along dimension 0. ``reason`` says what was seen."""
+
+    independent: bool
+    rowwise: bool
+    reason: str
+    state: tuple[StateSpec, ...]
+
+
+def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside a wrapper that keeps it in ``.optimizer`` (Accelerate and others).
+
+    Raises:
+        ValueError: there is none.
+    """
+    seen = 0
+    while not isinstance(optimizer, torch.optim.Optimizer):
+        if seen == 4 or not hasattr(optimizer, "optimizer"):
+            raise ValueError(
+                f"{type(optimizer).__name__} is not a torch.optim.Optimizer and holds none in `.optimizer`; "
+                "pass the optimizer itself (or a list of them)"
+            )
+        optimizer, seen = optimizer.optimizer, seen + 1
+    return optimizer
+
+
+def probe_optimizer(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    *,
+    ndim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ProbeResult:
+    """Step clones of ``optimizer`` on tiny parameters of this rank and dtype, with the options of ``group``."""
+    saved = capture_rng()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            return _probe(optimizer, group, ndim, dtype, device)
+    except Exception as error:  # noqa: BLE001
+        # The user's optimizer ran inside the clone: whatever it raises means that it cannot be examined this way.
+        reason = f"{type(optimizer).__name__} cannot be stepped on a stand-in of rank {ndim}: {type(error).__name__}: {error}"
+        return ProbeResult(False, False, reason, ())
+    finally:
+        restore_rng(saved)
+
+
+def _probe(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    ndim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ProbeResult:
+    def run(bystanders: str, rows: str = "same") -> tuple[Tensor, dict[str, Any]]:
+        return _run(optimizer, group, ndim, dtype, device, bystanders, rows)
+
+    weight, state = run("base")
+    specs = state_specs(weight, state)
+    name = type(optimizer).__name__
+    for change, words in (
+        ("other", "other parameters' gradients"),
+        ("none", "whether other parameters have gradients"),
+        ("absent", "which other parameters there are"),
+    ):
+        difference = _difference((weight, state), run(change), slice(None))
+        if difference:
+            return ProbeResult(
+                False,
+                False,
+                f"{name}: the update of one parameter depends on {words} ({difference} differs)",
+                specs,
+            )
+    if ndim < 2:
+        return ProbeResult(
+            True, _rowwise(weight, specs, run, ndim), "independent per parameter", specs
+        )
+    rowwise = _rowwise(weight, specs, run, ndim)
+    return ProbeResult(
+        True,
+        rowwise,
+        "independent per row" if rowwise else f"{name}: independent per parameter, not per row",
+        specs,
+    )
+
+
+def _rowwise(
+    weight: Tensor,
+    specs: Sequence[StateSpec],
+    run: Callable[..., tuple[Tensor, dict[str, Any]]],
+    ndim: int,
+) -> bool:
+    if ndim == 0 or any(s.kind == "tensor" for s in specs):
+        return False
+    base = run("base")
+    return all(
+        not _difference(base, run("base", rows), slice(0, 1)) for rows in ("other", "zero", "large")
+    )
+
+
+def _run(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    ndim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    bystanders: str,
+    rows: str,
+) -> tuple[Tensor, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(20260731)
+
+    def draw(shape: tuple[int, ...], scale: float) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(dtype=dtype, device=device)
+
+    subject = torch.nn.Parameter(draw(_SHAPE[:ndim], 0.5))
+    before, after = (
+        torch.nn.Parameter(draw(_BYSTANDER[:ndim], 0.5)),
+        torch.nn.Parameter(draw(_BYSTANDER[:ndim], 0.5)),
+    )
+    gradients = [
+        [draw(tuple(p.shape), 0.1) for p in (before, subject, after)] for _ in range(_STEPS)
+    ]
+    if rows != "same" and ndim:
+        with torch.no_grad():
+            subject[1:] = {
+                "other": subject[1:] * -1.7,
+                "zero": subject[1:] * 0,
+                "large": subject[1:] * 1e3,
+            }[rows]
+            for _, g, _ in gradients:
+                g[1:] = {"other": g[1:] * -2.3, "zero": g[1:] * 0, "large": g[1:] * 1e3}[rows]
+    held = [subject] if bystanders == "absent" else [before, subject, after]
+    clone = clone_optimizer(optimizer, group, held)
+    torch.manual_seed(7)
+    for g_before, g_subject, g_after in gradients:
+        subject.grad = g_subject.clone()
+        if bystanders == "base":
+            before.grad, after.grad = g_before.clone(), g_after.clone()
+        elif bystanders == "other":
+            before.grad, after.grad = g_before * -3, g_after * 40
+        else:
+            before.grad = after.grad = None
+        type(clone).step(clone)
+    return subject.detach(), dict(clone.state.get(subject, {}))
+
+
+def clone_optimizer(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class and options over ``params``, without state, hooks, or ties to the original."""
+    clone: torch.optim.Optimizer = object.__new__(type(optimizer))
+    for key, value in vars(optimizer).items():
+        if key in ("state", "param_groups", "step", "zero_grad") or key.startswith("_optimizer_"):
+            continue  # state and hooks are the user's; `step` in the instance is a scheduler's wrapper around the original
+        clone.__dict__[key] = copy.copy(value) if isinstance(value, dict | list | set) else value
+    for hooks in [k for k in vars(optimizer) if k.startswith("_optimizer_")]:
+        clone.__dict__[hooks] = OrderedDict()
+    clone.state = defaultdict(dict)
+    options = {
+        k: v.clone() if isinstance(v, Tensor) else copy.copy(v)
+        for k, v in group.items()
+        if k != "params"
+    }
+    if isinstance(options.get("lr"), float | int) and options["lr"] == 0:
+        options["lr"] = 1e-3  # a warm-up that starts at zero would hide every dependence
+    clone.param_groups = [{**options, "params": params}]
+    return clone
+
+
+def state_specs(param: Tensor, state: dict[str, Any]) -> tuple[StateSpec, ...]:
+    """Classify the entries of one parameter's optimizer state."""
+    specs = []
+    for key, value in state.items():
+        if value is None:
+            specs.append(StateSpec(key, "none"))
+        elif not isinstance(value, Tensor):
+            specs.append(StateSpec(key, "python"))
+        elif value.ndim == 0:
+            specs.append(StateSpec(key, "scalar", value.dtype, on_host=value.device.type == "cpu"))
+        elif value.shape == param.shape:
+            specs.append(StateSpec(key, "like", value.dtype))
+        else:
+            specs.append(StateSpec(key, "tensor", value.dtype, tuple(value.shape)))
+    return tuple(specs)
+
+
+def observe_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor
+) -> tuple[StateSpec, ...]:
+    """The state that this optimizer will keep for ``param``, by stepping a clone once on a stand-in of its true shape.
+
+    Needs memory for a few tensors of that size; used only where the state's shapes are not the parameter's.
+    """
+    saved = capture_rng()
+    try:
+        stand_in = torch.nn.Parameter(torch.zeros_like(param, requires_grad=False))
+        clone = clone_optimizer(optimizer, group, [stand_in])
+        stand_in.grad = torch.ones_like(param)
+        type(clone).step(clone)
+        return state_specs(stand_in, dict(clone.state.get(stand_in, {})))
+    finally:
+        restore_rng(saved)
+
+
+def _difference(
+    a: tuple[Tensor, dict[str, Any]], b: tuple[Tensor, dict[str, Any]], rows: slice
+) -> str:
+    """The name of the first thing that differs within ``rows``; empty if all is identical to the bit."""
+    weight_a, weight_b = a[0], b[0]
+    if not _same_bits(
+        weight_a[rows] if weight_a.ndim else weight_a, weight_b[rows] if weight_b.ndim else weight_b
+    ):
+        return "the weight"
+    if a[1].keys() != b[1].keys():
+        return "the set of state entries"
+    for key, value in a[1].items():
+        other = b[1][key]
+        if isinstance(value, Tensor) and isinstance(other, Tensor):
+            part = rows if value.ndim and value.shape == weight_a.shape else slice(None)
+            if value.shape != other.shape or not _same_bits(
+                value[part] if value.ndim else value, other[part] if other.ndim else other
+            ):
+                return f"state {key!r}"
+        elif type(value) is not type(other) or (not isinstance(value, Tensor) and value != other):
+            return f"state {key!r}"
+    return ""
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(
+        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+    )

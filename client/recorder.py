@@ -1,0 +1,393 @@
+"""The cadence of snapshots: what to do at the top of each step while training (not while replaying).
+
+Life: measuring (the first steps: how long is a step, which precision suffices) → recording (one snapshot per clean boundary).
+A boundary is *clean* if no gradients are pending: in the middle of an accumulation over several loop steps nothing is taken,
+and the chain goes on, because weights do not change in between. The chain *breaks* when a boundary after an update is missed;
+then a new generation of slots is reserved, so that the old suffix stays until a new one is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd.client import values
+from ckptd.client.binding import Binding, local
+from ckptd.client.capture import Capture
+from ckptd.client.freeze import Tape
+from ckptd.client.memory import RankMemory
+from ckptd.client.operators import Operator
+from ckptd.client.planning import Plan, TrainingSpeed, make_plan
+from ckptd.client.popularity import TokenCounter
+from ckptd.client.precision import PrecisionProbe
+from ckptd.client.rng import capture_rng
+from ckptd.client.scalars import Stateful, gather_groups, grad_flags, python_state
+from ckptd.client.segment import MappedSegment
+from ckptd.client.stats import Stats
+from ckptd.cuda.engine import CopyEngine, measure_bandwidth
+from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.schedule import Ordering
+
+__all__ = ["Options", "Recorder"]
+
+logger = logging.getLogger(__name__)
+
+MIN_SCALARS = 64 << 10
+_MEASURED_STEPS = 3
+_WATCHED_STEPS = 4
+_RETRY_STEPS = 50
+_REORDER_STEPS = 50
+_REPORT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user may set about cadence and size."""
+
+    policy: str = "sliding"
+    window: int | None = None
+    every: int = 1
+    ordering: Ordering = Ordering.HARD
+    capacities: Mapping[str, float] | None = None
+    # On CPU, copies take the trainer's own cores: at most this share of an iteration may go into them.
+    max_overhead: float = 0.03
+    nan_check_every: int = 16
+
+
+class Recorder:
+    """Takes snapshots into ``memory`` at the pace that ``options`` and the measurements allow."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        operators: Sequence[Operator],
+        memory: RankMemory,
+        engine: CopyEngine,
+        *,
+        stateful: Mapping[str, Stateful],
+        tape: Tape,
+        stats: Stats,
+        options: Options,
+        counter: TokenCounter,
+        precision: PrecisionProbe,
+    ) -> None:
+        self._binding, self._operators, self._memory, self._engine = (
+            binding,
+            list(operators),
+            memory,
+            engine,
+        )
+        self._stateful, self._tape, self._stats, self._options = stateful, tape, stats, options
+        self._counter, self._precision = counter, precision
+        self.plan: Plan | None = None
+        self._capture: Capture | None = None
+        self._ordinal = 0
+        self._previous = -1
+        self._stepped = False
+        self._updates_missed = False
+        self._seen = 0
+        self._retry_at = 0
+        self._top_at = 0.0
+        self._windows_s: list[float] = []
+        self._iterations_s: list[float] = []
+        self._boundary_s = 0.0
+        self._wait_s = 0.0
+        self._reported_at = 0.0
+        # Buffers that a forward changes cannot be copied beside it: found while measuring, by version counter.
+        self._buffer_versions: dict[str, tuple[int, int]] = {}
+        self._restless: set[str] = set()
+
+    # -- the life of a step ----------------------------------------------------------------------
+
+    def top(self, step: int) -> None:
+        """The top of ``step``: take its snapshot if this boundary is clean."""
+        started = time.perf_counter()
+        if self._seen:
+            self._iterations_s.append(started - self._top_at)
+            del self._iterations_s[:-16]
+            self._stats.note_stall(self._boundary_s, self._wait_s)
+        self._seen += 1
+        self._top_at, self._wait_s = started, 0.0
+        if self._capture is not None:
+            self._wait_s += self._capture.settle()
+            if self._capture.take_broken():
+                self._previous = -1
+                self._stats.chain_breaks += 1
+        if self._pending_gradients():
+            self._stats.pending_gradients += 1
+        else:
+            self._take(step)
+        if self._seen <= _WATCHED_STEPS:
+            self._buffer_versions = _versions(self._binding)
+        self._stepped = False
+        self._report(step)
+        self._boundary_s = time.perf_counter() - started
+
+    def first_forward(self) -> None:
+        """The model's first forward of this step is about to run."""
+        if self._capture is not None:
+            self._capture.first_forward(capture_rng)
+
+    def before_optimizer_step(self) -> None:
+        """The optimizer is about to change what is being copied."""
+        if self._capture is not None:
+            self._wait_s += self._capture.settle()
+        self._note_restless()
+        if self._seen and not self._stepped:
+            self._windows_s.append(time.perf_counter() - self._top_at - self._boundary_s)
+            del self._windows_s[:-16]
+
+    def _note_restless(self) -> None:
+        if self._buffer_versions:
+            now = _versions(self._binding)
+            self._restless |= {n for n, v in now.items() if self._buffer_versions.get(n) != v}
+            self._buffer_versions = {}
+
+    def after_optimizer_step(self) -> None:
+        self._stepped = True
+
+    def finish(self) -> None:
+        """Wait for the snapshot in flight."""
+        if self._capture is not None:
+            self._wait_s += self._capture.settle()
+
+    def resume(self, plan: Plan, *, last: int, phase: int) -> None:
+        """Go on after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
+        self.plan = plan
+        self._previous, self._ordinal = last, phase + 1
+        self._start_capture()
+
+    def replayed(self) -> None:
+        """The state is dense again: what the replayed steps did is no update since the last boundary."""
+        self._stepped = False
+
+    # -- taking ----------------------------------------------------------------------------------
+
+    def _pending_gradients(self) -> bool:
+        if self._stepped:
+            return False
+        return any(p.grad is not None for p in self._binding.params.values()) or any(
+            m.grad is not None for m in self._binding.masters.values()
+        )
+
+    def _take(self, step: int) -> None:
+        if self._capture is None and not self._prepare(step):
+            return
+        capture, plan = self._capture, self.plan
+        assert capture is not None
+        assert plan is not None
+        if self._ordinal % plan.schedule.window == 0:
+            self._maybe_reorder(plan)
+        phase = plan.phase_plan(self._binding, self._ordinal)
+        if phase is None:  # a policy that skips steps: its snapshots need no chain
+            self._ordinal += 1
+            self._tape.take()
+            return
+        layout, begins = phase
+        previous = -1 if begins else self._previous
+        if capture.begin(step, layout, previous, self._scalars(plan)):
+            self._previous = step
+            self._ordinal += 1
+            self._after_begin()
+            return
+        self._missed(step, capture.need_generation)
+
+    def _after_begin(self) -> None:
+        for segment in self._memory.drop_unneeded():
+            self._engine.release(segment.memory)
+
+    def _missed(self, step: int, reason: str) -> None:
+        """No slot: the chain breaks here. With a new generation the old suffix can stay while a new one is built."""
+        self._previous = -1
+        self._stats.chain_breaks += 1
+        self._tape.take()
+        logger.warning("no snapshot of step %d: %s", step, reason)
+        if self._previous_generation_pending() or step < self._retry_at:
+            return
+        self._retry_at = step + _RETRY_STEPS
+        self._grow(reason)
+
+    def _previous_generation_pending(self) -> bool:
+        return len(self._memory.table.segments) > 1
+
+    def _grow(self, reason: str) -> None:
+        plan = self.plan
+        assert plan is not None
+        try:
+            self._reserve(plan)
+        except (AttachRefused, DaemonUnavailable, TimeoutError) as error:
+            text = f"no memory for a new generation of slots ({reason}): {error}; the last complete suffix is kept, newer steps are not protected"
+            logger.error("%s", text)
+            self._memory.session.notice("error", "no_generation", text)
+
+    def _scalars(self, plan: Plan) -> dict[str, Any]:
+        return {
+            "rng": capture_rng(),
+            "groups": gather_groups(self._binding),
+            "state": {name: item.state_dict() for name, item in self._stateful.items()},
+            "python": python_state(self._binding),
+            "grads": grad_flags(self._binding),
+            "tape": [list(pair) for pair in self._tape.take()],
+            "phases": [list(p) for p in plan.schedule.phases],
+        }
+
+    # -- getting ready ---------------------------------------------------------------------------
+
+    def _prepare(self, step: int) -> bool:
+        """Choose the window and reserve the ring, once enough was measured; True if snapshots can be taken."""
+        needed = (
+            1
+            if self._options.window is not None or self._options.policy == "dense"
+            else _MEASURED_STEPS
+        )
+        if (
+            self._seen <= needed
+            or step < self._retry_at
+            or not any(self._binding.state(n) for n in self._binding.owner)
+        ):
+            self._tape.take()
+            return False
+        try:
+            self.plan = self._make_plan()
+            self._reserve(self.plan)
+        except (AttachRefused, DaemonUnavailable, TimeoutError, ValueError) as error:
+            self._retry_at = step + _RETRY_STEPS
+            text = f"snapshots cannot start: {error}; trying again at step {self._retry_at}"
+            logger.error("%s", text)
+            self._memory.session.notice("error", "not_protected", text)
+            return False
+        self._tape.take()
+        return True
+
+    def _make_plan(self) -> Plan:
+        options = self._options
+        speed = self.speed()
+        on_cpu = all(local(p).device.type == "cpu" for p in self._binding.params.values())
+        budget = speed.budget_bytes(options.max_overhead if on_cpu else None)
+        packed = len(values.pack(self._scalars_sample(), "step scalars"))
+        available = self._memory.session.available_bytes
+        plan = make_plan(
+            self._binding,
+            self._operators,
+            policy=options.policy,
+            window=options.window,
+            every=options.every,
+            budget_bytes=budget,
+            available_bytes=available,
+            popularity=self._counter.popularity(self._operators),
+            ordering=options.ordering,
+            compute_dtypes=self._precision.sufficient(),
+            identity=self._memory.identity.metadata(),
+            scalars_capacity=max(MIN_SCALARS, 2 * packed),
+        )
+        logger.info(
+            "window W=%d, %d slots of %.1f MiB (dense %.1f MiB); measured %.1f ms to the optimizer's step, %.1f GB/s; %s",
+            plan.schedule.window,
+            plan.num_slots,
+            plan.slot_bytes / 2**20,
+            plan.schedule.dense_bytes / 2**20,
+            speed.copy_window_s * 1e3,
+            speed.bandwidth / 1e9,
+            plan.schedule.reason,
+        )
+        return plan
+
+    def speed(self) -> TrainingSpeed:
+        """Medians of what was measured so far."""
+        tensors = [local(p) for p in self._binding.params.values()]
+        return TrainingSpeed(
+            copy_window_s=statistics.median(self._windows_s) if self._windows_s else 0.0,
+            iteration_s=statistics.median(self._iterations_s) if self._iterations_s else 0.0,
+            bandwidth=measure_bandwidth(tensors),
+        )
+
+    def _scalars_sample(self) -> dict[str, Any]:
+        return {
+            "rng": [capture_rng()] * 2,
+            "groups": gather_groups(self._binding),
+            "state": {name: item.state_dict() for name, item in self._stateful.items()},
+            "python": python_state(self._binding),
+            "phases": list(range(len(self._operators) * 2)),
+        }
+
+    def _reserve(self, plan: Plan) -> None:
+        segment = self._memory.reserve(
+            plan.slot_bytes,
+            plan.num_slots,
+            window=plan.schedule.window,
+            num_operators=len(plan.operators),
+            payload=plan.payload(self._binding),
+        )
+        self._register(segment)
+        self._start_capture()
+
+    def _register(self, segment: MappedSegment) -> None:
+        self._engine.register(segment.memory, segment.regions())
+
+    def _start_capture(self) -> None:
+        plan = self.plan
+        assert plan is not None
+        self._stats.window = plan.schedule.window
+        self._stats.dense_bytes = plan.schedule.dense_bytes
+        session = self._memory.session
+        self._capture = Capture(
+            self._binding,
+            self._memory.table,
+            self._engine,
+            num_operators=len(plan.operators),
+            stats=self._stats,
+            finish=session.submit,
+            filled=self._was_filled,
+            restless=self._restless,
+        )
+
+    # -- beside training -------------------------------------------------------------------------
+
+    def _was_filled(self, segment: MappedSegment, index: int, step: int) -> None:
+        """A slot is filled (session's thread): the daemon seals it, or we do while it is away."""
+        session = self._memory.session
+        if session.connected:
+            session.filled(segment.generation, index, step)
+        if not session.connected:
+            segment.seal(index)
+            self._stats.sealed_here += 1
+        every = self._options.nan_check_every
+        if every and self._stats.snapshots % every == 1 % every:
+            self._count_nans(segment, index, step)
+
+    def _count_nans(self, segment: MappedSegment, index: int, step: int) -> None:
+        """NaN in weights is data, not an error; that it is there is worth knowing."""
+        from ckptd.client.inspect import nan_tensors
+
+        found = nan_tensors(segment, index)
+        if found:
+            self._stats.nan_snapshots += 1
+            self._memory.session.notice(
+                "warning",
+                "nan_in_weights",
+                f"step {step}: {len(found)} tensors hold NaN, first {found[0]}",
+            )
+
+    def _maybe_reorder(self, plan: Plan) -> None:
+        if plan.schedule.window == 1 or plan.policy_name == "dense":
+            return
+        schedule = self._counter.reordered(plan, plan.slot_bytes, every=_REORDER_STEPS)
+        if schedule is not None:
+            plan.use(schedule)
+            self._stats.reorders += 1
+
+    def _report(self, step: int) -> None:
+        now = time.monotonic()
+        if now - self._reported_at >= _REPORT_S:
+            self._reported_at = now
+            self._stats.daemon_outages = self._memory.session.outages
+            self._memory.session.report(step, self._stats.as_dict())
+
+
+def _versions(binding: Binding) -> dict[str, tuple[int, int]]:
+    """Identity and version counter of every buffer."""
+    return {n: (id(b), b._version) for n, b in binding.buffers().items()}

@@ -1,0 +1,464 @@
+"""Sparse-to-dense replay: from a suffix of sparse snapshots to the exact dense state (DESIGN §7; MoEvement §3.3).
+
+``Replay`` loads the suffix's first snapshot, then lets the user's own loop run the steps in between. At each boundary it
+
+1. checks what was recomputed against what was recorded, bit for bit: compute weights (and, where an anchor was recorded
+   again, all of it) of operators already active, random state, parameter-group options;
+2. loads the recorded compute weights of operators still frozen;
+3. activates the operators whose anchors this snapshot holds.
+
+After W-1 steps every operator is active and the state is dense. What is frozen keeps no optimizer state: its gradients are
+taken away before the optimizer's step; rows of a fused tensor of which other rows are active are overwritten instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptd.client import values
+from ckptd.client.binding import Binding, local
+from ckptd.client.freeze import BackwardLimiter, Tape
+from ckptd.client.layout import SAFETENSORS_DTYPES, SCALARS, STATIC, Source, parse_entry_name
+from ckptd.client.operators import Operator
+from ckptd.client.rng import capture_rng, restore_rng
+from ckptd.client.scalars import Stateful, apply_groups, apply_packed, gather_groups, zero_grads
+from ckptd.cuda.engine import CopyEngine, CopyItem, HostMemory
+from ckptd.storage.image import ImageView
+
+__all__ = ["Replay", "ReplayMismatch", "SnapshotImage"]
+
+logger = logging.getLogger(__name__)
+# Parameter name -> ranges of its rows, merged and in order.
+Rows = dict[str, list[tuple[int, int]]]
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+
+
+class ReplayMismatch(RuntimeError):
+    """A replayed iteration did not reproduce what was recorded: not deterministic, or silently corrupted."""
+
+
+@dataclass(frozen=True)
+class SnapshotImage:
+    """One snapshot of the suffix, verified: its image, and where in which mapped memory it lies."""
+
+    iteration: int
+    view: ImageView
+    memory: HostMemory
+    base: int
+
+    def scalars(self) -> dict[str, Any]:
+        found: dict[str, Any] = values.unpack(
+            bytes(self.view.data(SCALARS)[: self.view.scalars_len])
+        )
+        return found
+
+    def state_layout(self) -> dict[str, Any]:
+        found: dict[str, Any] = values.unpack(bytes(self.view.data(STATIC)))
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        entry = self.view.tensor(name)
+        return self.memory.view(
+            self.base + entry.offset, entry.nbytes, _DTYPES[entry.dtype], entry.shape
+        )
+
+    def sources(self) -> Iterable[tuple[Source, str]]:
+        for entry in self.view:
+            if entry.name not in (SCALARS, STATIC):
+                yield parse_entry_name(entry.name, _DTYPES[entry.dtype]), entry.name
+
+
+class Replay:
+    """Drives one recovery.
+
+    Args:
+        images: the suffix, oldest first, already verified.
+        stateful: the user's objects by name.
+        tape: supplies recorded values during replayed steps.
+        freezing: ``drop`` or ``inputs`` (see ``client.freeze``).
+        on_mismatch: ``raise`` or ``warn``.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        operators: Sequence[Operator],
+        engine: CopyEngine,
+        images: Sequence[SnapshotImage],
+        *,
+        stateful: Mapping[str, Stateful],
+        tape: Tape,
+        freezing: str,
+        on_mismatch: str = "raise",
+    ) -> None:
+        self._binding, self._operators, self._engine = binding, operators, engine
+        self._images, self._stateful, self._tape = list(images), stateful, tape
+        self.freezing, self.on_mismatch = freezing, on_mismatch
+        self._position = 0
+        self._active = 0
+        self._frozen_rows: Rows = {}
+        self._scalars = [image.scalars() for image in self._images]
+        self._limiter = BackwardLimiter(self._split_params)
+        self._first_forward_done = False
+        self.compared = 0
+        self.mismatches: list[str] = []
+        self.bytes_loaded = 0
+
+    @property
+    def start(self) -> int:
+        """The first iteration to run."""
+        return self._images[0].iteration
+
+    @property
+    def end(self) -> int:
+        """The iteration from which on the state is dense."""
+        return self._images[-1].iteration
+
+    @property
+    def next_iteration(self) -> int:
+        """The boundary at which ``advance`` is due; -1 once the state is dense."""
+        return -1 if self.dense else self._images[self._position + 1].iteration
+
+    @property
+    def newest_scalars(self) -> dict[str, Any]:
+        """The step scalars of the suffix's last snapshot."""
+        return self._scalars[-1]
+
+    @property
+    def dense(self) -> bool:
+        """Whether every operator is active."""
+        return self._position == len(self._images) - 1
+
+    def load_first(self) -> None:
+        """Load the oldest snapshot: its anchors, every other operator's compute weights, scalars and the user's state."""
+        scalars = self._scalars[0]
+        for optimizer in self._binding.optimizers:
+            optimizer.state.clear()
+        for name in self._binding.params:
+            self._binding.params[name].grad = None
+            if name in self._binding.masters:
+                self._binding.masters[name].grad = None
+        apply_groups(self._binding, scalars["groups"])
+        for name, item in self._stateful.items():
+            item.load_state_dict(scalars["state"][name])
+        # A scheduler's load may touch the groups; the recorded options are the truth.
+        apply_groups(self._binding, scalars["groups"])
+        self._load(self._images[0], scalars, everything=True)
+
+    def begin_first_step(self) -> None:
+        """The loop is about to run the first step: random state as it was at the top of it."""
+        restore_rng(self._scalars[0]["rng"])
+        self._first_forward_done = False
+        if not self.dense:
+            self._play()
+            if self.freezing == "inputs":
+                self._limiter.start()
+
+    def first_forward(self) -> None:
+        """The first forward of the resumed run: undo what creating a data iterator drew from the generators."""
+        if not self._first_forward_done:
+            self._first_forward_done = True
+            recorded = self._scalars[0].get("rng_forward")
+            if recorded is not None:
+                restore_rng(recorded)
+
+    def before_optimizer_step(self) -> None:
+        """Take the gradients of frozen tensors away."""
+        if self.dense:
+            return
+        for name, held in self._binding.named_held():
+            if self._is_frozen(name):
+                held.grad = None
+
+    def advance(self) -> None:
+        """The top of the next step: compare, load, activate. After the last snapshot the state is dense.
+
+        Raises:
+            ReplayMismatch: with ``on_mismatch="raise"``, naming what differs first.
+        """
+        self._position += 1
+        image, scalars = self._images[self._position], self._scalars[self._position]
+        found = self._compare(image, scalars)
+        self._load(image, scalars, everything=False)
+        if self.dense:
+            self._limiter.stop()
+            self._tape.play(None)
+        else:
+            self._play()
+        if found:
+            self._report(found, image.iteration)
+
+    def abandon(self) -> None:
+        """Undo every patch."""
+        self._limiter.stop()
+        self._tape.play(None)
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def _play(self) -> None:
+        following = self._scalars[self._position + 1]
+        self._tape.play([(kind, value) for kind, value in following["tape"]])
+
+    def _load(self, image: SnapshotImage, scalars: dict[str, Any], *, everything: bool) -> None:
+        """Load anchors of operators not yet active, compute weights of those still frozen."""
+        anchors = image.view.anchors
+        fresh = anchors & ~self._active
+        wanted = self._rows_of(fresh)
+        self._active |= anchors
+        self._note_frozen()
+        absent = set(scalars["absent"])
+        items = [
+            self._item(image, piece, source, entry, live)
+            for source, entry in image.sources()
+            for piece, live in self._targets(image, source, entry, wanted, absent, everything)
+        ]
+        self._engine.restore(items, image.memory, image.base)
+        self.bytes_loaded += sum(i.nbytes for i in items)
+        self._frozen_masters()
+        names = [n for n in wanted if n in self._binding.owner and n not in absent]
+        self._scalar_state(image, scalars, names)
+        zero_grads(self._binding, scalars["grads"], wanted)
+
+    def _targets(
+        self,
+        image: SnapshotImage,
+        source: Source,
+        entry: str,
+        wanted: Rows,
+        absent: set[str],
+        everything: bool,
+    ) -> list[tuple[Source, Tensor]]:
+        """Which parts of an entry are loaded now, and into which live tensors."""
+        binding = self._binding
+        if source.kind == "buffer":
+            return [(source, binding.buffers()[source.name])] if everything else []
+        if source.kind == "param":
+            return [
+                (p, binding.params[source.name])
+                for p in self._pieces(source, wanted, self._frozen_rows)
+            ]
+        if source.kind == "master":
+            return [(p, binding.masters[source.name]) for p in self._pieces(source, wanted, {})]
+        if source.kind == "optim" and source.name not in absent:
+            pieces = self._pieces(source, wanted, {})
+            return [(p, self._state_tensor(source, image.tensor(entry))) for p in pieces]
+        return []
+
+    def _item(
+        self, image: SnapshotImage, piece: Source, source: Source, entry: str, live: Tensor
+    ) -> CopyItem:
+        """Copy of ``piece`` out of an entry that may hold more rows than are wanted."""
+        stored = image.view.tensor(entry)
+        offset, nbytes = stored.offset, stored.nbytes
+        if piece.start is not None and piece.stop is not None:
+            row_bytes = stored.nbytes // max(stored.shape[0], 1)
+            offset += (piece.start - (source.start or 0)) * row_bytes
+            nbytes = (piece.stop - piece.start) * row_bytes
+        return CopyItem(local(live), piece.start, piece.stop, piece.dtype, offset, nbytes)
+
+    def _pieces(self, source: Source, wanted: Rows, also: Rows) -> list[Source]:
+        """The parts of an entry that cover wanted rows."""
+        total = self._num_rows(source.name)
+        low, high = source.range(total)
+        pieces = []
+        for a, b in (*wanted.get(source.name, ()), *also.get(source.name, ())):
+            start, stop = max(a, low), min(b, high)
+            if start < stop:
+                whole = source.start is None and (start, stop) == (0, total)
+                rows = (None, None) if whole else (start, stop)
+                pieces.append(replace(source, start=rows[0], stop=rows[1]))
+        return pieces
+
+    def _state_tensor(self, source: Source, recorded: Tensor) -> Tensor:
+        """The live optimizer state tensor for a recorded one, created (zero) where it does not exist yet."""
+        binding = self._binding
+        optimizer = binding.optimizers[binding.owner[source.name][0]]
+        held = binding.held(source.name)
+        state = optimizer.state[held]
+        if not isinstance(state.get(source.key), Tensor):
+            like = source.start is not None or recorded.shape == local(held).shape
+            if like:
+                state[source.key] = torch.zeros_like(
+                    held, dtype=recorded.dtype, requires_grad=False
+                )
+            else:
+                state[source.key] = torch.zeros_like(recorded, device=held.device)
+        found: Tensor = state[source.key]
+        return found
+
+    def _scalar_state(
+        self, image: SnapshotImage, scalars: dict[str, Any], names: Sequence[str]
+    ) -> None:
+        """0-dimensional and plain state of newly activated parameters; the key order is the optimizer's own."""
+        binding = self._binding
+        layout = image.state_layout()
+        packed = {
+            s.dtype: image.tensor(entry) for s, entry in image.sources() if s.kind == "packed"
+        }
+        for name in names:
+            held = binding.held(name)
+            optimizer = binding.optimizers[binding.owner[name][0]]
+            state = optimizer.state[held]
+            for key, (dtype, on_host) in layout["scalars"].get(name, {}).items():
+                if not isinstance(state.get(key), Tensor):
+                    state[key] = torch.zeros(
+                        (), dtype=_DTYPES[dtype], device="cpu" if on_host else held.device
+                    )
+            for key, value in scalars["python"].get(name, {}).items():
+                state[key] = value
+            ordered = {k: state[k] for k in layout["keys"].get(name, ()) if k in state}
+            ordered.update({k: v for k, v in state.items() if k not in ordered})
+            optimizer.state[held] = ordered
+        apply_packed(binding, packed, names, layout["packed"])
+
+    def _frozen_masters(self) -> None:
+        """A frozen master holds the rounded weight: the user's own copy-back then leaves the weight as recorded."""
+        with torch.no_grad():
+            for name, ranges in self._frozen_rows.items():
+                if name in self._binding.masters:
+                    master, param = (
+                        local(self._binding.masters[name]),
+                        local(self._binding.params[name]),
+                    )
+                    for a, b in ranges:
+                        rows = slice(a, b) if param.ndim else slice(None)
+                        (master[rows] if param.ndim else master).copy_(
+                            param[rows] if param.ndim else param
+                        )
+
+    # -- which rows are frozen -------------------------------------------------------------------
+
+    def _num_rows(self, name: str) -> int:
+        shape = local(self._binding.params[name]).shape
+        return int(shape[0]) if shape else 1
+
+    def _rows_of(self, mask: int) -> Rows:
+        rows: Rows = {}
+        for i, op in enumerate(self._operators):
+            if mask >> i & 1:
+                for m in op.members:
+                    rows.setdefault(m.param, []).append(m.range(self._num_rows(m.param)))
+        return {name: _merge(ranges) for name, ranges in rows.items()}
+
+    def _note_frozen(self) -> None:
+        everything = (1 << len(self._operators)) - 1
+        self._frozen_rows = self._rows_of(everything & ~self._active)
+
+    def _is_frozen(self, name: str) -> bool:
+        """Whether all of this parameter is frozen (partly frozen fused tensors are stepped and overwritten)."""
+        ranges = self._frozen_rows.get(name, [])
+        return ranges == [(0, self._num_rows(name))]
+
+    def _split_params(self) -> tuple[list[Tensor], list[Tensor]]:
+        active: list[Tensor] = []
+        frozen: list[Tensor] = []
+        for name, param in self._binding.params.items():
+            if param.requires_grad and param.is_leaf:
+                (frozen if self._is_frozen(name) else active).append(param)
+        return active, frozen
+
+    # -- comparing -------------------------------------------------------------------------------
+
+    def _compare(self, image: SnapshotImage, scalars: dict[str, Any]) -> list[str]:
+        found = []
+        active_rows = self._rows_of(self._active)
+        for source, entry in image.sources():
+            live = self._live(source)
+            if live is None or source.kind == "packed":
+                continue
+            recorded = image.tensor(entry)
+            pieces = [source] if source.kind == "buffer" else self._pieces(source, active_rows, {})
+            for piece in pieces:
+                self.compared += 1
+                if not _same(_rows(live, piece), _rows_within(recorded, piece, source)):
+                    found.append(self._describe(piece))
+        if capture_rng() != scalars["rng"]:
+            found.append(
+                "the random number generators (was a data iterator created before Checkpointer, or other code drawing?)"
+            )
+        if not values.equal(gather_groups(self._binding), scalars["groups"]):
+            found.append(
+                "the optimizer's parameter group options (is a scheduler missing in state=?)"
+            )
+        for name, item in self._stateful.items():
+            if not values.equal(item.state_dict(), scalars["state"][name]):
+                found.append(f"state[{name!r}] (was its iterator created before Checkpointer?)")
+        return found
+
+    def _live(self, source: Source) -> Tensor | None:
+        binding = self._binding
+        if source.kind == "param":
+            return local(binding.params[source.name])
+        if source.kind == "master":
+            return local(binding.masters[source.name])
+        if source.kind == "buffer":
+            return local(binding.buffers()[source.name])
+        if source.kind == "optim":
+            value = binding.state(source.name).get(source.key)
+            return local(value) if isinstance(value, Tensor) else None
+        return None
+
+    def _describe(self, piece: Source) -> str:
+        for op in self._operators:
+            for m in op.members:
+                if m.param == piece.name and (
+                    m.start is None or piece.start is None or m.start <= piece.start < (m.stop or 0)
+                ):
+                    what = f"{piece.kind} {piece.key}".strip()
+                    return f"operator {op.name}: {what} of {piece.name}"
+        return f"{piece.kind} {piece.name}"
+
+    def _report(self, found: list[str], iteration: int) -> None:
+        text = (
+            f"replay of iteration {iteration - 1} did not reproduce what was recorded at iteration {iteration}: "
+            f"{found[0]}" + (f" and {len(found) - 1} more" if len(found) > 1 else "") + ". "
+            "Either the step is not deterministic (other thread count, non-deterministic kernels, data that is not in state=) or memory was corrupted"
+        )
+        self.mismatches.append(text)
+        logger.error("%s", text)
+        if self.on_mismatch == "raise":
+            self.abandon()
+            raise ReplayMismatch(text + "; on_mismatch='warn' trains on regardless")
+
+
+def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if merged and merged[-1][1] >= start:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _rows(tensor: Tensor, piece: Source) -> Tensor:
+    return tensor if piece.start is None else tensor[piece.start : piece.stop]
+
+
+def _rows_within(recorded: Tensor, piece: Source, source: Source) -> Tensor:
+    if piece.start is None or (piece.start, piece.stop) == (source.start, source.stop):
+        return recorded
+    first = source.start or 0
+    return recorded[piece.start - first : piece.stop - first]  # type: ignore[operator]
+
+
+def _same(live: Tensor, recorded: Tensor) -> bool:
+    """Equal to the bit, after rounding to the recorded dtype."""
+    rounded = live.to(recorded.dtype) if live.dtype is not recorded.dtype else live
+    host = rounded.cpu() if rounded.device.type != "cpu" else rounded
+    if host.numel() == 0:
+        return True
+    return torch.equal(_bits(host.contiguous()), _bits(recorded))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        tensor.element_size()
+    ]
+    return tensor.reshape(-1).view(integer)

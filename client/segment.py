@@ -1,0 +1,172 @@
+"""The trainer's view of its segments: mapped memory, slot locks, and the slot table as records.
+
+The slot table in shared memory is the truth; nothing here caches a slot's state. What is cached is what cannot change
+without the slot's ``sequence`` changing: which operators its image anchors.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckptd import locks
+from ckptd.cuda.engine import HostMemory
+from ckptd.ring import SlotRecord, SlotState
+from ckptd.segment_format import (
+    OWNER_LOCK_BYTE,
+    SegmentDescriptor,
+    SegmentGeometry,
+    SlotHeader,
+    read_prologue,
+    read_slot_header,
+    set_slot_state,
+    slot_lock_byte,
+    slot_view,
+    write_slot_header,
+)
+from ckptd.storage.image import ImageError, ImageView, seal
+
+__all__ = ["MappedSegment", "RankTaken", "SlotTable"]
+
+
+class RankTaken(RuntimeError):
+    """Another live process owns this rank's memory."""
+
+
+class MappedSegment:
+    """One generation of this rank's memory, mapped and owned until ``close``.
+
+    Raises:
+        RankTaken: another process holds the owner lock.
+        SegmentError: the file is not a segment of this format.
+    """
+
+    def __init__(self, path: str, generation: int) -> None:
+        self.path, self.generation = path, generation
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if not locks.try_lock(self.fd, OWNER_LOCK_BYTE, True):
+                holders = locks.holders_of(path)
+                raise RankTaken(
+                    f"{os.path.basename(path)} is owned by another live process (open in pids {holders}); "
+                    "two trainers must not share job, run and rank: end the other, or give this one another run="
+                )
+            self._map = mmap.mmap(self.fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.buffer = memoryview(self._map)
+        self.geometry: SegmentGeometry
+        self.descriptor: SegmentDescriptor
+        self.geometry, self.descriptor = read_prologue(self.buffer)
+        self.memory = HostMemory(self.buffer)
+
+    def header(self, index: int) -> SlotHeader | None:
+        return read_slot_header(self.buffer, self.geometry, index)
+
+    def write_header(self, index: int, header: SlotHeader) -> None:
+        write_slot_header(self.buffer, self.geometry, index, header)
+
+    def set_state(self, index: int, state: SlotState) -> None:
+        set_slot_state(self.buffer, self.geometry, index, state)
+
+    def slot(self, index: int) -> memoryview:
+        return slot_view(self.buffer, self.geometry, index)
+
+    def slot_base(self, index: int) -> int:
+        return self.geometry.slots_offset + index * self.geometry.slot_bytes
+
+    def regions(self) -> list[tuple[int, int]]:
+        """(offset, length) of every slot in the mapping."""
+        return [
+            (self.slot_base(i), self.geometry.slot_bytes) for i in range(self.geometry.num_slots)
+        ]
+
+    def try_lock_slot(self, index: int) -> bool:
+        return locks.try_lock(self.fd, slot_lock_byte(index), True)
+
+    def unlock_slot(self, index: int) -> None:
+        locks.unlock(self.fd, slot_lock_byte(index))
+
+    def seal(self, index: int) -> None:
+        """Digest and seal a filled slot here, as the daemon would: used while the daemon is away."""
+        header = self.header(index)
+        if header is None or header.state != SlotState.FILLED:
+            return
+        started = time.perf_counter_ns()
+        digest = seal(self.slot(index)[: header.image_len])
+        self.write_header(
+            index,
+            replace(
+                header,
+                state=SlotState.SEALED,
+                header_digest=digest,
+                sealed_at_ns=time.time_ns(),
+                digest_ns=time.perf_counter_ns() - started,
+            ),
+        )
+
+    def close(self) -> None:
+        """Give up ownership. The mapping goes when the last tensor view of it does."""
+        os.close(self.fd)
+
+
+class SlotTable:
+    """All generations of this rank, oldest first, read as one list of records."""
+
+    def __init__(self, segments: Sequence[MappedSegment]) -> None:
+        self.segments = list(segments)
+        self._anchors: dict[tuple[int, int, int], int] = {}
+
+    def segment(self, generation: int) -> MappedSegment:
+        return next(s for s in self.segments if s.generation == generation)
+
+    def note_anchors(self, generation: int, index: int, sequence: int, anchors: int) -> None:
+        """Remember what an image anchors, so that ``records`` need not parse it."""
+        if len(self._anchors) > 4096:
+            self._anchors.clear()
+        self._anchors[generation, index, sequence] = anchors
+
+    def records(self) -> list[SlotRecord]:
+        """Every readable slot header as a record; a header with a bad checksum counts as free."""
+        found = []
+        for segment in self.segments:
+            for index in range(segment.geometry.num_slots):
+                header = segment.header(index)
+                if header is None:
+                    found.append(
+                        SlotRecord(segment.generation, index, SlotState.FREE, -1, -1, 0, 0, 0, 0, 0)
+                    )
+                    continue
+                held = header.state in (SlotState.FILLED, SlotState.SEALED)
+                found.append(
+                    SlotRecord(
+                        generation=segment.generation,
+                        index=index,
+                        state=SlotState(header.state),
+                        iteration=header.iteration,
+                        previous=header.previous,
+                        sequence=header.sequence,
+                        image_len=header.image_len,
+                        layout_id=header.layout_id,
+                        anchors=self._anchors_of(segment, index, header) if held else 0,
+                        phase=header.phase,
+                    )
+                )
+        return found
+
+    def _anchors_of(self, segment: MappedSegment, index: int, header: SlotHeader) -> int:
+        key = (segment.generation, index, header.sequence)
+        if key not in self._anchors:
+            try:
+                view = ImageView(segment.slot(index)[: header.image_len])
+            except ImageError:
+                return 0  # damaged: anchors nothing, so no suffix can rest on it; the daemon's scrub reports it
+            self.note_anchors(*key, view.anchors)
+        return self._anchors[key]
+
+    def next_sequence(self) -> int:
+        return 1 + max((r.sequence for r in self.records()), default=0)

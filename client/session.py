@@ -1,0 +1,285 @@
+"""The trainer's conversation with its daemon, on a thread of its own; training never waits for it.
+
+States: connected; lost (the daemon does not answer: snapshots go on, sealed here, while the thread keeps trying);
+closed. All traffic after the attach is one-way from the training thread's point of view.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.transport.messages import (
+    Attach,
+    Attached,
+    Detach,
+    Done,
+    Drop,
+    Filled,
+    Hello,
+    Notice,
+    Ping,
+    Pong,
+    Report,
+    Reserve,
+    Reserved,
+    SegmentInfo,
+    Welcome,
+)
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
+
+__all__ = ["Session"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_PING_S = 1.0
+_ANSWER_S = 5.0
+_QUEUE_LIMIT = 1024
+_FAILURES = (RequestTimeout, WireError, DaemonUnavailable, OSError)
+
+
+class Session:
+    """Attach to the daemon behind ``endpoint`` and keep the session alive.
+
+    Args:
+        find_endpoint: returns the daemon's endpoint, starting one if that is wanted; called again after a loss.
+        attach: what to ask for; repeated after a loss.
+        version: this package's version.
+        while_lost: called on this session's thread about twice a second while the daemon is away.
+        held: the generations whose owner lock this process holds.
+    Raises:
+        DaemonUnavailable: none answers within ``timeout_s``.
+        AttachRefused: it answers and says no; code, message and hint are the daemon's.
+    """
+
+    def __init__(
+        self,
+        find_endpoint: Callable[[], str],
+        attach: Attach,
+        *,
+        version: str,
+        while_lost: Callable[[], None],
+        held: Callable[[], tuple[int, ...]],
+        timeout_s: float = 30.0,
+    ) -> None:
+        self._find_endpoint, self._attach, self._version = find_endpoint, attach, version
+        self._while_lost, self._held = while_lost, held
+        self._client: ControlClient | None = None
+        self._work: queue.Queue[tuple[Callable[[], Any], Future[Any] | None]] = queue.Queue(
+            _QUEUE_LIMIT
+        )
+        self._closed = threading.Event()
+        self.connected = False
+        self.outages = 0
+        self.node_id = ""
+        self.segments: tuple[SegmentInfo, ...] = ()
+        self.quota_bytes = self.available_bytes = 0
+        self._open_within(timeout_s)
+        self._thread = threading.Thread(target=self._run, name="ckptd-session", daemon=True)
+        self._thread.start()
+
+    # -- called from the training thread ---------------------------------------------------------
+
+    def submit(self, work: Callable[[], Any]) -> bool:
+        """Run ``work`` on the session's thread; False if its queue is full (the work is dropped)."""
+        try:
+            self._work.put_nowait((work, None))
+        except queue.Full:
+            return False
+        return True
+
+    def filled(self, generation: int, slot: int, iteration: int) -> None:
+        """Tell the daemon that a slot waits to be sealed (from the session's thread)."""
+        self._send(Filled(generation, slot, iteration))
+
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        self.submit(lambda: self._send(Report(step, metrics)))
+
+    def notice(self, level: str, kind: str, message: str) -> None:
+        self.submit(lambda: self._send(Notice(level, kind, message[:4000])))
+
+    def reserve(
+        self, slot_bytes: int, num_slots: int, descriptor: bytes, *, timeout_s: float = 120.0
+    ) -> SegmentInfo:
+        """Ask for a new generation; blocks while the daemon pre-touches it.
+
+        Raises:
+            AttachRefused: it does not fit, with the numbers.
+            DaemonUnavailable: the daemon went away meanwhile.
+        """
+
+        def ask() -> SegmentInfo:
+            reply = self._request(Reserve(slot_bytes, num_slots, descriptor), timeout_s)
+            assert isinstance(reply, Reserved)
+            return reply.segment
+
+        return self._call(ask, timeout_s + 5)
+
+    def drop(self, generation: int) -> None:
+        """Tell the daemon that a generation is no longer needed."""
+
+        def ask() -> None:
+            try:
+                self._request(Drop(generation), _ANSWER_S)
+            except (AttachRefused, *_FAILURES) as error:
+                logger.warning("generation %d was not dropped: %s", generation, error)
+
+        self.submit(ask)
+
+    def close(self, *, final: bool = False) -> None:
+        """End the session in order, after the work already queued; never raises."""
+        if self._closed.is_set():
+            return
+
+        def last() -> None:
+            if self.connected:
+                reply = self._request(Detach(final), _ANSWER_S)
+                assert isinstance(reply, Done)
+
+        try:
+            self._call(last, 15)
+        except (AttachRefused, TimeoutError, *_FAILURES) as error:
+            logger.warning("detaching from the daemon: %s", error)
+        self._closed.set()
+        self._thread.join(timeout=5)
+
+    # -- the session's thread --------------------------------------------------------------------
+
+    def _call(self, work: Callable[[], T], timeout_s: float) -> T:
+        future: Future[T] = Future()
+        try:
+            self._work.put((work, future), timeout=timeout_s)
+        except queue.Full as error:
+            raise DaemonUnavailable("session", hint="its queue is full") from error
+        return future.result(timeout_s)
+
+    def _run(self) -> None:
+        next_ping = next_try = 0.0
+        while not self._closed.is_set():
+            try:
+                work, future = self._work.get(timeout=0.5)
+                self._perform(work, future)
+            except queue.Empty:
+                pass
+            now = time.monotonic()
+            if self.connected and now >= next_ping:
+                next_ping = now + _PING_S
+                self._ping()
+            elif not self.connected and now >= next_try:
+                self._while_lost()
+                next_try = now + 0.5
+                self._try_again()
+        if self._client is not None:
+            self._client.close()
+
+    def _perform(self, work: Callable[[], Any], future: Future[Any] | None) -> None:
+        try:
+            result = work()
+        except (
+            Exception
+        ) as error:  # work is the caller's; the thread must survive it and hand the error back
+            if isinstance(error, _FAILURES):
+                self._lose(str(error))
+            if future is not None:
+                future.set_exception(error)
+            else:
+                logger.exception("in the session's thread")
+        else:
+            if future is not None:
+                future.set_result(result)
+
+    def _send(self, message: Filled | Report | Notice) -> None:
+        if self.connected and self._client is not None and not self._client.send(message):
+            self._lose("its queue is full")
+
+    def _request(self, message: Any, timeout_s: float) -> Any:
+        if self._client is None or not self.connected:
+            raise DaemonUnavailable("request", hint="the daemon is away; it is being looked for")
+        try:
+            return self._client.request(message, timeout_s=timeout_s)
+        except RefusedError as error:
+            raise AttachRefused(error.code, error.message, error.hint) from error
+
+    def _ping(self) -> None:
+        try:
+            pong = self._request(Ping(), _ANSWER_S)
+        except (AttachRefused, *_FAILURES) as error:
+            self._lose(str(error))
+            return
+        if not isinstance(pong, Pong) or not pong.attached:
+            self._lose("it was restarted")
+
+    def _lose(self, why: str) -> None:
+        if not self.connected:
+            return
+        self.connected = False
+        self.outages += 1
+        logger.warning("ckptd is away (%s): training and snapshots go on; looking for it", why)
+
+    def _try_again(self) -> None:
+        try:
+            self._open()
+        except (AttachRefused, *_FAILURES) as error:
+            logger.debug("still no daemon: %s", error)
+            return
+        logger.warning("ckptd is back (node %s)", self.node_id)
+
+    def _open_within(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._open()
+                return
+            except _FAILURES as error:
+                if time.monotonic() >= deadline:
+                    if isinstance(error, DaemonUnavailable):
+                        raise
+                    raise DaemonUnavailable(
+                        f"attach: {error}",
+                        hint="start one with `ckptd run`, or pass daemon='auto'; `ckptctl doctor` looks for causes",
+                    ) from error
+                time.sleep(0.2)
+
+    def _open(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        client = ControlClient(self._find_endpoint(), timeout_s=_ANSWER_S)
+        try:
+            welcome = client.request(Hello(self._version, os.getpid()))
+            attach = self._attach
+            attached = client.request(_with_held(attach, self._held()))
+        except RefusedError as error:
+            client.close()
+            raise AttachRefused(error.code, error.message, error.hint) from error
+        except BaseException:
+            client.close()
+            raise
+        assert isinstance(welcome, Welcome)
+        assert isinstance(attached, Attached)
+        self._client, self.node_id = client, welcome.node_id
+        self.segments = attached.segments
+        self.quota_bytes, self.available_bytes = attached.quota_bytes, attached.available_bytes
+        self.connected = True
+
+
+def _with_held(attach: Attach, held: tuple[int, ...]) -> Attach:
+    return Attach(
+        attach.job,
+        attach.run,
+        attach.rank,
+        attach.world_size,
+        attach.topology,
+        attach.layout_version,
+        attach.needed_bytes,
+        attach.needed_text,
+        held,
+    )

@@ -1,0 +1,51 @@
+"""Counters of the client: what ``Checkpointer.stats()`` and ``ckptctl status`` show."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+__all__ = ["Stats"]
+
+
+@dataclass(slots=True)
+class Stats:
+    """All times in the unit of the name's suffix; counts since the process started."""
+
+    snapshots: int = 0
+    snapshot_bytes: int = 0
+    dense_bytes: int = 0
+    window: int = 0
+    failed: int = 0
+    torn: int = 0
+    no_slot: int = 0
+    pending_gradients: int = 0
+    chain_breaks: int = 0
+    sealed_here: int = 0
+    daemon_outages: int = 0
+    nan_snapshots: int = 0
+    replayed_steps: int = 0
+    replay_s: float = 0.0
+    restore_s: float = 0.0
+    restored_bytes: int = 0
+    verified_tensors: int = 0
+    reorders: int = 0
+    stall_ms_last: float = 0.0
+    stall_ms_max: float = 0.0
+    stall_ms_sum: float = 0.0
+    boundary_ms_last: float = 0.0
+    wait_ms_last: float = 0.0
+    steps: int = 0
+
+    def note_stall(self, boundary_s: float, wait_s: float) -> None:
+        """One step's share of the training thread: at the top of the loop, and before the optimizer's step."""
+        self.boundary_ms_last, self.wait_ms_last = boundary_s * 1e3, wait_s * 1e3
+        self.stall_ms_last = self.boundary_ms_last + self.wait_ms_last
+        self.stall_ms_max = max(self.stall_ms_max, self.stall_ms_last)
+        self.stall_ms_sum += self.stall_ms_last
+        self.steps += 1
+
+    def as_dict(self) -> dict[str, float]:
+        """All counters as numbers, with the mean stall."""
+        found = {k: float(v) for k, v in asdict(self).items()}
+        found["stall_ms_mean"] = self.stall_ms_sum / self.steps if self.steps else 0.0
+        return found

@@ -1,0 +1,179 @@
+"""A closed set of value types as msgpack: what step scalars and the user's ``state=`` may contain.
+
+Everything round-trips to an equal value of the same type: None, bool, int (of any size), float, str, bytes, list, tuple, dict,
+OrderedDict, Counter, set, frozenset, torch tensors, dtypes, devices and sizes, numpy arrays and scalars. Nothing else, and
+no pickle: an image may be read by others than its writer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+
+__all__ = ["UnsupportedValue", "equal", "pack", "unpack"]
+
+(
+    _TUPLE,
+    _TENSOR,
+    _NDARRAY,
+    _BIGINT,
+    _NPSCALAR,
+    _SET,
+    _FROZENSET,
+    _COUNTER,
+    _ORDERED,
+    _DTYPE,
+    _DEVICE,
+    _SIZE,
+) = range(1, 13)
+
+
+class UnsupportedValue(ValueError):
+    """A value outside the closed set; the message holds its path from the root."""
+
+    def __init__(self, path: str, value: object) -> None:
+        self.path = path
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        super().__init__(
+            f"{path} is a {kind}, which a snapshot cannot hold. Supported: None, bool, int, float, str, bytes, list, tuple, "
+            "dict, set, torch tensors, numpy arrays and scalars. Convert it in state_dict()/load_state_dict()."
+        )
+
+
+def pack(value: object, path: str = "state") -> bytes:
+    """Serialise ``value``.
+
+    Raises:
+        UnsupportedValue: naming the first offending path under ``path``.
+    """
+    try:
+        return _packb(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        _find_unsupported(value, path)
+        raise UnsupportedValue(path, value) from error
+
+
+def unpack(data: bytes | memoryview) -> Any:
+    """The value that ``pack`` was given; tensors and arrays own their memory."""
+    return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False, use_list=True)
+
+
+def equal(a: object, b: object) -> bool:
+    """Whether two values are identical to the bit (NaN equals the same NaN; 0.0 is not -0.0)."""
+    return pack(a) == pack(b)
+
+
+def _packb(value: object) -> bytes:
+    packed: bytes = msgpack.packb(value, default=_encode, strict_types=True)
+    return packed
+
+
+def _encode(value: Any) -> msgpack.ExtType:
+    for kind, code, convert in _ENCODERS:
+        if type(value) is kind or (code in _BY_BASE and isinstance(value, kind)):
+            return msgpack.ExtType(code, _packb(convert(value)))
+    raise TypeError(type(value).__name__)
+
+
+def _tensor_parts(value: torch.Tensor) -> list[object]:
+    tensor = value.detach()
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or type(value) not in (torch.Tensor, torch.nn.Parameter)
+    ):
+        raise TypeError("only plain strided tensors")
+    host = tensor.cpu().contiguous()
+    raw = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
+    return [str(tensor.dtype)[6:], list(tensor.shape), raw, str(tensor.device)]
+
+
+def _to_tensor(parts: list[Any]) -> torch.Tensor:
+    dtype, shape, raw, device = parts
+    if not raw:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    tensor = (
+        torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        .view(getattr(torch, dtype))
+        .reshape(shape)
+    )
+    # RNG states and the like live on the host; a device that is not here must not stop a restore.
+    return (
+        tensor.to(device)
+        if device != "cpu" and torch.device(device).type == "cuda" and torch.cuda.is_available()
+        else tensor
+    )
+
+
+def _array_parts(value: np.ndarray[Any, Any]) -> list[object]:
+    if value.dtype.hasobject:
+        raise TypeError("object arrays")
+    return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
+
+
+def _to_array(parts: list[Any]) -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytearray(parts[2]), dtype=np.dtype(parts[0])).reshape(parts[1])
+
+
+def _ordered(values: Any) -> list[Any]:
+    """Sets have no order of their own; a stable one makes equal values pack to equal bytes."""
+    return sorted(values, key=_packb)
+
+
+_ENCODERS: list[tuple[type, int, Callable[[Any], object]]] = [
+    (tuple, _TUPLE, list),
+    (torch.Tensor, _TENSOR, _tensor_parts),
+    (np.ndarray, _NDARRAY, _array_parts),
+    (int, _BIGINT, str),
+    (np.generic, _NPSCALAR, lambda v: _array_parts(np.asarray(v))),
+    (set, _SET, _ordered),
+    (frozenset, _FROZENSET, _ordered),
+    (Counter, _COUNTER, lambda v: list(map(list, v.items()))),
+    (OrderedDict, _ORDERED, lambda v: list(map(list, v.items()))),
+    (defaultdict, _ORDERED, lambda v: list(map(list, v.items()))),
+    (torch.dtype, _DTYPE, lambda v: str(v)[6:]),
+    (torch.device, _DEVICE, str),
+    (torch.Size, _SIZE, list),
+]
+_BY_BASE = frozenset({_TENSOR, _NPSCALAR})
+_DECODERS: dict[int, Callable[[Any], object]] = {
+    _TUPLE: tuple,
+    _TENSOR: _to_tensor,
+    _NDARRAY: _to_array,
+    _BIGINT: int,
+    _NPSCALAR: lambda parts: _to_array(parts)[()],
+    _SET: set,
+    _FROZENSET: frozenset,
+    _COUNTER: lambda items: Counter(dict(items)),
+    _ORDERED: lambda items: OrderedDict(map(tuple, items)),
+    _DTYPE: lambda name: getattr(torch, name),
+    _DEVICE: torch.device,
+    _SIZE: torch.Size,
+}
+
+
+def _decode(code: int, data: bytes) -> object:
+    if code not in _DECODERS:
+        raise ValueError(f"unknown value code {code}: written by a newer version?")
+    return _DECODERS[code](unpack(data))
+
+
+def _find_unsupported(value: Any, path: str) -> None:
+    """Raise ``UnsupportedValue`` at the innermost value that does not pack."""
+    if isinstance(value, dict):
+        children = [(f"{path}[{k!r}]", v) for k, v in value.items()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        children = [(f"{path}[{i}]", v) for i, v in enumerate(value)]
+    else:
+        children = []
+    for child_path, child in children:
+        try:
+            _packb(child)
+        except (TypeError, ValueError, OverflowError):
+            _find_unsupported(child, child_path)
+            raise UnsupportedValue(child_path, child) from None

@@ -1,0 +1,257 @@
+"""Copy engines: tensors to and from a slot of host memory, off the training thread.
+
+``CpuEngine`` copies in a background thread; ``CudaEngine`` on a side stream into registered (pinned) memory, small tensors
+packed. Both have the interface of ``CopyEngine`` and pass the same tests. A copy is asynchronous: the sources must not
+change between ``begin`` and the return of ``wait``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["CopyEngine", "CopyItem", "CpuEngine", "HostMemory", "measure_bandwidth"]
+
+# Below torch's parallel grain (32,768 elements) a cast stays on the calling thread: a copy must not wake the trainer's
+# intra-op pool, nor may we change its size (that changes bits).
+_CAST_CHUNK = 32_767
+
+
+@dataclass(frozen=True, slots=True)
+class CopyItem:
+    """Rows ``[start, stop)`` of ``tensor`` (all of it if ``start`` is None) at ``offset`` bytes into the slot, as ``dtype``."""
+
+    tensor: Tensor
+    start: int | None
+    stop: int | None
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+    def view(self) -> Tensor:
+        return self.tensor if self.start is None else self.tensor[self.start : self.stop]
+
+
+class HostMemory:
+    """A mapped segment as the engines see it: its address, and typed tensor views of it."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._array = np.frombuffer(buffer, dtype=np.uint8)
+        self.address = int(self._array.ctypes.data)
+        self.nbytes = int(self._array.nbytes)
+        self.tensor = torch.from_numpy(self._array)
+
+    def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        raw = self.tensor[offset : offset + nbytes]
+        if nbytes and offset % dtype.itemsize:
+            raise ValueError(f"offset {offset} is not aligned to {dtype}")
+        return (
+            raw.view(dtype).reshape(tuple(shape))
+            if nbytes
+            else torch.empty(tuple(shape), dtype=dtype)
+        )
+
+
+class CopyEngine(Protocol):
+    """What capture and restore need of a device."""
+
+    # Whether ``wait`` blocks the host until the bytes have arrived (or only orders the device's work after the copies).
+    host_waits: bool
+
+    def register(self, memory: HostMemory, regions: Sequence[tuple[int, int]]) -> None:
+        """Prepare (offset, length) regions of a mapped segment for copies: pin them, on CUDA."""
+
+    def release(self, memory: HostMemory) -> None:
+        """Undo ``register``; no copy may be in flight."""
+
+    def begin(
+        self,
+        items: Sequence[CopyItem],
+        memory: HostMemory,
+        base: int,
+        done: Callable[[BaseException | None], None],
+    ) -> None:
+        """Start copying ``items`` to the slot at ``base``; ``done(error)`` is called once, on any thread, before ``wait`` returns."""
+
+    def wait(self) -> float:
+        """Return when the sources may change again: the copy in flight is complete, or later device work is ordered after it.
+
+        Returns the seconds that the calling thread waited.
+        """
+
+    def restore(self, items: Sequence[CopyItem], memory: HostMemory, base: int) -> None:
+        """Copy from the slot into the tensors; returns when they may be used."""
+
+    def close(self) -> None:
+        """Wait for the copy in flight and end the engine's threads."""
+
+
+class CpuEngine:
+    """Copies host tensors in a background thread (``inline``: in the caller)."""
+
+    host_waits = True
+
+    def __init__(self, *, inline: bool = False, restore_threads: int = 2) -> None:
+        self.inline = inline
+        self._restore_threads = restore_threads
+        self._idle = threading.Event()
+        self._idle.set()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="ckptd-copy", daemon=True)
+        self._thread.start()
+
+    def register(self, memory: HostMemory, regions: Sequence[tuple[int, int]]) -> None:
+        """Nothing to pin."""
+
+    def release(self, memory: HostMemory) -> None:
+        """Nothing was pinned."""
+
+    def begin(
+        self,
+        items: Sequence[CopyItem],
+        memory: HostMemory,
+        base: int,
+        done: Callable[[BaseException | None], None],
+    ) -> None:
+        self.wait()
+
+        def job() -> None:
+            error: BaseException | None = None
+            try:
+                for item in items:
+                    _to_host(item, memory, base)
+            except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
+                error = caught
+            done(error)
+
+        if self.inline:
+            job()
+            return
+        self._idle.clear()
+        self._jobs.put(job)
+
+    def wait(self) -> float:
+        if self._idle.is_set():
+            return 0.0
+        started = time.perf_counter()
+        self._idle.wait()
+        return time.perf_counter() - started
+
+    def restore(self, items: Sequence[CopyItem], memory: HostMemory, base: int) -> None:
+        self.wait()
+        shares = _split(items, self._restore_threads)
+        errors: list[BaseException] = []
+
+        def run(share: Sequence[CopyItem]) -> None:
+            try:
+                for item in share:
+                    _from_host(item, memory, base)
+            except Exception as caught:  # noqa: BLE001 - re-raised in the caller below
+                errors.append(caught)
+
+        threads = [
+            threading.Thread(target=run, args=(share,), name="ckptd-restore")
+            for share in shares[1:]
+        ]
+        for thread in threads:
+            thread.start()
+        run(shares[0])
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(timeout=30)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            finally:
+                self._idle.set()
+
+
+def _split(items: Sequence[CopyItem], shares: int) -> list[list[CopyItem]]:
+    """Contiguous shares of about equal bytes."""
+    total = sum(i.nbytes for i in items)
+    parts: list[list[CopyItem]] = [[] for _ in range(max(shares, 1))]
+    seen = 0
+    for item in items:
+        parts[min(len(parts) - 1, seen * len(parts) // max(total, 1))].append(item)
+        seen += item.nbytes
+    return parts
+
+
+def _address(item: CopyItem) -> int | None:
+    """The address of the item's rows if they are one dense run of the image's dtype, else None."""
+    tensor = item.tensor
+    if tensor.dtype is not item.dtype or not tensor.is_contiguous():
+        return None
+    skipped = 0 if item.start is None else item.start * tensor.stride(0) * tensor.element_size()
+    return tensor.data_ptr() + skipped
+
+
+def _to_host(item: CopyItem, memory: HostMemory, base: int) -> None:
+    source = _address(item)
+    if source is not None:
+        ctypes.memmove(memory.address + base + item.offset, source, item.nbytes)
+        return
+    view = item.view()
+    target = memory.view(base + item.offset, item.nbytes, item.dtype, view.shape)
+    if view.is_contiguous():
+        _cast_in_chunks(target.view(-1), view.view(-1))
+    else:
+        target.copy_(view)
+
+
+def _from_host(item: CopyItem, memory: HostMemory, base: int) -> None:
+    target = _address(item)
+    if target is not None:
+        ctypes.memmove(target, memory.address + base + item.offset, item.nbytes)
+        return
+    view = item.view()
+    source = memory.view(base + item.offset, item.nbytes, item.dtype, view.shape)
+    with torch.no_grad():
+        view.copy_(source)
+
+
+def _cast_in_chunks(target: Tensor, source: Tensor) -> None:
+    for start in range(0, source.numel(), _CAST_CHUNK):
+        target[start : start + _CAST_CHUNK].copy_(source[start : start + _CAST_CHUNK])
+
+
+def measure_bandwidth(tensors: Sequence[Tensor], *, limit_bytes: int = 128 << 20) -> float:
+    """Bytes per second at which these tensors are copied to warm host memory: a sample of up to ``limit_bytes``."""
+    sample: list[Tensor] = []
+    total = 0
+    for tensor in tensors:
+        if total >= limit_bytes:
+            break
+        sample.append(tensor)
+        total += tensor.numel() * tensor.element_size()
+    if not total:
+        return 1e9
+    cuda = any(t.device.type == "cuda" for t in sample)
+    targets = [
+        torch.zeros_like(t, device="cpu", pin_memory=cuda, requires_grad=False) for t in sample
+    ]
+    best = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        for target, source in zip(targets, sample, strict=True):
+            target.copy_(source.detach(), non_blocking=cuda)
+        if cuda:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return total / max(best, 1e-9)

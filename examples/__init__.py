@@ -1,0 +1,1 @@
+"""Programs that use ckptd the way its users do."""

@@ -1,0 +1,287 @@
+"""`make demo`: train a Mixture-of-Experts model twice, kill one of the runs again and again, compare.
+
+The first run is not touched by ckptd at all. The second one is SIGKILLed at seeded random moments: the
+trainer, the trainer together with the daemon, the daemon alone, and the trainer once more while it is
+still recovering. Every restart initialises the model from another seed, so nothing that survives can have
+come from anywhere but the daemon's memory. The demo fails unless every tensor of both runs is identical.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from examples.moe_text.lab import Daemon, Event, Trainer, daemon_folders
+from examples.moe_text.report import (
+    Kill,
+    differing_tensors,
+    draw,
+    losses_by_step,
+    recoveries,
+    redone_steps,
+    step_time_ms,
+    table,
+)
+
+__all__ = ["PlannedKill", "main", "plan_kills"]
+
+RUN_TIMEOUT_S = 900.0
+PROGRESS_EVERY = 20
+BASE_INIT_SEED = 1234
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedKill:
+    """Strike `delay_s` after iteration `step` was logged, or after the first replayed iteration."""
+
+    victim: str
+    step: int
+    delay_s: float
+    during_replay: bool = False
+
+
+def plan_kills(rng: random.Random, *, steps: int, window: int, count: int) -> list[PlannedKill]:
+    """`count` kills spread over the run at random moments, and one in the middle of a recovery.
+
+    The third one also kills the daemon; one more strikes the daemon alone.
+    """
+    # Before the first full window was sealed there is nothing to come back to.
+    first, last = 3 * window + 5, int(steps * 0.93)
+    width = (last - first) / (count + 1)
+    if width < 2 * window + 4:
+        raise ValueError(f"{steps} steps are too few for {count} kills; use more --steps")
+    plan = []
+    for index in range(count + 1):
+        step = first + int(index * width + rng.random() * (width - window - 4))
+        delay_s = rng.random() * 0.25
+        daemon_alone = index == count // 2 + 1
+        victim = "daemon" if daemon_alone else "trainer + daemon" if index == 2 else "trainer"
+        plan.append(PlannedKill(victim, step, delay_s))
+    plan.append(PlannedKill("trainer", plan[-1].step, rng.random() * 0.2, during_replay=True))
+    return plan
+
+
+class Progress:
+    """Live lines for a reader who has never seen the program."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._begun:6.1f} s] {text}", flush=True)
+
+    def step(self, event: Event, total: int) -> None:
+        if event["event"] != "step":
+            return
+        if event["replaying"]:
+            self.say(f"    replaying iteration {event['step']}   loss {event['loss']:.4f}")
+        elif (event["step"] + 1) % PROGRESS_EVERY == 0:
+            self.say(f"    iteration {event['step'] + 1:4d} of {total}   loss {event['loss']:.4f}")
+
+
+def run_to_end(trainer: Trainer, progress: Progress, steps: int) -> None:
+    for event in trainer.follow(lambda e: e["event"] == "finished", timeout_s=RUN_TIMEOUT_S):
+        progress.step(event, steps)
+    trainer.wait(timeout_s=60)
+
+
+def run_undisturbed(folder: Path, common: list[str], progress: Progress, steps: int) -> Trainer:
+    progress.say("Run 1: undisturbed. ckptd takes no part in it.")
+    trainer = Trainer("undisturbed", folder, [*common, "--daemon", "none"])
+    trainer.start(init_seed=BASE_INIT_SEED)
+    try:
+        run_to_end(trainer, progress, steps)
+    finally:
+        trainer.stop()
+    return trainer
+
+
+def strike(
+    planned: PlannedKill, trainer: Trainer, daemon: Daemon, progress: Progress, steps: int
+) -> Kill:
+    """Follow the run to the planned moment, deliver the kill, and say so."""
+
+    def reached(event: Event) -> bool:
+        if event["event"] != "step":
+            return False
+        return planned.during_replay or bool(event["step"] >= planned.step)
+
+    for event in trainer.follow(reached, timeout_s=RUN_TIMEOUT_S):
+        progress.step(event, steps)
+    time.sleep(planned.delay_s)
+    if planned.victim == "daemon":
+        daemon.kill()
+        killed_at_s = time.time()
+    else:
+        killed_at_s = trainer.kill()
+        if planned.victim == "trainer + daemon":
+            daemon.kill()
+    last_step = max(event["step"] for event in trainer.drain() if event["event"] == "step")
+    note = "while it was recovering" if planned.during_replay else ""
+    progress.say(f"--> SIGKILL to the {planned.victim} after iteration {last_step} {note}".rstrip())
+    return Kill(killed_at_s, planned.victim, last_step, note)
+
+
+def run_killed(
+    folder: Path, common: list[str], plan: Sequence[PlannedKill], progress: Progress, steps: int
+) -> tuple[Trainer, list[Kill]]:
+    progress.say(f"Run 2: the same training, with {len(plan)} kills at random moments.")
+    kills: list[Kill] = []
+    with daemon_folders() as (runtime, segments):
+        daemon = Daemon(runtime, segments)
+        trainer = Trainer("killed", folder, [*common, "--daemon", daemon.endpoint])
+        try:
+            progress.say(f"    daemon up in {daemon.start():.2f} s")
+            trainer.start(init_seed=BASE_INIT_SEED)
+            for number, planned in enumerate(plan, start=1):
+                kill = strike(planned, trainer, daemon, progress, steps)
+                kills.append(kill)
+                if "daemon" in kill.victim:
+                    progress.say(f"    daemon up again in {daemon.start():.2f} s")
+                if kill.hit_trainer:
+                    trainer.start(init_seed=BASE_INIT_SEED + number)
+            run_to_end(trainer, progress, steps)
+        finally:
+            trainer.stop()
+            daemon.stop()
+    return trainer, kills
+
+
+def print_kills(kills: Sequence[Kill], events: Sequence[Event]) -> None:
+    rows = []
+    for number, (kill, recovery) in enumerate(
+        zip(kills, recoveries(kills, events), strict=True), start=1
+    ):
+        if recovery is None:
+            note = "training went on"
+            rows.append([number, kill.victim, kill.last_step, None, None, None, None, note])
+            continue
+        note = kill.note if recovery.back_s is not None else "killed again before it was back"
+        rows.append(
+            [
+                number,
+                kill.victim,
+                kill.last_step,
+                recovery.resumed_at,
+                recovery.redone,
+                recovery.start_s,
+                recovery.back_s,
+                note,
+            ]
+        )
+    header = ["#", "killed", "after iteration", "resumed at", "redone", "restarted s", "back s", ""]
+    print("\n" + table(header, rows))
+    print(
+        "\nrestarted s: from the kill until the new process was attached (interpreter, imports, model);"
+        "\nback s: from the kill until the first iteration that had not been done before was complete."
+    )
+
+
+def print_summary(kills: Sequence[Kill], undisturbed: Trainer, killed: Trainer) -> None:
+    finished = next(event for event in reversed(killed.events) if event["event"] == "finished")
+    stats = finished["stats"]
+    backs = [r.back_s for r in recoveries(kills, killed.events) if r and r.back_s is not None]
+    redone, different = redone_steps(killed.events)
+    trainer_hits = sum(kill.hit_trainer for kill in kills)
+    daemon_hits = sum("daemon" in kill.victim for kill in kills)
+    undisturbed_ms, killed_ms = step_time_ms(undisturbed.events), step_time_ms(killed.events)
+    snapshot, dense = stats["snapshot_bytes"], stats["dense_bytes"]
+    rows: list[list[object]] = [
+        ["kills", f"{trainer_hits} of the trainer, {daemon_hits} of the daemon"],
+        ["iterations done again", f"{redone}, of which with another loss or norm: {different}"],
+        ["seconds to be back", f"{min(backs):.1f} to {max(backs):.1f}" if backs else "-"],
+        [
+            "stall per step (ours)",
+            f"{stats['stall_ms_mean']:.2f} ms mean, {stats['stall_ms_max']:.2f} ms max",
+        ],
+        [
+            "iteration, median",
+            f"{undisturbed_ms:.0f} ms undisturbed, {killed_ms:.0f} ms with a snapshot every time",
+        ],
+        [
+            "snapshot bytes per step",
+            f"{snapshot / 1e6:.1f} MB; dense: {dense / 1e6:.1f} MB ({snapshot / dense:.0%})",
+        ],
+    ]
+    width = max(len(str(row[0])) for row in rows)
+    print()
+    for name, value in rows:
+        print(f"{name!s:<{width}}  {value}")
+
+
+def compare(undisturbed: Trainer, killed: Trainer) -> list[str]:
+    """What differs between the two runs: tensors of the final state, and losses on the way."""
+    problems = differing_tensors(
+        torch.load(undisturbed.final, weights_only=True),
+        torch.load(killed.final, weights_only=True),
+    )
+    expected, actual = losses_by_step(undisturbed.events), losses_by_step(killed.events)
+    problems += [
+        f"loss of iteration {step}: {expected.get(step)!r} and {actual.get(step)!r}"
+        for step in sorted(expected.keys() | actual.keys())
+        if expected.get(step) != actual.get(step)
+    ]
+    _, different = redone_steps(killed.events)
+    if different:
+        problems.append(f"{different} iterations gave another loss or norm when done again")
+    return problems
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=210)
+    parser.add_argument("--kills", type=int, default=5, help="random kills of the trainer")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the kills; default: random")
+    parser.add_argument("--window", type=int, default=4, help="snapshots per window")
+    parser.add_argument("--batch-size", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
+    plan = plan_kills(random.Random(seed), steps=args.steps, window=args.window, count=args.kills)
+    threads = min(4, len(os.sched_getaffinity(0)))
+    common = ["--steps", str(args.steps), "--batch-size", str(args.batch_size)]
+    common += ["--window", str(args.window), "--threads", str(threads)]
+    progress = Progress()
+    print(
+        "A byte-level MoE transformer (3.8 M parameters, top-2 of 8 experts, bf16 with fp32 masters,"
+        f" dropout)\nlearns the Python standard library; {threads} threads, kills from seed {seed}"
+        f" (repeat them with --seed {seed}).\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="ckptd-demo-") as scratch:
+        folder = Path(scratch)
+        undisturbed = run_undisturbed(folder, common, progress, args.steps)
+        killed, kills = run_killed(folder, common, plan, progress, args.steps)
+        print_kills(kills, killed.events)
+        print_summary(kills, undisturbed, killed)
+        picture = args.out / "demo.png"
+        draw(picture, losses_by_step(undisturbed.events), losses_by_step(killed.events), kills)
+        print(f"picture                  {picture}")
+        problems = compare(undisturbed, killed)
+        count = len(torch.load(undisturbed.final, weights_only=True))
+    if problems:
+        print(f"\nFAILED: the runs differ in {len(problems)} places (kill seed {seed}):")
+        for line in problems[:20]:
+            print(f"  {line}")
+        return 1
+    print(
+        f"\nIDENTICAL: all {count} tensors (weights, masters, optimizer, schedule, data position, random"
+        f" states)\nand all {args.steps} losses are equal, bit for bit."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

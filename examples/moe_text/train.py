@@ -1,0 +1,201 @@
+"""Train the example model: an ordinary loop in which three lines are ckptd's.
+
+bf16 weights are what forward and backward read; AdamW works on fp32 masters that this script keeps
+itself. Run it twice with the same `--run`, kill it as often as you like in between, and it ends with the
+same bits. `--init-seed` may differ between restarts: nothing that matters comes from re-initialisation.
+
+    python -m examples.moe_text.train --steps 200 --log out/loss.jsonl --final out/final.pt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from ckptd.client import Checkpointer
+from examples.moe_text.data import ByteLoader, load_corpus
+from examples.moe_text.model import MoEConfig, MoETransformer
+
+__all__ = ["final_state", "main"]
+
+WARMUP_STEPS = 20
+
+
+def build_model(init_seed: int) -> tuple[MoETransformer, dict[str, Tensor]]:
+    """The bf16 model, and an fp32 master for each of its parameters, by the parameter's name."""
+    torch.manual_seed(init_seed)
+    random.seed(init_seed)
+    np.random.seed(init_seed)
+    model = MoETransformer(MoEConfig())
+    masters = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return model.bfloat16(), masters
+
+
+def gradients_to_masters(model: nn.Module, masters: Mapping[str, Tensor]) -> None:
+    """Give every master the fp32 gradient of its bf16 parameter; none where there is none."""
+    for name, param in model.named_parameters():
+        masters[name].grad = None if param.grad is None else param.grad.float()
+
+
+@torch.no_grad()
+def masters_to_model(model: nn.Module, masters: Mapping[str, Tensor]) -> None:
+    """Round every master into its bf16 parameter."""
+    for name, param in model.named_parameters():
+        param.copy_(masters[name])
+
+
+def warmup_cosine(total_steps: int) -> Any:
+    def factor(step: int) -> float:
+        if step < WARMUP_STEPS:
+            return (step + 1) / WARMUP_STEPS
+        progress = (step - WARMUP_STEPS) / max(1, total_steps - WARMUP_STEPS)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    return factor
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train the example model on the Python library.")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--init-seed", type=int, default=0, help="seed of the weights and dropout")
+    parser.add_argument("--batch-size", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: torch's default")
+    parser.add_argument("--job", default="demo")
+    parser.add_argument("--run", default="r1")
+    parser.add_argument("--daemon", default="auto", help="auto, none, or an endpoint")
+    parser.add_argument("--window", type=int, help="snapshots per window; default: measured")
+    parser.add_argument("--log", type=Path, help="append one JSON line per event to this file")
+    parser.add_argument("--final", type=Path, help="write the whole final state to this file")
+    return parser.parse_args()
+
+
+class EventLog:
+    """Appends one JSON line per event; a line is whole in the file as soon as `write` returns.
+
+    A SIGKILL may tear the last line: the next process ends it first, and readers skip it.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._fd: int | None = None
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if torn:
+            os.write(self._fd, b"\n")
+
+    def write(self, event: str, **fields: object) -> None:
+        if self._fd is not None:
+            record = {"event": event, "pid": os.getpid(), "time_s": time.time(), **fields}
+            os.write(self._fd, (json.dumps(record) + "\n").encode())
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
+    """Run the loop to its end and return the complete final state."""
+    model, masters = build_model(args.init_seed)
+    optimizer = torch.optim.AdamW(list(masters.values()), lr=2e-3, weight_decay=0.05)
+    sched = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(args.steps))
+    loader = ByteLoader(load_corpus(), batch_size=args.batch_size, context=128, seed=7)
+
+    ckpt = Checkpointer(
+        model,
+        optimizer,
+        state={"sched": sched, "loader": loader},
+        masters=masters,
+        job=args.job,
+        run=args.run,
+        daemon=None if args.daemon == "none" else args.daemon,
+        window=args.window,
+    )
+    log.write("attached", init_seed=args.init_seed)
+    for step in ckpt.steps(args.steps):
+        inputs, targets = next(loader)
+        loss = model(inputs, targets)
+        loss.backward()
+        gradients_to_masters(model, masters)
+        norm = clip_grad_norm_(masters.values(), 1.0)
+        optimizer.step()
+        masters_to_model(model, masters)
+        sched.step()
+        model.zero_grad()
+        log.write(
+            "step", step=step, loss=loss.item(), norm=float(norm), replaying=bool(ckpt.replaying)
+        )
+    log.write("finished", resumed_from=ckpt.resumed_from, stats=ckpt.stats())
+    state = final_state(model, masters, optimizer, {"sched": sched, "loader": loader})
+    ckpt.close()
+    return state
+
+
+def final_state(
+    model: nn.Module,
+    masters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    stateful: Mapping[str, Any],
+) -> dict[str, Tensor]:
+    """Everything a further step would depend on, as one flat mapping from name to tensor."""
+    out = {f"model/{name}": value.detach() for name, value in model.state_dict().items()}
+    out |= {f"master/{name}": value.detach() for name, value in masters.items()}
+    for name, master in masters.items():
+        for key, value in optimizer.state[master].items():
+            out[f"optim/{key}/{name}"] = torch.as_tensor(value)
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, int | float):
+                out[f"optim_group/{index}/{key}"] = torch.tensor(value, dtype=torch.float64)
+    for name, holder in stateful.items():
+        for key, value in holder.state_dict().items():
+            if isinstance(value, int | float):
+                out[f"state/{name}/{key}"] = torch.tensor(value, dtype=torch.float64)
+    out["rng/torch"] = torch.get_rng_state()
+    out["rng/python"] = torch.tensor(random.getstate()[1])
+    numpy_state = np.random.get_state(legacy=False)
+    out["rng/numpy"] = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
+    out["rng/numpy_position"] = torch.tensor(numpy_state["state"]["pos"])
+    return out
+
+
+def digest(state: Mapping[str, Tensor]) -> str:
+    """xxh3_128 over names, dtypes, shapes and bytes, in the order of names."""
+    hasher = xxhash.xxh3_128()
+    for name in sorted(state):
+        tensor = state[name].contiguous()
+        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+def main() -> None:
+    args = parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)  # the number of threads changes the bits of a sum
+    log = EventLog(args.log)
+    state = train(args, log)
+    if args.final is not None:
+        args.final.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, args.final)
+    print(f"final state: {len(state)} tensors, digest {digest(state)}")
+    log.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Every benchmark runs to its end at a tiny size and keeps the output contract. No number is judged."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.common import build_stack, interleave, state_bytes, table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Benchmark, its options here, and the metrics that readers of its output rely on.
+SUBJECTS = [
+    ("schedule", ["--rounds", "1"], {"plan_s_100000"}),
+    (
+        "stall",
+        ["--rounds", "1", "--state-mib", "8", "--tokens", "8", "--no-process"],
+        {"stall_vs_best_peer", "snapshot_bytes_vs_dense"},
+    ),
+    (
+        "overhead",
+        ["--rounds", "1", "--block", "2", "--batch-size", "2"],
+        {"overhead_fraction_cpu"},
+    ),
+    ("restore", ["--rounds", "1", "--state-mib", "8"], {"restore_vs_memcpy"}),
+    (
+        "replay",
+        ["--rounds", "1", "--tokens", "64", "--width", "32", "--layers", "2", "--window", "10"],
+        {"replay_cost_90_frozen"},
+    ),
+]
+
+
+def _run(subject: str, options: list[str]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", f"bench.{subject}", "--json", *options],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return record
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("subject", "options", "names"), SUBJECTS, ids=[s[0] for s in SUBJECTS])
+def test_benchmark_keeps_its_contract(subject: str, options: list[str], names: set[str]) -> None:
+    record = _run(subject, options)
+    assert set(record) == {"bench", "machine", "commit", "metrics"}
+    assert record["bench"] == subject
+    assert record["machine"]["torch"] == torch.__version__
+    assert names <= set(record["metrics"])
+    for name in names:
+        assert isinstance(record["metrics"][name], int | float), name
+    assert not any(isinstance(value, dict | list) for value in record["metrics"].values()), "flat"
+    if torch.cuda.is_available() and subject == "overhead":
+        assert {"overhead_fraction_cuda", "capture_vs_link"} <= set(record["metrics"])
+
+
+def test_interleave_alternates_the_order_and_drops_the_warmup() -> None:
+    calls: list[str] = []
+
+    def variant(name: str) -> float:
+        calls.append(name)
+        return float(len(calls))
+
+    samples = interleave({"a": lambda: variant("a"), "b": lambda: variant("b")}, rounds=2, warmup=1)
+    assert "".join(calls) == "baabba"
+    assert samples == {"a": [3.0, 6.0], "b": [4.0, 5.0]}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_stack_is_as_large_as_asked(fused: bool) -> None:
+    model = build_stack(4, width=32, hidden=64, num_experts=8, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(16, 32)).backward()
+    optimizer.step()
+    assert 4 << 20 <= state_bytes(model, optimizer) < 6 << 20
+
+
+def test_the_table_lines_up() -> None:
+    assert table(["a", "value"], [["long name", "1"], ["b", "22"]]).splitlines() == [
+        "a          value",
+        "----------------",
+        "long name      1",
+        "b             22",
+    ]

@@ -1,0 +1,186 @@
+"""Where settings come from, which are refused and how, and that the documentation is current."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ckptd.config import (
+    ConfigError,
+    DaemonConfig,
+    default_endpoint,
+    default_runtime_dir,
+    field_docs,
+    load_config,
+    notify_settings,
+    parse_bytes,
+    parse_memory,
+    render_table,
+    render_toml,
+)
+from tests.ckptd.running import ROOT
+
+UID = os.getuid()
+
+
+def toml(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "ckptd.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = toml(tmp_path, 'memory = "1 GiB"\nnice = 1\nlog_level = "error"\n')
+    environ = {"CKPTD_MEMORY": "2GiB", "CKPTD_NICE": "2"}
+    loaded = load_config({"memory": "3GiB"}, file=file, environ=environ)
+    assert (loaded.config.memory, loaded.config.nice) == ("3GiB", 2)
+    assert loaded.config.log_level == "error"
+    assert loaded.config.max_events == 10_000
+    assert loaded.sources["memory"] == "flag --memory"
+    assert loaded.sources["nice"] == "environment variable CKPTD_NICE"
+    assert loaded.sources["log_level"] == f"file {file}"
+    assert loaded.sources["max_events"] == "default"
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    file = toml(tmp_path, "nice = 3\n")
+    assert load_config(environ={"CKPTD_CONFIG": file}).config.nice == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("nice", "20"),
+        ("nice", "low"),
+        ("memory", "lots"),
+        ("memory", "0%"),
+        ("memory", "101%"),
+        ("memory", "1KiB"),
+        ("retain_detached_s", "nan"),
+        ("retain_detached_s", "-1"),
+        ("mlock", "maybe"),
+        ("allow_disk_segments", "perhaps"),
+        ("runtime_dir", "relative/path"),
+        ("listen", "tcp://0.0.0.0:1"),
+        ("listen", "ipc://" + "x" * 108),
+        ("node_id", "a b"),
+        ("digest_threads", "1e3"),
+    ],
+)
+def test_a_bad_value_names_key_value_source_and_what_is_allowed(key: str, text: str) -> None:
+    allowed = next(f.metadata["allowed"] for f in fields(DaemonConfig) if f.name == key)
+    with pytest.raises(ConfigError) as caught:
+        load_config(environ={"CKPTD_" + key.upper(): text})
+    for part in (key, repr(text), "CKPTD_" + key.upper(), allowed):
+        assert part in str(caught.value)
+
+
+def test_an_unknown_key_is_refused_with_the_likely_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'memroy'.*did you mean 'memory'"):
+        load_config(file=toml(tmp_path, "memroy = 1\n"), environ={})
+    with pytest.raises(ConfigError, match="unknown setting"):
+        load_config({"colour": "red"}, environ={})
+
+
+@pytest.mark.parametrize("text", ["nice = [1]\n", "nice = \n", "[run]\nnice = 1\n"])
+def test_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"ckptd\.toml"):
+        load_config(file=toml(tmp_path, text), environ={})
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(file=str(tmp_path / "none.toml"), environ={})
+
+
+def test_a_slip_in_the_environment_is_a_warning_and_client_variables_are_not() -> None:
+    environ = {"CKPTD_MEMROY": "1GiB", "CKPTD_JOB": "moe", "CKPTD_SIM_SEEDS": "5"}
+    (warning,) = load_config(environ=environ).warnings
+    assert "CKPTD_MEMROY" in warning
+    assert "CKPTD_MEMORY" in warning
+
+
+def test_folders_follow_the_user_and_each_other() -> None:
+    plain = load_config(environ={}).config
+    assert plain.runtime_dir == f"/tmp/ckptd-{UID}"
+    assert plain.segment_dir == f"/dev/shm/ckptd-{UID}"
+    assert plain.listen == f"ipc:///tmp/ckptd-{UID}/ckptd.sock"
+    session = load_config(environ={"XDG_RUNTIME_DIR": "/run/user/7"}).config
+    assert session.runtime_dir == "/run/user/7/ckptd"
+    assert session.segment_dir == plain.segment_dir
+    other = load_config({"runtime_dir": "/tmp/x"}, environ={}).config
+    assert other.listen == "ipc:///tmp/x/ckptd.sock"
+    assert other.segment_dir.startswith(plain.segment_dir + "-")
+
+
+def test_clients_look_where_the_daemon_listens() -> None:
+    for environ in (
+        {},
+        {"CKPTD_RUNTIME_DIR": "/tmp/x"},
+        {"CKPTD_LISTEN": "ipc:///tmp/y"},
+        {"XDG_RUNTIME_DIR": "/run/user/7"},
+    ):
+        assert default_endpoint(environ) == load_config(environ=environ).config.listen
+    assert default_runtime_dir({"CKPTD_RUNTIME_DIR": "/tmp/x/"}) == "/tmp/x"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("1.5 GiB", 3 << 29), ("2KB", 2000), ("1m", 1 << 20), ("7 B", 7)],
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+def test_memory_is_bytes_or_a_share() -> None:
+    assert parse_memory("25%") == 0.25
+    assert parse_memory("1GiB") == 1 << 30
+
+
+def test_notify_settings_are_for_this_process_only() -> None:
+    environ = {"NOTIFY_SOCKET": "/run/n", "WATCHDOG_USEC": "2000000"}
+    assert notify_settings(environ) == ("/run/n", 2.0)
+    assert notify_settings(environ | {"WATCHDOG_PID": "1"}) == ("/run/n", None)
+    assert notify_settings(environ | {"WATCHDOG_PID": str(os.getpid())})[1] == 2.0
+    assert notify_settings({}) == (None, None)
+
+
+def test_every_field_is_documented() -> None:
+    assert set(field_docs()) == {field.name for field in fields(DaemonConfig)}
+    assert all(len(text) > 20 for text in field_docs().values())
+
+
+def test_the_documentation_carries_the_current_table() -> None:
+    """If this fails: put the output of `python -c "import ckptd.config as c;
+    print(c.render_table())"` between the marks."""
+    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    between = text.split("<!-- settings -->\n")[1].split("<!-- end of settings -->")[0]
+    assert between.strip() == render_table().strip()
+
+
+def test_the_example_file_names_every_key_with_its_default() -> None:
+    text = (ROOT / "deploy/ckptd.toml").read_text(encoding="utf-8")
+    for field in fields(DaemonConfig):
+        assert f"\n# {field.name} = " in text or f"\n{field.name} = " in text, field.name
+
+
+def test_the_example_file_loads_also_with_every_line_active(tmp_path: Path) -> None:
+    text = (ROOT / "deploy/ckptd.toml").read_text(encoding="utf-8")
+    names = tuple(f"# {field.name} = " for field in fields(DaemonConfig))
+    active = [
+        line.removeprefix("# ") if line.startswith(names) else line for line in text.splitlines()
+    ]
+    loaded = load_config(file=toml(tmp_path, "\n".join(active)), environ={})
+    defaults = load_config(environ={}).config
+    for field in fields(DaemonConfig):
+        if field.default != "":
+            assert getattr(loaded.config, field.name) == getattr(defaults, field.name)
+
+
+def test_the_printed_configuration_is_a_configuration(tmp_path: Path) -> None:
+    first = load_config({"memory": "1GiB", "node_id": "n1"}, environ={})
+    again = load_config(file=toml(tmp_path, render_toml(first)), environ={})
+    assert again.config == first.config

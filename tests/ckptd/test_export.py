@@ -1,0 +1,229 @@
+"""A model file out of a snapshot: whole, in compute precision, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ckptd import locks
+from ckptd.export import DamagedSnapshot, ExportError, convert, export
+from ckptd.ring import SlotState
+from ckptd.sealer import seal_slot
+from ckptd.segment_format import slot_lock_byte
+from ckptd.segments import Segment, SegmentStore
+from tests.ckptd.running import MIB, descriptor, fill, running_daemon, small_tmpfs
+
+Tensors = tuple[tuple[str, str, tuple[int, ...], bytes], ...]
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+
+
+def entries(**tensors: torch.Tensor) -> Tensors:
+    return tuple(
+        (
+            name,
+            NAMES[t.dtype],
+            tuple(t.shape),
+            t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
+        for name, t in tensors.items()
+    )
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(f"/dev/shm/ckptd-test-export-{os.getpid()}")
+    path.mkdir(mode=0o700)
+    yield path
+    for left in path.iterdir():
+        left.unlink()
+    path.rmdir()
+
+
+def snapshot(folder: Path, iteration: int, tensors: Tensors, rank: int = 0) -> Segment:
+    """One sealed snapshot in a segment of its own."""
+    store = SegmentStore(folder, 64 * MIB, "n", mlock="off", hugepages="off")
+    store.adopt(0.0)
+    segment = store.create(descriptor(rank=rank), 1, MIB)
+    fill(segment, 0, iteration, tensors=tensors)
+    seal_slot(segment, 0)
+    assert segment.header(0).state is SlotState.SEALED  # type: ignore[union-attr]
+    return segment
+
+
+def model() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "embed": torch.randn(7, 5),
+        "experts.w1[0:2]": torch.randn(2, 3, 4).bfloat16(),
+        "experts.w1[2:3]": torch.randn(1, 3, 4).bfloat16(),
+        "head": torch.randn(5, 7).bfloat16(),
+        "buffer/steps": torch.tensor(12345),
+        "buffer/empty": torch.zeros(0, 4),
+        "master/head": torch.randn(5, 7),
+        "optim/exp_avg/head": torch.randn(5, 7),
+        "ckptd.scalars": torch.zeros(64, dtype=torch.int64),
+    }
+
+
+def test_the_model_comes_back_whole_and_nothing_else_does(folder: Path, tmp_path: Path) -> None:
+    tensors = model()
+    snapshot(folder, 12, entries(**tensors))
+    target = tmp_path / "m.safetensors"
+    report = export(folder, 12, target)
+    loaded = load_file(target)
+    joined = torch.cat([tensors["experts.w1[0:2]"], tensors["experts.w1[2:3]"]])
+    expected = {
+        "embed": tensors["embed"],
+        "experts.w1": joined,
+        "head": tensors["head"],
+        "steps": tensors["buffer/steps"],
+        "empty": tensors["buffer/empty"],
+    }
+    assert set(loaded) == set(expected)
+    for name, tensor in expected.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+    with safe_open(target, "pt") as file:
+        assert file.metadata()["ckptd.iteration"] == "12"
+    assert report.size_bytes == target.stat().st_size
+    assert os.listdir(tmp_path) == ["m.safetensors"]
+
+
+def test_an_anchored_tensor_is_exported_as_it_computes(folder: Path, tmp_path: Path) -> None:
+    """Here w is anchored in fp32; the snapshot before it shows that it computes in bf16."""
+    weights = torch.randn(64, 16)
+    weights[0, :6] = torch.tensor([float("nan"), float("inf"), -0.0, 3.4e38, 1e-40, 1.00390625])
+    snapshot(folder, 11, entries(w=weights.bfloat16()))
+    snapshot(folder, 12, entries(w=weights))
+    report = export(folder, 12, tmp_path / "m.safetensors")
+    assert report.converted == 1
+    loaded = load_file(tmp_path / "m.safetensors")["w"]
+    assert loaded.dtype is torch.bfloat16
+    assert torch.equal(loaded.view(torch.int16)[0, 1:], weights.bfloat16().view(torch.int16)[0, 1:])
+    assert torch.equal(loaded[1:], weights.bfloat16()[1:])
+    assert loaded[0, 0].isnan()
+
+
+def test_mixed_slices_are_joined_in_compute_precision(folder: Path, tmp_path: Path) -> None:
+    low, high = torch.randn(2, 4).bfloat16(), torch.randn(3, 4)
+    snapshot(folder, 3, entries(**{"w[2:5]": high, "w[0:2]": low}))
+    export(folder, 3, tmp_path / "m.safetensors")
+    loaded = load_file(tmp_path / "m.safetensors")["w"]
+    assert torch.equal(loaded, torch.cat([low, high.bfloat16()]))
+
+
+@pytest.mark.parametrize(("source", "target"), [("F32", "F16"), ("F64", "F32"), ("F16", "F32")])
+def test_conversions_round_as_torch_does(source: str, target: str) -> None:
+    kinds = {"F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+    values = torch.randn(1000, dtype=torch.float64).to(kinds[source])
+    data = memoryview(values.numpy().tobytes())
+    assert bytes(convert(data, source, target)) == values.to(kinds[target]).numpy().tobytes()
+    assert convert(data, source, source) is data
+
+
+def test_a_conversion_nobody_asked_for_is_refused() -> None:
+    with pytest.raises(ExportError, match="I64 and computes in BF16"):
+        convert(memoryview(bytes(8)), "I64", "BF16")
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (("w[0:1]", "w[2:3]"), "do not join at row 1"),
+        (("w[1:2]",), "do not join at row 0"),
+        (("w[0:1]", "w"), "both whole and in slices"),
+        (("w", "buffer/w"), "both called w"),
+    ],
+)
+def test_slices_that_make_no_whole_are_refused(
+    folder: Path, tmp_path: Path, names: tuple[str, ...], reason: str
+) -> None:
+    snapshot(folder, 3, entries(**{name: torch.zeros(1, 4) for name in names}))
+    with pytest.raises(ExportError, match=reason):
+        export(folder, 3, tmp_path / "m.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_damaged_snapshot_is_not_exported(folder: Path, tmp_path: Path) -> None:
+    segment = snapshot(folder, 3, entries(w=torch.zeros(8)))
+    header = segment.header(0)
+    assert header is not None
+    segment.buffer[segment.geometry.slot_offset(0) + header.image_len - 1] ^= 4
+    with pytest.raises(DamagedSnapshot, match=r"iteration 3 is damaged.*w"):
+        export(folder, 3, tmp_path / "m.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_slot_is_locked_against_reuse_and_one_in_use_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    segment = snapshot(folder, 3, entries(w=torch.zeros(8)))
+    with (
+        locks.lock_file(segment.path, slot_lock_byte(0), exclusive=True),
+        pytest.raises(ExportError, match="just been overwritten"),
+    ):
+        export(folder, 3, tmp_path / "m.safetensors")
+
+
+def test_what_is_missing_or_ambiguous_is_said(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "m.safetensors"
+    with pytest.raises(ExportError, match="no segment is there"):
+        export(folder, 3, target)
+    snapshot(folder, 3, entries(w=torch.zeros(8)))
+    snapshot(folder, 4, entries(w=torch.zeros(8)))
+    with pytest.raises(
+        ExportError, match=r"no sealed snapshot of iteration 9.*in memory are 3 to 4"
+    ):
+        export(folder, 9, target)
+    (folder / "job~run~r1~g0.seg").write_bytes(b"damaged")  # is passed over
+    snapshot(folder, 3, entries(w=torch.ones(8)), rank=2)
+    with pytest.raises(ExportError, match="choose --job --run --rank"):
+        export(folder, 3, target)
+    assert export(folder, 3, target, rank=2).rank == 2
+    assert torch.equal(load_file(target)["w"], torch.ones(8))
+
+
+def test_an_existing_file_is_replaced_only_by_force(folder: Path, tmp_path: Path) -> None:
+    snapshot(folder, 3, entries(w=torch.zeros(8)))
+    target = tmp_path / "m.safetensors"
+    target.write_text("precious")
+    with pytest.raises(ExportError, match="--force"):
+        export(folder, 3, target)
+    assert target.read_text() == "precious"
+    export(folder, 3, target, force=True)
+    assert set(load_file(target)) == {"w"}
+
+
+def test_a_full_disk_is_an_error_with_numbers_and_leaves_nothing(folder: Path) -> None:
+    snapshot(folder, 3, entries(w=torch.zeros(200_000)))
+    with small_tmpfs("512k") as small:
+        with pytest.raises(ExportError, match=r"needs 781\.\d KiB.*512 KiB left; nothing was kept"):
+            export(folder, 3, small / "m.safetensors")
+        assert os.listdir(small) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
+    snapshot(folder, 3, entries(w=torch.zeros(8)))
+    with pytest.raises(ExportError, match=r"cannot write in .*none"):
+        export(folder, 3, tmp_path / "none" / "m.safetensors")
+
+
+def test_the_command_finds_the_segments_with_and_without_a_daemon(tmp_path: Path) -> None:
+    with running_daemon() as daemon:
+        weights = torch.randn(4, 4)
+        snapshot(daemon.segment_dir, 3, entries(w=weights))
+        target = tmp_path / "m.safetensors"
+        arguments = ("export", "--iteration", "3", "--to", str(target))
+        report = json.loads(daemon.ctl(*arguments, "--json").stdout)
+        assert report["tensors"] == 1
+        assert torch.equal(load_file(target)["w"], weights)
+        assert daemon.ctl(*arguments, check=False).returncode == 4
+        daemon.kill()
+        assert "1 tensors" in daemon.ctl(*arguments, "--force").stdout

@@ -1,0 +1,90 @@
+"""A daemon that a trainer starts for itself: once, whoever asks, and it survives who asked."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd.errors import DaemonUnavailable
+from ckptd.launch import answers, ensure_daemon
+from ckptd.transport.messages import GetStatus, Status
+from ckptd.transport.wire import ControlClient
+from tests.ckptd.running import ROOT, eventually
+
+ASK = (
+    "import sys; from ckptd.launch import ensure_daemon; "
+    "print(ensure_daemon(sys.argv[1], segment_dir=sys.argv[2], memory='16MiB'))"
+)
+
+
+@pytest.fixture
+def folders() -> Iterator[tuple[Path, Path]]:
+    """A runtime and a segment folder; a daemon that was started there is ended."""
+    runtime = Path(tempfile.mkdtemp(prefix="ckptd-l-"))
+    segments = Path(f"/dev/shm/ckptd-test-{secrets.token_hex(6)}")
+    yield runtime, segments
+    lock = runtime / ".ckptd.lock"
+    if lock.exists() and answers(f"ipc://{runtime}/ckptd.sock"):
+        os.kill(int(lock.read_text()), signal.SIGTERM)
+        eventually(lambda: not answers(f"ipc://{runtime}/ckptd.sock"), "the daemon ended")
+    shutil.rmtree(runtime, ignore_errors=True)
+    shutil.rmtree(segments, ignore_errors=True)
+
+
+def test_several_ranks_get_one_daemon_that_outlives_them(folders: tuple[Path, Path]) -> None:
+    runtime, segments = folders
+    command = [sys.executable, "-c", ASK, str(runtime), str(segments)]
+    ranks = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    endpoints = {rank.communicate(timeout=60)[0].strip() for rank in ranks}
+    assert endpoints == {f"ipc://{runtime}/ckptd.sock"}
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    with ControlClient(endpoints.pop()) as client:
+        status = client.ask(GetStatus(), Status)
+    assert status.quota_bytes == 16 << 20
+    assert (runtime / "ckptd.log").read_text().count("started:") == 1
+    assert os.getsid(status.pid) == status.pid  # no signal to the trainers' group reaches it
+
+
+def test_a_daemon_that_answers_is_used(folders: tuple[Path, Path]) -> None:
+    runtime, segments = folders
+    first = ensure_daemon(str(runtime), segment_dir=str(segments))
+    assert ensure_daemon(str(runtime), segment_dir=str(segments)) == first
+    assert (runtime / "ckptd.log").read_text().count("started:") == 1
+
+
+def test_a_daemon_that_cannot_start_shows_the_end_of_its_log(folders: tuple[Path, Path]) -> None:
+    runtime, _ = folders
+    with pytest.raises(DaemonUnavailable, match="exited with code 4") as caught:
+        ensure_daemon(str(runtime), segment_dir="/proc/segments")
+    assert "cannot make the segment folder /proc/segments" in str(caught.value)
+
+
+def test_a_bad_setting_is_said_before_anything_is_started(folders: tuple[Path, Path]) -> None:
+    runtime, _ = folders
+    with pytest.raises(DaemonUnavailable, match="memory = 'much'"):
+        ensure_daemon(str(runtime), memory="much")
+    assert not (runtime / "ckptd.log").exists()
+
+
+def test_a_start_that_never_ends_is_bounded(folders: tuple[Path, Path]) -> None:
+    """Another process holds the start lock and does not get on."""
+    runtime, segments = folders
+    fd = os.open(runtime / ".start.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        with pytest.raises(DaemonUnavailable, match="has been starting a daemon"):
+            ensure_daemon(str(runtime), segment_dir=str(segments), timeout_s=0.3)
+    finally:
+        os.close(fd)

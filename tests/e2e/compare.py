@@ -1,0 +1,35 @@
+"""Bit-for-bit comparison of two final states written by ``job.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["differences"]
+
+
+def differences(reference: Path, other: Path) -> list[str]:
+    """Names of everything that is not identical; empty if all is."""
+    a: dict[str, Any] = torch.load(reference, weights_only=False)
+    b: dict[str, Any] = torch.load(other, weights_only=False)
+    found = [f"only in one: {n}" for n in a.keys() ^ b.keys()]
+    return found + [n for n in a.keys() & b.keys() if not _same(a[n], b[n])]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        # The bytes, so that NaN equals NaN and 0.0 does not equal -0.0; stricter than torch.equal.
+        return torch.equal(
+            a.contiguous().reshape(-1).view(torch.uint8),
+            b.contiguous().reshape(-1).view(torch.uint8),
+        )
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and bool(a == b)

@@ -1,0 +1,134 @@
+"""Runs training jobs as real processes that can be SIGKILLed, quickly: forked from a server that has torch imported."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from ckptd.launch import answers
+
+__all__ = ["DaemonProcess", "Jobs"]
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.e2e.job", "tests.e2e.preload"])
+
+
+def _run(arguments: list[str], log: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    from tests.e2e.job import main
+
+    main(arguments)
+
+
+class Jobs:
+    """Starts jobs that talk to one daemon; keeps their logs and outputs under ``folder``."""
+
+    def __init__(self, folder: Path, endpoint: str) -> None:
+        self.folder, self.endpoint = folder, endpoint
+        self._count = 0
+
+    def start(
+        self, case: str, *options: str, daemon: str | None = None, name: str | None = None
+    ) -> tuple[BaseProcess, Path]:
+        """The process, and where its final state goes."""
+        self._count += 1
+        out = self.folder / f"{name or case}-{self._count}.pt"
+        arguments = [case, "--out", str(out), "--daemon", daemon or self.endpoint, *options]
+        process = _CONTEXT.Process(
+            target=_run, args=(arguments, str(out.with_suffix(".log")), {}), daemon=False
+        )
+        process.start()
+        return process, out
+
+    def run(
+        self,
+        case: str,
+        *options: str,
+        daemon: str | None = None,
+        expect_killed: bool = False,
+        timeout_s: float = 120,
+    ) -> Path:
+        """Run to the end (or to its own SIGKILL); fails the test with its log otherwise."""
+        process, out = self.start(case, *options, daemon=daemon)
+        process.join(timeout_s)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise AssertionError(f"{case} {options} hung; its log:\n{self.log(out)}")
+        wanted = -signal.SIGKILL if expect_killed else 0
+        if process.exitcode != wanted:
+            raise AssertionError(
+                f"{case} {options} ended with {process.exitcode}, expected {wanted}; its log:\n{self.log(out)}"
+            )
+        return out
+
+    def log(self, out: Path) -> str:
+        path = out.with_suffix(".log")
+        return path.read_text() if path.exists() else "(none)"
+
+    def report(self, out: Path) -> dict[str, Any]:
+        """What the job told about itself at its end."""
+        report: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
+        return report
+
+
+class DaemonProcess:
+    """A real ``ckptd run`` with folders of its own."""
+
+    def __init__(self, runtime_dir: Path, segment_dir: Path, *flags: str) -> None:
+        self.runtime_dir, self.segment_dir, self.flags = runtime_dir, segment_dir, flags
+        self.endpoint = f"ipc://{runtime_dir}/ckptd.sock"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "ckptd",
+            "run",
+            "--runtime-dir",
+            str(self.runtime_dir),
+            "--segment-dir",
+            str(self.segment_dir),
+            *self.flags,
+        ]
+        with (self.runtime_dir.parent / "ckptd.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + 20
+        while not answers(self.endpoint):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(
+                    "the daemon did not start:\n"
+                    + (self.runtime_dir.parent / "ckptd.log").read_text()
+                )
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL, as the out-of-memory killer would."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[DaemonProcess]:
+        self.start()
+        try:
+            yield self
+        finally:
+            assert self.process is not None
+            if self.process.poll() is None:
+                self.process.terminate()
+                self.process.wait(timeout=20)

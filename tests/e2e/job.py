@@ -1,0 +1,107 @@
+"""A small real training job, run as a process by the end-to-end tests and killed by them.
+
+``python tests/e2e/job.py <case> --out FILE --total N [--kill-at STEP] [--seed S] [--daemon ENDPOINT|none] [--set key=value]``
+trains the model of ``<case>``, kills itself abruptly (SIGKILL) inside step ``--kill-at`` if asked, and otherwise writes every
+parameter, buffer, optimizer tensor and random state to ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.e2e.cases import CASES, Job
+
+
+def final_state(job: Job) -> dict[str, Any]:
+    """Everything that must be identical to the bit."""
+    from ckptd.client.rng import capture_rng
+
+    state: dict[str, Any] = {
+        f"param/{n}": p.detach().clone() for n, p in job.model.named_parameters()
+    }
+    state.update({f"buffer/{n}": b.detach().clone() for n, b in job.model.named_buffers()})
+    for oi, optimizer in enumerate(job.optimizers):
+        for gi, group in enumerate(optimizer.param_groups):
+            for pi, param in enumerate(group["params"]):
+                state[f"held/{oi}.{gi}.{pi}"] = param.detach().clone()
+                for key, value in optimizer.state[param].items():
+                    state[f"optim/{oi}.{gi}.{pi}.{key}"] = value
+            state[f"group/{oi}.{gi}"] = {k: v for k, v in group.items() if k != "params"}
+    state["rng"] = capture_rng()
+    state["stateful"] = {n: s.state_dict() for n, s in job.state.items()}
+    return state
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", choices=sorted(CASES))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--total", type=int, default=12)
+    parser.add_argument("--kill-at", type=int, default=-1)
+    parser.add_argument(
+        "--kill-point", default="step", choices=["top", "backward", "step", "after"]
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--daemon", default="none")
+    parser.add_argument("--run", default="r")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--step-ms", type=float, default=0.0)
+    parser.add_argument("--progress", type=Path)
+    parser.add_argument("--verify", action="store_true")
+    parser.add_argument(
+        "--set", action="append", default=[], help="Checkpointer argument as key=json"
+    )
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    torch.use_deterministic_algorithms(True)
+    job = CASES[args.case](args.seed)
+    random.seed(99)
+    np.random.seed(99)
+    options = {k: json.loads(v) for k, v in (pair.split("=", 1) for pair in args.set)}
+    options = {"window": 4, "job": "e2e", "run": args.run, **job.options, **options}
+    if args.daemon == "none":
+        options["daemon"] = None
+    else:
+        options["daemon"] = args.daemon
+    from ckptd.client import Checkpointer
+
+    ckpt = Checkpointer(job.model, job.optimizers, job.state, **options)
+    job.ckpt = ckpt
+    job.start(ckpt)
+
+    def maybe_die(step: int, point: str) -> None:
+        if step == args.kill_at and point == args.kill_point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for step in ckpt.steps(args.total):
+        maybe_die(step, "top")
+        if args.progress is not None:
+            args.progress.write_text(f"{step} {int(ckpt.replaying)}")
+        if args.step_ms:
+            time.sleep(args.step_ms / 1e3)
+        job.step(step, functools.partial(maybe_die, step))
+        maybe_die(step, "after")
+    report: dict[str, Any] = {"resumed_from": ckpt.resumed_from, **ckpt.stats()}
+    if args.verify:
+        certificate = ckpt.verify(lambda step: job.step(step, lambda point: None))
+        report["identical"] = certificate.identical
+        report["certificate"] = str(certificate)
+    torch.save(final_state(job), args.out)
+    ckpt.close()
+    args.out.with_suffix(".json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

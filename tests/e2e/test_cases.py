@@ -1,0 +1,44 @@
+"""Every kind of job: killed abruptly, resumed by a fresh process with another initialisation, identical to the bit."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from tests.e2e.cases import CASES
+from tests.e2e.compare import differences
+from tests.e2e.harness import Jobs
+
+TOTAL = 15
+# Where a snapshot is taken only at every third boundary, a window is longer.
+_TOTALS = {"spread": 30, "dense_every": 15, "aligned": 18}
+# They hold an iterator of their own, which no one can take back within the process.
+_CANNOT_REWIND = ("loader_early", "loader_late")
+_KILLS = {"spread": 25}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_resumes_at_the_exact_bits(jobs: Jobs, case: str) -> None:
+    """Killed inside a step, the job goes on as if nothing had happened: torch.equal on everything, random state included."""
+    total, kill = str(_TOTALS.get(case, TOTAL)), str(_KILLS.get(case, 11))
+    run = uuid.uuid4().hex[:8]
+    reference = jobs.run(case, "--total", total, daemon="none")
+    jobs.run(
+        case,
+        "--total",
+        total,
+        "--run",
+        run,
+        "--kill-at",
+        kill,
+        "--kill-point",
+        "backward",
+        expect_killed=True,
+    )
+    verify = [] if case in _CANNOT_REWIND else ["--verify"]
+    resumed = jobs.run(case, "--total", total, "--run", run, "--seed", "77", *verify)
+    report = jobs.report(resumed)
+    assert report["resumed_from"] is not None, jobs.log(resumed)
+    assert differences(reference, resumed) == []
+    assert not verify or report["identical"], report["certificate"]

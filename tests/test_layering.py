@@ -1,0 +1,125 @@
+"""The layers of the code: the contracts in pyproject.toml hold, and cover every module there is.
+
+The contracts name modules; a module that nobody named would be in no layer. So this file also checks
+what the contracts promise against the import graph itself.
+"""
+
+from __future__ import annotations
+
+import graphlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+USES_TORCH = ("ckptd.client", "ckptd.cuda")
+CONTRACTS = {
+    contract["id"]: contract
+    for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+}
+PURE_CORES = CONTRACTS["pure-cores-are-the-bottom"]["source_modules"]
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph(
+        "ckptd",
+        "ckptd.cuda",  # no __init__.py: a namespace package, which is seen only when named
+        include_external_packages=True,
+        exclude_type_checking_imports=True,
+        cache_dir=None,
+    )
+
+
+def _modules_without_torch(graph: grimp.ImportGraph) -> list[str]:
+    return sorted(
+        module
+        for module in graph.modules
+        if module.startswith("ckptd.") and not module.startswith(USES_TORCH)
+    )
+
+
+def test_the_contracts_are_kept() -> None:
+    command = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_graph_sees_the_linked_folders(graph: grimp.ImportGraph) -> None:
+    """The packages are links: a tool that does not follow them would find every contract kept."""
+    for module in (
+        "ckptd.client.session",
+        "ckptd.cuda.engine",
+        "ckptd.storage.image",
+        "ckptd.transport.wire",
+    ):
+        assert module in graph.modules
+
+
+def test_no_module_outside_client_and_cuda_reaches_torch(graph: grimp.ImportGraph) -> None:
+    for module in _modules_without_torch(graph):
+        chain = graph.find_shortest_chain(module, "torch") if "torch" in graph.modules else None
+        assert chain is None, f"{module} reaches torch: {' -> '.join(chain or ())}"
+
+
+def test_importing_everything_but_the_client_does_not_load_torch(graph: grimp.ImportGraph) -> None:
+    """The same promise kept at run time, lazily imported modules and third parties included."""
+    modules = [m for m in _modules_without_torch(graph) if not m.endswith("__main__")]
+    program = (
+        f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
+        "sys.exit(int('torch' in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"torch was imported, or an import failed:\n{done.stderr}"
+
+
+def test_engines_import_nothing_of_ours(graph: grimp.ImportGraph) -> None:
+    for engine in ("ckptd.transport", "ckptd.storage", "ckptd.cuda"):
+        for module in {engine} | graph.find_descendants(engine):
+            for imported in graph.find_modules_directly_imported_by(module):
+                own = imported == engine or imported.startswith(engine + ".")
+                assert own or not imported.startswith("ckptd"), f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("module", PURE_CORES)
+def test_pure_cores_import_only_each_other_and_pure_libraries(
+    graph: grimp.ImportGraph, module: str
+) -> None:
+    allowed = {"msgspec", *PURE_CORES}
+    # `sys` is asked for the byte order and nothing else.
+    pure_stdlib = {
+        "__future__", "base64", "bisect", "collections", "dataclasses", "enum", "functools",
+        "hashlib", "heapq", "itertools", "math", "operator", "re", "struct", "sys", "types",
+        "typing", "zlib",
+    }  # fmt: skip
+    for imported in graph.find_modules_directly_imported_by(module):
+        assert imported in allowed | pure_stdlib, f"{module} imports {imported}"
+
+
+def test_imports_are_acyclic(graph: grimp.ImportGraph) -> None:
+    own = {module for module in graph.modules if module.startswith("ckptd")}
+    imports = {
+        module: {m for m in graph.find_modules_directly_imported_by(module) if m in own}
+        for module in own
+    }
+    list(graphlib.TopologicalSorter(imports).static_order())  # a cycle raises, and names itself

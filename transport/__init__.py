@@ -1,0 +1,1 @@
+"""What goes over sockets: the control messages and their framing. Knows nothing of the rest."""
