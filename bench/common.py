@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ckptd.transport.messages import Done, Forget
 from ckptd.transport.wire import ControlClient
-from examples.moe_text.lab import Daemon, daemon_folders
+from examples.moe_text.lab import SHARED_CORES, Daemon, daemon_folders
 
 __all__ = [
     "MoEStack",
@@ -41,6 +41,7 @@ __all__ = [
     "copy_gb_per_s",
     "emit",
     "forget",
+    "in_shared_environment",
     "interleave",
     "machine",
     "median",
@@ -73,7 +74,7 @@ def machine() -> dict[str, object]:
         "numpy": _version("numpy"),
         "pyzmq": _version("pyzmq"),
         "ckptd": _version("ckptd"),
-        "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
+        **{name.lower(): os.environ.get(name, "") for name in SHARED_CORES},
     }
 
 
@@ -110,6 +111,17 @@ def _git(*args: str) -> str:
         timeout=30,
     )
     return done.stdout.strip()
+
+
+def in_shared_environment() -> None:
+    """Start this program again with the settings for shared cores, unless it has some.
+
+    They must be there when a process starts. All variants of a benchmark run under the same ones, and
+    `machine` reports them.
+    """
+    missing = {name: value for name, value in SHARED_CORES.items() if name not in os.environ}
+    if missing:
+        os.execve(sys.executable, sys.orig_argv, os.environ | missing)
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:

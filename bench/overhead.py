@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from bench.common import GB, clock_ms, copy_gb_per_s, emit, interleave, median, own_daemon, parser
+from bench.common import (
+    GB,
+    clock_ms,
+    copy_gb_per_s,
+    emit,
+    in_shared_environment,
+    interleave,
+    median,
+    own_daemon,
+    parser,
+)
 from ckptd.client import Checkpointer
 from examples.moe_text.data import ByteLoader, load_corpus
 from examples.moe_text.model import MoEConfig, MoETransformer
@@ -128,6 +138,7 @@ def pinned_link_gb_per_s() -> float:
 
 
 def main() -> None:
+    in_shared_environment()
     options = parser(__doc__)
     options.add_argument("--block", type=int, default=8, help="iterations between two changes")
     options.add_argument("--batch-size", type=int, default=12)

@@ -9,6 +9,7 @@ snapshot is restore, which `bench.restore` measures. Ordinary iterations take a 
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import defaultdict
@@ -16,7 +17,15 @@ from typing import Any
 
 import torch
 
-from bench.common import MoEStack, emit, forget, median, own_daemon, parser
+from bench.common import (
+    MoEStack,
+    emit,
+    forget,
+    in_shared_environment,
+    median,
+    own_daemon,
+    parser,
+)
 from ckptd.client import Checkpointer
 
 __all__ = ["main", "recover_once"]
@@ -72,6 +81,8 @@ def recover_once(args: Any, endpoint: str, *, fused: bool, run: str) -> Times:
     model, optimizer, ckpt = _attach(args, endpoint, fused=fused, run=run, seed=0)
     warm = _iterations(args, model, optimizer, ckpt, 3 * args.window + 4)
     ckpt.close()
+    del model, optimizer, ckpt
+    gc.collect()  # views into the segment keep it mapped, and its owner lock held
     times: Times = defaultdict(list)
     times[-1] = [(body, boundary) for _, body, boundary in warm[-args.window :]]
     model, optimizer, ckpt = _attach(args, endpoint, fused=fused, run=run, seed=1)
@@ -87,6 +98,8 @@ def recover_once(args: Any, endpoint: str, *, fused: bool, run: str) -> Times:
         )
     print(f"{'fused' if fused else 'ModuleList':<11} {ckpt.stats()['replayed_steps']:.0f} replayed")
     ckpt.close()
+    del model, optimizer, ckpt
+    gc.collect()
     forget(endpoint, JOB, run)
     return times
 
@@ -111,6 +124,7 @@ def summarise(rounds: list[Times], prefix: str) -> dict[str, float | int | str]:
 
 
 def main() -> None:
+    in_shared_environment()
     options = parser(__doc__)
     options.add_argument("--window", type=int, default=10)
     options.add_argument("--width", type=int, default=256)

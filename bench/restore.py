@@ -32,6 +32,7 @@ from bench.common import (
     clock_ms,
     copy_gb_per_s,
     emit,
+    in_shared_environment,
     interleave,
     median,
     own_daemon,
@@ -60,7 +61,7 @@ class Job:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    ckpt: Checkpointer
+    ckpt: Checkpointer | None
 
     @classmethod
     def attach(cls, args: Any, endpoint: str, *, seed: int) -> Job:
@@ -72,6 +73,7 @@ class Job:
 
     def train(self, count: int) -> None:
         """Iterations with a snapshot each, the last one at the top of the iteration after them."""
+        assert self.ckpt is not None, "train() after detach()"
         steps = iter(self.ckpt.steps(10**9))
         next(steps)
         for _ in range(count):
@@ -79,6 +81,13 @@ class Job:
             self.optimizer.step()
             self.optimizer.zero_grad()
             next(steps)
+
+    def detach(self) -> None:
+        """Leave the daemon; the model and the optimizer stay as they are."""
+        if self.ckpt is not None:
+            self.ckpt.close()
+        self.ckpt = None
+        gc.collect()  # views into the segment keep it mapped, and its owner lock held
 
     def live(self, kind: str, name: str, key: str) -> Tensor | None:
         """The live tensor behind an entry of an image; None for what is not a tensor of the state."""
@@ -138,6 +147,7 @@ def first_restore(args: Any, endpoint: str, seed: int) -> tuple[Job, float]:
 
 
 def main() -> None:
+    in_shared_environment()
     options = parser(__doc__)
     options.add_argument("--state-mib", type=int, default=1024)
     options.add_argument("--threads", type=int, default=2, help="as many as recovery copies with")
@@ -153,18 +163,18 @@ def measure(args: Any, endpoint: str, path: Path) -> dict[str, float | int | str
     job.train(6)
     torch.save({"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}, path)
     dense_bytes = state_bytes(job.model, job.optimizer)
-    job.ckpt.close()
+    job.detach()
     attach_s, first_s, first_bytes = [], [], []
     for number in range(min(3, args.rounds)):
         job, took_s = first_restore(args, endpoint, seed=number + 1)
-        if job.ckpt.resumed_from is None:
+        if job.ckpt is None or job.ckpt.resumed_from is None:
             raise RuntimeError("a fresh attach did not resume: there is nothing to measure")
         stats = job.ckpt.stats()
         attach_s.append(took_s)
         first_s.append(stats["restore_s"])
         first_bytes.append(stats["restored_bytes"])
         job.train(2)
-        job.ckpt.close()
+        job.detach()
     engine = make_engine(torch.device("cpu"))
     try:
         with newest_slot(endpoint) as image:

@@ -27,9 +27,10 @@ import zmq
 from ckptd.config import DaemonConfig, notify_settings, parse_memory
 from ckptd.events import EventLog
 from ckptd.housekeeping import Housekeeper
+from ckptd.pages import filesystem_kind, is_in_memory
 from ckptd.runtime_dir import UnusableFolder, claim, node_name, private_folder
 from ckptd.sdnotify import Notifier
-from ckptd.segments import SegmentStore, filesystem_kind
+from ckptd.segments import SegmentStore
 from ckptd.service import Service
 from ckptd.transport.messages import Message, RefusalCode, Refused, Reply
 from ckptd.transport.wire import MAX_BODY_BYTES, WireError, decode, encode
@@ -119,11 +120,19 @@ class Daemon:
             now_s = time.monotonic()
             if now_s >= next_tick_s:
                 next_tick_s = now_s + self._beat_s
-                self._service.tick()
+                self._tick()
                 self._notifier.send("WATCHDOG=1")
                 if 0 < self._config.idle_exit_s < self._service.idle_s:
                     self.stop(f"idle for {self._config.idle_exit_s:g} s")
             self._wait(max(0.0, next_tick_s - time.monotonic()))
+
+    def _tick(self) -> None:
+        try:
+            self._service.tick()
+        # The loop must survive trouble with one segment: the others are still served.
+        except Exception as error:
+            logger.exception("the periodic work failed")
+            self._events.add("error", "internal", f"periodic work: {error!r}")
 
     def _wait(self, timeout_s: float) -> None:
         """Serve what comes within the timeout."""
@@ -302,7 +311,7 @@ def quota_bytes(memory: str, folder: Path) -> int:
 
 def _check_filesystem(folder: Path, allow_disk: bool) -> None:
     kind = filesystem_kind(folder)
-    if kind in ("tmpfs", "hugetlbfs", "ramfs") or allow_disk:
+    if is_in_memory(kind) or allow_disk:
         return
     raise UnusableFolder(
         f"the segment folder {folder} is on a filesystem of {kind}, not in memory; choose a "

@@ -21,7 +21,7 @@ from ckptd.config import DaemonConfig
 from ckptd.daemon import physical_memory, quota_bytes
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import answers
-from ckptd.segments import filesystem_kind
+from ckptd.pages import filesystem_kind, is_in_memory
 from ckptd.units import format_bytes
 
 __all__ = ["Finding", "Grade", "as_rows", "diagnose"]
@@ -127,7 +127,7 @@ def check_segment_filesystem(config: DaemonConfig) -> Finding:
         f"{format_bytes(physical_memory())}"
     )
     enlarge = "`mount -o remount,size=<bytes> /dev/shm`, `docker run --shm-size`, or an emptyDir"
-    if kind not in ("tmpfs", "hugetlbfs", "ramfs") and not config.allow_disk_segments:
+    if not is_in_memory(kind) and not config.allow_disk_segments:
         return Finding(name, Grade.FAIL, detail, "set CKPTD_SEGMENT_DIR to a folder on a tmpfs")
     if quota > total:
         return Finding(name, Grade.FAIL, detail, f"lower CKPTD_MEMORY, or enlarge it: {enlarge}")

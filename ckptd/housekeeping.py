@@ -84,6 +84,9 @@ class Housekeeper:
     def tick(self, now_s: float, live_runs: Collection[tuple[str, str]]) -> None:
         """Look after owners that went, slots that wait, runs that expired, the scrub."""
         for segment in list(self._store):
+            if not segment.in_place():
+                self._vanished(segment)
+                continue
             self._watch_owner(segment, now_s)
             self._sweep(segment)
         self._expire(now_s, live_runs)
@@ -167,6 +170,15 @@ class Housekeeper:
         elif segment.detached_at_s is None:
             segment.detached_at_s = now_s
             self.settle(segment)
+
+    def _vanished(self, segment: Segment) -> None:
+        self._store.discard(segment)
+        self._events.add(
+            "error",
+            "segment_vanished",
+            f"{segment.path.name} was removed or replaced behind our back; its snapshots are lost",
+            segment.key,
+        )
 
     def _sweep(self, segment: Segment) -> None:
         before = time.time_ns() - _SWEEP_AFTER_NS

@@ -11,21 +11,18 @@ slot's lock, or where no trainer can be writing.
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import logging
 import mmap
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from ckptd import locks
 from ckptd.errors import SegmentError
+from ckptd.pages import allocate, populate, try_mlock
 from ckptd.ring import SlotState
 from ckptd.segment_format import (
     OWNER_LOCK_BYTE,
@@ -54,20 +51,9 @@ __all__ = [
     "SegmentPlan",
     "SegmentStore",
     "SettleReport",
-    "filesystem_kind",
     "open_segment",
     "settle",
 ]
-
-logger = logging.getLogger(__name__)
-
-_MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
-_CHUNK_BYTES = 256 << 20  # so that one call never holds a worker for long
-_MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs", 0x858458F6: "ramfs"}
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class CannotReserve(RuntimeError):
@@ -101,6 +87,13 @@ class Segment:
     def generation(self) -> int:
         """Which of its rank's segments it is; newer is higher."""
         return self.descriptor.generation
+
+    def in_place(self) -> bool:
+        """Is our file still the one with this name? False if somebody removed or replaced it."""
+        try:
+            return self.path.stat().st_ino == os.fstat(self.fd).st_ino
+        except FileNotFoundError:
+            return False
 
     def owned(self) -> bool:
         """Does a live process hold the owner lock?"""
@@ -297,8 +290,12 @@ class SegmentStore:
 
     def remove(self, segment: Segment) -> None:
         """Unlink and forget a segment. Its memory is free once nobody maps it any more."""
-        self._segments.pop((segment.key, segment.generation), None)
+        self.discard(segment)
         segment.path.unlink(missing_ok=True)
+
+    def discard(self, segment: Segment) -> None:
+        """Forget a segment and leave its file alone."""
+        self._segments.pop((segment.key, segment.generation), None)
 
     def remove_bad(self, job: str, run: str) -> int:
         """Delete what was put aside of a run; returns how many files."""
@@ -310,16 +307,16 @@ class SegmentStore:
     def lock_in_memory(self, segment: Segment) -> None:
         """mlock as configured; a failure is recorded in `segment.mlocked` and tolerated."""
         if self._mlock != "off" and not segment.mlocked:
-            segment.mlocked = _try_mlock(segment.buffer) is None
+            segment.mlocked = try_mlock(segment.buffer) is None
 
     def _build(self, plan: SegmentPlan, temporary: Path) -> Segment:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(temporary, flags, 0o600)
         try:
-            file_bytes = _allocate(fd, plan.geometry.total_bytes)
+            file_bytes = allocate(fd, plan.geometry.total_bytes)
             buffer = memoryview(mmap.mmap(fd, file_bytes))
-            _populate(buffer, hugepages=self._hugepages == "auto")
-            why_not = None if self._mlock == "off" else _try_mlock(buffer)
+            populate(buffer, hugepages=self._hugepages == "auto")
+            why_not = None if self._mlock == "off" else try_mlock(buffer)
             if why_not is not None and self._mlock == "on":
                 raise CannotReserve(
                     RefusalCode.SEGMENT_FS,
@@ -389,16 +386,6 @@ def settle(segment: Segment) -> SettleReport:
     return SettleReport(tuple(freed), tuple(to_seal), tuple(damaged))
 
 
-def filesystem_kind(folder: Path) -> str:
-    """ "tmpfs", "hugetlbfs", "ramfs", or the magic number of any other filesystem."""
-    buffer = ctypes.create_string_buffer(256)  # struct statfs is 120 bytes, f_type comes first
-    if _libc.statfs(os.fsencode(folder), buffer) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(folder))
-    magic = ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
-    return _MEMORY_FILESYSTEMS.get(magic, f"type {magic:#x}")
-
-
 def _facts(
     descriptor: SegmentDescriptor, total_bytes: int, owned: bool, ready: bool
 ) -> SegmentFacts:
@@ -434,42 +421,6 @@ def _allocated(plan: SegmentPlan) -> int:
         return min(plan.temporary.stat().st_blocks * 512, plan.geometry.total_bytes)
     except FileNotFoundError:
         return 0  # not begun, or complete and about to be entered
-
-
-def _allocate(fd: int, size: int) -> int:
-    """Give the file its size and its pages; ENOSPC comes now rather than SIGBUS later."""
-    block = os.fstatvfs(fd).f_bsize  # 2 MiB on hugetlbfs, whose mappings need whole pages
-    size = -(-size // block) * block
-    for offset in range(0, size, _CHUNK_BYTES):
-        os.posix_fallocate(fd, offset, min(_CHUNK_BYTES, size - offset))
-    return size
-
-
-def _populate(buffer: memoryview, *, hugepages: bool) -> None:
-    """Touch every page for writing: first touch by a copy would run at a tenth of its speed."""
-    start = _address(buffer)
-    if hugepages and _libc.madvise(start, len(buffer), _MADV_HUGEPAGE) != 0:
-        logger.debug("no huge pages: %s", os.strerror(ctypes.get_errno()))
-    for offset in range(0, len(buffer), _CHUNK_BYTES):
-        size = min(_CHUNK_BYTES, len(buffer) - offset)
-        if _libc.madvise(start + offset, size, _MADV_POPULATE_WRITE) == 0:
-            continue
-        number = ctypes.get_errno()
-        if number != errno.EINVAL:
-            raise OSError(number, os.strerror(number))
-        ctypes.memset(start + offset, 0, size)  # an older kernel; the file is all zeros anyway
-
-
-def _try_mlock(buffer: memoryview) -> str | None:
-    """None if the buffer is now locked in memory, else why not."""
-    if _libc.mlock(_address(buffer), len(buffer)) == 0:
-        return None
-    return os.strerror(ctypes.get_errno())
-
-
-def _address(buffer: memoryview) -> int:
-    holder: Any = ctypes.c_char.from_buffer(buffer)
-    return ctypes.addressof(holder)
 
 
 def _no_room(plan: SegmentPlan, folder: Path, error: OSError) -> CannotReserve:

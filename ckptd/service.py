@@ -14,11 +14,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import ckptd
-from ckptd import inventory, locks
+from ckptd.admin import Admin, openers
 from ckptd.config import DaemonConfig
 from ckptd.errors import SegmentError
 from ckptd.events import EventLog
@@ -83,13 +82,14 @@ class Service:
         watcher: PidWatcher,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._store, self._events = config, store, events
+        self._store, self._events = store, events
         self._housekeeper, self._slow = housekeeper, slow
         self._watcher, self._clock = watcher, clock
         self.sessions = SessionTable(config.max_sessions)
         self.boot_id = secrets.token_hex(8)
+        admin = Admin(config, self.boot_id, store, self.sessions, events, housekeeper, clock)
         self._hellos: OrderedDict[bytes, m.Hello] = OrderedDict()
-        self._started_s = self._busy_s = clock()
+        self._busy_s = clock()
         self._handlers: dict[type, Callable[[bytes, Any, Answer], m.Reply | None]] = {
             m.Hello: self._hello,
             m.Attach: self._attach,
@@ -100,10 +100,10 @@ class Service:
             m.Notice: self._notice,
             m.Detach: self._detach,
             m.Ping: self._ping,
-            m.GetStatus: self._status,
-            m.GetSnapshots: self._snapshots,
-            m.GetEvents: self._get_events,
-            m.Forget: self._forget,
+            m.GetStatus: lambda _identity, _message, _answer: admin.status(),
+            m.GetSnapshots: lambda _identity, message, _answer: admin.snapshots(message),
+            m.GetEvents: lambda _identity, message, _answer: admin.events(message),
+            m.Forget: lambda _identity, message, _answer: admin.forget(message),
         }
 
     def handle(self, identity: bytes, message: m.Message, answer: Answer) -> None:
@@ -339,94 +339,6 @@ class Service:
     def _ping(self, identity: bytes, _message: m.Ping, _: Answer) -> m.Reply:
         return m.Pong(self.boot_id, self.sessions.of_identity(identity) is not None)
 
-    # -- ckptctl ---------------------------------------------------------------------------------
-
-    def _status(self, _identity: bytes, _message: m.GetStatus, _: Answer) -> m.Reply:
-        now_s = self._clock()
-        promised = self.sessions.promised()
-        memory = self._store.memory(promised)
-        anon, file, shmem = inventory.own_memory()
-        return m.Status(
-            version=ckptd.__version__,
-            node_id=self._store.node_id,
-            boot_id=self.boot_id,
-            pid=os.getpid(),
-            uptime_s=now_s - self._started_s,
-            endpoint=self._config.listen,
-            runtime_dir=self._config.runtime_dir,
-            segment_dir=str(self._store.folder),
-            quota_bytes=self._store.quota_bytes,
-            used_bytes=self._store.used_bytes,
-            promised_bytes=sum(promised.values()),
-            fs_total_bytes=memory.fs_total_bytes,
-            fs_available_bytes=memory.fs_available_bytes,
-            rss_anon_bytes=anon,
-            rss_file_bytes=file,
-            rss_shmem_bytes=shmem,
-            seal_queue=self._housekeeper.queued,
-            sessions=tuple(self._session_status(session, now_s) for session in self.sessions),
-            segments=tuple(inventory.segment_status(segment, now_s) for segment in self._store),
-            counters=dict(self._events.counters),
-        )
-
-    def _session_status(self, session: Session, now_s: float) -> m.SessionStatus:
-        segments = self._store.of_rank(session.key)
-        return m.SessionStatus(
-            job=session.key.job,
-            run=session.key.run,
-            rank=session.key.rank,
-            world_size=session.wish.world_size,
-            pid=session.pid,
-            step=session.step,
-            metrics=dict(session.metrics),
-            segments=len(segments),
-            segment_bytes=sum(segment.file_bytes for segment in segments),
-            promised_bytes=session.wish.needed_bytes,
-            attached_s=now_s - session.attached_at_s,
-            watched_by=session.watched_by,
-        )
-
-    def _snapshots(self, _identity: bytes, message: m.GetSnapshots, _: Answer) -> m.Reply:
-        keys = {
-            segment.key
-            for segment in self._store
-            if message.job in ("", segment.key.job)
-            and message.run in ("", segment.key.run)
-            and message.rank in (-1, segment.key.rank)
-        }
-        return m.Snapshots(
-            tuple(
-                inventory.rank_snapshots(self._store.of_rank(key), operators=message.operators)
-                for key in sorted(keys)
-            )
-        )
-
-    def _get_events(self, _identity: bytes, message: m.GetEvents, _: Answer) -> m.Reply:
-        return self._events.page(message.since, message.limit)
-
-    def _forget(self, _identity: bytes, message: m.Forget, _: Answer) -> m.Reply:
-        segments = self._store.of_run(message.job, message.run)
-        name = f"{message.job}/{message.run}"
-        alive = [s for s in self.sessions if (s.key.job, s.key.run) == (message.job, message.run)]
-        owned = [segment for segment in segments if segment.owned()]
-        if alive or owned:
-            pids = sorted({s.pid for s in alive} | {p for s in owned for p in _others(s.path)})
-            return m.Refused(
-                RefusalCode.IN_USE,
-                f"{name} has live trainers: process {', '.join(map(str, pids)) or 'unknown'}",
-                "end them first",
-            )
-        bad = self._store.remove_bad(message.job, message.run)
-        if not segments and not bad:
-            runs = sorted({f"{s.key.job}/{s.key.run}" for s in self._store})
-            known = f"in memory are {', '.join(runs)}" if runs else "nothing is in memory"
-            return m.Refused(RefusalCode.NOT_FOUND, f"no segments of {name}; {known}")
-        size = sum(segment.file_bytes for segment in segments)
-        for segment in segments:
-            self._housekeeper.remove(segment, "forgotten by request")
-        put_aside = f" and {bad} damaged files" if bad else ""
-        return m.Done(f"freed {format_bytes(size)} in {len(segments)} segments{put_aside}")
-
     # -- helpers ---------------------------------------------------------------------------------
 
     def _current_owner(self, key: RankKey, asking_pid: int) -> Session | None:
@@ -460,12 +372,7 @@ class Service:
 
     def _openers(self, key: RankKey) -> list[int]:
         """Processes that have an owned segment of this rank open, for a refusal's message."""
-        owned = [segment for segment in self._store.of_rank(key) if segment.owned()]
-        return sorted({pid for segment in owned for pid in _others(segment.path)})
-
-
-def _others(path: Path) -> list[int]:
-    return [pid for pid in locks.holders_of(path) if pid != os.getpid()]
+        return openers([segment for segment in self._store.of_rank(key) if segment.owned()])
 
 
 def _segment_info(segment: Segment) -> m.SegmentInfo:

@@ -59,6 +59,7 @@ class Binding:
             if found is not None:
                 self.owner[name] = (found[1], found[2][0])
         self._probes: dict[tuple[object, ...], ProbeResult] = {}
+        self._plain: list[str] | None = None
         self._observed: dict[str, tuple[StateSpec, ...]] = {}
 
     def _owners(self) -> dict[int, tuple[Tensor, int, tuple[int, int]]]:
@@ -156,6 +157,17 @@ class Binding:
             known.update({s.key: s for s in self._observed[name]})
         known.update({s.key: s for s in live if s.kind != "none" or s.key not in known})
         return tuple(known.values())
+
+    def plain_state_names(self) -> list[str]:
+        """Parameters whose optimizer state holds values that are no tensors, by the probe."""
+        if self._plain is None:
+            self._plain = [
+                n
+                for n in self.owner
+                if (p := self.probe(n)) is not None
+                and any(s.kind in ("python", "none") for s in p.state)
+            ]
+        return self._plain
 
     def buffers(self) -> dict[str, Tensor]:
         """All buffers that hold data, persistent or not."""

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
-from ckptd.client.layout import PhasePlan, Source
-from ckptd.client.scalars import stack_packed
+from ckptd.client.layout import PhasePlan
 from ckptd.client.segment import MappedSegment, SlotTable
+from ckptd.client.sources import LiveSources
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.ring import SlotState, choose_slot
 from ckptd.segment_format import SlotHeader
@@ -109,7 +109,7 @@ class Capture:
         self._finish, self._filled = finish, filled
         self._fill: Fill | None = None
         self._sequence = table.next_sequence()
-        self._resolved: dict[int, tuple[Sequence[Tensor | None], list[CopyItem]]] = {}
+        self._sources: dict[int, LiveSources] = {}
         # Buffers seen to change while they were copied are copied by the training thread instead.
         self._restless: set[str] = set(restless)
         self._broken = False
@@ -140,11 +140,14 @@ class Capture:
         # Where the host runs ahead of the device, only the training thread can say whether a source changed too early.
         parties = {"copies", "forward"} | (set() if self._engine.host_waits else {"sources"})
         fill = Fill(segment, index, plan, header, scalars, parties)
-        items, absent = self._items(plan, fill)
-        scalars["absent"] = absent
+        items, sources = self._items(plan, fill)
         self._fill = fill
         self._engine.begin(
-            items, segment.memory, segment.slot_base(index), lambda error: self._copied(fill, error)
+            items,
+            segment.memory,
+            segment.slot_base(index),
+            lambda error: self._copied(fill, error),
+            sources.packed_items,
         )
         return True
 
@@ -180,7 +183,6 @@ class Capture:
             self._broken = True
         elif fill.torn:
             self._restless.add(fill.torn)
-            self._resolved.clear()
             logger.warning(
                 "snapshot of step %d discarded: %s changed before the optimizer's step; it is copied synchronously from now on",
                 fill.header.iteration,
@@ -274,86 +276,34 @@ class Capture:
         self.need_generation = "every slot is being read"
         return None
 
-    # -- resolving sources -----------------------------------------------------------------------
+    # -- sources ---------------------------------------------------------------------------------
 
-    def _items(self, plan: PhasePlan, fill: Fill) -> tuple[list[CopyItem], list[str]]:
-        live = self._live(plan)
-        cached = self._resolved.get(plan.phase)
-        if cached is None or any(a is not b for a, b in zip(cached[0], live, strict=True)):
-            cached = (
-                live,
-                [
-                    _item(s, t, plan, i)
-                    for i, (s, t) in enumerate(zip(plan.sources, live, strict=True))
-                    if s and t is not None
-                ],
-            )
-            self._resolved[plan.phase] = cached
-        items = cached[1] + self._packed_items(plan)
-        absent = sorted(
-            {
-                s.name
-                for s, t in zip(plan.sources, live, strict=True)
-                if s and s.kind != "packed" and t is None
-            }
-        )
-        if absent:
-            self._zero_absent(plan, live, fill)
-        named = [
-            (t, s.name) for s, t in zip(plan.sources, live, strict=True) if s and t is not None
-        ]
+    def _items(self, plan: PhasePlan, fill: Fill) -> tuple[list[CopyItem], LiveSources]:
+        sources = self._sources.get(plan.phase)
+        if sources is None or sources.plan is not plan:
+            sources = self._sources[plan.phase] = LiveSources(self._binding, plan)
+        items = sources.items()
+        fill.scalars["absent"] = sources.absent
+        self._zero_missing(sources, fill)
+        named = sources.named
         if self._restless:
             restless = {local(t).data_ptr() for t, n in named if n in self._restless}
             items = [
                 replace(i, tensor=i.tensor.clone()) if i.tensor.data_ptr() in restless else i
                 for i in items
             ]
-        fill.versions = [(t, t._version, n) for t, n in named if n not in self._restless]
-        return items, absent
+            named = [(t, n) for t, n in named if n not in self._restless]
+        fill.versions = [(t, t._version, n) for t, n in named]
+        return items, sources
 
-    def _live(self, plan: PhasePlan) -> list[Tensor | None]:
-        binding = self._binding
-        buffers = binding.buffers()
-        live: list[Tensor | None] = []
-        for source in plan.sources:
-            value: object = None
-            if source is None or source.kind == "packed":
-                pass
-            elif source.kind == "param":
-                value = binding.params[source.name]
-            elif source.kind == "optim":
-                value = binding.state(source.name).get(source.key)
-            elif source.kind == "master":
-                value = binding.masters[source.name]
-            else:
-                value = buffers[source.name]
-            live.append(value if isinstance(value, Tensor) else None)
-        return live
+    def unknown_state(self) -> str:
+        """Optimizer state that the current plans do not capture; empty if there is none."""
+        # Every phase knows the same optimizer state: one of them can tell.
+        return next((s.unknown_state() for s in self._sources.values()), "")
 
-    def _packed_items(self, plan: PhasePlan) -> list[CopyItem]:
-        """0-dimensional state, stacked afresh: thousands of four-byte copies would be slower."""
-        packed = stack_packed(self._binding)
-        return [
-            _item(s, packed[s.dtype], plan, i)
-            for i, s in enumerate(plan.sources)
-            if s is not None and s.kind == "packed"
-        ]
-
-    def _zero_absent(self, plan: PhasePlan, live: Sequence[Tensor | None], fill: Fill) -> None:
+    def _zero_missing(self, sources: LiveSources, fill: Fill) -> None:
         """State that does not exist yet is recorded as absent; its bytes are zero, not an older snapshot's."""
-        base = fill.segment.slot_base(fill.index)
-        for i, (source, tensor) in enumerate(zip(plan.sources, live, strict=True)):
-            if source is not None and source.kind != "packed" and tensor is None:
-                start = base + plan.offsets[i]
-                fill.segment.memory.tensor[start : start + plan.layout.entries[i].nbytes].zero_()
-
-
-def _item(source: Source, tensor: Tensor, plan: PhasePlan, index: int) -> CopyItem:
-    return CopyItem(
-        local(tensor),
-        source.start,
-        source.stop,
-        source.dtype,
-        plan.offsets[index],
-        plan.layout.entries[index].nbytes,
-    )
+        base, plan = fill.segment.slot_base(fill.index), fill.plan
+        for i in sources.missing() if sources.absent else ():
+            start = base + plan.offsets[i]
+            fill.segment.memory.tensor[start : start + plan.layout.entries[i].nbytes].zero_()

@@ -12,7 +12,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -244,6 +244,7 @@ class Checkpointer:
         if recorder is None or memory is None or self._replay is not None:
             raise ValueError("verify() needs a running checkpointer that is not replaying")
         recorder.finish()
+        memory.session.flush(_SEAL_WAIT_S)
         memory.settle_filled(_SEAL_WAIT_S)
         suffix = find_suffix(memory.table.records(), memory.num_operators)
         if isinstance(suffix, NoSuffix):
@@ -251,6 +252,12 @@ class Checkpointer:
         images = memory.images(suffix.records)
         until = self._step + 1 if self._stepping else self._step
         return self._certify(images, until, run_step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Detach from the daemon, which keeps the snapshots. The loop may go on unprotected."""
@@ -305,6 +312,9 @@ class Checkpointer:
         if self._recorder is not None:
             self._recorder.finish()
         if self._memory is not None:
+            # The last snapshot must not depend on how soon the process ends now.
+            if not self._memory.session.flush(_SEAL_WAIT_S):
+                logger.warning("the last snapshot was not finished within %.0f s", _SEAL_WAIT_S)
             self._memory.session.report(self._step, self._stats.as_dict())
 
     _stepping = False

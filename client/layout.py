@@ -67,6 +67,10 @@ class PhasePlan:
     scalars_capacity: int
     static_offset: int
     static: bytes
+    # (parameter, key) of each element of the packed 0-dimensional state, by dtype.
+    packed: dict[torch.dtype, list[tuple[str, str]]]
+    # What the optimizer was known to keep for each parameter when this was planned.
+    state_keys: dict[str, frozenset[str]]
 
 
 def entry_name(source: Source) -> str:
@@ -155,7 +159,8 @@ def build_phase(
                 Source("buffer", name, dtype=data.dtype),
             )
         )
-    for dtype, names in packed_scalars(binding).items():
+    packed = packed_scalars(binding)
+    for dtype, names in packed.items():
         key = SAFETENSORS_DTYPES[dtype]
         pairs.append(
             (
@@ -181,6 +186,8 @@ def build_phase(
         scalars_capacity=scalars_capacity,
         static_offset=layout.offset_of(STATIC),
         static=static,
+        packed=packed,
+        state_keys={n: frozenset(s.key for s in binding.specs(n)) for n in binding.owner},
     )
 
 

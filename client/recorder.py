@@ -21,7 +21,7 @@ from ckptd.client.capture import Capture
 from ckptd.client.freeze import Tape
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
-from ckptd.client.planning import Plan, TrainingSpeed, make_plan
+from ckptd.client.planning import MAX_WINDOW, Plan, TrainingSpeed, make_plan
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.rng import capture_rng
@@ -42,6 +42,9 @@ _WATCHED_STEPS = 4
 _RETRY_STEPS = 50
 _REORDER_STEPS = 50
 _REPORT_S = 1.0
+# A median wait above this share of an iteration, over this many steps, is not noise.
+_TOLERATED_WAIT = 0.05
+_WAITS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,8 @@ class Recorder:
         # Buffers that a forward changes cannot be copied beside it: found while measuring, by version counter.
         self._buffer_versions: dict[str, tuple[int, int]] = {}
         self._restless: set[str] = set()
+        self._waits_s: list[float] = []
+        self._widen_at = 0
 
     # -- the life of a step ----------------------------------------------------------------------
 
@@ -110,6 +115,8 @@ class Recorder:
             self._iterations_s.append(started - self._top_at)
             del self._iterations_s[:-16]
             self._stats.note_stall(self._boundary_s, self._wait_s)
+            self._waits_s.append(self._wait_s)
+            del self._waits_s[:-_WAITS]
         self._seen += 1
         self._top_at, self._wait_s = started, 0.0
         if self._capture is not None:
@@ -177,11 +184,13 @@ class Recorder:
     def _take(self, step: int) -> None:
         if self._capture is None and not self._prepare(step):
             return
+        assert self.plan is not None
+        if self._ordinal % self.plan.schedule.window == 0:
+            self._maybe_reorder(self.plan)
+            self._maybe_widen(self.plan, step)
+            self._check_state(step)
         capture, plan = self._capture, self.plan
         assert capture is not None
-        assert plan is not None
-        if self._ordinal % plan.schedule.window == 0:
-            self._maybe_reorder(plan)
         phase = plan.phase_plan(self._binding, self._ordinal)
         if phase is None:  # a policy that skips steps: its snapshots need no chain
             self._ordinal += 1
@@ -252,8 +261,7 @@ class Recorder:
             self._tape.take()
             return False
         try:
-            self.plan = self._make_plan()
-            self._reserve(self.plan)
+            self._reserve(self._make_plan())
         except (AttachRefused, DaemonUnavailable, TimeoutError, ValueError) as error:
             self._retry_at = step + _RETRY_STEPS
             text = f"snapshots cannot start: {error}; trying again at step {self._retry_at}"
@@ -263,7 +271,7 @@ class Recorder:
         self._tape.take()
         return True
 
-    def _make_plan(self) -> Plan:
+    def _make_plan(self, window: int | None = None) -> Plan:
         options = self._options
         speed = self.speed()
         on_cpu = all(local(p).device.type == "cpu" for p in self._binding.params.values())
@@ -274,7 +282,7 @@ class Recorder:
             self._binding,
             self._operators,
             policy=options.policy,
-            window=options.window,
+            window=options.window if window is None else window,
             every=options.every,
             budget_bytes=budget,
             available_bytes=available,
@@ -322,11 +330,9 @@ class Recorder:
             num_operators=len(plan.operators),
             payload=plan.payload(self._binding),
         )
-        self._register(segment)
-        self._start_capture()
-
-    def _register(self, segment: MappedSegment) -> None:
         self._engine.register(segment.memory, segment.regions())
+        self.plan = plan
+        self._start_capture()
 
     def _start_capture(self) -> None:
         plan = self.plan
@@ -379,6 +385,53 @@ class Recorder:
         if schedule is not None:
             plan.use(schedule)
             self._stats.reorders += 1
+
+    def _check_state(self, step: int) -> None:
+        """State that an optimizer began to keep later must be captured from now on: plan anew."""
+        found = self._capture.unknown_state() if self._capture is not None else ""
+        if not found or step < self._retry_at:
+            return
+        self._retry_at = step + _RETRY_STEPS
+        logger.warning("%s appeared after the snapshots were planned: planning anew", found)
+        try:
+            self._reserve(self._make_plan(window=self.plan.schedule.window if self.plan else None))
+            self._ordinal, self._previous = 0, -1
+        except (AttachRefused, DaemonUnavailable, TimeoutError, ValueError) as error:
+            text = f"{found} is not captured: {error}; snapshots taken from now on are not exact"
+            logger.error("%s", text)
+            self._memory.session.notice("error", "state_not_captured", text)
+
+    def _maybe_widen(self, plan: Plan, step: int) -> None:
+        """Copies that keep the optimizer waiting mean that the window was chosen too small: widen it (DESIGN 5.3)."""
+        if (
+            self._options.window is not None
+            or plan.policy_name == "dense"
+            or step < self._widen_at
+            or len(self._waits_s) < _WAITS
+        ):
+            return
+        waited, iteration = statistics.median(self._waits_s), statistics.median(self._iterations_s)
+        self._widen_at = step + _RETRY_STEPS
+        if waited <= _TOLERATED_WAIT * iteration or self._previous_generation_pending():
+            return
+        wider = plan.schedule.window + max(1, plan.schedule.window // 2)
+        try:
+            replanned = self._make_plan(window=min(wider, MAX_WINDOW))
+            if (
+                replanned.schedule.window > plan.schedule.window
+                and replanned.slot_bytes < plan.slot_bytes
+            ):
+                logger.info(
+                    "the optimizer waits %.1f ms per step for copies: window %d -> %d",
+                    waited * 1e3,
+                    plan.schedule.window,
+                    replanned.schedule.window,
+                )
+                self._reserve(replanned)
+                self._ordinal, self._previous = 0, -1
+                self._waits_s.clear()
+        except (AttachRefused, DaemonUnavailable, TimeoutError, ValueError) as error:
+            logger.warning("the window stays at %d: %s", plan.schedule.window, error)
 
     def _report(self, step: int) -> None:
         now = time.monotonic()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ckptd.client.binding import Binding, local
-from ckptd.client.layout import SAFETENSORS_DTYPES, packed_scalars
+from ckptd.client.layout import SAFETENSORS_DTYPES
 
 __all__ = [
     "Stateful",
@@ -22,7 +22,6 @@ __all__ = [
     "gather_groups",
     "grad_flags",
     "python_state",
-    "stack_packed",
     "zero_grads",
 ]
 
@@ -64,21 +63,6 @@ def apply_groups(binding: Binding, groups: list[list[dict[str, Any]]]) -> None:
                     group[key] = value
 
 
-def stack_packed(binding: Binding) -> dict[torch.dtype, Tensor]:
-    """Every 0-dimensional optimizer state tensor, stacked per dtype in the order of ``packed_scalars`` (0 where absent)."""
-    stacked = {}
-    for dtype, names in packed_scalars(binding).items():
-        values = [binding.state(name).get(key) for name, key in names]
-        present = next((v for v in values if isinstance(v, Tensor)), None)
-        zero = torch.zeros((), dtype=dtype, device=present.device if present is not None else "cpu")
-        devices = {v.device for v in values if isinstance(v, Tensor)}
-        if len(devices) > 1:
-            values = [v.cpu() if isinstance(v, Tensor) else v for v in values]
-            zero = zero.cpu()
-        stacked[dtype] = torch.stack([local(v) if isinstance(v, Tensor) else zero for v in values])
-    return stacked
-
-
 def apply_packed(
     binding: Binding,
     packed: Mapping[torch.dtype, Tensor],
@@ -100,7 +84,7 @@ def apply_packed(
 def python_state(binding: Binding) -> dict[str, dict[str, Any]]:
     """Plain values in the optimizers' per-parameter state (older optimizers keep ``step`` as an int)."""
     found: dict[str, dict[str, Any]] = {}
-    for name in binding.owner:
+    for name in binding.plain_state_names():
         plain = {k: v for k, v in binding.state(name).items() if not isinstance(v, Tensor)}
         if plain:
             found[name] = plain
@@ -108,23 +92,24 @@ def python_state(binding: Binding) -> dict[str, dict[str, Any]]:
 
 
 def grad_flags(binding: Binding) -> bytes:
-    """One bit per parameter: it has a gradient tensor (a fresh process has none, and optimizers skip those)."""
-    mask = 0
-    for i, (name, param) in enumerate(binding.params.items()):
-        if param.grad is not None:
-            mask |= 1 << (2 * i)
-        if name in binding.masters and binding.masters[name].grad is not None:
-            mask |= 2 << (2 * i)
-    return mask.to_bytes(len(binding.params) // 4 + 1, "little")
+    """One byte per parameter: 1, it has a gradient tensor; 2, its master has (a fresh process has none, and optimizers
+    skip those)."""
+    masters = binding.masters
+    if not masters:
+        return bytes(p.grad is not None for p in binding.params.values())
+    return bytes(
+        (p.grad is not None) + 2 * (n in masters and masters[n].grad is not None)
+        for n, p in binding.params.items()
+    )
 
 
 def zero_grads(binding: Binding, flags: bytes, names: Iterable[str]) -> None:
     """Give zero gradients to those of ``names`` that had a gradient tensor at the snapshot and have none now."""
-    mask, wanted = int.from_bytes(flags, "little"), set(names)
-    for i, (name, param) in enumerate(binding.params.items()):
+    wanted = set(names)
+    for flag, (name, param) in zip(flags, binding.params.items(), strict=True):
         if name not in wanted:
             continue
-        if mask >> (2 * i) & 1 and param.grad is None:
+        if flag & 1 and param.grad is None:
             param.grad = torch.zeros_like(param)
-        if mask >> (2 * i + 1) & 1 and binding.masters[name].grad is None:
+        if flag & 2 and binding.masters[name].grad is None:
             binding.masters[name].grad = torch.zeros_like(binding.masters[name])

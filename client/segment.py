@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,6 +31,19 @@ from ckptd.segment_format import (
 from ckptd.storage.image import ImageError, ImageView, seal
 
 __all__ = ["MappedSegment", "RankTaken", "SlotTable"]
+
+
+_OPEN: weakref.WeakSet[MappedSegment] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """OFD locks belong to the open file, which a forked child shares: close it there, or our death would not free it."""
+    for segment in list(_OPEN):
+        os.close(segment.fd)
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class RankTaken(RuntimeError):
@@ -58,6 +72,9 @@ class MappedSegment:
         except BaseException:
             os.close(self.fd)
             raise
+        # A forked child (a data loader's worker) must neither keep our locks alive nor our memory mapped.
+        self._map.madvise(mmap.MADV_DONTFORK)
+        _OPEN.add(self)
         self.buffer = memoryview(self._map)
         self.geometry: SegmentGeometry
         self.descriptor: SegmentDescriptor
@@ -111,6 +128,7 @@ class MappedSegment:
 
     def close(self) -> None:
         """Give up ownership. The mapping goes when the last tensor view of it does."""
+        _OPEN.discard(self)
         os.close(self.fd)
 
 

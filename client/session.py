@@ -27,6 +27,7 @@ from ckptd.transport.messages import (
     Notice,
     Ping,
     Pong,
+    RefusalCode,
     Report,
     Reserve,
     Reserved,
@@ -43,6 +44,7 @@ T = TypeVar("T")
 _PING_S = 1.0
 _ANSWER_S = 5.0
 _QUEUE_LIMIT = 1024
+_RANK_PATIENCE_S = 5.0
 _FAILURES = (RequestTimeout, WireError, DaemonUnavailable, OSError)
 
 
@@ -133,6 +135,14 @@ class Session:
                 logger.warning("generation %d was not dropped: %s", generation, error)
 
         self.submit(ask)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything submitted so far is done; False if that takes longer."""
+        try:
+            self._call(lambda: None, timeout_s)
+        except (DaemonUnavailable, TimeoutError):
+            return False
+        return True
 
     def close(self, *, final: bool = False) -> None:
         """End the session in order, after the work already queued; never raises."""
@@ -234,10 +244,15 @@ class Session:
 
     def _open_within(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
+        patient_until = time.monotonic() + min(timeout_s, _RANK_PATIENCE_S)
         while True:
             try:
                 self._open()
                 return
+            except AttachRefused as error:
+                # A killed trainer owns its rank until the kernel is done with it: restarts are quicker than that.
+                if error.code != RefusalCode.RANK_TAKEN or time.monotonic() >= patient_until:
+                    raise
             except _FAILURES as error:
                 if time.monotonic() >= deadline:
                     if isinstance(error, DaemonUnavailable):
@@ -246,7 +261,7 @@ class Session:
                         f"attach: {error}",
                         hint="start one with `ckptd run`, or pass daemon='auto'; `ckptctl doctor` looks for causes",
                     ) from error
-                time.sleep(0.2)
+            time.sleep(0.2)
 
     def _open(self) -> None:
         if self._client is not None:

@@ -79,6 +79,7 @@ class CopyEngine(Protocol):
         memory: HostMemory,
         base: int,
         done: Callable[[BaseException | None], None],
+        late: Callable[[], Sequence[CopyItem]] = tuple,
     ) -> None:
         """Start copying ``items`` to the slot at ``base``; ``done(error)`` is called once, on any thread, before ``wait`` returns."""
 
@@ -121,13 +122,14 @@ class CpuEngine:
         memory: HostMemory,
         base: int,
         done: Callable[[BaseException | None], None],
+        late: Callable[[], Sequence[CopyItem]] = tuple,
     ) -> None:
         self.wait()
 
         def job() -> None:
             error: BaseException | None = None
             try:
-                for item in items:
+                for item in (*items, *late()):
                     _to_host(item, memory, base)
             except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
                 error = caught

@@ -90,12 +90,13 @@ class CudaEngine:
         memory: HostMemory,
         base: int,
         done: Callable[[BaseException | None], None],
+        late: Callable[[], Sequence[CopyItem]] = tuple,
     ) -> None:
         ready = torch.cuda.current_stream(self._device).record_event()
         self._stream.wait_event(ready)
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
-                for index, run in enumerate(_runs(items)):
+                for index, run in enumerate(_runs([*items, *late()])):
                     self._send(run, index, memory, base)
         except RuntimeError as error:
             done(error)

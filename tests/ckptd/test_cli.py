@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.segments import filesystem_kind
+from ckptd.pages import filesystem_kind, is_in_memory
 from ckptd.transport import messages as m
 from tests.ckptd.running import (
     ROOT,
@@ -68,7 +68,7 @@ def test_a_bad_setting_ends_the_start(busy: DaemonProcess) -> None:
 
 
 def test_segments_on_a_disk_are_refused_unless_allowed(busy: DaemonProcess, tmp_path: Path) -> None:
-    if not filesystem_kind(tmp_path).startswith("type"):
+    if is_in_memory(filesystem_kind(tmp_path)):
         pytest.skip(f"{tmp_path} is in memory: no disk to try it on")
     flags = ["--runtime-dir", str(tmp_path / "r"), "--segment-dir", str(tmp_path / "s")]
     done = run("ckptd", "run", *flags, env=busy.env)

@@ -332,6 +332,19 @@ def test_a_truncated_segment_is_put_aside_and_the_rest_is_served() -> None:
         assert bad.path.with_name(bad.path.name + ".bad").exists()
 
 
+def test_a_segment_that_somebody_deletes_is_told_and_the_daemon_goes_on() -> None:
+    with running_daemon() as daemon, daemon.client() as client:
+        attach(client)
+        gone, kept = reserve(client), reserve(client)
+        fill(gone, 0, 3)
+        client.send(m.Filled(gone.generation, 0, 3))
+        gone.path.unlink()
+        eventually(lambda: "segment_vanished" in kinds(client), "told")
+        status = client.ask(m.GetStatus(), m.Status)
+        assert [segment.path for segment in status.segments] == [str(kept.path)]
+        assert status.used_bytes == kept.file_bytes
+
+
 def test_a_flipped_bit_is_found_by_the_scrub() -> None:
     with running_daemon(scrub_interval_s="0.2") as daemon, daemon.client() as client:
         attach(client)

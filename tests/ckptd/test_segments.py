@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from ckptd import locks
+from ckptd.pages import filesystem_kind, is_in_memory
 from ckptd.ring import SlotState
 from ckptd.runtime_dir import AlreadyRunning, UnusableFolder, claim, node_name, private_folder
 from ckptd.sealer import Verdict, scrub_slot, seal_slot
 from ckptd.segment_format import slot_lock_byte
-from ckptd.segments import CannotReserve, SegmentStore, filesystem_kind, open_segment, settle
+from ckptd.segments import CannotReserve, SegmentStore, open_segment, settle
 from ckptd.sessions import RankKey
 from tests.ckptd.running import MIB, descriptor, fill, own, small_tmpfs, state_of
 
@@ -225,6 +226,15 @@ def test_a_slot_that_is_being_written_is_not_scrubbed(folder: Path) -> None:
     assert scrub_slot(segment, 0, sequence=99).verdict is Verdict.CHANGED
 
 
+def test_a_file_that_was_removed_or_replaced_is_noticed(folder: Path) -> None:
+    segment = make_store(folder).create(descriptor(), 1, 4096)
+    assert segment.in_place()
+    segment.path.rename(folder / "elsewhere")
+    assert not segment.in_place()
+    segment.path.write_bytes(b"another file")
+    assert not segment.in_place()
+
+
 def test_locking_in_memory_is_recorded(folder: Path) -> None:
     segment = make_store(folder, mlock="auto").create(descriptor(), 1, 4096)
     if os.geteuid() == 0:
@@ -234,7 +244,8 @@ def test_locking_in_memory_is_recorded(folder: Path) -> None:
 
 def test_the_filesystem_is_recognised(folder: Path) -> None:
     assert filesystem_kind(folder) == "tmpfs"
-    assert filesystem_kind(Path("/proc")).startswith("type 0x")
+    assert is_in_memory("tmpfs")
+    assert not is_in_memory(filesystem_kind(Path("/proc")))
 
 
 def test_a_folder_must_be_ours_alone(tmp_path: Path) -> None:

@@ -467,3 +467,19 @@ CASES: dict[str, Callable[[int], Job]] = {
     "window7": make(options={"window": 7}),
     "auto_window": make(options={"window": None}),
 }
+
+
+def find_case(name: str) -> Callable[[int], Job]:
+    """The builder of a case; those named ``hf_…`` need transformers, which is imported only for them.
+
+    Raises:
+        ValueError: there is no such case.
+    """
+    known = CASES
+    if name.startswith("hf_"):
+        from tests.e2e.hf_cases import HF_CASES
+
+        known = HF_CASES
+    if name not in known:
+        raise ValueError(f"no case {name!r}; there are {', '.join(sorted(known))}")
+    return known[name]

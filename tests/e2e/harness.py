@@ -6,18 +6,26 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from ckptd.launch import answers
+from ckptd.transport.messages import Events, GetEvents, Request
+from ckptd.transport.wire import ControlClient
 
-__all__ = ["DaemonProcess", "Jobs"]
+__all__ = ["DaemonProcess", "Jobs", "own_daemon"]
+
+ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.e2e.job", "tests.e2e.preload"])
@@ -41,14 +49,19 @@ class Jobs:
         self._count = 0
 
     def start(
-        self, case: str, *options: str, daemon: str | None = None, name: str | None = None
+        self,
+        case: str,
+        *options: str,
+        daemon: str | None = None,
+        name: str | None = None,
+        environment: dict[str, str] | None = None,
     ) -> tuple[BaseProcess, Path]:
         """The process, and where its final state goes."""
         self._count += 1
         out = self.folder / f"{name or case}-{self._count}.pt"
         arguments = [case, "--out", str(out), "--daemon", daemon or self.endpoint, *options]
         process = _CONTEXT.Process(
-            target=_run, args=(arguments, str(out.with_suffix(".log")), {}), daemon=False
+            target=_run, args=(arguments, str(out.with_suffix(".log")), environment or {}), daemon=False
         )
         process.start()
         return process, out
@@ -73,6 +86,16 @@ class Jobs:
             raise AssertionError(
                 f"{case} {options} ended with {process.exitcode}, expected {wanted}; its log:\n{self.log(out)}"
             )
+        return out
+
+    def end(self, process: BaseProcess, out: Path, *, timeout_s: float = 120) -> Path:
+        """Wait for the orderly end of a started job; fails the test with its log otherwise."""
+        process.join(timeout_s)
+        if process.exitcode != 0:
+            how = "hung" if process.is_alive() else f"ended with {process.exitcode}"
+            process.kill()
+            process.join()
+            raise AssertionError(f"{out.stem} {how}; its log:\n{self.log(out)}")
         return out
 
     def log(self, out: Path) -> str:
@@ -122,6 +145,25 @@ class DaemonProcess:
         self.process.kill()
         self.process.wait()
 
+    def pause(self) -> None:
+        """SIGSTOP: alive, holding its locks and its socket, and answering nothing."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def unpause(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def ask(self, request: Request, reply: type[ReplyT]) -> ReplyT:
+        """What it answers, as ``ckptctl`` would ask."""
+        with ControlClient(self.endpoint, timeout_s=20) as client:
+            return client.ask(request, reply)
+
+    def events(self, kind: str, run: str = "") -> list[str]:
+        """Messages of the events of this kind, of this run if one is named."""
+        page = self.ask(GetEvents(limit=10_000), Events)
+        return [e.message for e in page.events if e.kind == kind and run in ("", e.run)]
+
     @contextlib.contextmanager
     def running(self) -> Iterator[DaemonProcess]:
         self.start()
@@ -130,5 +172,20 @@ class DaemonProcess:
         finally:
             assert self.process is not None
             if self.process.poll() is None:
+                self.process.send_signal(signal.SIGCONT)  # a paused one could not end
                 self.process.terminate()
                 self.process.wait(timeout=20)
+
+
+@contextlib.contextmanager
+def own_daemon(*flags: str, segment_dir: Path | None = None) -> Iterator[DaemonProcess]:
+    """A daemon that a test may kill, starve or feed damage, with folders of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="ckptd-own-", dir="/dev/shm"))
+    for name in ("run", "segments"):
+        (folder / name).mkdir(mode=0o700)
+    flags = flags or ("--memory", "256MiB")
+    try:
+        with DaemonProcess(folder / "run", segment_dir or folder / "segments", *flags).running() as d:
+            yield d
+    finally:
+        shutil.rmtree(folder)

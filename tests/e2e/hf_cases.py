@@ -38,15 +38,16 @@ _SIZES: dict[str, Any] = {
 
 
 def _mixtral() -> Any:
-    config = transformers.MixtralConfig(**_SIZES, num_local_experts=_EXPERTS)
     # The jitter multiplies by random numbers in training: one more consumer of the generators.
-    config.router_jitter_noise = 0.1
+    config = transformers.MixtralConfig(
+        **_SIZES, num_local_experts=_EXPERTS, router_jitter_noise=0.1
+    )
     return transformers.MixtralForCausalLM(config)
 
 
 def _qwen3_moe() -> Any:
     config = transformers.Qwen3MoeConfig(
-        **_SIZES, num_experts=_EXPERTS, moe_intermediate_size=12, norm_topk_prob=True, head_dim=8
+        **_SIZES, num_experts=_EXPERTS, moe_intermediate_size=12, norm_topk_prob=True
     )
     return transformers.Qwen3MoeForCausalLM(config)
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.e2e.cases import CASES, Job
+from tests.e2e.cases import Job, find_case
 
 
 def final_state(job: Job) -> dict[str, Any]:
@@ -44,9 +44,29 @@ def final_state(job: Job) -> dict[str, Any]:
     return state
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that a reader sees whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.rename(path)
+
+
+def distribute(job: Job, store: Path) -> None:
+    """Data parallel over the ranks of torchrun's environment, each with data of its own."""
+    from torch import distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+    )
+    job.model = DistributedDataParallel(job.model, find_unused_parameters=True)
+    job.state["data"].position = 10_000 * rank
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("case", choices=sorted(CASES))
+    parser.add_argument("case", help="a name in cases.py or hf_cases.py")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--total", type=int, default=12)
     parser.add_argument("--kill-at", type=int, default=-1)
@@ -59,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--progress", type=Path)
+    parser.add_argument("--stats", type=Path, help="keep the Checkpointer's counters in this file")
+    parser.add_argument("--nan-at", type=int, default=-1, help="make a weight NaN after that step")
+    parser.add_argument("--store", type=Path, help="train with DDP over gloo, meeting at this file")
     parser.add_argument("--verify", action="store_true")
     parser.add_argument(
         "--set", action="append", default=[], help="Checkpointer argument as key=json"
@@ -66,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
-    job = CASES[args.case](args.seed)
+    job = find_case(args.case)(args.seed)
     random.seed(99)
     np.random.seed(99)
     options = {k: json.loads(v) for k, v in (pair.split("=", 1) for pair in args.set)}
@@ -88,12 +111,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     for step in ckpt.steps(args.total):
         maybe_die(step, "top")
         if args.progress is not None:
-            args.progress.write_text(f"{step} {int(ckpt.replaying)}")
+            replace_text(args.progress, f"{step} {int(ckpt.replaying)}")
+        if args.stats is not None:
+            replace_text(args.stats, json.dumps({"step": step, **ckpt.stats()}))
         if args.step_ms:
             time.sleep(args.step_ms / 1e3)
         job.step(step, functools.partial(maybe_die, step))
+        if step == args.nan_at:
+            with torch.no_grad():
+                next(job.model.parameters()).view(-1)[0] = float("nan")
         maybe_die(step, "after")
-    report: dict[str, Any] = {"resumed_from": ckpt.resumed_from, **ckpt.stats()}
+    report: dict[str, Any] = {
+        "resumed_from": ckpt.resumed_from,
+        "describe": ckpt.describe(),
+        **ckpt.stats(),
+    }
     if args.verify:
         certificate = ckpt.verify(lambda step: job.step(step, lambda point: None))
         report["identical"] = certificate.identical

@@ -1,0 +1,135 @@
+"""The daemon's answers to `ckptctl`: what there is, what happened, and forgetting a run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import ckptd
+from ckptd import inventory, locks
+from ckptd.config import DaemonConfig
+from ckptd.events import EventLog
+from ckptd.housekeeping import Housekeeper
+from ckptd.segments import Segment, SegmentStore
+from ckptd.sessions import Session, SessionTable
+from ckptd.transport import messages as m
+from ckptd.transport.messages import RefusalCode
+from ckptd.units import format_bytes
+
+__all__ = ["Admin", "openers"]
+
+
+class Admin:
+    """Reads sessions, segments and events; only `forget` changes anything."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        boot_id: str,
+        store: SegmentStore,
+        sessions: SessionTable,
+        events: EventLog,
+        housekeeper: Housekeeper,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._boot_id, self._clock = config, boot_id, clock
+        self._store, self._sessions = store, sessions
+        self._events, self._housekeeper = events, housekeeper
+        self._started_s = clock()
+
+    def status(self) -> m.Status:
+        """Everything `ckptctl status` shows."""
+        now_s = self._clock()
+        promised = self._sessions.promised()
+        memory = self._store.memory(promised)
+        anon, file, shmem = inventory.own_memory()
+        return m.Status(
+            version=ckptd.__version__,
+            node_id=self._store.node_id,
+            boot_id=self._boot_id,
+            pid=os.getpid(),
+            uptime_s=now_s - self._started_s,
+            endpoint=self._config.listen,
+            runtime_dir=self._config.runtime_dir,
+            segment_dir=str(self._store.folder),
+            quota_bytes=self._store.quota_bytes,
+            used_bytes=self._store.used_bytes,
+            promised_bytes=sum(promised.values()),
+            fs_total_bytes=memory.fs_total_bytes,
+            fs_available_bytes=memory.fs_available_bytes,
+            rss_anon_bytes=anon,
+            rss_file_bytes=file,
+            rss_shmem_bytes=shmem,
+            seal_queue=self._housekeeper.queued,
+            sessions=tuple(self._session_status(session, now_s) for session in self._sessions),
+            segments=tuple(inventory.segment_status(segment, now_s) for segment in self._store),
+            counters=dict(self._events.counters),
+        )
+
+    def _session_status(self, session: Session, now_s: float) -> m.SessionStatus:
+        segments = self._store.of_rank(session.key)
+        return m.SessionStatus(
+            job=session.key.job,
+            run=session.key.run,
+            rank=session.key.rank,
+            world_size=session.wish.world_size,
+            pid=session.pid,
+            step=session.step,
+            metrics=dict(session.metrics),
+            segments=len(segments),
+            segment_bytes=sum(segment.file_bytes for segment in segments),
+            promised_bytes=session.wish.needed_bytes,
+            attached_s=now_s - session.attached_at_s,
+            watched_by=session.watched_by,
+        )
+
+    def snapshots(self, message: m.GetSnapshots) -> m.Snapshots:
+        """The slot tables of the ranks that were asked for."""
+        keys = {
+            segment.key
+            for segment in self._store
+            if message.job in ("", segment.key.job)
+            and message.run in ("", segment.key.run)
+            and message.rank in (-1, segment.key.rank)
+        }
+        return m.Snapshots(
+            tuple(
+                inventory.rank_snapshots(self._store.of_rank(key), operators=message.operators)
+                for key in sorted(keys)
+            )
+        )
+
+    def events(self, message: m.GetEvents) -> m.Events:
+        """A page of the event log."""
+        return self._events.page(message.since, message.limit)
+
+    def forget(self, message: m.Forget) -> m.Done | m.Refused:
+        """Free a run that no trainer owns."""
+        segments = self._store.of_run(message.job, message.run)
+        name = f"{message.job}/{message.run}"
+        alive = [s for s in self._sessions if (s.key.job, s.key.run) == (message.job, message.run)]
+        owned = [segment for segment in segments if segment.owned()]
+        if alive or owned:
+            pids = sorted({s.pid for s in alive} | set(openers(owned)))
+            return m.Refused(
+                RefusalCode.IN_USE,
+                f"{name} has live trainers: process {', '.join(map(str, pids)) or 'unknown'}",
+                "end them first",
+            )
+        bad = self._store.remove_bad(message.job, message.run)
+        if not segments and not bad:
+            runs = sorted({f"{s.key.job}/{s.key.run}" for s in self._store})
+            known = f"in memory are {', '.join(runs)}" if runs else "nothing is in memory"
+            return m.Refused(RefusalCode.NOT_FOUND, f"no segments of {name}; {known}")
+        size = sum(segment.file_bytes for segment in segments)
+        for segment in segments:
+            self._housekeeper.remove(segment, "forgotten by request")
+        put_aside = f" and {bad} damaged files" if bad else ""
+        return m.Done(f"freed {format_bytes(size)} in {len(segments)} segments{put_aside}")
+
+
+def openers(segments: list[Segment]) -> list[int]:
+    """The other processes that have these files open, as far as this user may see."""
+    found = {pid for segment in segments for pid in locks.holders_of(segment.path)}
+    return sorted(found - {os.getpid()})

@@ -1,0 +1,137 @@
+"""Live tensors of a phase plan, found again at every boundary at the price of one dictionary look-up each.
+
+Parameters, buffers and optimizer state can be replaced under us (``load_state_dict``, a re-registered buffer), so tensors are
+not held; the dictionaries that hold them are, and are looked up afresh when an optimizer's state object changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptd.client.binding import Binding, local
+from ckptd.client.layout import PhasePlan
+from ckptd.cuda.engine import CopyItem
+
+__all__ = ["LiveSources"]
+
+_NOWHERE: Mapping[str, Any] = {}
+
+
+class LiveSources:
+    """Resolves one plan's sources."""
+
+    def __init__(self, binding: Binding, plan: PhasePlan) -> None:
+        self._binding, self.plan = binding, plan
+        self._state_key: tuple[tuple[int, int], ...] = ()
+        self._places: list[tuple[Mapping[str, Any], str]] = []
+        self._packed_places: dict[torch.dtype, list[tuple[Mapping[str, Any], str]]] = {}
+        self._live: list[Tensor | None] = []
+        self._items: list[CopyItem] = []
+        self.named: list[tuple[Tensor, str]] = []
+        self.absent: list[str] = []
+
+    def items(self) -> list[CopyItem]:
+        """Copies of everything but packed state; ``named`` and ``absent`` are of the same moment."""
+        self._refresh()
+        live: list[Tensor | None] = [place.get(key) for place, key in self._places]
+        if len(live) != len(self._live) or any(
+            a is not b for a, b in zip(live, self._live, strict=True)
+        ):
+            self._rebuild(live)
+        return self._items
+
+    def packed_items(self) -> list[CopyItem]:
+        """0-dimensional state, stacked afresh: thousands of four-byte copies would be slower."""
+        found = []
+        for i, source in enumerate(self.plan.sources):
+            if source is not None and source.kind == "packed":
+                stacked = _stack(
+                    [place.get(key) for place, key in self._packed_places[source.dtype]],
+                    source.dtype,
+                )
+                found.append(self._item(i, stacked))
+        return found
+
+    def unknown_state(self) -> str:
+        """A tensor in the optimizer's state that the plan does not know (it appeared later); empty if there is none."""
+        for name, keys in self.plan.state_keys.items():
+            for key, value in self._binding.state(name).items():
+                if key not in keys and isinstance(value, Tensor):
+                    return f"optimizer state {key!r} of {name}"
+        return ""
+
+    def _refresh(self) -> None:
+        key = tuple((id(o.state), len(o.state)) for o in self._binding.optimizers)
+        if key == self._state_key:
+            return
+        self._state_key = key
+        binding = self._binding
+        states = {name: binding.state(name) for name in binding.owner}
+        self._places = []
+        for source in self.plan.sources:
+            if source is None or source.kind == "packed":
+                self._places.append((_NOWHERE, ""))
+            elif source.kind == "param":
+                self._places.append((binding.params, source.name))
+            elif source.kind == "master":
+                self._places.append((binding.masters, source.name))
+            elif source.kind == "optim":
+                self._places.append((states[source.name], source.key))
+            else:
+                owner, _, leaf = source.name.rpartition(".")
+                self._places.append((binding.model.get_submodule(owner)._buffers, leaf))
+        self._packed_places = {
+            dtype: [(states[name], key) for name, key in pairs]
+            for dtype, pairs in self.plan.packed.items()
+        }
+
+    def _rebuild(self, live: list[Tensor | None]) -> None:
+        self._live = live
+        self._items = [
+            self._item(i, tensor) for i, tensor in enumerate(live) if isinstance(tensor, Tensor)
+        ]
+        pairs = list(zip(self.plan.sources, live, strict=True))
+        self.named = [(t, s.name) for s, t in pairs if s is not None and isinstance(t, Tensor)]
+        self.absent = sorted(
+            {
+                s.name
+                for s, t in pairs
+                if s is not None and s.kind == "optim" and not isinstance(t, Tensor)
+            }
+        )
+
+    def missing(self) -> list[int]:
+        """Indices of entries that have no live tensor (yet)."""
+        pairs = zip(self.plan.sources, self._live, strict=True)
+        return [
+            i
+            for i, (s, t) in enumerate(pairs)
+            if s is not None and s.kind != "packed" and t is None
+        ]
+
+    def _item(self, index: int, tensor: Tensor) -> CopyItem:
+        source, plan = self.plan.sources[index], self.plan
+        assert source is not None
+        return CopyItem(
+            local(tensor),
+            source.start,
+            source.stop,
+            source.dtype,
+            plan.offsets[index],
+            plan.layout.entries[index].nbytes,
+        )
+
+
+def _stack(values: list[Any], dtype: torch.dtype) -> Tensor:
+    tensors = [local(v) if isinstance(v, Tensor) else None for v in values]
+    devices = {t.device for t in tensors if t is not None}
+    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    zero = torch.zeros((), dtype=dtype, device=device)
+    if devices:
+        tensors = [None if t is None else t.to(device) for t in tensors]
+    with torch.no_grad():
+        return torch.stack([zero if t is None else t for t in tensors])

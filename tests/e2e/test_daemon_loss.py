@@ -1,0 +1,193 @@
+"""Losing the daemon in mid-training costs a warning and a metric: training and snapshots go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptd.client import Checkpointer
+from ckptd.errors import DaemonUnavailable
+from ckptd.transport.messages import GetSnapshots, GetStatus, SessionStatus, Snapshots, Status
+from tests.ckptd.running import eventually
+from tests.e2e.compare import differences
+from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    """One that may be killed, in place of the session's."""
+    with own_daemon() as process:
+        yield process
+
+
+class Trainer:
+    """A job that runs beside the test and tells its counters at every step."""
+
+    def __init__(self, jobs: Jobs, *options: str) -> None:
+        self.jobs = jobs
+        self.stats_file = jobs.folder / "stats.json"
+        self.process: BaseProcess
+        self.process, self.out = jobs.start("plain", "--stats", str(self.stats_file), *options)
+
+    def stats(self) -> dict[str, Any]:
+        """The counters of the newest step."""
+        found: dict[str, Any] = json.loads(self.stats_file.read_text())
+        return found
+
+    def reaches(self, what: str, *, above: float) -> None:
+        """Wait until a counter is above a number; the trainer must be alive until then."""
+
+        def reached() -> bool:
+            assert self.process.is_alive(), self.jobs.log(self.out)
+            return self.stats_file.exists() and self.stats()[what] > above
+
+        eventually(reached, f"{what} above {above}", timeout_s=60)
+
+    def end(self) -> Path:
+        """Wait for its orderly end."""
+        return self.jobs.end(self.process, self.out)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def session(daemon: DaemonProcess, run: str) -> SessionStatus | None:
+    """The run's trainer, as the daemon sees it."""
+    found = daemon.ask(GetStatus(), Status).sessions
+    return next((s for s in found if s.run == run), None)
+
+
+def test_snapshots_without_a_daemon_are_recovered_by_the_next_one(
+    jobs: Jobs, daemon: DaemonProcess
+) -> None:
+    """The trainer seals its own slots while the daemon is dead; then it dies too, and a new daemon adopts them."""
+    trainer = Trainer(jobs, "--run", "orphan", "--total", "100000", "--step-ms", "5")
+    trainer.reaches("snapshots", above=8)
+    daemon.kill()
+    at_loss = trainer.stats()["step"]
+    trainer.reaches("sealed_here", above=8)
+    trainer.reaches("step", above=at_loss + 20)
+    trainer.reaches("daemon_outages", above=0)
+    assert trainer.stats()["chain_breaks"] == 0
+    trainer.kill()
+    daemon.start()
+    (rank,) = daemon.ask(GetSnapshots("e2e", "orphan"), Snapshots).ranks
+    assert rank.suffix[1] > at_loss + 10, rank.reason
+    total = str(rank.suffix[1] + 6)
+    reference = jobs.run("plain", "--total", total, daemon="none")
+    resumed = jobs.run("plain", "--run", "orphan", "--total", total, "--seed", "7")
+    assert jobs.report(resumed)["resumed_from"] >= rank.suffix[1]
+    assert differences(reference, resumed) == []
+
+
+def test_a_restarted_daemon_gets_its_trainer_back(jobs: Jobs, daemon: DaemonProcess) -> None:
+    """The session attaches again by itself: ``ckptctl status`` shows it, and the new daemon seals."""
+    trainer = Trainer(jobs, "--run", "reattach", "--total", "600", "--step-ms", "5")
+    trainer.reaches("snapshots", above=8)
+    daemon.kill()
+    trainer.reaches("daemon_outages", above=0)
+    daemon.start()
+
+    def is_back() -> bool:
+        found = session(daemon, "reattach")
+        return found is not None and found.step > 0 and found.pid == trainer.process.pid
+
+    eventually(is_back, "the session of the trainer in the restarted daemon")
+    sealed = daemon.ask(GetStatus(), Status).counters.get("seal.sealed", 0)
+    eventually(
+        lambda: daemon.ask(GetStatus(), Status).counters.get("seal.sealed", 0) > sealed + 5,
+        "slots sealed by the restarted daemon",
+    )
+    out = trainer.end()
+    report = jobs.report(out)
+    assert report["daemon_outages"] == 1
+    assert (report["chain_breaks"], report["failed"], report["no_slot"]) == (0, 0, 0)
+    reference = jobs.run("plain", "--total", "600", daemon="none")
+    assert differences(reference, out) == []
+
+
+def test_a_daemon_that_hangs_does_not_stall_training(jobs: Jobs, daemon: DaemonProcess) -> None:
+    """SIGSTOPped, it keeps its socket and its locks and answers nothing: steps and snapshots go on regardless."""
+    trainer = Trainer(jobs, "--run", "hang", "--total", "900", "--step-ms", "5")
+    trainer.reaches("snapshots", above=8)
+    daemon.pause()
+    paused = trainer.stats()
+    trainer.reaches("step", above=paused["step"] + 300)
+    assert trainer.stats()["snapshots"] > paused["snapshots"] + 280
+    daemon.unpause()
+
+    def is_back() -> bool:
+        found = session(daemon, "hang")
+        return found is not None and found.step > paused["step"] + 300
+
+    eventually(is_back, "a report of the trainer after the pause")
+    out = trainer.end()
+    report = jobs.report(out)
+    assert (report["chain_breaks"], report["failed"], report["no_slot"]) == (0, 0, 0)
+    reference = jobs.run("plain", "--total", "900", daemon="none")
+    assert differences(reference, out) == []
+
+
+def test_a_daemon_that_hangs_before_the_first_reservation_does_not_stall_training(
+    jobs: Jobs, daemon: DaemonProcess
+) -> None:
+    """It hangs between attach and the first snapshot: no memory, so no protection, but training goes on at once."""
+    trainer = Trainer(jobs, "--run", "unlucky", "--total", "700", "--step-ms", "5", "--set", "window=null")
+    eventually(lambda: trainer.stats_file.exists(), "the first step")
+    daemon.pause()
+    trainer.reaches("step", above=200)
+    daemon.unpause()
+    out = trainer.end()
+    reference = jobs.run("plain", "--total", "700", daemon="none")
+    assert differences(reference, out) == []
+
+
+def test_no_daemon_at_the_start_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(DaemonUnavailable, match=r"ckptd run.*ckptctl doctor"):
+        Checkpointer(
+            model, optimizer, job="e2e", run="alone", daemon=f"ipc://{tmp_path}/s", timeout_s=0.3
+        )
+
+
+def test_auto_starts_a_daemon_that_outlives_the_trainer(tmp_path: Path, segment_dir: Path) -> None:
+    """No set-up at all: the first trainer starts a daemon, is killed, and the second one resumes from it."""
+    runtime, segments = segment_dir / "auto-run", segment_dir / "auto-segments"
+    for folder in (runtime, segments):
+        folder.mkdir(mode=0o700)
+    environment = {
+        "CKPTD_RUNTIME_DIR": str(runtime),
+        "CKPTD_SEGMENT_DIR": str(segments),
+        "CKPTD_MEMORY": "64MiB",
+    }
+    jobs = Jobs(tmp_path, "auto")
+    started = DaemonProcess(runtime, segments)  # to ask it; the trainer starts it
+    first, first_out = jobs.start(
+        "plain", "--run", "auto", "--total", "15", "--kill-at", "11", environment=environment
+    )
+    first.join(60)
+    try:
+        assert first.exitcode == -signal.SIGKILL, jobs.log(first_out)
+        second, out = jobs.start(
+            "plain", "--run", "auto", "--total", "15", "--seed", "7", environment=environment
+        )
+        jobs.end(second, out)
+        status = started.ask(GetStatus(), Status)
+        assert status.segment_dir == str(segments)
+    finally:
+        pid = started.ask(GetStatus(), Status).pid
+        os.kill(pid, signal.SIGTERM)
+        eventually(lambda: not Path(f"/proc/{pid}").exists(), "the end of the daemon")
+    assert jobs.report(out)["resumed_from"] is not None
+    reference = jobs.run("plain", "--total", "15", daemon="none")
+    assert differences(reference, out) == []
