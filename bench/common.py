@@ -287,6 +287,7 @@ class MoEStack(nn.Module):
         self, *, width: int, hidden: int, num_experts: int, num_layers: int, fused: bool = False
     ) -> None:
         super().__init__()
+        self.width = width
         self.layers = nn.ModuleList(
             _Layer(width, hidden, num_experts, fused=fused) for _ in range(num_layers)
         )
@@ -298,21 +299,23 @@ class MoEStack(nn.Module):
         return loss
 
 
-def build_stack(
-    state_mib: int,
-    *,
-    width: int = 512,
-    hidden: int = 1024,
-    num_experts: int = 8,
-    fused: bool = False,
-) -> MoEStack:
-    """A stack whose fp32 weights and AdamW state together take at least `state_mib`."""
-    one = MoEStack(width=width, hidden=hidden, num_experts=num_experts, num_layers=1, fused=fused)
-    layer_bytes = 12 * sum(param.numel() for param in one.parameters())
-    num_layers = max(1, -(-state_mib * MIB // layer_bytes))
+def build_stack(state_mib: int, *, num_experts: int = 8, fused: bool = False) -> MoEStack:
+    """A stack whose fp32 weights and AdamW state together take at least `state_mib`.
+
+    It is 512 wide, or narrower where a single layer of that width would be much more than was asked for.
+    """
+    width = 512
+    while width > 16 and _layer_bytes(width, num_experts) > state_mib * MIB:
+        width //= 2
+    num_layers = -(-state_mib * MIB // _layer_bytes(width, num_experts))
     return MoEStack(
-        width=width, hidden=hidden, num_experts=num_experts, num_layers=num_layers, fused=fused
+        width=width, hidden=2 * width, num_experts=num_experts, num_layers=num_layers, fused=fused
     )
+
+
+def _layer_bytes(width: int, num_experts: int) -> int:
+    """A lower bound: matrices only, at twelve bytes per parameter."""
+    return 12 * (width * width + width * num_experts + num_experts * 4 * width * width)
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench.common import (
     GB,
     MIB,
+    MoEStack,
     build_stack,
     clock_ms,
     copy_gb_per_s,
@@ -59,7 +60,7 @@ JOB, RUN = "bench-restore", "r1"
 class Job:
     """A model with its optimizer, trained for a few steps under ckptd."""
 
-    model: nn.Module
+    model: MoEStack
     optimizer: torch.optim.Optimizer
     ckpt: Checkpointer | None
 
@@ -77,7 +78,7 @@ class Job:
         steps = iter(self.ckpt.steps(10**9))
         next(steps)
         for _ in range(count):
-            self.model(torch.randn(64, 512)).backward()
+            self.model(torch.randn(64, self.model.width)).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             next(steps)
@@ -153,7 +154,7 @@ def main() -> None:
     options.add_argument("--threads", type=int, default=2, help="as many as recovery copies with")
     args = options.parse_args()
     torch.set_num_threads(min(args.threads, len(os.sched_getaffinity(0))))
-    with own_daemon(memory_mib=args.state_mib * 5) as endpoint, scratch_folder() as scratch:
+    with own_daemon(memory_mib=args.state_mib * 5 + 64) as endpoint, scratch_folder() as scratch:
         metrics = measure(args, endpoint, Path(scratch) / "state.pt")
     emit("restore", metrics, as_json=args.json)
 

@@ -128,7 +128,7 @@ def main() -> None:
     args = options.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    with own_daemon(memory_mib=args.state_mib * 8) as endpoint, scratch_folder() as scratch:
+    with own_daemon(memory_mib=args.state_mib * 6 + 64) as endpoint, scratch_folder() as scratch:
         metrics = measure(args, endpoint, args.dir or Path(scratch))
     emit("stall", metrics, as_json=args.json)
 
@@ -143,7 +143,7 @@ def measure(args: Any, endpoint: str, folder: Path) -> dict[str, float | int | s
     )
     clock.after()
     steps = iter(ckpt.steps(10**9))
-    inputs = torch.randn(args.tokens, 512)
+    inputs = torch.randn(args.tokens, model.width)
     ours_top: list[float] = []
     ours_hook: list[float] = []
     compute: list[float] = []

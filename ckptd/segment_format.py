@@ -30,6 +30,8 @@ __all__ = [
     "FORMAT_VERSION",
     "OWNER_LOCK_BYTE",
     "PAGE_BYTES",
+    "HINT_DROP_GRADIENTS",
+    "HINT_OFFSET",
     "PROLOGUE_BYTES",
     "SEGMENT_MAGIC",
     "SLOTS_ALIGNMENT",
@@ -60,6 +62,9 @@ SEGMENT_MAGIC = b"CKPTDSEG"
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096
 PROLOGUE_BYTES = PAGE_BYTES
+# The prologue page's last byte, outside every checksum: what a trainer learned for its successor (0: nothing).
+HINT_OFFSET = PROLOGUE_BYTES - 1
+HINT_DROP_GRADIENTS = 1
 SLOTS_ALIGNMENT = 2 << 20  # a huge page
 SLOT_MAGIC = 0x544F4C53
 SLOT_HEADER_BYTES = PAGE_BYTES

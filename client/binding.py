@@ -49,10 +49,25 @@ class Binding:
             find_masters(self.params, owner.values()) if masters is None else masters
         )
         self._check_masters(masters is not None, {id(t) for t, _, _ in owner.values()})
+        self._bind(owner)
+
+    def group_key(self) -> tuple[int, ...]:
+        """Changes when parameters are added to (or taken from) the optimizers' groups."""
+        return tuple(len(g["params"]) for o in self.optimizers for g in o.param_groups)
+
+    def refresh(self) -> None:
+        """Look at the optimizers' groups again (``add_param_group`` was called).
+
+        Raises:
+            ValueError: a parameter is in two groups.
+        """
+        self._bind(self._owners())
+
+    def _bind(self, owner: dict[int, tuple[Tensor, int, tuple[int, int]]]) -> None:
         claimed = {id(p) for p in self.params.values()} | {id(m) for m in self.masters.values()}
         for tensor, oi, (gi, pi) in list(owner.values()):
             if id(tensor) not in claimed:
-                self.params[f"extra/{oi}.{gi}.{pi}"] = tensor
+                self.params.setdefault(f"extra/{oi}.{gi}.{pi}", tensor)
         self.owner: dict[str, tuple[int, int]] = {}
         for name in self.params:
             found = owner.get(id(self.held(name)))

@@ -110,6 +110,7 @@ class Capture:
         self._fill: Fill | None = None
         self._sequence = table.next_sequence()
         self._sources: dict[int, LiveSources] = {}
+        self._state_size = -1
         # Buffers seen to change while they were copied are copied by the training thread instead.
         self._restless: set[str] = set(restless)
         self._broken = False
@@ -298,8 +299,13 @@ class Capture:
 
     def unknown_state(self) -> str:
         """Optimizer state that the current plans do not capture; empty if there is none."""
-        # Every phase knows the same optimizer state: one of them can tell.
-        return next((s.unknown_state() for s in self._sources.values()), "")
+        sources = next(
+            iter(self._sources.values()), None
+        )  # every phase knows the same: one of them can tell
+        if sources is None or (size := sources.state_size()) == self._state_size:
+            return ""
+        self._state_size = size
+        return sources.unknown_state()
 
     def _zero_missing(self, sources: LiveSources, fill: Fill) -> None:
         """State that does not exist yet is recorded as absent; its bytes are zero, not an older snapshot's."""

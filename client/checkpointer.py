@@ -32,7 +32,7 @@ from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.probe import unwrap_optimizer
 from ckptd.client.recorder import MIN_SCALARS, Options, Recorder
-from ckptd.client.replay import Replay, SnapshotImage
+from ckptd.client.replay import Replay, ReplayMismatch, SnapshotImage
 from ckptd.client.scalars import Stateful
 from ckptd.client.stats import Stats
 from ckptd.cuda.select import make_engine
@@ -40,6 +40,7 @@ from ckptd.errors import AttachRefused
 from ckptd.launch import ensure_daemon
 from ckptd.ring import NoSuffix, find_suffix
 from ckptd.schedule import OperatorKind, Ordering
+from ckptd.segment_format import HINT_DROP_GRADIENTS
 
 __all__ = ["Checkpointer"]
 
@@ -282,7 +283,7 @@ class Checkpointer:
             self._started = time.perf_counter()
         elif replay is not None and step == replay.next_iteration:
             self._stats.replayed_steps += 1
-            replay.advance()
+            self._advance(replay)
         if replay is not None:
             if replay.dense:
                 self._recovered(replay)
@@ -291,6 +292,18 @@ class Checkpointer:
             self._stepping = False
             recorder.top(step)
             self._stepping = True
+
+    def _advance(self, replay: Replay) -> None:
+        try:
+            replay.advance()
+        except ReplayMismatch:
+            if replay.freezing == "inputs" and self._memory is not None:
+                # User code may read all gradients in a way that no tap sees; dropping them is exact for it.
+                logger.error(
+                    "the next start of this run replays with freezing 'drop' instead of 'inputs'"
+                )
+                self._memory.leave_hint(HINT_DROP_GRADIENTS)
+            raise
 
     def _recovered(self, replay: Replay) -> None:
         self._replay = None
@@ -417,6 +430,11 @@ class Checkpointer:
             return
         images, reason = found
         newest = memory.table.segments[-1]
+        if memory.hint == HINT_DROP_GRADIENTS and self._freezing == "inputs":
+            self._freezing = "drop"
+            self._freezing_reason = (
+                "an earlier replay with 'inputs' did not reproduce what was recorded"
+            )
         self._check_signature(newest.descriptor.client)
         plan = plan_from_payload(
             self._binding, newest.descriptor.client, self._identity.metadata(), newest.geometry

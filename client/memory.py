@@ -164,6 +164,16 @@ class RankMemory:
             record.iteration, view, segment.memory, segment.slot_base(record.index)
         )
 
+    @property
+    def hint(self) -> int:
+        """What an earlier trainer of this rank learned (see ``segment_format``)."""
+        return max((s.hint for s in self._segments), default=0)
+
+    def leave_hint(self, hint: int) -> None:
+        """Tell the next trainer of this rank, through memory that outlives this process."""
+        for segment in self._segments:
+            segment.hint = hint
+
     def images(self, records: Sequence[SlotRecord]) -> list[SnapshotImage]:
         """The images of sealed slots, for a replay in process."""
         return [self._image(r) for r in records]
@@ -209,6 +219,7 @@ class RankMemory:
         )
         info = self.session.reserve(slot_bytes, num_slots, encode_descriptor(descriptor))
         segment = MappedSegment(info.path, info.generation)
+        segment.hint = max((s.hint for s in self._segments), default=0)
         self._segments.append(segment)
         self.table = SlotTable(self._current())
         return segment

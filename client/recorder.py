@@ -104,6 +104,8 @@ class Recorder:
         self._buffer_versions: dict[str, tuple[int, int]] = {}
         self._restless: set[str] = set()
         self._waits_s: list[float] = []
+        self._uncaptured = ""
+        self._group_key = binding.group_key()
         self._widen_at = 0
 
     # -- the life of a step ----------------------------------------------------------------------
@@ -188,7 +190,10 @@ class Recorder:
         if self._ordinal % self.plan.schedule.window == 0:
             self._maybe_reorder(self.plan)
             self._maybe_widen(self.plan, step)
-            self._check_state(step)
+        if not self._captures_everything():
+            self._tape.take()
+            self._previous = -1
+            return
         capture, plan = self._capture, self.plan
         assert capture is not None
         phase = plan.phase_plan(self._binding, self._ordinal)
@@ -386,20 +391,32 @@ class Recorder:
             plan.use(schedule)
             self._stats.reorders += 1
 
-    def _check_state(self, step: int) -> None:
-        """State that an optimizer began to keep later must be captured from now on: plan anew."""
-        found = self._capture.unknown_state() if self._capture is not None else ""
-        if not found or step < self._retry_at:
-            return
-        self._retry_at = step + _RETRY_STEPS
+    def _captures_everything(self) -> bool:
+        """Whether the plan knows all state there is; plans anew where an optimizer began to keep or to update more.
+
+        False while that is not possible: an inexact snapshot is worse than none.
+        """
+        assert self.plan is not None
+        assert self._capture is not None
+        key = self._binding.group_key()
+        found = self._uncaptured or self._capture.unknown_state()
+        if key != self._group_key:
+            found = "a parameter group"
+            self._binding.refresh()
+        if not found:
+            return True
         logger.warning("%s appeared after the snapshots were planned: planning anew", found)
+        self._uncaptured, self._group_key = found, key
         try:
-            self._reserve(self._make_plan(window=self.plan.schedule.window if self.plan else None))
-            self._ordinal, self._previous = 0, -1
+            self._reserve(self._make_plan(window=self.plan.schedule.window))
         except (AttachRefused, DaemonUnavailable, TimeoutError, ValueError) as error:
-            text = f"{found} is not captured: {error}; snapshots taken from now on are not exact"
+            text = f"{found} cannot be captured: {error}; no snapshots are taken from here on"
             logger.error("%s", text)
             self._memory.session.notice("error", "state_not_captured", text)
+            return False
+        self._uncaptured = ""
+        self._ordinal, self._previous = 0, -1
+        return True
 
     def _maybe_widen(self, plan: Plan, step: int) -> None:
         """Copies that keep the optimizer waiting mean that the window was chosen too small: widen it (DESIGN 5.3)."""

@@ -17,6 +17,7 @@ from ckptd import locks
 from ckptd.cuda.engine import HostMemory
 from ckptd.ring import SlotRecord, SlotState
 from ckptd.segment_format import (
+    HINT_OFFSET,
     OWNER_LOCK_BYTE,
     SegmentDescriptor,
     SegmentGeometry,
@@ -95,6 +96,15 @@ class MappedSegment:
 
     def slot_base(self, index: int) -> int:
         return self.geometry.slots_offset + index * self.geometry.slot_bytes
+
+    @property
+    def hint(self) -> int:
+        """What an earlier trainer learned (``HINT_DROP_GRADIENTS``); 0 if nothing."""
+        return self.buffer[HINT_OFFSET]
+
+    @hint.setter
+    def hint(self, value: int) -> None:
+        self.buffer[HINT_OFFSET] = value
 
     def regions(self) -> list[tuple[int, int]]:
         """(offset, length) of every slot in the mapping."""

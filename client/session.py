@@ -150,6 +150,7 @@ class Session:
             return
 
         def last() -> None:
+            self._closed.set()  # first: no ping after the detach may take us for lost
             if self.connected:
                 reply = self._request(Detach(final), _ANSWER_S)
                 assert isinstance(reply, Done)

@@ -29,6 +29,7 @@ class LiveSources:
         self._state_key: tuple[tuple[int, int], ...] = ()
         self._places: list[tuple[Mapping[str, Any], str]] = []
         self._packed_places: dict[torch.dtype, list[tuple[Mapping[str, Any], str]]] = {}
+        self._states: dict[str, dict[str, Any]] = {}
         self._live: list[Tensor | None] = []
         self._items: list[CopyItem] = []
         self.named: list[tuple[Tensor, str]] = []
@@ -56,6 +57,10 @@ class LiveSources:
                 found.append(self._item(i, stacked))
         return found
 
+    def state_size(self) -> int:
+        """How many entries the optimizers keep; changes when one begins to keep something new."""
+        return sum(map(len, self._states.values()))
+
     def unknown_state(self) -> str:
         """A tensor in the optimizer's state that the plan does not know (it appeared later); empty if there is none."""
         for name, keys in self.plan.state_keys.items():
@@ -70,7 +75,7 @@ class LiveSources:
             return
         self._state_key = key
         binding = self._binding
-        states = {name: binding.state(name) for name in binding.owner}
+        states = self._states = {name: binding.state(name) for name in binding.owner}
         self._places = []
         for source in self.plan.sources:
             if source is None or source.kind == "packed":

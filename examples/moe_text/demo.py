@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from examples.moe_text.lab import Daemon, Event, Trainer, daemon_folders
+from examples.moe_text.lab import Daemon, Event, ProcessDied, Trainer, daemon_folders
 from examples.moe_text.report import (
     Kill,
     differing_tensors,
@@ -284,4 +284,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ProcessDied as error:
+        sys.exit(f"\nFAILED: {error}")

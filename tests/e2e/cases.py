@@ -376,6 +376,33 @@ class PlainAdam(torch.optim.Optimizer):
                 )
 
 
+class LateState(PlainAdam):
+    """Begins to keep another tensor at its sixth update, and uses it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if state.get("count", 0) >= 6:
+                    state.setdefault("slow", p.clone()).lerp_(p, 0.1)
+                    p.lerp_(state["slow"], 0.01)
+
+
+def own_norm_body(job: Job, step: int, at: Callable[[str], None]) -> None:
+    """Clipping by hand, which no tap of ours can see."""
+    loss_of(job.model, next(job.state["data"])).backward()
+    at("backward")
+    grads = [p.grad for p in job.model.parameters() if p.grad is not None]
+    total = torch.stack([g.norm() for g in grads]).norm()
+    for g in grads:
+        g.mul_(torch.clamp(0.3 / total, max=1.0))
+    job.optimizers[0].step()
+    at("step")
+    job.optimizers[0].zero_grad()
+
+
 def dataloader_case(seed: int, *, early: bool) -> Job:
     """torch's own DataLoader through torchdata's stateful one; its iterator is made before or inside the first step."""
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -447,6 +474,8 @@ CASES: dict[str, Callable[[int], Job]] = {
     "adafactor_fused": make(lambda ps: torch.optim.Adafactor(ps, lr=1e-2), fused=True),
     "muon": make(mixed_optimizers),
     "own_optimizer": make(lambda ps: PlainAdam(ps, lr=3e-3), fused=True),
+    "late_state": make(lambda ps: LateState(ps, lr=3e-3)),
+    "own_norm": make(body=own_norm_body, sched=False),
     "groups": make(groups),
     "autocast": make(body=autocast_body, sched=False),
     "autocast_fused": make(body=autocast_body, sched=False, fused=True),

@@ -61,7 +61,9 @@ class Jobs:
         out = self.folder / f"{name or case}-{self._count}.pt"
         arguments = [case, "--out", str(out), "--daemon", daemon or self.endpoint, *options]
         process = _CONTEXT.Process(
-            target=_run, args=(arguments, str(out.with_suffix(".log")), environment or {}), daemon=False
+            target=_run,
+            args=(arguments, str(out.with_suffix(".log")), environment or {}),
+            daemon=False,
         )
         process.start()
         return process, out
@@ -185,7 +187,9 @@ def own_daemon(*flags: str, segment_dir: Path | None = None) -> Iterator[DaemonP
         (folder / name).mkdir(mode=0o700)
     flags = flags or ("--memory", "256MiB")
     try:
-        with DaemonProcess(folder / "run", segment_dir or folder / "segments", *flags).running() as d:
+        with DaemonProcess(
+            folder / "run", segment_dir or folder / "segments", *flags
+        ).running() as d:
             yield d
     finally:
         shutil.rmtree(folder)

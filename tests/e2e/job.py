@@ -57,9 +57,7 @@ def distribute(job: Job, store: Path) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     job.model = DistributedDataParallel(job.model, find_unused_parameters=True)
     job.state["data"].position = 10_000 * rank
 

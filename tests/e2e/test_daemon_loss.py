@@ -29,9 +29,10 @@ def daemon() -> Iterator[DaemonProcess]:
 
 
 class Trainer:
-    """A job that runs beside the test and tells its counters at every step."""
+    """A job that runs beside the test, tells its counters at every step, and ends with the test."""
 
-    def __init__(self, jobs: Jobs, *options: str) -> None:
+    def __init__(self, request: pytest.FixtureRequest, jobs: Jobs, *options: str) -> None:
+        request.addfinalizer(self.kill)
         self.jobs = jobs
         self.stats_file = jobs.folder / "stats.json"
         self.process: BaseProcess
@@ -49,7 +50,7 @@ class Trainer:
             assert self.process.is_alive(), self.jobs.log(self.out)
             return self.stats_file.exists() and self.stats()[what] > above
 
-        eventually(reached, f"{what} above {above}", timeout_s=60)
+        eventually(reached, f"{what} above {above}", timeout_s=30)
 
     def end(self) -> Path:
         """Wait for its orderly end."""
@@ -67,10 +68,10 @@ def session(daemon: DaemonProcess, run: str) -> SessionStatus | None:
 
 
 def test_snapshots_without_a_daemon_are_recovered_by_the_next_one(
-    jobs: Jobs, daemon: DaemonProcess
+    request: pytest.FixtureRequest, jobs: Jobs, daemon: DaemonProcess
 ) -> None:
     """The trainer seals its own slots while the daemon is dead; then it dies too, and a new daemon adopts them."""
-    trainer = Trainer(jobs, "--run", "orphan", "--total", "100000", "--step-ms", "5")
+    trainer = Trainer(request, jobs, "--run", "orphan", "--total", "100000", "--step-ms", "5")
     trainer.reaches("snapshots", above=8)
     daemon.kill()
     at_loss = trainer.stats()["step"]
@@ -89,9 +90,11 @@ def test_snapshots_without_a_daemon_are_recovered_by_the_next_one(
     assert differences(reference, resumed) == []
 
 
-def test_a_restarted_daemon_gets_its_trainer_back(jobs: Jobs, daemon: DaemonProcess) -> None:
+def test_a_restarted_daemon_gets_its_trainer_back(
+    request: pytest.FixtureRequest, jobs: Jobs, daemon: DaemonProcess
+) -> None:
     """The session attaches again by itself: ``ckptctl status`` shows it, and the new daemon seals."""
-    trainer = Trainer(jobs, "--run", "reattach", "--total", "600", "--step-ms", "5")
+    trainer = Trainer(request, jobs, "--run", "reattach", "--total", "600", "--step-ms", "5")
     trainer.reaches("snapshots", above=8)
     daemon.kill()
     trainer.reaches("daemon_outages", above=0)
@@ -115,9 +118,11 @@ def test_a_restarted_daemon_gets_its_trainer_back(jobs: Jobs, daemon: DaemonProc
     assert differences(reference, out) == []
 
 
-def test_a_daemon_that_hangs_does_not_stall_training(jobs: Jobs, daemon: DaemonProcess) -> None:
+def test_a_daemon_that_hangs_does_not_stall_training(
+    request: pytest.FixtureRequest, jobs: Jobs, daemon: DaemonProcess
+) -> None:
     """SIGSTOPped, it keeps its socket and its locks and answers nothing: steps and snapshots go on regardless."""
-    trainer = Trainer(jobs, "--run", "hang", "--total", "900", "--step-ms", "5")
+    trainer = Trainer(request, jobs, "--run", "hang", "--total", "900", "--step-ms", "5")
     trainer.reaches("snapshots", above=8)
     daemon.pause()
     paused = trainer.stats()
@@ -138,10 +143,21 @@ def test_a_daemon_that_hangs_does_not_stall_training(jobs: Jobs, daemon: DaemonP
 
 
 def test_a_daemon_that_hangs_before_the_first_reservation_does_not_stall_training(
-    jobs: Jobs, daemon: DaemonProcess
+    request: pytest.FixtureRequest, jobs: Jobs, daemon: DaemonProcess
 ) -> None:
     """It hangs between attach and the first snapshot: no memory, so no protection, but training goes on at once."""
-    trainer = Trainer(jobs, "--run", "unlucky", "--total", "700", "--step-ms", "5", "--set", "window=null")
+    trainer = Trainer(
+        request,
+        jobs,
+        "--run",
+        "unlucky",
+        "--total",
+        "700",
+        "--step-ms",
+        "5",
+        "--set",
+        "window=null",
+    )
     eventually(lambda: trainer.stats_file.exists(), "the first step")
     daemon.pause()
     trainer.reaches("step", above=200)

@@ -1,0 +1,25 @@
+"""One daemon for the tests of a folder, with a runtime and a segment folder of its own."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import DaemonProcess
+
+
+@pytest.fixture(scope="session")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real daemon."""
+    runtime = tmp_path_factory.mktemp("daemon") / "run"
+    runtime.mkdir(mode=0o700)
+    segments = Path(tempfile.mkdtemp(prefix="ckptd-test-", dir="/dev/shm"))
+    try:
+        with DaemonProcess(runtime, segments, "--memory", "256MiB").running() as daemon:
+            yield daemon.endpoint
+    finally:
+        shutil.rmtree(segments)

@@ -1,0 +1,443 @@
+"""The public face: bad arguments are named before anything starts, off is a no-op, and nothing stays behind."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ckptd.client import Checkpointer
+from ckptd.client.rng import capture_rng
+from ckptd.errors import AttachRefused, DaemonUnavailable
+
+AdamW = torch.optim.AdamW
+
+
+class MoE(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, width)
+        self.gate = nn.Linear(width, 2)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        weights = torch.softmax(self.gate(x), -1)
+        return sum(weights[..., i, None] * e(x) for i, e in enumerate(self.experts))
+
+
+TOKENS = torch.tensor([0, 1, 2, 3, 4])
+
+
+def train(ckpt: Checkpointer, model: nn.Module, optimizer: Any, total: int) -> list[int]:
+    """The user's loop; returns the steps that were run."""
+    steps = []
+    for step in ckpt.steps(total):
+        model(TOKENS).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(step)
+    return steps
+
+
+@pytest.fixture
+def model() -> MoE:
+    torch.manual_seed(0)
+    return MoE()
+
+
+@pytest.fixture
+def make(endpoint: str) -> Iterator[Callable[..., Checkpointer]]:
+    """Checkpointers of a run of the test's own; closed at its end."""
+    run, open_ones = uuid.uuid4().hex[:8], []
+
+    def create(model: nn.Module, optimizer: Any, state: Any = None, **options: Any) -> Checkpointer:
+        options = {"job": "unit", "run": run, "daemon": endpoint, "window": 2, **options}
+        open_ones.append(Checkpointer(model, optimizer, state, **options))
+        return open_ones[-1]
+
+    yield create
+    for ckpt in open_ones:
+        ckpt.close()
+
+
+# -- bad arguments -------------------------------------------------------------------------------
+
+
+class NoState:
+    pass
+
+
+class BadState:
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": {"socket": object()}}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Halves(torch.optim.SGD):
+    """Depends on how many parameters there are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / len(group["params"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "slide"}, "policy='slide': choose 'sliding', 'aligned' or 'dense'"),
+        ({"window": 0}, "window=0: a window has 1 to 64 snapshots"),
+        ({"window": 65}, "window=65"),
+        ({"every": 0}, "every=0"),
+        ({"every": 2}, "every=2: only policy='dense'"),
+        ({"on_mismatch": "ignore"}, "on_mismatch='ignore': choose 'raise' or 'warn'"),
+        ({"freeze": "melt"}, "freeze='melt': choose 'auto', 'drop' or 'inputs'"),
+        ({"ordering": "loud"}, "loud"),
+        ({"state": {"x": NoState()}}, r"state\['x'\] is a NoState without state_dict\(\)"),
+        ({"state": {"x": BadState()}}, r"state\['x'\]\['inner'\]\['socket'\] is a builtins\.object"),
+        ({"operators": {"a": ["nope*"]}}, r"operators\['a'\]: pattern 'nope\*' matches no"),
+        ({"masters": {"nope": torch.zeros(1)}}, r"masters\['nope'\]: the model has no such parameter"),
+        ({"job": "a/b"}, "job='a/b': use 1 to 64 letters"),
+        ({"run": ""}, "run=''"),
+        ({"rank": 2, "world_size": 2}, r"rank=2 is not in \[0, world_size=2\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_bad_arguments_are_named(
+    model: MoE, endpoint: str, options: dict[str, Any], message: str
+) -> None:
+    state = options.pop("state", None)
+    with pytest.raises(ValueError, match=message):
+        Checkpointer(model, AdamW(model.parameters()), state, daemon=endpoint, **options)
+
+
+def test_an_optimizer_that_is_none(model: MoE, endpoint: str) -> None:
+    with pytest.raises(ValueError, match="Linear is not a torch.optim.Optimizer"):
+        Checkpointer(model, nn.Linear(1, 1), daemon=endpoint)
+
+
+def test_a_dependent_optimizer_is_refused_with_reason_and_way_out(model: MoE, endpoint: str) -> None:
+    with pytest.raises(ValueError, match=r"Halves: the update .*depends on.* Pass policy='dense'"):
+        Checkpointer(model, Halves(model.parameters(), lr=0.1), daemon=endpoint)
+
+
+def test_a_dependent_optimizer_is_captured_densely_if_asked(
+    model: MoE, make: Callable[..., Checkpointer]
+) -> None:
+    optimizer = Halves(model.parameters(), lr=0.1, momentum=0.9)
+    ckpt = make(model, optimizer, policy="dense", window=None)
+    assert train(ckpt, model, optimizer, 3) == [0, 1, 2]
+
+
+def test_freezing_by_inputs_where_it_cannot_be_exact(endpoint: str) -> None:
+    low = MoE().bfloat16()
+    masters = [p.detach().float() for p in low.parameters()]
+    with pytest.raises(ValueError, match="'inputs' would not be exact here: separate master weights"):
+        Checkpointer(low, AdamW(masters), daemon=endpoint, freeze="inputs")
+
+
+def test_parameters_on_a_device_without_an_engine(endpoint: str) -> None:
+    meta = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ValueError, match=r"meta.*supported are cpu and cuda"):
+        Checkpointer(meta, AdamW(meta.parameters()), daemon=endpoint)
+
+
+def test_no_daemon_at_the_given_address(model: MoE, tmp_path: Path) -> None:
+    with pytest.raises(DaemonUnavailable, match="ckptd run"):
+        Checkpointer(
+            model, AdamW(model.parameters()), daemon=f"ipc://{tmp_path}/none.sock", timeout_s=0.1
+        )
+
+
+# -- off -----------------------------------------------------------------------------------------
+
+
+class TestOff:
+    def test_the_loop_runs_as_if_we_were_not_there(self, model: MoE) -> None:
+        reference = copy.deepcopy(model)
+        theirs = AdamW(reference.parameters())
+        for _ in range(3):
+            reference(TOKENS).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            theirs.step()
+            theirs.zero_grad()
+        optimizer = AdamW(model.parameters())
+        ckpt = Checkpointer(model, optimizer, daemon=None)
+        assert train(ckpt, model, optimizer, 3) == [0, 1, 2]
+        assert all(map(torch.equal, model.parameters(), reference.parameters()))
+
+    def test_nothing_is_looked_at_or_installed(self, model: MoE) -> None:
+        """Not even arguments that would be refused: off means off."""
+        threads = threading.active_count()
+        ckpt = Checkpointer(model, "no optimizer", {"x": NoState()}, daemon=None, policy="?")  # type: ignore[dict-item]
+        assert ckpt.off
+        assert not model._forward_pre_hooks
+        assert threading.active_count() == threads
+
+    def test_everything_still_answers(self, model: MoE) -> None:
+        ckpt = Checkpointer(model, AdamW(model.parameters()), daemon=None)
+        assert ckpt.describe() == "ckptd is off (daemon=None)"
+        assert ckpt.stats()["snapshots"] == 0
+        assert ckpt.resumed_from is None
+        assert not ckpt.replaying
+        value = object()
+        assert ckpt.record("kind", value) is value
+        loader = ckpt.batches([1, 2])
+        assert [next(loader) for _ in range(3)] == [1, 2, 1]
+        model(TOKENS).sum().backward()
+        assert ckpt.clip_grad_norm_(model.parameters(), 1.0) > 0
+        with pytest.raises(ValueError, match="running checkpointer"):
+            ckpt.verify(lambda step: None)
+        ckpt.close()
+
+
+# -- on ------------------------------------------------------------------------------------------
+
+
+class TestOn:
+    def test_attaching_draws_no_random_number(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        optimizer = AdamW(model.parameters())
+        before = capture_rng()
+        make(model, optimizer)
+        assert capture_rng() == before
+
+    def test_attaching_changes_neither_weights_nor_optimizer(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        optimizer = AdamW(model.parameters())
+        before = [p.detach().clone() for p in model.parameters()]
+        make(model, optimizer)
+        assert all(map(torch.equal, model.parameters(), before))
+        assert len(optimizer.state) == 0
+
+    def test_describe_lists_every_operator_before_and_after_planning(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        before = ckpt.describe()
+        for text in ("experts.0 ", "experts.1 ", "gate ", "embed ", "freezing in replay: inputs"):
+            assert text in before
+        assert "window: chosen after the first steps are measured" in before
+        train(ckpt, model, optimizer, 6)
+        assert "window: 2" in ckpt.describe()
+
+    def test_verify_says_identical_and_puts_the_live_state_back(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        train(ckpt, model, optimizer, 8)
+        before = [p.detach().clone() for p in model.parameters()]
+
+        def body(step: int) -> None:
+            model(TOKENS).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        certificate = ckpt.verify(body)
+        assert certificate.identical, str(certificate)
+        assert "identical to the bit" in str(certificate)
+        assert all(map(torch.equal, model.parameters(), before))
+
+    def test_verify_finds_a_body_that_does_something_else(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        train(ckpt, model, optimizer, 8)
+
+        def body(step: int) -> None:
+            model(TOKENS + 0 * step).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        certificate = ckpt.verify(body)
+        assert not certificate.identical
+        assert "DIFFERENT" in str(certificate)
+
+    def test_verify_needs_a_window(self, model: MoE, make: Callable[..., Checkpointer]) -> None:
+        with pytest.raises(ValueError, match="no complete window to verify yet"):
+            make(model, AdamW(model.parameters())).verify(lambda step: None)
+
+    def test_a_run_that_is_further_than_total(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        train(ckpt, model, optimizer, 8)
+        ckpt.close()
+        again = make(model, optimizer)
+        assert again.resumed_from == 8
+        with pytest.raises(ValueError, match=r"reach iteration 8, beyond total=3; pass run="):
+            train(again, model, optimizer, 3)
+
+    def test_in_one_process_a_fresh_model_resumes_at_the_exact_bits(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        train(ckpt, model, optimizer, 8)
+        ckpt.close()
+        torch.manual_seed(5)
+        other = MoE()
+        others = AdamW(other.parameters())
+        again = make(other, others)
+        assert train(again, other, others, 10) == [7, 8, 9]
+        reference = AdamW(model.parameters())
+        reference.load_state_dict(optimizer.state_dict())
+        train(Checkpointer(model, reference, daemon=None), model, reference, 2)
+        assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+    def test_another_models_snapshots_are_refused_with_the_first_differences(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        train(ckpt, model, optimizer, 6)
+        ckpt.close()
+        wider = MoE(6)
+        with pytest.raises(
+            AttachRefused, match=r"embed\.weight: float32\[5, 4\] in the snapshot, float32\[5, 6\] here"
+        ):
+            make(wider, AdamW(wider.parameters()))
+
+    def test_another_number_of_threads_is_warned_about(
+        self,
+        model: MoE,
+        make: Callable[..., Checkpointer],
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """It changes the order of sums, so bits: the replay would say "mismatch" without saying why."""
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        train(ckpt, model, optimizer, 6)
+        ckpt.close()
+        threads = torch.get_num_threads()
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 7)
+        with caplog.at_level(logging.WARNING):
+            make(model, optimizer)
+        assert f"intra-op threads: {threads} when the snapshots were taken, {threads + 7} now" in caplog.text
+
+    def test_a_replay_that_differs_raises_and_names_the_operator(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        from ckptd.client import ReplayMismatch
+
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        train(ckpt, model, optimizer, 8)
+        ckpt.close()
+        again = make(model, optimizer)
+
+        def other_loop() -> None:
+            for _ in again.steps(10):
+                (model(TOKENS) * 3).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with pytest.raises(ReplayMismatch, match=r"iteration 7 did not reproduce .*operator .*not deterministic"):
+            other_loop()
+
+    def test_a_replay_that_differs_may_go_on_if_asked(
+        self, model: MoE, make: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        train(ckpt, model, optimizer, 8)
+        ckpt.close()
+        again = make(model, optimizer, on_mismatch="warn")
+        steps = []
+        for step in again.steps(10):
+            (model(TOKENS) * 3).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(step)
+        assert steps == [7, 8, 9]
+        assert "did not reproduce what was recorded" in caplog.text
+
+
+class TestLeavesNoTrace:
+    def test_close_removes_hooks_and_taps_and_threads(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        optimizer = AdamW(model.parameters())
+        tap = torch.nn.utils.clip_grad._get_total_norm
+        threads = {t for t in threading.enumerate() if t.name.startswith("ckptd")}
+        ckpt = make(model, optimizer)
+        train(ckpt, model, optimizer, 4)
+        ckpt.close()
+        for module in model.modules():
+            assert not module._forward_pre_hooks
+            assert not module._forward_hooks
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+        assert torch.nn.utils.clip_grad._get_total_norm is tap
+        assert {t for t in threading.enumerate() if t.name.startswith("ckptd")} == threads
+
+    def test_a_failed_attach_leaves_nothing(
+        self, model: MoE, tmp_path: Path, endpoint: str
+    ) -> None:
+        threads = {t for t in threading.enumerate() if t.name.startswith("ckptd")}
+        with pytest.raises(DaemonUnavailable):
+            Checkpointer(
+                model, AdamW(model.parameters()), daemon=f"ipc://{tmp_path}/no.sock", timeout_s=0.1
+            )
+        assert not model._forward_pre_hooks
+        assert {t for t in threading.enumerate() if t.name.startswith("ckptd")} == threads
+
+    def test_the_loop_may_go_on_after_close(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        steps = []
+        for step in ckpt.steps(6):
+            model(TOKENS).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(step)
+            if step == 3:
+                ckpt.close()
+                ckpt.close()
+        assert steps == list(range(6))
+
+    def test_the_model_can_still_be_copied(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        """Averaged weights (EMA) begin with ``copy.deepcopy(model)``, which copies hooks and whatever they hold; and a
+        copy's forward must not be taken for the model's own."""
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        twin = copy.deepcopy(model)
+        train(ckpt, model, optimizer, 3)
+        twin(TOKENS)
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        averaged.update_parameters(model)
+
+    def test_the_model_can_still_be_pickled(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        """``torch.save(model)`` pickles hooks too."""
+        make(model, AdamW(model.parameters()))
+        twin = pickle.loads(pickle.dumps(model))
+        assert torch.equal(twin(TOKENS), model(TOKENS))
