@@ -59,7 +59,7 @@ bench: $(STAMP)
 	done
 
 campaign: $(STAMP)
-	CKPTD_KILLS=$(CKPTD_KILLS) $(BIN)/python -m pytest tests/e2e -m "" $(PYTEST_FLAGS) -s --timeout=14400
+	$(BIN)/python -m tests.e2e.campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 clean:
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

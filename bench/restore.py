@@ -54,6 +54,7 @@ from ckptd.transport.wire import ControlClient
 __all__ = ["main"]
 
 JOB, RUN = "bench-restore", "r1"
+MAX_STEPS = 60
 
 
 @dataclass(slots=True)
@@ -72,16 +73,21 @@ class Job:
         ckpt = Checkpointer(model, optimizer, job=JOB, run=RUN, daemon=endpoint, window=1)
         return cls(model, optimizer, ckpt)
 
-    def train(self, count: int) -> None:
-        """Iterations with a snapshot each, the last one at the top of the iteration after them."""
+    def train(self, count: int, *, snapshots: int = 0) -> None:
+        """At least `count` iterations, and until this process has taken so many `snapshots`."""
         assert self.ckpt is not None, "train() after detach()"
         steps = iter(self.ckpt.steps(10**9))
         next(steps)
-        for _ in range(count):
+        for done in range(MAX_STEPS):
+            if done >= count and self.ckpt.stats()["snapshots"] >= snapshots:
+                return
             self.model(torch.randn(64, self.model.width)).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             next(steps)
+        raise RuntimeError(
+            f"no {snapshots} snapshots in {MAX_STEPS} iterations: {self.ckpt.stats()}"
+        )
 
     def detach(self) -> None:
         """Leave the daemon; the model and the optimizer stay as they are."""
@@ -161,7 +167,7 @@ def main() -> None:
 
 def measure(args: Any, endpoint: str, path: Path) -> dict[str, float | int | str]:
     job, _ = first_restore(args, endpoint, seed=0)
-    job.train(6)
+    job.train(6, snapshots=3)
     torch.save({"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}, path)
     dense_bytes = state_bytes(job.model, job.optimizer)
     job.detach()

@@ -24,6 +24,7 @@ from ckptd.client.certificate import Certificate, DenseState
 from ckptd.client.data import Batches
 from ckptd.client.describe import describe_table
 from ckptd.client.freeze import Tape, choose_freezing, clip_norm_tap, scaler_tap
+from ckptd.client.hooks import ModuleHook
 from ckptd.client.identity import identify
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Grouping, Member, Operator, discover_operators
@@ -69,6 +70,9 @@ class Checkpointer:
         masters: ``{parameter name: fp32 master}`` where the optimizer holds separate masters; None finds them by value.
         freeze: ``"auto"``, ``"drop"`` or ``"inputs"``: how operators are frozen in replay.
         on_mismatch: ``"raise"`` or ``"warn"`` when a replayed step does not reproduce what was recorded.
+        max_overhead: on CPU, the share of an iteration that copies may take (it decides the window).
+        inline_copy: copy in the training thread, beside it, or (None) whichever is measured to be faster; CPU only.
+        nan_check_every: look for NaN in the weights of every that many snapshots (0: never).
         topology: any text that must be equal for a restart to be accepted (a parallel layout, say).
         timeout_s: how long to wait for the daemon at the start.
     Raises:
@@ -99,7 +103,7 @@ class Checkpointer:
         on_mismatch: str = "raise",
         topology: str = "",
         max_overhead: float = 0.03,
-        inline_copy: bool = False,
+        inline_copy: bool | None = None,
         nan_check_every: int = 16,
         timeout_s: float = 30.0,
     ) -> None:
@@ -135,11 +139,18 @@ class Checkpointer:
         self._identity = identify(job, run, rank, world_size)
         self._operators = self._discover(model, operators)
         self._options = Options(
-            policy, window, every, Ordering(ordering), capacities, max_overhead, nan_check_every
+            policy,
+            window,
+            every,
+            Ordering(ordering),
+            capacities,
+            max_overhead,
+            nan_check_every,
+            inline_copy,
         )
         device = next((local(p).device for p in self._binding.params.values()), torch.device("cpu"))
-        self._engine = make_engine(device, inline=inline_copy)
         needed, text = self._needed()
+        self._engine = make_engine(device, inline=bool(inline_copy))
         try:
             self._memory = RankMemory(
                 self._identity,
@@ -152,6 +163,7 @@ class Checkpointer:
             )
             self._precision = PrecisionProbe(self._binding.params)
             self._counter = TokenCounter(model, self._operators, self._options.ordering, capacities)
+            self._cleanup.callback(self._counter.close)
             self._recorder = self._make_recorder()
             self._restore()
             self._install(model)
@@ -266,6 +278,8 @@ class Checkpointer:
         if self._recorder is not None:
             self._recorder.finish()
             self._recorder = None
+        if not self.off:
+            self._engine.close()
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -365,8 +379,9 @@ class Checkpointer:
         for optimizer in self._binding.optimizers:
             keep.callback(optimizer.register_step_pre_hook(self._before_optimizer_step).remove)
             keep.callback(optimizer.register_step_post_hook(self._after_optimizer_step).remove)
-        keep.callback(model.register_forward_pre_hook(self._forward_begins).remove)
-        keep.callback(model.register_forward_hook(self._forward_ended, always_call=True).remove)
+        begins, ended = ModuleHook(self._forward_begins), ModuleHook(self._forward_ended)
+        keep.callback(model.register_forward_pre_hook(begins).remove)
+        keep.callback(model.register_forward_hook(ended, always_call=True).remove)
         keep.enter_context(clip_norm_tap(self._tape))
         for item in self._stateful.values():
             if hasattr(item, "_unscale_grads_"):

@@ -17,7 +17,7 @@ from ckptd.client.identity import Identity
 from ckptd.client.replay import SnapshotImage
 from ckptd.client.segment import MappedSegment, RankTaken, SlotTable
 from ckptd.client.session import Session
-from ckptd.errors import AttachRefused
+from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.recovery import NoRecovery, RankInventory, plan_recovery
 from ckptd.ring import NoSuffix, SlotRecord, SlotState, droppable_generations, find_suffix, truncate
 from ckptd.segment_format import SegmentDescriptor, encode_descriptor
@@ -202,6 +202,7 @@ class RankMemory:
         Raises:
             AttachRefused: it does not fit.
             DaemonUnavailable: the daemon is away.
+            TimeoutError: it is on its way; ask for the same again later.
         """
         descriptor = SegmentDescriptor(
             job=self.identity.job,
@@ -218,7 +219,12 @@ class RankMemory:
             client=payload,
         )
         info = self.session.reserve(slot_bytes, num_slots, encode_descriptor(descriptor))
-        segment = MappedSegment(info.path, info.generation)
+        try:
+            segment = MappedSegment(info.path, info.generation)
+        except (OSError, RankTaken, SegmentError) as error:
+            raise DaemonUnavailable(
+                f"its new segment cannot be used: {error}", operation="reserve"
+            ) from error
         segment.hint = max((s.hint for s in self._segments), default=0)
         self._segments.append(segment)
         self.table = SlotTable(self._current())

@@ -6,12 +6,14 @@ Counts decide only in which order experts are anchored (popular ones late: they 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from ckptd.client.hooks import ModuleHook
 from ckptd.client.operators import Operator
 from ckptd.client.planning import Plan
 from ckptd.schedule import (
@@ -46,6 +48,7 @@ class TokenCounter:
         self._at_last_order: list[float] | None = None
         self._since_look = 0
         self._target: list[int] | None = None
+        self._handles: list[RemovableHandle] = []
         modules = dict(model.named_modules())
         for op in operators:
             if op.expert is not None:
@@ -56,12 +59,20 @@ class TokenCounter:
             if isinstance(module, nn.ModuleList | nn.ModuleDict):
                 self._listed[name] = [0.0] * size
                 for index, child in enumerate(module.children()):
-                    child.register_forward_pre_hook(
-                        self._count_child(name, index), with_kwargs=True
-                    )
+                    self._count(child, self._count_child(name, index))
             elif module is not None:
                 self._fused[name] = None
-                module.register_forward_pre_hook(self._count_fused(name, size), with_kwargs=True)
+                self._count(module, self._count_fused(name, size))
+
+    def _count(self, module: nn.Module, count: Callable[..., None]) -> None:
+        hook = ModuleHook(count)
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def popularity(self, operators: Sequence[Operator]) -> list[float]:
         """Per operator, since the start (``decayed``: as a moving average over the reads); 0 for what is no expert."""

@@ -18,6 +18,7 @@ from typing import Any
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
 from ckptd.client.capture import Capture
+from ckptd.client.copymode import CopyModeChooser
 from ckptd.client.freeze import Tape
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
@@ -28,7 +29,7 @@ from ckptd.client.rng import capture_rng
 from ckptd.client.scalars import Stateful, gather_groups, grad_flags, python_state
 from ckptd.client.segment import MappedSegment
 from ckptd.client.stats import Stats
-from ckptd.cuda.engine import CopyEngine, measure_bandwidth
+from ckptd.cuda.engine import CopyEngine, CpuEngine, measure_bandwidth
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.schedule import Ordering
 
@@ -59,6 +60,8 @@ class Options:
     # On CPU, copies take the trainer's own cores: at most this share of an iteration may go into them.
     max_overhead: float = 0.03
     nan_check_every: int = 16
+    # Copy in the training thread (True), beside it (False), or whichever is measured to be faster (None); CPU only.
+    inline_copy: bool | None = None
 
 
 class Recorder:
@@ -99,11 +102,14 @@ class Recorder:
         self._iterations_s: list[float] = []
         self._boundary_s = 0.0
         self._wait_s = 0.0
+        self._prepare_s = 0.0
         self._reported_at = 0.0
         # Buffers that a forward changes cannot be copied beside it: found while measuring, by version counter.
         self._buffer_versions: dict[str, tuple[int, int]] = {}
         self._restless: set[str] = set()
         self._waits_s: list[float] = []
+        self._coming: Plan | None = None
+        self._chooser = CopyModeChooser() if options.inline_copy is None else None
         self._uncaptured = ""
         self._group_key = binding.group_key()
         self._widen_at = 0
@@ -113,10 +119,12 @@ class Recorder:
     def top(self, step: int) -> None:
         """The top of ``step``: take its snapshot if this boundary is clean."""
         started = time.perf_counter()
+        self._prepare_s = 0.0
         if self._seen:
             self._iterations_s.append(started - self._top_at)
             del self._iterations_s[:-16]
             self._stats.note_stall(self._boundary_s, self._wait_s)
+            self._choose_copy_mode()
             self._waits_s.append(self._wait_s)
             del self._waits_s[:-_WAITS]
         self._seen += 1
@@ -134,7 +142,22 @@ class Recorder:
             self._buffer_versions = _versions(self._binding)
         self._stepped = False
         self._report(step)
-        self._boundary_s = time.perf_counter() - started
+        # Planning and reserving happen once (or after a change) and are reported apart from the stall of each step.
+        self._boundary_s = time.perf_counter() - started - self._prepare_s
+
+    def _choose_copy_mode(self) -> None:
+        chooser = self._chooser
+        if chooser is None or self._capture is None or not isinstance(self._engine, CpuEngine):
+            return
+        before = chooser.decided
+        self._engine.inline = chooser.note(self._iterations_s[-1])
+        if chooser.decided and not before:
+            logger.info(
+                "copies run %s (%s)",
+                "in the training thread" if chooser.inline else "beside training",
+                chooser.reason,
+            )
+        self._stats.inline_copy = int(chooser.inline)
 
     def first_forward(self) -> None:
         """The model's first forward of this step is about to run."""
@@ -265,9 +288,20 @@ class Recorder:
         ):
             self._tape.take()
             return False
+        if self._memory.session.reserving:
+            self._tape.take()
+            return False
         try:
-            self._reserve(self._make_plan())
-        except (AttachRefused, DaemonUnavailable, TimeoutError, ValueError) as error:
+            # What is on its way was asked for under this plan: a new one might measure, and ask for, something else.
+            self._coming = self._coming or self._make_plan()
+            self._reserve(self._coming)
+            self._coming = None
+        except TimeoutError as error:
+            logger.info("snapshots begin later: %s", error)
+            self._tape.take()
+            return False
+        except (AttachRefused, DaemonUnavailable, ValueError) as error:
+            self._coming = None
             self._retry_at = step + _RETRY_STEPS
             text = f"snapshots cannot start: {error}; trying again at step {self._retry_at}"
             logger.error("%s", text)
@@ -277,6 +311,7 @@ class Recorder:
         return True
 
     def _make_plan(self, window: int | None = None) -> Plan:
+        started = time.perf_counter()
         options = self._options
         speed = self.speed()
         on_cpu = all(local(p).device.type == "cpu" for p in self._binding.params.values())
@@ -307,6 +342,7 @@ class Recorder:
             speed.bandwidth / 1e9,
             plan.schedule.reason,
         )
+        self._note_prepared(started)
         return plan
 
     def speed(self) -> TrainingSpeed:
@@ -328,6 +364,7 @@ class Recorder:
         }
 
     def _reserve(self, plan: Plan) -> None:
+        started = time.perf_counter()
         segment = self._memory.reserve(
             plan.slot_bytes,
             plan.num_slots,
@@ -338,6 +375,11 @@ class Recorder:
         self._engine.register(segment.memory, segment.regions())
         self.plan = plan
         self._start_capture()
+        self._note_prepared(started)
+
+    def _note_prepared(self, started: float) -> None:
+        self._prepare_s += time.perf_counter() - started
+        self._stats.prepare_ms += (time.perf_counter() - started) * 1e3
 
     def _start_capture(self) -> None:
         plan = self.plan

@@ -6,8 +6,10 @@ without the slot's ``sequence`` changing: which operators its image anchors.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -33,6 +35,8 @@ from ckptd.storage.image import ImageError, ImageView, seal
 
 __all__ = ["MappedSegment", "RankTaken", "SlotTable"]
 
+logger = logging.getLogger(__name__)
+
 
 _OPEN: weakref.WeakSet[MappedSegment] = weakref.WeakSet()
 
@@ -45,6 +49,19 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _map(path: str) -> mmap.mmap:
+    """All of the file, mapped through a description of its own.
+
+    ``mmap`` keeps a duplicate of the descriptor for as long as a view lives, in forked children too; a duplicate of the one
+    that holds our locks would keep them held after ``close`` and after our death.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    finally:
+        os.close(fd)
 
 
 class RankTaken(RuntimeError):
@@ -61,6 +78,7 @@ class MappedSegment:
 
     def __init__(self, path: str, generation: int) -> None:
         self.path, self.generation = path, generation
+        self._writing = threading.Lock()
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if not locks.try_lock(self.fd, OWNER_LOCK_BYTE, True):
@@ -69,7 +87,7 @@ class MappedSegment:
                     f"{os.path.basename(path)} is owned by another live process (open in pids {holders}); "
                     "two trainers must not share job, run and rank: end the other, or give this one another run="
                 )
-            self._map = mmap.mmap(self.fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._map = _map(path)
         except BaseException:
             os.close(self.fd)
             raise
@@ -86,7 +104,8 @@ class MappedSegment:
         return read_slot_header(self.buffer, self.geometry, index)
 
     def write_header(self, index: int, header: SlotHeader) -> None:
-        write_slot_header(self.buffer, self.geometry, index, header)
+        with self._writing:
+            write_slot_header(self.buffer, self.geometry, index, header)
 
     def set_state(self, index: int, state: SlotState) -> None:
         set_slot_state(self.buffer, self.geometry, index, state)
@@ -124,17 +143,23 @@ class MappedSegment:
         if header is None or header.state != SlotState.FILLED:
             return
         started = time.perf_counter_ns()
-        digest = seal(self.slot(index)[: header.image_len])
-        self.write_header(
-            index,
-            replace(
-                header,
-                state=SlotState.SEALED,
-                header_digest=digest,
-                sealed_at_ns=time.time_ns(),
-                digest_ns=time.perf_counter_ns() - started,
-            ),
+        try:
+            digest = seal(self.slot(index)[: header.image_len])
+        except ImageError as error:
+            logger.error("slot %d (iteration %d) is damaged: %s", index, header.iteration, error)
+            self.set_state(index, SlotState.FREE)
+            return
+        sealed = replace(
+            header,
+            state=SlotState.SEALED,
+            header_digest=digest,
+            sealed_at_ns=time.time_ns(),
+            digest_ns=time.perf_counter_ns() - started,
         )
+        with self._writing:
+            # The daemon may be back and have sealed it, and the training thread may be filling it again.
+            if self.header(index) == header:
+                write_slot_header(self.buffer, self.geometry, index, sealed)
 
     def close(self) -> None:
         """Give up ownership. The mapping goes when the last tensor view of it does."""

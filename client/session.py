@@ -1,4 +1,7 @@
-"""The trainer's conversation with its daemon, on a thread of its own; training never waits for it.
+"""The trainer's conversation with its daemon, on threads of its own; training never waits for it.
+
+Two lanes, so that a daemon that hangs holds up nothing but the conversation: the *link* owns the connection and may wait for
+an answer; the *desk* finishes snapshots (and seals them while the daemon is away) and never waits for anybody.
 
 States: connected; lost (the daemon does not answer: snapshots go on, sealed here, while the thread keeps trying);
 closed. All traffic after the attach is one-way from the training thread's point of view.
@@ -45,7 +48,83 @@ _PING_S = 1.0
 _ANSWER_S = 5.0
 _QUEUE_LIMIT = 1024
 _RANK_PATIENCE_S = 5.0
+_RESERVE_WAIT_S = 2.0
+_RESERVE_LIMIT_S = 600.0
+_LOOK_S = 0.5
 _FAILURES = (RequestTimeout, WireError, DaemonUnavailable, OSError)
+
+
+class _Lane:
+    """One thread that works off a bounded queue, and calls ``look`` after each piece of work and about twice a second."""
+
+    def __init__(
+        self,
+        name: str,
+        look: Callable[[], None],
+        failed: Callable[[Exception], None],
+        closed: threading.Event,
+    ) -> None:
+        self._look, self._failed, self._closed = look, failed, closed
+        self._work: queue.Queue[tuple[Callable[[], Any], Future[Any] | None]] = queue.Queue(
+            _QUEUE_LIMIT
+        )
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, work: Callable[[], Any]) -> bool:
+        """Have ``work`` done; False if the queue is full (the work is dropped)."""
+        try:
+            self._work.put_nowait((work, None))
+        except queue.Full:
+            return False
+        return True
+
+    def begin(self, work: Callable[[], T]) -> Future[T]:
+        """Have ``work`` done and its result kept.
+
+        Raises:
+            DaemonUnavailable: the queue is full.
+        """
+        future: Future[T] = Future()
+        try:
+            self._work.put_nowait((work, future))
+        except queue.Full as error:
+            raise DaemonUnavailable("session", hint="its queue is full") from error
+        return future
+
+    def call(self, work: Callable[[], T], timeout_s: float) -> T:
+        """Have ``work`` done and wait for its result."""
+        return self.begin(work).result(timeout_s)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                work, future = self._work.get(timeout=_LOOK_S)
+            except queue.Empty:
+                pass
+            else:
+                self._perform(work, future)
+            self._look()
+        self._look()
+
+    def _perform(self, work: Callable[[], Any], future: Future[Any] | None) -> None:
+        try:
+            result = work()
+        # The work is the caller's: the thread must survive it and hand the error back.
+        except Exception as error:
+            self._failed(error)
+            if future is not None:
+                future.set_exception(error)
+            else:
+                logger.exception("in the session's thread")
+        else:
+            if future is not None:
+                future.set_result(result)
 
 
 class Session:
@@ -55,7 +134,7 @@ class Session:
         find_endpoint: returns the daemon's endpoint, starting one if that is wanted; called again after a loss.
         attach: what to ask for; repeated after a loss.
         version: this package's version.
-        while_lost: called on this session's thread about twice a second while the daemon is away.
+        while_lost: called on the desk about twice a second while the daemon is away.
         held: the generations whose owner lock this process holds.
     Raises:
         DaemonUnavailable: none answers within ``timeout_s``.
@@ -75,55 +154,67 @@ class Session:
         self._find_endpoint, self._attach, self._version = find_endpoint, attach, version
         self._while_lost, self._held = while_lost, held
         self._client: ControlClient | None = None
-        self._work: queue.Queue[tuple[Callable[[], Any], Future[Any] | None]] = queue.Queue(
-            _QUEUE_LIMIT
-        )
         self._closed = threading.Event()
+        self._link = _Lane("ckptd-link", self._look_for_daemon, self._link_failed, self._closed)
+        self._desk = _Lane("ckptd-desk", self._look_at_slots, lambda error: None, self._closed)
+        self._next_ping = self._next_try = self._next_look = 0.0
+        self._reserving: tuple[Reserve, Future[SegmentInfo]] | None = None
         self.connected = False
         self.outages = 0
         self.node_id = ""
         self.segments: tuple[SegmentInfo, ...] = ()
         self.quota_bytes = self.available_bytes = 0
         self._open_within(timeout_s)
-        self._thread = threading.Thread(target=self._run, name="ckptd-session", daemon=True)
-        self._thread.start()
+        self._link.start()
+        self._desk.start()
 
-    # -- called from the training thread ---------------------------------------------------------
+    # -- called from any thread ------------------------------------------------------------------
 
     def submit(self, work: Callable[[], Any]) -> bool:
-        """Run ``work`` on the session's thread; False if its queue is full (the work is dropped)."""
-        try:
-            self._work.put_nowait((work, None))
-        except queue.Full:
-            return False
-        return True
+        """Do ``work`` at the desk; False if its queue is full (the work is dropped)."""
+        return self._desk.submit(work)
 
     def filled(self, generation: int, slot: int, iteration: int) -> None:
-        """Tell the daemon that a slot waits to be sealed (from the session's thread)."""
-        self._send(Filled(generation, slot, iteration))
+        """Tell the daemon that a slot waits to be sealed."""
+        self._link.submit(lambda: self._send(Filled(generation, slot, iteration)))
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
-        self.submit(lambda: self._send(Report(step, metrics)))
+        self._link.submit(lambda: self._send(Report(step, metrics)))
 
     def notice(self, level: str, kind: str, message: str) -> None:
-        self.submit(lambda: self._send(Notice(level, kind, message[:4000])))
+        self._link.submit(lambda: self._send(Notice(level, kind, message[:4000])))
 
-    def reserve(
-        self, slot_bytes: int, num_slots: int, descriptor: bytes, *, timeout_s: float = 120.0
-    ) -> SegmentInfo:
-        """Ask for a new generation; blocks while the daemon pre-touches it.
+    @property
+    def reserving(self) -> bool:
+        """Whether a generation that was asked for is still on its way."""
+        return self._reserving is not None and not self._reserving[1].done()
+
+    def reserve(self, slot_bytes: int, num_slots: int, descriptor: bytes) -> SegmentInfo:
+        """Ask for a new generation. Training does not wait long: a large one is pre-touched while it goes on.
 
         Raises:
             AttachRefused: it does not fit, with the numbers.
-            DaemonUnavailable: the daemon went away meanwhile.
+            DaemonUnavailable: the daemon is away.
+            TimeoutError: it is on its way; ask for the same again once ``reserving`` is false.
         """
-
-        def ask() -> SegmentInfo:
-            reply = self._request(Reserve(slot_bytes, num_slots, descriptor), timeout_s)
-            assert isinstance(reply, Reserved)
-            return reply.segment
-
-        return self._call(ask, timeout_s + 5)
+        wanted = Reserve(slot_bytes, num_slots, descriptor)
+        patience_s = 0.0
+        if self._reserving is None:
+            patience_s = _RESERVE_WAIT_S
+            self._reserving = wanted, self._link.begin(lambda: self._ask_for_memory(wanted))
+        asked, future = self._reserving
+        try:
+            found = future.result(patience_s)
+        except TimeoutError:
+            raise TimeoutError("the daemon is still making the memory for them") from None
+        except BaseException:
+            self._reserving = None
+            raise
+        self._reserving = None
+        if asked == wanted:
+            return found
+        self.drop(found.generation)  # asked for under another plan, and no longer wanted
+        return self.reserve(slot_bytes, num_slots, descriptor)
 
     def drop(self, generation: int) -> None:
         """Tell the daemon that a generation is no longer needed."""
@@ -134,12 +225,12 @@ class Session:
             except (AttachRefused, *_FAILURES) as error:
                 logger.warning("generation %d was not dropped: %s", generation, error)
 
-        self.submit(ask)
+        self._link.submit(ask)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything submitted so far is done; False if that takes longer."""
         try:
-            self._call(lambda: None, timeout_s)
+            self._desk.call(lambda: None, timeout_s)
         except (DaemonUnavailable, TimeoutError):
             return False
         return True
@@ -156,66 +247,59 @@ class Session:
                 assert isinstance(reply, Done)
 
         try:
-            self._call(last, 15)
+            self.flush(_ANSWER_S)
+            self._link.call(last, 15)
         except (AttachRefused, TimeoutError, *_FAILURES) as error:
             logger.warning("detaching from the daemon: %s", error)
         self._closed.set()
-        self._thread.join(timeout=5)
+        self._link.join(_ANSWER_S)
+        self._desk.join(_ANSWER_S)
 
-    # -- the session's thread --------------------------------------------------------------------
+    # -- at the desk -----------------------------------------------------------------------------
 
-    def _call(self, work: Callable[[], T], timeout_s: float) -> T:
-        future: Future[T] = Future()
+    def _look_at_slots(self) -> None:
+        now = time.monotonic()
+        if not self.connected and now >= self._next_look and not self._closed.is_set():
+            self._next_look = now + _LOOK_S
+            self._while_lost()
+
+    # -- on the link -----------------------------------------------------------------------------
+
+    def _look_for_daemon(self) -> None:
+        now = time.monotonic()
+        if self._closed.is_set():
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+        elif self.connected and now >= self._next_ping:
+            self._next_ping = now + _PING_S
+            self._ping()
+        elif not self.connected and now >= self._next_try:
+            self._next_try = now + _LOOK_S
+            self._try_again()
+
+    def _link_failed(self, error: Exception) -> None:
+        if isinstance(error, _FAILURES):
+            self._lose(str(error))
+
+    def _ask_for_memory(self, wanted: Reserve) -> SegmentInfo:
         try:
-            self._work.put((work, future), timeout=timeout_s)
-        except queue.Full as error:
-            raise DaemonUnavailable("session", hint="its queue is full") from error
-        return future.result(timeout_s)
-
-    def _run(self) -> None:
-        next_ping = next_try = 0.0
-        while not self._closed.is_set():
-            try:
-                work, future = self._work.get(timeout=0.5)
-                self._perform(work, future)
-            except queue.Empty:
-                pass
-            now = time.monotonic()
-            if self.connected and now >= next_ping:
-                next_ping = now + _PING_S
-                self._ping()
-            elif not self.connected and now >= next_try:
-                self._while_lost()
-                next_try = now + 0.5
-                self._try_again()
-        if self._client is not None:
-            self._client.close()
-
-    def _perform(self, work: Callable[[], Any], future: Future[Any] | None) -> None:
-        try:
-            result = work()
-        except (
-            Exception
-        ) as error:  # work is the caller's; the thread must survive it and hand the error back
-            if isinstance(error, _FAILURES):
-                self._lose(str(error))
-            if future is not None:
-                future.set_exception(error)
-            else:
-                logger.exception("in the session's thread")
-        else:
-            if future is not None:
-                future.set_result(result)
+            reply = self._request(wanted, _RESERVE_LIMIT_S, alive_s=_ANSWER_S)
+        except (RequestTimeout, WireError, OSError) as error:
+            self._lose(str(error))
+            raise DaemonUnavailable(str(error), operation="reserve") from error
+        assert isinstance(reply, Reserved)
+        return reply.segment
 
     def _send(self, message: Filled | Report | Notice) -> None:
         if self.connected and self._client is not None and not self._client.send(message):
             self._lose("its queue is full")
 
-    def _request(self, message: Any, timeout_s: float) -> Any:
+    def _request(self, message: Any, timeout_s: float, *, alive_s: float | None = None) -> Any:
         if self._client is None or not self.connected:
             raise DaemonUnavailable("request", hint="the daemon is away; it is being looked for")
         try:
-            return self._client.request(message, timeout_s=timeout_s)
+            return self._client.request(message, timeout_s=timeout_s, alive_s=alive_s)
         except RefusedError as error:
             raise AttachRefused(error.code, error.message, error.hint) from error
 

@@ -29,6 +29,8 @@ class Stats:
     restored_bytes: int = 0
     verified_tensors: int = 0
     reorders: int = 0
+    prepare_ms: float = 0.0
+    inline_copy: int = 0
     stall_ms_last: float = 0.0
     stall_ms_max: float = 0.0
     stall_ms_sum: float = 0.0

@@ -123,6 +123,10 @@ class CudaEngine:
 
     def close(self) -> None:
         self._stream.synchronize()
+        for addresses in self._registered.values():
+            for address in addresses:
+                torch.cuda.cudart().cudaHostUnregister(address)
+        self._registered.clear()
         self._jobs.put(None)
         self._thread.join(timeout=30)
 

@@ -23,6 +23,8 @@ from ckptd.transport.messages import (
     PROTOCOL_VERSION,
     Message,
     OneWay,
+    Ping,
+    Pong,
     Refused,
     Reply,
     Request,
@@ -175,8 +177,13 @@ class ControlClient:
             self.close()
             raise WireError("endpoint", f"cannot connect to {endpoint!r}: {error}") from error
 
-    def request(self, message: Request, *, timeout_s: float | None = None) -> Reply:
+    def request(
+        self, message: Request, *, timeout_s: float | None = None, alive_s: float | None = None
+    ) -> Reply:
         """Send, and wait for the answer.
+
+        With `alive_s`, for requests that take long, the daemon has to answer a ping every so often
+        meanwhile: one that hangs, or was restarted and knows nothing of the request, is noticed.
 
         Raises:
             RefusedError: the daemon said no.
@@ -189,9 +196,23 @@ class ControlClient:
         message_id = next(self._ids)
         if not self._send(message_id, message, deadline):
             raise RequestTimeout(self.endpoint, name, limit_s)
-        while (received := self._receive(deadline)) is not None:
+        ping_id = 0
+        while True:
+            until = deadline if alive_s is None else min(deadline, time.monotonic() + alive_s)
+            received = self._receive(until)
+            if received is None:
+                if until >= deadline or ping_id or alive_s is None:
+                    break
+                ping_id = next(self._ids)
+                if not self._send(ping_id, Ping(), until + alive_s):
+                    break
+                continue
             envelope, answer = received
-            if envelope.id != message_id:
+            if ping_id and envelope.id == ping_id:
+                ping_id = 0
+                if not isinstance(answer, Pong) or not answer.attached:
+                    break  # a restarted daemon
+            elif envelope.id != message_id:
                 self._keep_refusal(answer)
             elif isinstance(answer, Refused):
                 raise RefusedError(answer.code, answer.message, answer.hint)
