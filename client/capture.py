@@ -214,6 +214,10 @@ class Capture:
         if usable:
             self._stats.snapshots += 1
             self._stats.snapshot_bytes = fill.plan.layout.image_len
+            if self._engine.last_copy_s:
+                self._stats.capture_gb_per_s = (
+                    fill.plan.layout.image_len / self._engine.last_copy_s / 1e9
+                )
             self._filled(fill.segment, fill.index, fill.header.iteration)
 
     def _write_image(self, fill: Fill) -> bool:

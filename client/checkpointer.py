@@ -354,8 +354,11 @@ class Checkpointer:
             self._recorder.before_optimizer_step()
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        index = next(i for i, o in enumerate(self._binding.optimizers) if o is optimizer)
+        if self._replay is not None:
+            self._replay.after_optimizer_step(index)
         if self._recorder is not None:
-            self._recorder.after_optimizer_step()
+            self._recorder.after_optimizer_step(index)
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
         if torch._C._current_graph_task_id() != -1:

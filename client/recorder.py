@@ -110,7 +110,9 @@ class Recorder:
         self._waits_s: list[float] = []
         self._coming: Plan | None = None
         self._chooser = CopyModeChooser() if options.inline_copy is None else None
+        self._updates: dict[int, int] = {}
         self._uncaptured = ""
+        self._policy = options.policy
         self._group_key = binding.group_key()
         self._widen_at = 0
 
@@ -141,6 +143,7 @@ class Recorder:
         if self._seen <= _WATCHED_STEPS:
             self._buffer_versions = _versions(self._binding)
         self._stepped = False
+        self._updates.clear()
         self._report(step)
         # Planning and reserving happen once (or after a change) and are reported apart from the stall of each step.
         self._boundary_s = time.perf_counter() - started - self._prepare_s
@@ -179,8 +182,10 @@ class Recorder:
             self._restless |= {n for n, v in now.items() if self._buffer_versions.get(n) != v}
             self._buffer_versions = {}
 
-    def after_optimizer_step(self) -> None:
+    def after_optimizer_step(self, optimizer: int) -> None:
+        """Optimizer number ``optimizer`` has updated its parameters."""
         self._stepped = True
+        self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
 
     def finish(self) -> None:
         """Wait for the snapshot in flight."""
@@ -281,10 +286,15 @@ class Recorder:
             if self._options.window is not None or self._options.policy == "dense"
             else _MEASURED_STEPS
         )
+        if max(self._updates.values(), default=0) > 1:
+            self._policy = (
+                "dense"  # between two updates in a step, frozen operators would have to change
+            )
         if (
             self._seen <= needed
             or step < self._retry_at
-            or not any(self._binding.state(n) for n in self._binding.owner)
+            # After the first update the state that the optimizer keeps is there (plain SGD keeps none).
+            or not (self._stepped or any(self._binding.state(n) for n in self._binding.owner))
         ):
             self._tape.take()
             return False
@@ -321,8 +331,8 @@ class Recorder:
         plan = make_plan(
             self._binding,
             self._operators,
-            policy=options.policy,
-            window=options.window if window is None else window,
+            policy=self._policy,
+            window=None if self._policy == "dense" else window or options.window,
             every=options.every,
             budget_bytes=budget,
             available_bytes=available,
@@ -445,12 +455,22 @@ class Recorder:
         if key != self._group_key:
             found = "a parameter group"
             self._binding.refresh()
+        if self._policy != "dense" and max(self._updates.values(), default=0) > 1:
+            # Frozen operators would need the weights between the two updates, which no snapshot holds.
+            found, self._policy = (
+                "a second update by one optimizer within a step (only dense snapshots can be exact)",
+                "dense",
+            )
         if not found:
             return True
-        logger.warning("%s appeared after the snapshots were planned: planning anew", found)
+        logger.warning("found %s after the snapshots were planned: planning anew", found)
         self._uncaptured, self._group_key = found, key
         try:
-            self._reserve(self._make_plan(window=self.plan.schedule.window))
+            self._reserve(
+                self._make_plan(
+                    window=None if self._policy == "dense" else self.plan.schedule.window
+                )
+            )
         except (AttachRefused, DaemonUnavailable, TimeoutError, ValueError) as error:
             text = f"{found} cannot be captured: {error}; no snapshots are taken from here on"
             logger.error("%s", text)

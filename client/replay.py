@@ -176,6 +176,29 @@ class Replay:
             if self._is_frozen(name):
                 held.grad = None
 
+    def after_optimizer_step(self, optimizer: int) -> None:
+        """Give what this optimizer would have updated the weights it had after this step, where they are frozen.
+
+        A later forward of the same step (another optimizer's turn, a validation pass) then sees what it saw the first time.
+        """
+        if self.dense:
+            return
+        image = self._images[self._position + 1]
+        owner = self._binding.owner
+        frozen = {
+            n: rows
+            for n, rows in self._frozen_rows.items()
+            if n in owner and owner[n][0] == optimizer
+        }
+        items = [
+            self._item(image, piece, source, entry, self._binding.params[source.name])
+            for source, entry in image.sources()
+            if source.kind == "param"
+            for piece in self._pieces(source, frozen, {})
+        ]
+        self._engine.restore(items, image.memory, image.base)
+        self._frozen_masters()
+
     def advance(self) -> None:
         """The top of the next step: compare, load, activate. After the last snapshot the state is dense.
 
@@ -282,13 +305,17 @@ class Replay:
         held = binding.held(source.name)
         state = optimizer.state[held]
         if not isinstance(state.get(source.key), Tensor):
-            like = source.start is not None or recorded.shape == local(held).shape
-            if like:
+            # All rows of a whole tensor are about to be loaded: zeros would be written for nothing.
+            if source.start is not None:
                 state[source.key] = torch.zeros_like(
                     held, dtype=recorded.dtype, requires_grad=False
                 )
+            elif recorded.shape == local(held).shape:
+                state[source.key] = torch.empty_like(
+                    held, dtype=recorded.dtype, requires_grad=False
+                )
             else:
-                state[source.key] = torch.zeros_like(recorded, device=held.device)
+                state[source.key] = torch.empty_like(recorded, device=held.device)
         found: Tensor = state[source.key]
         return found
 

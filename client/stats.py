@@ -31,6 +31,7 @@ class Stats:
     reorders: int = 0
     prepare_ms: float = 0.0
     inline_copy: int = 0
+    capture_gb_per_s: float = 0.0
     stall_ms_last: float = 0.0
     stall_ms_max: float = 0.0
     stall_ms_sum: float = 0.0

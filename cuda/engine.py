@@ -66,6 +66,8 @@ class CopyEngine(Protocol):
 
     # Whether ``wait`` blocks the host until the bytes have arrived (or only orders the device's work after the copies).
     host_waits: bool
+    # Seconds that the last completed copy took, from its first byte to its last.
+    last_copy_s: float
 
     def register(self, memory: HostMemory, regions: Sequence[tuple[int, int]]) -> None:
         """Prepare (offset, length) regions of a mapped segment for copies: pin them, on CUDA."""
@@ -100,6 +102,7 @@ class CpuEngine:
     """Copies host tensors in a background thread (``inline``: in the caller)."""
 
     host_waits = True
+    last_copy_s = 0.0
 
     def __init__(self, *, inline: bool = False, restore_threads: int = 2) -> None:
         self.inline = inline
@@ -128,9 +131,11 @@ class CpuEngine:
 
         def job() -> None:
             error: BaseException | None = None
+            started = time.perf_counter()
             try:
                 for item in (*items, *late()):
                     _to_host(item, memory, base)
+                self.last_copy_s = time.perf_counter() - started
             except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
                 error = caught
             done(error)

@@ -38,6 +38,10 @@ class _Run:
     direct: bool
 
 
+# First and last event of a copy, and whom to tell.
+_Job = tuple[torch.cuda.Event, torch.cuda.Event, Callable[[BaseException | None], None]]
+
+
 class CudaEngine:
     """Copies tensors of one CUDA device to and from registered host memory.
 
@@ -46,15 +50,14 @@ class CudaEngine:
     """
 
     host_waits = False
+    last_copy_s = 0.0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._staging: dict[int, Tensor] = {}
         self._last: torch.cuda.Event | None = None
-        self._jobs: queue.SimpleQueue[
-            tuple[torch.cuda.Event, Callable[[BaseException | None], None]] | None
-        ] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._registered: dict[int, list[int]] = {}
         self._thread = threading.Thread(target=self._watch, name="ckptd-copy", daemon=True)
         self._thread.start()
@@ -94,6 +97,8 @@ class CudaEngine:
     ) -> None:
         ready = torch.cuda.current_stream(self._device).record_event()
         self._stream.wait_event(ready)
+        first = torch.cuda.Event(enable_timing=True)
+        first.record(self._stream)
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 for index, run in enumerate(_runs([*items, *late()])):
@@ -101,10 +106,10 @@ class CudaEngine:
         except RuntimeError as error:
             done(error)
             return
-        event = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(self._stream)
         self._last = event
-        self._jobs.put((event, done))
+        self._jobs.put((first, event, done))
 
     def wait(self) -> float:
         """Order the current stream after the copies; the host does not block."""
@@ -162,10 +167,11 @@ class CudaEngine:
 
     def _watch(self) -> None:
         while (job := self._jobs.get()) is not None:
-            event, done = job
+            first, event, done = job
             error: BaseException | None = None
             try:
                 event.synchronize()
+                self.last_copy_s = first.elapsed_time(event) / 1e3
             except RuntimeError as caught:
                 error = caught
             done(error)

@@ -390,6 +390,61 @@ class LateState(PlainAdam):
                     p.lerp_(state["slow"], 0.01)
 
 
+def two_updates_body(job: Job, step: int, at: Callable[[str], None]) -> None:
+    """One optimizer, two updates in a step: what lies between them is in no sparse snapshot."""
+    for _ in range(2):
+        loss_of(job.model, next(job.state["data"])).backward()
+        at("backward")
+        job.optimizers[0].step()
+        job.optimizers[0].zero_grad()
+    at("step")
+
+
+def alternating_case(seed: int) -> Job:
+    """Two optimizers that take turns within a step, each on a forward of its own, as adversarial training does."""
+    job = make(sched=False)(seed)
+    names = [n for n, _ in job.model.named_parameters()]
+    params = dict(job.model.named_parameters())
+    halves = [[params[n] for n in names[::2]], [params[n] for n in names[1::2]]]
+    job.optimizers = [torch.optim.AdamW(half, lr=3e-3) for half in halves]
+
+    def body(job: Job, step: int, at: Callable[[str], None]) -> None:
+        for optimizer in job.optimizers:
+            loss_of(job.model, next(job.state["data"])).backward()
+            at("backward")
+            clip_grad_norm_(job.model.parameters(), 0.5)
+            optimizer.step()
+            job.model.zero_grad()
+        at("step")
+
+    job.body = body
+    return job
+
+
+def plateau_case(seed: int) -> Job:
+    """A validation pass after each update drives the schedule: it must see updated weights in replay, too."""
+    job = make(sched=False)(seed)
+    job.state["sched"] = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        job.optimizers[0], patience=0, threshold=0.01
+    )
+    held_out = torch.randint(0, VOCAB, (4, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+
+    def body(job: Job, step: int, at: Callable[[str], None]) -> None:
+        loss_of(job.model, next(job.state["data"])).backward()
+        at("backward")
+        job.optimizers[0].step()
+        job.optimizers[0].zero_grad()
+        job.model.eval()
+        with torch.no_grad():
+            value = loss_of(job.model, held_out).item()
+        job.model.train()
+        job.state["sched"].step(value)
+        at("step")
+
+    job.body = body
+    return job
+
+
 def own_norm_body(job: Job, step: int, at: Callable[[str], None]) -> None:
     """Clipping by hand, which no tap of ours can see."""
     loss_of(job.model, next(job.state["data"])).backward()
@@ -474,6 +529,9 @@ CASES: dict[str, Callable[[int], Job]] = {
     "adafactor_fused": make(lambda ps: torch.optim.Adafactor(ps, lr=1e-2), fused=True),
     "muon": make(mixed_optimizers),
     "own_optimizer": make(lambda ps: PlainAdam(ps, lr=3e-3), fused=True),
+    "two_updates": make(body=two_updates_body, sched=False),
+    "alternating": alternating_case,
+    "plateau": plateau_case,
     "late_state": make(lambda ps: LateState(ps, lr=3e-3)),
     "own_norm": make(body=own_norm_body, sched=False),
     "groups": make(groups),
