@@ -37,6 +37,8 @@ __all__ = ["Capture", "Fill"]
 
 logger = logging.getLogger(__name__)
 
+_DRAIN_S = 1.0
+
 
 class Fill:
     """A snapshot in the making: the slot it goes to, and who has yet to arrive."""
@@ -88,6 +90,7 @@ class Capture:
         num_operators: how many operators a suffix must cover.
         stats: counters to keep.
         finish: runs a closure off the training thread (the session's thread); False if it cannot take it.
+        drain: waits until what ``finish`` was given is done, at most so many seconds.
         filled: called, off the training thread, when a slot is filled.
         restless: names of what is known to change before the optimizer's step (buffers that a forward updates).
     """
@@ -101,12 +104,13 @@ class Capture:
         num_operators: int,
         stats: Stats,
         finish: Callable[[Callable[[], None]], bool],
+        drain: Callable[[float], object],
         filled: Callable[[MappedSegment, int, int], None],
         restless: Iterable[str] = (),
     ) -> None:
         self._binding, self._table, self._engine = binding, table, engine
         self._num_operators, self._stats = num_operators, stats
-        self._finish, self._filled = finish, filled
+        self._finish, self._drain, self._filled = finish, drain, filled
         self._fill: Fill | None = None
         self._sequence = table.next_sequence()
         self._sources: dict[int, LiveSources] = {}
@@ -253,8 +257,9 @@ class Capture:
 
     def _claim(self, segment: MappedSegment) -> int | None:
         busy: set[tuple[int, int]] = set()
+        drained = False
         self.need_generation = ""
-        for _ in range(segment.geometry.num_slots + 1):
+        for _ in range(segment.geometry.num_slots + 2):
             records = self._table.records()
             choice = choose_slot(
                 records, self._num_operators, busy=busy, generation=segment.generation
@@ -270,6 +275,11 @@ class Capture:
                     oldest = min(waiting, key=lambda r: r.sequence)
                     self._table.segment(oldest.generation).seal(oldest.index)
                     self._stats.sealed_here += 1
+                    continue
+                if not drained and any(r.state is SlotState.FILLING for r in records):
+                    # Steps shorter than a thread switch outrun whoever finishes the snapshots: let it catch up.
+                    drained = True
+                    self._drain(_DRAIN_S)
                     continue
                 self._stats.no_slot += 1
                 self.need_generation = choice.reason

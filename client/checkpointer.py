@@ -39,7 +39,7 @@ from ckptd.client.stats import Stats
 from ckptd.cuda.select import make_engine
 from ckptd.errors import AttachRefused
 from ckptd.launch import ensure_daemon
-from ckptd.ring import NoSuffix, find_suffix
+from ckptd.ring import NoSuffix, SlotState, find_suffix
 from ckptd.schedule import OperatorKind, Ordering
 from ckptd.segment_format import HINT_DROP_GRADIENTS
 
@@ -102,7 +102,7 @@ class Checkpointer:
         freeze: str = "auto",
         on_mismatch: str = "raise",
         topology: str = "",
-        max_overhead: float = 0.03,
+        max_overhead: float = 0.01,
         inline_copy: bool | None = None,
         nan_check_every: int = 16,
         timeout_s: float = 30.0,
@@ -443,8 +443,7 @@ class Checkpointer:
         memory.settle_filled(_SEAL_WAIT_S)
         found = memory.recover(lambda inventory: exchange_inventories(self._identity, inventory))
         if isinstance(found, str):
-            logger.info("starting from the beginning: %s", found)
-            memory.forget_everything()
+            self._start_over(memory, found)
             return
         images, reason = found
         newest = memory.table.segments[-1]
@@ -474,6 +473,21 @@ class Checkpointer:
         text = f"resuming: {reason}; loaded {replay.bytes_loaded} bytes in {self._stats.restore_s:.3f} s, replaying {len(images) - 1} snapshots, freezing: {self._freezing}"
         logger.info("%s", text)
         memory.session.notice("info", "restored", text)
+
+    def _start_over(self, memory: RankMemory, why: str) -> None:
+        """Nothing can be recovered: normal for a new run, worth a word for an old one, an error where there is damage."""
+        damaged = sum(r.state is SlotState.QUARANTINED for r in memory.table.records())
+        if damaged:
+            text = f"starting over from the beginning: {damaged} slots are damaged; {why}"
+            logger.error("%s", text)
+            memory.session.notice("error", "starting_over", text)
+        elif memory.descriptor is not None:
+            text = f"starting over from the beginning: {why}"
+            logger.warning("%s", text)
+            memory.session.notice("warning", "starting_over", text)
+        else:
+            logger.info("starting from the beginning: %s", why)
+        memory.forget_everything()
 
     def _make_replay(
         self, images: Sequence[SnapshotImage], operators: Sequence[Operator]

@@ -58,7 +58,7 @@ class Options:
     ordering: Ordering = Ordering.HARD
     capacities: Mapping[str, float] | None = None
     # On CPU, copies take the trainer's own cores: at most this share of an iteration may go into them.
-    max_overhead: float = 0.03
+    max_overhead: float = 0.01
     nan_check_every: int = 16
     # Copy in the training thread (True), beside it (False), or whichever is measured to be faster (None); CPU only.
     inline_copy: bool | None = None
@@ -404,6 +404,7 @@ class Recorder:
             num_operators=len(plan.operators),
             stats=self._stats,
             finish=session.submit,
+            drain=session.flush,
             filled=self._was_filled,
             restless=self._restless,
         )

@@ -59,7 +59,7 @@ class TestFindMasters:
     def test_parameters_held_by_the_optimizer_need_none(self) -> None:
         model = bf16_model()
         params = dict(model.named_parameters())
-        extra = model[0].weight.detach().float()
+        extra = params["0.weight"].detach().float()
         assert find_masters(params, owned([*params.values(), extra])) == {}
 
     def test_fp32_models_have_none(self) -> None:
@@ -80,10 +80,11 @@ class TestBinding:
     def test_what_the_model_does_not_know_is_extra(self) -> None:
         model = nn.Linear(2, 2)
         loose = nn.Parameter(torch.zeros(3))
-        bound = Binding(
-            model, [AdamW(model.parameters()), AdamW([{"params": []}, {"params": [loose]}])], None
-        )
-        assert bound.params["extra/1.1.0"] is loose
+        second = AdamW([loose])
+        second.add_param_group({"params": [late := nn.Parameter(torch.zeros(3))]})
+        bound = Binding(model, [AdamW(model.parameters()), second], None)
+        assert bound.params["extra/1.0.0"] is loose
+        assert bound.params["extra/1.1.0"] is late
         assert bound.owner["extra/1.1.0"] == (1, 1)
 
     def test_a_parameter_without_optimizer_has_no_state(self) -> None:
@@ -149,13 +150,17 @@ class TestErrors:
         model = bf16_model()
         masters = masters_of(model)
         masters["no.such"] = masters.pop("0.weight")
-        with pytest.raises(ValueError, match=r"masters\['no\.such'\]: .*names look like '0\.weight'"):
+        with pytest.raises(
+            ValueError, match=r"masters\['no\.such'\]: .*names look like '0\.weight'"
+        ):
             Binding(model, [AdamW(list(masters.values()))], masters)
 
     def test_a_master_of_another_shape(self) -> None:
         model = bf16_model()
         masters = masters_of(model) | {"0.weight": torch.zeros(2, 3)}
-        with pytest.raises(ValueError, match=r"masters\['0\.weight'\] has shape \(2, 3\), .*\(3, 3\)"):
+        with pytest.raises(
+            ValueError, match=r"masters\['0\.weight'\] has shape \(2, 3\), .*\(3, 3\)"
+        ):
             Binding(model, [AdamW(list(masters.values()))], masters)
 
     def test_a_master_that_no_optimizer_holds(self) -> None:

@@ -1,52 +1,60 @@
-"""The choice between copying beside training and in it, fed with made-up iteration times."""
+"""The choice between threaded and inline copies, fed with iteration times."""
 
 from __future__ import annotations
 
-import random
+from collections.abc import Callable
+
+import pytest
 
 from ckptd.client.copymode import CopyModeChooser
 
 
-def _drive(chooser: CopyModeChooser, threaded_s: float, inline_s: float, noise: float, steps: int) -> None:
-    rng = random.Random(7)
-    for _ in range(steps):
-        base = inline_s if chooser.inline else threaded_s
-        chooser.note(base * (1 + rng.uniform(0, noise)))
+def settle(chooser: CopyModeChooser, time_of: Callable[[bool, int], float]) -> int:
+    """Feed it until it decides; how many iterations that took."""
+    for count in range(1, 1000):
+        chooser.note(time_of(chooser.inline, count))
+        if chooser.decided:
+            return count
+    raise AssertionError("never decided")
 
 
-def test_threaded_stays_where_a_core_is_free() -> None:
+@pytest.mark.parametrize(
+    ("inline_s", "chosen"), [(0.8, True), (1.0, False), (0.995, False), (1.2, False)]
+)
+def test_inline_must_win_clearly(inline_s: float, chosen: bool) -> None:
     chooser = CopyModeChooser()
-    _drive(chooser, 0.100, 0.110, 0.02, 40)
-    assert chooser.decided
-    assert not chooser.inline
+    settle(chooser, lambda inline, _: inline_s if inline else 1.0)
+    assert chooser.inline is chosen
+    assert "threaded 1000.00 ms" in chooser.reason
 
 
-def test_inline_wins_where_training_keeps_every_core_busy() -> None:
+def test_both_are_tried_in_turn_so_that_drift_cancels() -> None:
     chooser = CopyModeChooser()
-    _drive(chooser, 0.120, 0.105, 0.02, 40)
-    assert chooser.decided
+    modes: list[bool] = []
+
+    def slower_and_slower(inline: bool, count: int) -> float:
+        modes.append(inline)
+        return count + (-10.0 if inline else 0.0)
+
+    settle(chooser, slower_and_slower)
+    assert modes.count(True) == modes.count(False)
+    assert modes[0] is False
     assert chooser.inline
-    assert "threaded" in chooser.reason
 
 
-def test_a_tie_leaves_the_trainer_alone() -> None:
+def test_single_outliers_do_not_decide() -> None:
     chooser = CopyModeChooser()
-    _drive(chooser, 0.100, 0.0999, 0.0, 40)
-    assert not chooser.inline
-
-
-def test_a_slow_drift_does_not_decide() -> None:
-    """Iterations grow by a few percent over the trial; blocks alternate, so neither mode is blamed for it."""
-    chooser = CopyModeChooser()
-    for i in range(40):
-        chooser.note((0.1 + i * 1e-4) * (1.05 if chooser.inline else 1.0))
-    assert not chooser.inline
-
-
-def test_the_decision_is_looked_at_again() -> None:
-    chooser = CopyModeChooser(again_after=50)
-    _drive(chooser, 0.1, 0.2, 0.0, 40)
-    assert chooser.decided
-    _drive(chooser, 0.2, 0.1, 0.0, 100)
-    assert chooser.decided
+    settle(chooser, lambda inline, count: 100.0 if count % 6 == 2 else (0.8 if inline else 1.0))
     assert chooser.inline
+
+
+def test_a_decision_holds_and_is_looked_at_again() -> None:
+    chooser = CopyModeChooser(again_after=5)
+    settle(chooser, lambda inline, _: 0.5 if inline else 1.0)
+    assert chooser.inline
+    for _ in range(5):
+        assert chooser.decided
+        chooser.note(1.0)
+    assert not chooser.decided
+    settle(chooser, lambda inline, _: 1.5 if inline else 1.0)
+    assert not chooser.inline

@@ -149,7 +149,8 @@ class Net(nn.Module):
             x = checkpoint(self.block, x, use_reentrant=self.mode == "reentrant")
         else:
             x = self.block(x)
-        return self.second(x).square().mean()
+        loss: Tensor = self.second(x).square().mean()
+        return loss
 
     def block(self, x: Tensor) -> Tensor:
         return torch.relu(self.first(x))
@@ -190,7 +191,7 @@ def clean() -> Iterator[None]:
     saved = torch.autograd.backward, CheckpointFunction.forward
     yield
     torch.autograd.backward = saved[0]
-    CheckpointFunction.forward = staticmethod(saved[1])
+    CheckpointFunction.forward = staticmethod(saved[1])  # type: ignore[method-assign]
 
 
 @pytest.mark.usefixtures("clean")
@@ -343,7 +344,10 @@ class TestChoice:
             choose_freezing(model, masters=masters, wanted="inputs")
 
     def test_asked_for(self) -> None:
-        assert choose_freezing(nn.Linear(2, 2), masters=False, wanted="drop") == ("drop", "asked for")
+        assert choose_freezing(nn.Linear(2, 2), masters=False, wanted="drop") == (
+            "drop",
+            "asked for",
+        )
 
     def test_unknown(self) -> None:
         with pytest.raises(ValueError, match="freeze='rg': choose 'auto', 'drop' or 'inputs'"):

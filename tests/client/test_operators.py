@@ -64,7 +64,9 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 5)
 
 
-def find(model: nn.Module, *, rows: bool = True, grouping: Grouping | None = None) -> list[Operator]:
+def find(
+    model: nn.Module, *, rows: bool = True, grouping: Grouping | None = None
+) -> list[Operator]:
     """The operators, after checking that they partition the model's parameters."""
     operators = discover_operators(model, rows_allowed=lambda name: rows, grouping=grouping)
     assert_partition(operators, dict(model.named_parameters()))
@@ -73,7 +75,9 @@ def find(model: nn.Module, *, rows: bool = True, grouping: Grouping | None = Non
 
 def assert_partition(operators: list[Operator], params: dict[str, Tensor]) -> None:
     """Every row of every parameter belongs to exactly one operator, and names are unique."""
-    covered = {n: torch.zeros(p.shape[0] if p.ndim else 1, dtype=torch.int) for n, p in params.items()}
+    covered = {
+        n: torch.zeros(p.shape[0] if p.ndim else 1, dtype=torch.int) for n, p in params.items()
+    }
     for op in operators:
         for member in op.members:
             start, stop = member.range(len(covered[member.param]))
@@ -92,7 +96,12 @@ def test_listed_experts_gates_and_dense_parts_per_layer() -> None:
         f"layers.{layer}.mlp.experts.{i}" for layer in range(2) for i in range(EXPERTS)
     ]
     assert names(operators, OperatorKind.GATE) == ["layers.0.mlp.gate", "layers.1.mlp.gate"]
-    assert names(operators, OperatorKind.DENSE) == ["embed", "layers.0.dense", "layers.1.dense", "head"]
+    assert names(operators, OperatorKind.DENSE) == [
+        "embed",
+        "layers.0.dense",
+        "layers.1.dense",
+        "head",
+    ]
 
 
 def test_operators_come_in_the_order_of_the_model() -> None:
@@ -135,14 +144,17 @@ def test_children_of_different_shapes_are_not_experts() -> None:
     assert names(find(Model(moe)), OperatorKind.EXPERT) == []
 
 
-@pytest.mark.parametrize("attribute", ["num_experts", "num_local_experts", "n_routed_experts", None])
+@pytest.mark.parametrize(
+    "attribute", ["num_experts", "num_local_experts", "n_routed_experts", None]
+)
 def test_fused_experts_are_slices(attribute: str | None) -> None:
     """One operator per row, over every fused tensor of the module; the number of rows is stated, or seen at the gate."""
     operators = find(Model(FusedMoE(attribute=attribute)))
     experts = [op for op in operators if op.kind is OperatorKind.EXPERT]
     assert [op.name for op in experts] == [f"layers.0.mlp.experts.{i}" for i in range(EXPERTS)]
     assert experts[1].members == tuple(
-        Member(f"layers.0.mlp.experts.{n}", 1, 2) for n in ("gate_up_proj", "down_proj", "down_proj_bias")
+        Member(f"layers.0.mlp.experts.{n}", 1, 2)
+        for n in ("gate_up_proj", "down_proj", "down_proj_bias")
     )
     assert {op.group for op in experts} == {"layers.0.mlp.experts"}
 
@@ -210,7 +222,9 @@ class TestGrouping:
         by_name = {op.name: op for op in operators}
         assert len(by_name["attention"].members) == 4
         assert len(by_name["experts"].members) == 2 * EXPERTS
-        assert names(operators, OperatorKind.EXPERT) == [f"layers.1.mlp.experts.{i}" for i in range(EXPERTS)]
+        assert names(operators, OperatorKind.EXPERT) == [
+            f"layers.1.mlp.experts.{i}" for i in range(EXPERTS)
+        ]
 
     def test_a_function_of_name_and_parameter(self) -> None:
         def by_rank(name: str, param: Tensor) -> str | None:
@@ -225,11 +239,13 @@ class TestGrouping:
         }
 
     def test_a_pattern_without_a_match_names_itself_and_an_example(self) -> None:
-        with pytest.raises(ValueError, match=r"operators\['x'\]: pattern 'nothing\.\*' .*embed\.weight"):
+        with pytest.raises(
+            ValueError, match=r"operators\['x'\]: pattern 'nothing\.\*' .*embed\.weight"
+        ):
             find(Model(Listed()), grouping={"x": ["nothing.*"]})
 
     def test_a_pattern_whose_parameters_are_taken_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match="'head.weight' matches no"):
+        with pytest.raises(ValueError, match=r"'head\.weight' matches no"):
             find(Model(Listed()), grouping={"a": ["head.*"], "b": ["head.weight"]})
 
 

@@ -34,10 +34,13 @@ class Model(nn.Module):
         x = self.twice(x) + F.linear(x, self.twice.weight * 3)
         x = (x @ self.fused).sum(0, keepdim=True)
         x = x @ self.sliced[1]
-        return self.head(x * self.scale)
+        logits: Tensor = self.head(x * self.scale)
+        return logits
 
 
-def watch(model: nn.Module, forward: Callable[[], Tensor], *, autocast: bool = True) -> PrecisionProbe:
+def watch(
+    model: nn.Module, forward: Callable[[], Tensor], *, autocast: bool = True
+) -> PrecisionProbe:
     probe = PrecisionProbe(dict(model.named_parameters()))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         probe.enter()
@@ -74,7 +77,9 @@ def test_a_tied_head_does_not_suffice() -> None:
 
 def test_what_is_never_read_is_kept_as_it_is() -> None:
     model = Model()
-    assert not {"unused.weight", "unused.bias"} & set(watch(model, lambda: model(TOKENS)).sufficient())
+    assert not {"unused.weight", "unused.bias"} & set(
+        watch(model, lambda: model(TOKENS)).sufficient()
+    )
 
 
 def test_rounding_what_suffices_changes_no_bit_of_the_output() -> None:

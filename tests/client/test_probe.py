@@ -168,7 +168,10 @@ class CountsParameters(torch.optim.SGD):
             lambda ps: RoundsStochastically(ps, lr=0.1),
             "RoundsStochastically: .* whether other parameters have gradients",
         ),
-        (lambda ps: CountsParameters(ps, lr=0.1), "CountsParameters: .* which other parameters there are"),
+        (
+            lambda ps: CountsParameters(ps, lr=0.1),
+            "CountsParameters: .* which other parameters there are",
+        ),
         (lambda ps: optim.LBFGS(ps), "LBFGS cannot be stepped on a stand-in of rank 2"),
         (lambda ps: optim.SparseAdam(ps), "SparseAdam cannot be stepped .*dense gradients"),
     ],
@@ -337,14 +340,14 @@ def test_wrappers_are_opened() -> None:
 
 
 def test_what_is_no_optimizer_is_named() -> None:
-    with pytest.raises(ValueError, match="Tensor is not a torch.optim.Optimizer"):
+    with pytest.raises(ValueError, match=r"Tensor is not a torch\.optim\.Optimizer"):
         unwrap_optimizer(Tensor())
 
 
 def test_a_wrapper_of_itself_is_not_followed_for_ever() -> None:
     wrapper = Wrapper(None)
     wrapper.optimizer = wrapper
-    with pytest.raises(ValueError, match="Wrapper is not a torch.optim.Optimizer"):
+    with pytest.raises(ValueError, match=r"Wrapper is not a torch\.optim\.Optimizer"):
         unwrap_optimizer(wrapper)
 
 

@@ -21,7 +21,9 @@ PLAIN = (
     | st.text(max_size=20)
     | st.binary(max_size=20)
 )
-HASHABLE = st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.tuples(st.integers())
+HASHABLE = (
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.tuples(st.integers())
+)
 NESTED = st.recursive(
     PLAIN,
     lambda inner: (
@@ -99,8 +101,12 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 
 def test_tensors_keep_nan_payloads_and_signs_of_zero() -> None:
-    tensor = torch.tensor([0x7FC00123, -0x80000000, 0x7F800001], dtype=torch.int32).view(torch.float32)
-    assert torch.equal(values.unpack(values.pack(tensor)).view(torch.int32), tensor.view(torch.int32))
+    tensor = torch.tensor([0x7FC00123, -0x80000000, 0x7F800001], dtype=torch.int32).view(
+        torch.float32
+    )
+    assert torch.equal(
+        values.unpack(values.pack(tensor)).view(torch.int32), tensor.view(torch.int32)
+    )
 
 
 def test_views_and_parameters_arrive_as_plain_tensors_that_own_their_memory() -> None:

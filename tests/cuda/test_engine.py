@@ -18,7 +18,11 @@ SLOT = 1 << 20  # a slot does not begin at 0
 
 
 def item(
-    tensor: Tensor, offset: int, *, rows: tuple[int, int] | None = None, dtype: torch.dtype | None = None
+    tensor: Tensor,
+    offset: int,
+    *,
+    rows: tuple[int, int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> CopyItem:
     start, stop = rows if rows is not None else (None, None)
     count = tensor[start:stop].numel() if rows is not None else tensor.numel()
@@ -152,7 +156,9 @@ class EngineTests:
         assert parameter.requires_grad
         assert parameter.grad_fn is None
 
-    def test_nan_payloads_and_signs_of_zero_survive(self, engine: CopyEngine, memory: Memory) -> None:
+    def test_nan_payloads_and_signs_of_zero_survive(
+        self, engine: CopyEngine, memory: Memory
+    ) -> None:
         bits = torch.tensor([0x7FC00123, -0x80000000, 0x7F800001], dtype=torch.int32)
         tensor = bits.view(torch.float32).to(self.device)
         self.copy(engine, memory, [item(tensor, 0)])
@@ -212,7 +218,10 @@ class TestCpuEngine(EngineTests):
     def test_the_copy_runs_beside_the_caller(self, engine: CopyEngine, memory: Memory) -> None:
         seen: list[str] = []
         engine.begin(
-            [item(self.random(4), 0)], memory, SLOT, lambda _: seen.append(threading.current_thread().name)
+            [item(self.random(4), 0)],
+            memory,
+            SLOT,
+            lambda _: seen.append(threading.current_thread().name),
         )
         engine.wait()
         assert seen == ["ckptd-copy"]
@@ -257,7 +266,9 @@ class TestCpuEngineInline(EngineTests):
         yield engine
         engine.close()
 
-    def test_the_copy_is_complete_when_begin_returns(self, engine: CopyEngine, memory: Memory) -> None:
+    def test_the_copy_is_complete_when_begin_returns(
+        self, engine: CopyEngine, memory: Memory
+    ) -> None:
         done, tensor = Done(), self.random(64)
         engine.begin([item(tensor, 0)], memory, SLOT, done)
         assert done.calls == [None]
@@ -328,7 +339,9 @@ def test_engines_by_device() -> None:
     engine = make_engine(torch.device("cpu"))
     assert isinstance(engine, CpuEngine)
     engine.close()
-    with pytest.raises(ValueError, match="no copy engine for device meta: supported are cpu and cuda"):
+    with pytest.raises(
+        ValueError, match="no copy engine for device meta: supported are cpu and cuda"
+    ):
         make_engine(torch.device("meta"))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -445,6 +447,21 @@ def plateau_case(seed: int) -> Job:
     return job
 
 
+def forked_child_case(seed: int) -> Job:
+    """A child forked in mid-training (as data loader workers are) that outlives the trainer by a while."""
+    job = make()(seed)
+    plain = job.body
+
+    def body(job: Job, step: int, at: Callable[[str], None]) -> None:
+        if step == 8 and os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        plain(job, step, at)
+
+    job.body = body
+    return job
+
+
 def own_norm_body(job: Job, step: int, at: Callable[[str], None]) -> None:
     """Clipping by hand, which no tap of ours can see."""
     loss_of(job.model, next(job.state["data"])).backward()
@@ -532,6 +549,7 @@ CASES: dict[str, Callable[[int], Job]] = {
     "two_updates": make(body=two_updates_body, sched=False),
     "alternating": alternating_case,
     "plateau": plateau_case,
+    "forked_child": forked_child_case,
     "late_state": make(lambda ps: LateState(ps, lr=3e-3)),
     "own_norm": make(body=own_norm_body, sched=False),
     "groups": make(groups),

@@ -1,0 +1,129 @@
+"""Counting tokens per expert: by hooks, once per token, for lists and for fused experts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ckptd.client.operators import Operator, discover_operators
+from ckptd.client.popularity import TokenCounter
+from ckptd.schedule import Ordering
+
+
+class Listed(nn.Module):
+    """Sends token ``t`` to expert ``t % 3``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.arange(len(x)) % 3
+        return torch.cat(
+            [e(x[chosen == i]) for i, e in enumerate(self.experts) if (chosen == i).any()]
+        )
+
+
+class FusedExperts(nn.Module):
+    """Called as Hugging Face calls them: hidden states, chosen experts, their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 3
+        self.down_proj = nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return (torch.einsum("td,tkdf->tkf", x, self.down_proj[chosen]) * weights[..., None]).sum(1)
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+        self.experts = FusedExperts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.tensor([[0, 2], [0, 1], [0, 2]])
+        weights = torch.tensor([[0.75, 0.25], [0.5, 0.5], [1.0, 0.0]])
+        out: Tensor = self.experts(x, chosen=chosen, weights=weights)
+        return out
+
+
+def counter(
+    model: nn.Module, ordering: Ordering = Ordering.HARD
+) -> tuple[TokenCounter, list[Operator]]:
+    operators = discover_operators(model, rows_allowed=lambda name: True)
+    return TokenCounter(model, operators, ordering), operators
+
+
+def counts(found: tuple[TokenCounter, list[Operator]]) -> dict[str, float]:
+    popular = found[0].popularity(found[1])
+    return {
+        op.name.rpartition(".")[2]: value
+        for op, value in zip(found[1], popular, strict=True)
+        if op.expert is not None
+    }
+
+
+def test_listed_experts_count_their_rows() -> None:
+    model = Listed()
+    found = counter(model)
+    model(torch.ones(7, 4))
+    assert counts(found) == {"0": 3.0, "1": 2.0, "2": 2.0}
+
+
+def test_fused_experts_count_the_choices() -> None:
+    model = Fused()
+    found = counter(model)
+    model(torch.ones(3, 4))
+    assert counts(found) == {"0": 3.0, "1": 1.0, "2": 2.0}
+
+
+def test_soft_counts_are_the_gates_weights() -> None:
+    model = Fused()
+    found = counter(model, Ordering.SOFT)
+    model(torch.ones(3, 4))
+    assert counts(found) == {"0": 2.25, "1": 0.5, "2": 0.25}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", [Listed, Fused])
+def test_recomputation_is_not_counted_again(kind: type[nn.Module], reentrant: bool) -> None:
+    """Checkpointing runs the forward a second time inside the backward."""
+    model = kind()
+    found = counter(model)
+    x = torch.ones(3, 4, requires_grad=True)
+    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    assert sum(counts(found).values()) == (3 if kind is Listed else 6)
+
+
+def test_what_is_no_expert_has_no_popularity() -> None:
+    model = Listed()
+    found, operators = counter(model)
+    model(torch.ones(3, 4))
+    popular = found.popularity(operators)
+    assert [v for op, v in zip(operators, popular, strict=True) if op.expert is None] == [0.0]
+
+
+def test_disabled_it_counts_nothing() -> None:
+    """Replayed steps were counted when they first ran."""
+    model = Fused()
+    found = counter(model)
+    found[0].enabled = False
+    model(torch.ones(3, 4))
+    assert set(counts(found).values()) == {0.0}
+
+
+def test_closed_it_leaves_no_hook_and_copies_never_count() -> None:
+    model = Listed()
+    found = counter(model)
+    twin = copy.deepcopy(model)
+    twin(torch.ones(3, 4))
+    assert set(counts(found).values()) == {0.0}
+    found[0].close()
+    assert not any(m._forward_pre_hooks for m in model.modules())

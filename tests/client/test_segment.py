@@ -1,0 +1,144 @@
+"""The trainer's ownership of its memory ends when it says so, and when it dies, whatever it forked meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from ckptd import locks
+from ckptd.client.segment import MappedSegment, RankTaken, SlotTable
+from ckptd.ring import SlotState
+from ckptd.segment_format import OWNER_LOCK_BYTE, encode_descriptor, slot_lock_byte
+from ckptd.segments import Segment
+from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
+from ckptd.transport.wire import ControlClient
+from tests.ckptd.running import MIB, descriptor, fill
+
+
+@pytest.fixture
+def path(endpoint: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A segment that the daemon has just made; its session stays open during the test."""
+    run = "".join(c if c.isalnum() else "-" for c in request.node.name)[:60]
+    with ControlClient(endpoint, timeout_s=20) as client:
+        client.request(Hello("test", os.getpid()))
+        client.ask(Attach("job", run, 0, 1, "dp1", 1, MIB, "for a test", ()), Attached)
+        wish = Reserve(MIB, 3, encode_descriptor(descriptor(run=run)))
+        yield client.ask(wish, Reserved).segment.path
+
+
+def owned(path: str) -> bool:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return locks.is_locked(fd, OWNER_LOCK_BYTE, True)
+    finally:
+        os.close(fd)
+
+
+def test_one_owner_at_a_time(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    with pytest.raises(RankTaken, match="two trainers must not share job, run and rank"):
+        MappedSegment(path, 1)
+    segment.close()
+    MappedSegment(path, 1).close()
+
+
+def test_close_gives_up_ownership_while_views_live(path: str) -> None:
+    """``mmap`` keeps a duplicate of its descriptor as long as any tensor looks into it: locks on that description would
+    outlive ``close``, and a second Checkpointer in one process would be refused."""
+    segment = MappedSegment(path, 1)
+    view = segment.memory.tensor
+    assert owned(path)
+    segment.close()
+    assert not owned(path)
+    assert view.numel() > 0
+
+
+def test_a_forked_child_does_not_keep_ownership(path: str) -> None:
+    """A data loader's worker outlives a killed trainer by a moment: its copy of the descriptors must not count."""
+    segment = MappedSegment(path, 1)
+    assert segment.try_lock_slot(1)
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:  # the child does nothing but live
+        os.write(told, b"x")
+        signal.pause()
+        os._exit(0)
+    try:
+        assert os.read(ready, 1) == b"x"
+        assert owned(path)
+        segment.close()
+        assert not owned(path)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        assert not locks.is_locked(fd, slot_lock_byte(1), True)
+        os.close(fd)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(told)
+
+
+def test_slots_are_sealed_here_as_the_daemon_would(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    fill(_as_daemon(segment), 0, 7)
+    segment.seal(0)
+    header = segment.header(0)
+    assert header is not None
+    assert header.state is SlotState.SEALED
+    assert header.sealed_at_ns >= header.filled_at_ns
+    assert any(header.header_digest)
+    segment.seal(0)
+    assert segment.header(0) == header
+    segment.close()
+
+
+def test_a_free_slot_is_not_sealed(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    segment.seal(2)
+    header = segment.header(2)
+    assert header is None or header.state is SlotState.FREE
+    segment.close()
+
+
+def test_the_table_reads_the_truth_from_memory(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    table = SlotTable([segment])
+    assert [r.state for r in table.records()] == [SlotState.FREE] * 3
+    assert table.next_sequence() == 1
+    fill(_as_daemon(segment), 1, 7, anchors=2)
+    record = table.records()[1]
+    assert (record.iteration, record.previous, record.state, record.anchors) == (
+        7,
+        6,
+        SlotState.FILLED,
+        2,
+    )
+    assert table.next_sequence() == record.sequence + 1
+    segment.close()
+
+
+def test_a_damaged_header_counts_as_free(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    fill(_as_daemon(segment), 1, 7)
+    at = bytes(segment.buffer[: segment.geometry.slots_offset]).index(b"SLOT", 4096)
+    while bytes(segment.buffer[at + 8 : at + 16]) != (7).to_bytes(8, "little"):
+        at = bytes(segment.buffer[: segment.geometry.slots_offset]).index(b"SLOT", at + 1)
+    segment.buffer[at + 8] ^= 1
+    assert SlotTable([segment]).records()[1].state is SlotState.FREE
+    segment.close()
+
+
+def test_an_image_that_cannot_be_read_anchors_nothing(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    fill(_as_daemon(segment), 1, 7, anchors=3)
+    segment.slot(1)[:8] = b"\xff" * 8
+    assert SlotTable([segment]).records()[1].anchors == 0
+    segment.close()
+
+
+def _as_daemon(segment: MappedSegment) -> Segment:
+    """What ``fill`` uses of a daemon's segment, our mapping has too."""
+    return segment  # type: ignore[return-value]

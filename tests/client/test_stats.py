@@ -1,0 +1,22 @@
+"""The client's counters."""
+
+from __future__ import annotations
+
+from ckptd.client.stats import Stats
+
+
+def test_stalls_add_up() -> None:
+    stats = Stats()
+    stats.note_stall(0.001, 0.003)
+    stats.note_stall(0.002, 0.0)
+    found = stats.as_dict()
+    assert found["stall_ms_last"] == 2.0
+    assert found["stall_ms_max"] == 4.0
+    assert found["stall_ms_mean"] == 3.0
+    assert found["steps"] == 2.0
+
+
+def test_all_are_numbers_before_anything_happened() -> None:
+    found = Stats().as_dict()
+    assert found["stall_ms_mean"] == 0.0
+    assert all(isinstance(v, float) for v in found.values())
