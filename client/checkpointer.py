@@ -17,8 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ckptd.client import values
-from ckptd.client.agreement import exchange_inventories
+from ckptd.client.arguments import all_operators, check_options, check_state, needed_memory
 from ckptd.client.binding import Binding, local
 from ckptd.client.certificate import Certificate, DenseState
 from ckptd.client.data import Batches
@@ -27,21 +26,20 @@ from ckptd.client.freeze import Tape, choose_freezing, clip_norm_tap, scaler_tap
 from ckptd.client.hooks import ModuleHook
 from ckptd.client.identity import identify
 from ckptd.client.memory import RankMemory
-from ckptd.client.operators import Grouping, Member, Operator, discover_operators
-from ckptd.client.planning import operator_costs, plan_from_payload, signature, signature_difference
+from ckptd.client.operators import Grouping
+from ckptd.client.planning import operator_costs
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.probe import unwrap_optimizer
-from ckptd.client.recorder import MIN_SCALARS, Options, Recorder
-from ckptd.client.replay import Replay, ReplayMismatch, SnapshotImage
+from ckptd.client.recorder import Options, Recorder
+from ckptd.client.recovery import Recovery
+from ckptd.client.replay import Replay, SnapshotImage
 from ckptd.client.scalars import Stateful
 from ckptd.client.stats import Stats
 from ckptd.cuda.select import make_engine
-from ckptd.errors import AttachRefused
 from ckptd.launch import ensure_daemon
-from ckptd.ring import NoSuffix, SlotState, find_suffix
-from ckptd.schedule import OperatorKind, Ordering
-from ckptd.segment_format import HINT_DROP_GRADIENTS
+from ckptd.ring import NoSuffix, find_suffix
+from ckptd.schedule import Ordering
 
 __all__ = ["Checkpointer"]
 
@@ -120,8 +118,8 @@ class Checkpointer:
         self.off = daemon is None
         if self.off:
             return
-        _check_options(policy, window, every, on_mismatch)
-        self._stateful = _check_state(state)
+        check_options(policy, window, every, on_mismatch)
+        self._stateful = check_state(state)
         optimizers = [
             unwrap_optimizer(o)
             for o in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])
@@ -132,12 +130,9 @@ class Checkpointer:
                 f"sparse snapshots need an optimizer that updates each parameter independently: {'; '.join(reasons)}. "
                 "Pass policy='dense' to capture everything in every snapshot"
             )
-        self._freezing, self._freezing_reason = choose_freezing(
-            model, masters=bool(self._binding.masters), wanted=freeze
-        )
-        self._on_mismatch = on_mismatch
+        freezing, why = choose_freezing(model, masters=bool(self._binding.masters), wanted=freeze)
         self._identity = identify(job, run, rank, world_size)
-        self._operators = self._discover(model, operators)
+        self._operators = all_operators(model, self._binding, operators)
         self._options = Options(
             policy,
             window,
@@ -149,8 +144,18 @@ class Checkpointer:
             inline_copy,
         )
         device = next((local(p).device for p in self._binding.params.values()), torch.device("cpu"))
-        needed, text = self._needed()
         self._engine = make_engine(device, inline=bool(inline_copy))
+        self._recovery = Recovery(
+            self._binding,
+            self._engine,
+            identity=self._identity,
+            stateful=self._stateful,
+            tape=self._tape,
+            freezing=freezing,
+            freezing_reason=why,
+            on_mismatch=on_mismatch,
+        )
+        needed, text = needed_memory(self._binding, self._operators, policy, window)
         try:
             self._memory = RankMemory(
                 self._identity,
@@ -179,6 +184,7 @@ class Checkpointer:
         Raises:
             ReplayMismatch: a replayed step did not reproduce what was recorded (see ``on_mismatch``).
         """
+        self._check_whole()
         if self.off:
             yield from range(total)
             return
@@ -186,6 +192,12 @@ class Checkpointer:
         if self._resume is not None and self._resume.end > total:
             raise ValueError(
                 f"the snapshots of this run reach iteration {self._resume.end}, beyond total={total}; pass run= a new name to start over"
+            )
+        if step >= total:
+            logger.warning(
+                "iteration %d of %d is reached already: nothing to run; pass run= a new name to start over",
+                step,
+                total,
             )
         while step < total:
             self._step = step
@@ -237,7 +249,7 @@ class Checkpointer:
         costs = plan.costs if plan is not None else operator_costs(self._binding, operators, {})
         head = [
             f"job {self._identity.job}, run {self._identity.run}, rank {self._identity.rank} of {self._identity.world_size}",
-            f"freezing in replay: {self._freezing} ({self._freezing_reason})",
+            f"freezing in replay: {self._recovery.freezing} ({self._recovery.freezing_reason})",
             f"window: {plan.schedule.window} ({plan.schedule.reason})"
             if plan is not None
             else "window: chosen after the first steps are measured",
@@ -273,8 +285,13 @@ class Checkpointer:
         self.close()
 
     def close(self) -> None:
-        """Detach from the daemon, which keeps the snapshots. The loop may go on unprotected."""
+        """Detach from the daemon, which keeps the snapshots. The loop may go on unprotected, unless it is being replayed."""
         self._cleanup.close()
+        if self._replay is not None:
+            # The patches of a replay must not outlive it, and what is still frozen is not the run's state.
+            self._replay.abandon()
+            self._replay = self._resume = self._first = None
+            self._left_in_replay = True
         if self._recorder is not None:
             self._recorder.finish()
             self._recorder = None
@@ -287,7 +304,17 @@ class Checkpointer:
 
     # -- at the boundaries -----------------------------------------------------------------------
 
+    _left_in_replay = False
+
+    def _check_whole(self) -> None:
+        if self._left_in_replay:
+            raise ValueError(
+                "this Checkpointer was closed in the middle of a replay: part of the model is not restored; "
+                "create a new one, which begins the replay again"
+            )
+
     def _top(self, step: int) -> None:
+        self._check_whole()
         replay = self._replay
         recorder = self._recorder
         if self._resume is not None:
@@ -297,7 +324,8 @@ class Checkpointer:
             self._started = time.perf_counter()
         elif replay is not None and step == replay.next_iteration:
             self._stats.replayed_steps += 1
-            self._advance(replay)
+            assert self._memory is not None
+            self._recovery.advance(replay, self._memory)
         if replay is not None:
             if replay.dense:
                 self._recovered(replay)
@@ -306,18 +334,6 @@ class Checkpointer:
             self._stepping = False
             recorder.top(step)
             self._stepping = True
-
-    def _advance(self, replay: Replay) -> None:
-        try:
-            replay.advance()
-        except ReplayMismatch:
-            if replay.freezing == "inputs" and self._memory is not None:
-                # User code may read all gradients in a way that no tap sees; dropping them is exact for it.
-                logger.error(
-                    "the next start of this run replays with freezing 'drop' instead of 'inputs'"
-                )
-                self._memory.leave_hint(HINT_DROP_GRADIENTS)
-            raise
 
     def _recovered(self, replay: Replay) -> None:
         self._replay = None
@@ -390,33 +406,6 @@ class Checkpointer:
             if hasattr(item, "_unscale_grads_"):
                 keep.enter_context(scaler_tap(item, self._tape))
 
-    def _discover(self, model: nn.Module, grouping: Grouping | None) -> list[Operator]:
-        found = discover_operators(
-            model, rows_allowed=self._binding.rows_allowed, grouping=grouping
-        )
-        extras = [n for n in self._binding.params if n.startswith("extra/")]
-        return found + [
-            Operator(n, OperatorKind.DENSE, (Member(n),), layer="extra") for n in extras
-        ]
-
-    def _needed(self) -> tuple[int, str]:
-        """The least memory with which this rank can be protected, for the daemon to check at the attach."""
-        costs = operator_costs(self._binding, self._operators, {})
-        anchor, compute = sum(c.anchor_bytes for c in costs), sum(c.compute_bytes for c in costs)
-        window = self._options.window
-        windows = (
-            [1]
-            if self._options.policy == "dense"
-            else [window]
-            if window is not None
-            else range(1, 65)
-        )
-        sizes = {w: (w + 2) * (compute + (anchor - compute) // w + MIN_SCALARS) for w in windows}
-        best = min(sizes, key=lambda w: sizes[w])
-        return sizes[
-            best
-        ], f"{best + 2} slots of {sizes[best] // (best + 2)} bytes for a window of {best}"
-
     def _make_recorder(self) -> Recorder:
         assert self._memory is not None
         return Recorder(
@@ -439,90 +428,27 @@ class Checkpointer:
         assert memory is not None
         assert recorder is not None
         started = time.perf_counter()
-        memory.choose_table()
-        memory.settle_filled(_SEAL_WAIT_S)
-        found = memory.recover(lambda inventory: exchange_inventories(self._identity, inventory))
-        if isinstance(found, str):
-            self._start_over(memory, found)
+        found = self._recovery.find(memory)
+        if found is None:
             return
-        images, reason = found
-        newest = memory.table.segments[-1]
-        if memory.hint == HINT_DROP_GRADIENTS and self._freezing == "inputs":
-            self._freezing = "drop"
-            self._freezing_reason = (
-                "an earlier replay with 'inputs' did not reproduce what was recorded"
-            )
-        self._check_signature(newest.descriptor.client)
-        plan = plan_from_payload(
-            self._binding, newest.descriptor.client, self._identity.metadata(), newest.geometry
-        )
-        self._operators = plan.operators
-        replay = self._make_replay(images, plan.operators)
-        plan.use_phases(replay.newest_scalars["phases"])
+        replay = found.replay
         replay.load_first()
+        self._operators = found.plan.operators
         self._resume = self._first = self._replay = replay
         self._counter.enabled = False
         for segment in memory.table.segments:
             self._engine.register(segment.memory, segment.regions())
-        last = memory.table.records()
-        phase = next(r.phase for r in last if r.iteration == replay.end and r.sealed)
-        recorder.resume(plan, last=replay.end, phase=phase)
+        recorder.resume(found.plan, last=replay.end, phase=found.phase)
         self.resumed_from = replay.end
         self._stats.restore_s = time.perf_counter() - started
         self._stats.restored_bytes = replay.bytes_loaded
-        text = f"resuming: {reason}; loaded {replay.bytes_loaded} bytes in {self._stats.restore_s:.3f} s, replaying {len(images) - 1} snapshots, freezing: {self._freezing}"
-        logger.info("%s", text)
-        memory.session.notice("info", "restored", text)
-
-    def _start_over(self, memory: RankMemory, why: str) -> None:
-        """Nothing can be recovered: normal for a new run, worth a word for an old one, an error where there is damage."""
-        damaged = sum(r.state is SlotState.QUARANTINED for r in memory.table.records())
-        if damaged:
-            text = f"starting over from the beginning: {damaged} slots are damaged; {why}"
-            logger.error("%s", text)
-            memory.session.notice("error", "starting_over", text)
-        elif memory.descriptor is not None:
-            text = f"starting over from the beginning: {why}"
-            logger.warning("%s", text)
-            memory.session.notice("warning", "starting_over", text)
-        else:
-            logger.info("starting from the beginning: %s", why)
-        memory.forget_everything()
-
-    def _make_replay(
-        self, images: Sequence[SnapshotImage], operators: Sequence[Operator]
-    ) -> Replay:
-        return Replay(
-            self._binding,
-            operators,
-            self._engine,
-            images,
-            stateful=self._stateful,
-            tape=self._tape,
-            freezing=self._freezing,
-            on_mismatch=self._on_mismatch,
+        text = (
+            f"resuming at iteration {replay.end}, replay begins at {replay.start}: {found.reason}; "
+            f"loaded {replay.bytes_loaded} bytes in {self._stats.restore_s:.3f} s, freezing: {replay.freezing}"
         )
-
-    def _check_signature(self, payload: bytes) -> None:
-        told = values.unpack(payload)
-        difference = signature_difference(told["signature"], signature(self._binding))
-        if difference:
-            raise AttachRefused(
-                "model_changed",
-                f"the snapshots of job {self._identity.job}, run {self._identity.run} are of another model: {difference}",
-                f"pass run= a new name, or `ckptctl forget {self._identity.job} {self._identity.run}`",
-            )
-        for what, before, now in (
-            ("torch", told["torch"], str(torch.__version__)),
-            ("intra-op threads", told["threads"], torch.get_num_threads()),
-        ):
-            if before != now:
-                logger.warning(
-                    "%s: %s when the snapshots were taken, %s now; this can change bits (replay verifies itself)",
-                    what,
-                    before,
-                    now,
-                )
+        # A warning, so that it is seen without any logging set-up: the run does not begin at its beginning.
+        logger.warning("%s", text)
+        memory.session.notice("info", "restored", text)
 
     def _certify(
         self, images: Sequence[SnapshotImage], until: int, run_step: Callable[[int], Any]
@@ -531,8 +457,7 @@ class Checkpointer:
         assert recorder is not None
         assert recorder.plan is not None
         live = DenseState(self._binding, self._stateful)
-        replay = self._make_replay(images, recorder.plan.operators)
-        replay.on_mismatch = "warn"
+        replay = self._recovery.replay_of(images, recorder.plan.operators, on_mismatch="warn")
         self._counter.enabled = False
         self._replay = replay
         try:
@@ -568,29 +493,3 @@ class Checkpointer:
     def _rewind(self) -> None:
         for batches in self._batches:
             batches.rewind()
-
-
-def _check_options(policy: str, window: int | None, every: int, on_mismatch: str) -> None:
-    if policy not in ("sliding", "aligned", "dense"):
-        raise ValueError(f"policy={policy!r}: choose 'sliding', 'aligned' or 'dense'")
-    if window is not None and not 1 <= window <= 64:
-        raise ValueError(f"window={window}: a window has 1 to 64 snapshots")
-    if every < 1 or (every > 1 and policy != "dense"):
-        raise ValueError(
-            f"every={every}: only policy='dense' takes a snapshot every few iterations (1 or more)"
-        )
-    if on_mismatch not in ("raise", "warn"):
-        raise ValueError(f"on_mismatch={on_mismatch!r}: choose 'raise' or 'warn'")
-
-
-def _check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
-    """Everything in ``state=`` can be captured, now rather than at the first snapshot."""
-    found = dict(state or {})
-    for name, item in found.items():
-        for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(item, method, None)):
-                raise ValueError(  # noqa: TRY004 - one kind of error for all that users pass
-                    f"state[{name!r}] is a {type(item).__name__} without {method}(); pass objects with state_dict() and load_state_dict()"
-                )
-        values.pack(item.state_dict(), f"state[{name!r}]")
-    return found

@@ -125,16 +125,18 @@ class RankMemory:
             records = plan.per_rank[self.identity.rank]
             bad = self._verify(records)
             # Every rank must see the same outcome: what one rank quarantined changes its next inventory.
-            if not self._any(exchange, inventory, bad):
+            if not self._any(exchange, bad):
                 for record in truncate(self.table.records(), plan.end):
                     self._release(record)
                 return [self._image(r) for r in records], plan.reason
 
-    def _any(self, exchange: Exchange, inventory: RankInventory, bad: bool) -> bool:
+    def _any(self, exchange: Exchange, bad: bool) -> bool:
+        """Whether any rank found damage; a collective call."""
         if self.identity.world_size == 1:
             return bad
-        marked = RankInventory(-1 if bad else inventory.num_operators, ())
-        return any(other.num_operators < 0 for other in exchange(marked).values())
+        # A vote in the only form that ranks exchange: an inventory without records, of one operator for yes and of none for no.
+        votes = exchange(RankInventory(int(bad), ()))
+        return any(vote.num_operators for vote in votes.values())
 
     def _verify(self, records: Sequence[SlotRecord]) -> bool:
         """Check every digest of these slots; True if one failed (it is quarantined)."""

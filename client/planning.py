@@ -279,7 +279,7 @@ def _plan_once(
         max_window=MAX_WINDOW,
         window=window,
     )
-    limit = max_piece_bytes(costs, schedule.window, fixed)
+    limit = max_piece_bytes(costs, _split_window(costs, schedule, fixed, budget_bytes), fixed)
     if limit is not None and schedule.window > 1:
         parts = _split(binding, parts, limit, compute_dtypes)
         if len(parts) != len(operators):
@@ -297,6 +297,19 @@ def _plan_once(
     plan = Plan(parts, costs, schedule, policy, compute_dtypes, identity, scalars_capacity, every)
     plan.measure_slots(binding)
     return plan
+
+
+def _split_window(
+    costs: Sequence[OperatorCost], schedule: Schedule, fixed: int, budget_bytes: int | None
+) -> int:
+    """For which window large operators are split: where none fits, the smallest that would if all could be cut evenly."""
+    if schedule.fits or budget_bytes is None:
+        return schedule.window
+    floor = fixed + sum(c.compute_bytes for c in costs)
+    extra = sum(c.anchor_bytes - c.compute_bytes for c in costs)
+    if budget_bytes <= floor:
+        return schedule.window
+    return min(MAX_WINDOW, max(schedule.window, -(-extra // (budget_bytes - floor))))
 
 
 def _split(
@@ -365,10 +378,12 @@ def schedule_of(
 ) -> Schedule:
     """The schedule with these phases, as it was recorded."""
     floor = fixed + sum(c.compute_bytes for c in costs)
-    sizes = tuple(
-        floor + sum(costs[i].anchor_bytes - costs[i].compute_bytes for i in phase)
-        for phase in phases
-    )
+    found = []
+    for phase in phases:
+        found.append(floor + sum(costs[i].anchor_bytes - costs[i].compute_bytes for i in phase))
+        if policy == "aligned":  # what was anchored is in none of the window's later snapshots
+            floor -= sum(costs[i].compute_bytes for i in phase)
+    sizes = tuple(found)
     return Schedule(
         window=len(phases),
         phases=tuple(tuple(p) for p in phases),

@@ -9,7 +9,6 @@ then a new generation of slots is reserved, so that the old suffix stays until a
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from ckptd.client.copymode import CopyModeChooser
 from ckptd.client.freeze import Tape
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
+from ckptd.client.pace import Pace
 from ckptd.client.planning import MAX_WINDOW, Plan, TrainingSpeed, make_plan
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
@@ -43,9 +43,8 @@ _WATCHED_STEPS = 4
 _RETRY_STEPS = 50
 _REORDER_STEPS = 50
 _REPORT_S = 1.0
-# A median wait above this share of an iteration, over this many steps, is not noise.
-_TOLERATED_WAIT = 0.05
-_WAITS = 20
+# A median stall above this share of a step is not noise.
+_TOLERATED_STALL = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +94,12 @@ class Recorder:
         self._previous = -1
         self._stepped = False
         self._updates_missed = False
-        self._seen = 0
+        self._pace = Pace()
         self._retry_at = 0
-        self._top_at = 0.0
-        self._windows_s: list[float] = []
-        self._iterations_s: list[float] = []
-        self._boundary_s = 0.0
-        self._wait_s = 0.0
-        self._prepare_s = 0.0
         self._reported_at = 0.0
         # Buffers that a forward changes cannot be copied beside it: found while measuring, by version counter.
         self._buffer_versions: dict[str, tuple[int, int]] = {}
         self._restless: set[str] = set()
-        self._waits_s: list[float] = []
         self._coming: Plan | None = None
         self._chooser = CopyModeChooser() if options.inline_copy is None else None
         self._updates: dict[int, int] = {}
@@ -120,19 +112,17 @@ class Recorder:
 
     def top(self, step: int) -> None:
         """The top of ``step``: take its snapshot if this boundary is clean."""
-        started = time.perf_counter()
-        self._prepare_s = 0.0
-        if self._seen:
-            self._iterations_s.append(started - self._top_at)
-            del self._iterations_s[:-16]
-            self._stats.note_stall(self._boundary_s, self._wait_s)
-            self._choose_copy_mode()
-            self._waits_s.append(self._wait_s)
-            del self._waits_s[:-_WAITS]
-        self._seen += 1
-        self._top_at, self._wait_s = started, 0.0
+        pace = self._pace
+        stall = pace.boundary_s, pace.wait_s
+        inline = isinstance(self._engine, CpuEngine) and self._engine.inline
+        last = pace.top(
+            time.perf_counter(), inline_copy_s=self._engine.last_copy_s if inline else 0.0
+        )
+        if last is not None:
+            self._stats.note_stall(*stall)
+            self._choose_copy_mode(last)
         if self._capture is not None:
-            self._wait_s += self._capture.settle()
+            pace.waited(self._capture.settle())
             if self._capture.take_broken():
                 self._previous = -1
                 self._stats.chain_breaks += 1
@@ -140,20 +130,19 @@ class Recorder:
             self._stats.pending_gradients += 1
         else:
             self._take(step)
-        if self._seen <= _WATCHED_STEPS:
+        if pace.steps <= _WATCHED_STEPS:
             self._buffer_versions = _versions(self._binding)
         self._stepped = False
         self._updates.clear()
         self._report(step)
-        # Planning and reserving happen once (or after a change) and are reported apart from the stall of each step.
-        self._boundary_s = time.perf_counter() - started - self._prepare_s
+        pace.boundary_over(time.perf_counter())
 
-    def _choose_copy_mode(self) -> None:
+    def _choose_copy_mode(self, iteration_s: float) -> None:
         chooser = self._chooser
         if chooser is None or self._capture is None or not isinstance(self._engine, CpuEngine):
             return
         before = chooser.decided
-        self._engine.inline = chooser.note(self._iterations_s[-1])
+        self._engine.inline = chooser.note(iteration_s)
         if chooser.decided and not before:
             logger.info(
                 "copies run %s (%s)",
@@ -170,11 +159,10 @@ class Recorder:
     def before_optimizer_step(self) -> None:
         """The optimizer is about to change what is being copied."""
         if self._capture is not None:
-            self._wait_s += self._capture.settle()
+            self._pace.waited(self._capture.settle())
         self._note_restless()
-        if self._seen and not self._stepped:
-            self._windows_s.append(time.perf_counter() - self._top_at - self._boundary_s)
-            del self._windows_s[:-16]
+        if self._pace.steps and not self._stepped:
+            self._pace.optimizer_begins(time.perf_counter())
 
     def _note_restless(self) -> None:
         if self._buffer_versions:
@@ -190,7 +178,7 @@ class Recorder:
     def finish(self) -> None:
         """Wait for the snapshot in flight."""
         if self._capture is not None:
-            self._wait_s += self._capture.settle()
+            self._pace.waited(self._capture.settle())
 
     def resume(self, plan: Plan, *, last: int, phase: int) -> None:
         """Go on after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
@@ -291,7 +279,7 @@ class Recorder:
                 "dense"  # between two updates in a step, frozen operators would have to change
             )
         if (
-            self._seen <= needed
+            self._pace.steps <= needed
             or step < self._retry_at
             # After the first update the state that the optimizer keeps is there (plain SGD keeps none).
             or not (self._stepped or any(self._binding.state(n) for n in self._binding.owner))
@@ -359,8 +347,8 @@ class Recorder:
         """Medians of what was measured so far."""
         tensors = [local(p) for p in self._binding.params.values()]
         return TrainingSpeed(
-            copy_window_s=statistics.median(self._windows_s) if self._windows_s else 0.0,
-            iteration_s=statistics.median(self._iterations_s) if self._iterations_s else 0.0,
+            copy_window_s=self._pace.copy_window_s,
+            iteration_s=self._pace.iteration_s,
             bandwidth=measure_bandwidth(tensors),
         )
 
@@ -388,8 +376,9 @@ class Recorder:
         self._note_prepared(started)
 
     def _note_prepared(self, started: float) -> None:
-        self._prepare_s += time.perf_counter() - started
-        self._stats.prepare_ms += (time.perf_counter() - started) * 1e3
+        took = time.perf_counter() - started
+        self._pace.prepared(took)
+        self._stats.prepare_ms += took * 1e3
 
     def _start_capture(self) -> None:
         plan = self.plan
@@ -482,17 +471,12 @@ class Recorder:
         return True
 
     def _maybe_widen(self, plan: Plan, step: int) -> None:
-        """Copies that keep the optimizer waiting mean that the window was chosen too small: widen it (DESIGN 5.3)."""
-        if (
-            self._options.window is not None
-            or plan.policy_name == "dense"
-            or step < self._widen_at
-            or len(self._waits_s) < _WAITS
-        ):
+        """Copies that stall the trainer mean that the window was chosen too small: widen it (DESIGN 5.3)."""
+        if self._options.window is not None or plan.policy_name == "dense" or step < self._widen_at:
             return
-        waited, iteration = statistics.median(self._waits_s), statistics.median(self._iterations_s)
         self._widen_at = step + _RETRY_STEPS
-        if waited <= _TOLERATED_WAIT * iteration or self._previous_generation_pending():
+        share = self._pace.stall_share
+        if share <= _TOLERATED_STALL or self._previous_generation_pending():
             return
         wider = plan.schedule.window + max(1, plan.schedule.window // 2)
         try:
@@ -502,14 +486,14 @@ class Recorder:
                 and replanned.slot_bytes < plan.slot_bytes
             ):
                 logger.info(
-                    "the optimizer waits %.1f ms per step for copies: window %d -> %d",
-                    waited * 1e3,
+                    "copies stall training for %.1f %% of a step: window %d -> %d",
+                    share * 1e2,
                     plan.schedule.window,
                     replanned.schedule.window,
                 )
                 self._reserve(replanned)
                 self._ordinal, self._previous = 0, -1
-                self._waits_s.clear()
+                self._pace.forget_stalls()
         except (AttachRefused, DaemonUnavailable, TimeoutError, ValueError) as error:
             logger.warning("the window stays at %d: %s", plan.schedule.window, error)
 

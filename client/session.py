@@ -339,7 +339,8 @@ class Session:
                 if error.code != RefusalCode.RANK_TAKEN or time.monotonic() >= patient_until:
                     raise
             except _FAILURES as error:
-                if time.monotonic() >= deadline:
+                other_version = isinstance(error, WireError) and error.code == "protocol"
+                if time.monotonic() >= deadline or other_version:
                     if isinstance(error, DaemonUnavailable):
                         raise
                     raise DaemonUnavailable(

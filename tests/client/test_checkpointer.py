@@ -431,6 +431,31 @@ class TestLeavesNoTrace:
                 ckpt.close()
         assert steps == list(range(6))
 
+    def test_an_exception_in_a_replayed_step_leaves_no_patch_in_the_process(
+        self, model: MoE, make: Callable[..., Checkpointer]
+    ) -> None:
+        """``backward`` is limited to the active parameters while replaying; left so, it would give every later model of
+        this process no gradients."""
+        optimizer = AdamW(model.parameters())
+        with make(model, optimizer) as ckpt:
+            train(ckpt, model, optimizer, 8)
+        backward = torch.autograd.backward
+
+        def fail_while_replaying(ckpt: Checkpointer) -> None:
+            for _ in ckpt.steps(10):
+                assert torch.autograd.backward is not backward
+                raise RuntimeError("out of memory")
+
+        with pytest.raises(RuntimeError, match="out of memory"), make(model, optimizer) as ckpt:
+            fail_while_replaying(ckpt)
+        assert torch.autograd.backward is backward
+        with pytest.raises(ValueError, match="closed in the middle of a replay"):
+            train(ckpt, model, optimizer, 10)
+        other = MoE()
+        others = AdamW(other.parameters())
+        with make(other, others) as again:
+            assert train(again, other, others, 10) == [7, 8, 9]
+
     def test_the_model_can_still_be_copied(
         self, model: MoE, make: Callable[..., Checkpointer]
     ) -> None:

@@ -19,7 +19,7 @@ from ckptd.client.planning import (
     signature_difference,
 )
 from ckptd.schedule import OperatorKind, Ordering
-from ckptd.segment_format import SegmentGeometry
+from ckptd.segment_format import plan_geometry
 
 IDENTITY = {"job": "j", "run": "r", "rank": "0", "world_size": "1"}
 
@@ -27,9 +27,9 @@ IDENTITY = {"job": "j", "run": "r", "rank": "0", "world_size": "1"}
 class MoE(nn.Module):
     """Eight equal experts and a dense layer of many times their size."""
 
-    def __init__(self, experts: int = 8, width: int = 16) -> None:
+    def __init__(self, experts: int = 8, width: int = 16, dense: int = 32) -> None:
         super().__init__()
-        self.dense = nn.Linear(width, 32 * width)
+        self.dense = nn.Linear(width, dense * width)
         self.gate = nn.Linear(width, experts)
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
 
@@ -69,13 +69,26 @@ class TestWindow:
         assert planned(bound()).schedule.window == 1
 
     def test_the_smallest_window_that_fits_the_budget(self) -> None:
-        binding = bound()
+        binding = bound(dense=1)
         dense = planned(binding).schedule.dense_bytes
         plan = planned(binding, budget_bytes=dense // 2)
         assert plan.schedule.window > 1
         assert plan.schedule.peak_bytes <= dense // 2
         smaller = planned(binding, window=plan.schedule.window - 1)
         assert smaller.schedule.peak_bytes > dense // 2
+
+    def test_a_budget_that_only_a_split_operator_meets(self) -> None:
+        """Whole, the dense part alone is over the budget whatever the window; in pieces it is not."""
+        binding = bound()
+        dense = planned(binding).schedule.dense_bytes
+        plan = planned(binding, budget_bytes=dense // 2)
+        assert plan.schedule.fits, plan.schedule.reason
+        assert plan.schedule.peak_bytes <= dense // 2
+
+    def test_a_budget_below_the_compute_weights_is_met_by_none_and_said(self) -> None:
+        plan = planned(bound(), budget_bytes=1000)
+        assert not plan.schedule.fits
+        assert "1,000" in plan.schedule.reason
 
     def test_a_dense_part_larger_than_a_phase_is_split(self) -> None:
         """Otherwise it alone would set the peak of every window."""
@@ -107,7 +120,7 @@ class TestWindow:
             planned(bound(), available_bytes=1000)
 
     def test_a_larger_window_is_taken_where_memory_is_short(self) -> None:
-        binding = bound(width=128)  # large against the slack of a slot
+        binding = bound(width=256, dense=1)  # large against the slack of a slot
         one = planned(binding)
         room = one.slot_bytes * one.num_slots - 1
         assert planned(binding, available_bytes=room).schedule.window > 1
@@ -138,7 +151,7 @@ def test_a_fresh_process_reads_the_plan_from_the_descriptor(policy: str) -> None
         bound(),
         plan.payload(binding),
         IDENTITY,
-        SegmentGeometry.of(plan.num_slots, plan.slot_bytes, 100),
+        plan_geometry(plan.num_slots, plan.slot_bytes, 100),
     )
     assert again.operators == plan.operators
     assert again.costs == plan.costs
@@ -181,8 +194,9 @@ class TestSignature:
     def test_another_optimizer_shows_by_its_state(self) -> None:
         model = MoE()
         sgd = Binding(model, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)], None)
-        text = signature_difference(signature(bound()), signature(sgd), limit=100)
+        text = signature_difference(signature(bound()), signature(sgd))
+        assert text.startswith("optimizer 0: AdamW[1] in the snapshot, SGD[1] here")
         assert (
-            "optimizer state 'exp_avg' of dense.weight: float32[512, 16] in the snapshot, absent here"
+            "'momentum_buffer' of dense.weight: absent in the snapshot, float32[512, 16] here"
             in text
         )

@@ -88,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
     job = find_case(args.case)(args.seed)
+    if args.store is not None:
+        distribute(job, args.store)
     random.seed(99)
     np.random.seed(99)
     options = {k: json.loads(v) for k, v in (pair.split("=", 1) for pair in args.set)}

@@ -1,0 +1,66 @@
+"""Checks and sums before the attach: options, the user's state objects, operators, and the least memory needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from ckptd.client import values
+from ckptd.client.binding import Binding
+from ckptd.client.operators import Grouping, Member, Operator, discover_operators
+from ckptd.client.planning import MAX_WINDOW, operator_costs
+from ckptd.client.recorder import MIN_SCALARS
+from ckptd.client.scalars import Stateful
+from ckptd.schedule import OperatorKind
+
+__all__ = ["all_operators", "check_options", "check_state", "needed_memory"]
+
+
+def all_operators(model: nn.Module, binding: Binding, grouping: Grouping | None) -> list[Operator]:
+    """The model's operators, and one for each parameter that only an optimizer knows."""
+    found = discover_operators(model, rows_allowed=binding.rows_allowed, grouping=grouping)
+    extras = [n for n in binding.params if n.startswith("extra/")]
+    return found + [Operator(n, OperatorKind.DENSE, (Member(n),), layer="extra") for n in extras]
+
+
+def needed_memory(
+    binding: Binding, operators: Sequence[Operator], policy: str, window: int | None
+) -> tuple[int, str]:
+    """The least memory with which this rank can be protected, for the daemon to check at the attach, and how it comes about."""
+    costs = operator_costs(binding, operators, {})
+    anchor, compute = sum(c.anchor_bytes for c in costs), sum(c.compute_bytes for c in costs)
+    windows = (
+        [1] if policy == "dense" else [window] if window is not None else range(1, MAX_WINDOW + 1)
+    )
+    sizes = {w: (w + 2) * (compute + (anchor - compute) // w + MIN_SCALARS) for w in windows}
+    best = min(sizes, key=lambda w: sizes[w])
+    return sizes[
+        best
+    ], f"{best + 2} slots of {sizes[best] // (best + 2)} bytes for a window of {best}"
+
+
+def check_options(policy: str, window: int | None, every: int, on_mismatch: str) -> None:
+    if policy not in ("sliding", "aligned", "dense"):
+        raise ValueError(f"policy={policy!r}: choose 'sliding', 'aligned' or 'dense'")
+    if window is not None and not 1 <= window <= 64:
+        raise ValueError(f"window={window}: a window has 1 to 64 snapshots")
+    if every < 1 or (every > 1 and policy != "dense"):
+        raise ValueError(
+            f"every={every}: only policy='dense' takes a snapshot every few iterations (1 or more)"
+        )
+    if on_mismatch not in ("raise", "warn"):
+        raise ValueError(f"on_mismatch={on_mismatch!r}: choose 'raise' or 'warn'")
+
+
+def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
+    """Everything in ``state=`` can be captured, now rather than at the first snapshot."""
+    found = dict(state or {})
+    for name, item in found.items():
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(item, method, None)):
+                raise ValueError(  # noqa: TRY004 - one kind of error for all that users pass
+                    f"state[{name!r}] is a {type(item).__name__} without {method}(); pass objects with state_dict() and load_state_dict()"
+                )
+        values.pack(item.state_dict(), f"state[{name!r}]")
+    return found
