@@ -28,10 +28,10 @@ from ckptd.ring import SlotState
 
 __all__ = [
     "FORMAT_VERSION",
-    "OWNER_LOCK_BYTE",
-    "PAGE_BYTES",
     "HINT_DROP_GRADIENTS",
     "HINT_OFFSET",
+    "OWNER_LOCK_BYTE",
+    "PAGE_BYTES",
     "PROLOGUE_BYTES",
     "SEGMENT_MAGIC",
     "SLOTS_ALIGNMENT",

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +92,7 @@ class Capture:
         finish: runs a closure off the training thread (the session's thread); False if it cannot take it.
         drain: waits until what ``finish`` was given is done, at most so many seconds.
         filled: called, off the training thread, when a slot is filled.
-        restless: names of what is known to change before the optimizer's step (buffers that a forward updates).
+        restless: names of what is known to change before the optimizer's step (buffers that a forward updates); added to.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Capture:
         finish: Callable[[Callable[[], None]], bool],
         drain: Callable[[float], object],
         filled: Callable[[MappedSegment, int, int], None],
-        restless: Iterable[str] = (),
+        restless: set[str],
     ) -> None:
         self._binding, self._table, self._engine = binding, table, engine
         self._num_operators, self._stats = num_operators, stats
@@ -116,7 +116,7 @@ class Capture:
         self._sources: dict[int, LiveSources] = {}
         self._state_size = -1
         # Buffers seen to change while they were copied are copied by the training thread instead.
-        self._restless: set[str] = set(restless)
+        self._restless = restless
         self._broken = False
         self.need_generation = ""
         self.outgrown = 0

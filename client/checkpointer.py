@@ -327,6 +327,8 @@ class Checkpointer:
             assert self._memory is not None
             self._recovery.advance(replay, self._memory)
         if replay is not None:
+            if recorder is not None:
+                recorder.watch()
             if replay.dense:
                 self._recovered(replay)
             return

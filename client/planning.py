@@ -7,6 +7,7 @@ whose ring fits the memory that the daemon grants.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,8 @@ __all__ = [
     "signature",
     "signature_difference",
 ]
+
+logger = logging.getLogger(__name__)
 
 MAX_WINDOW = 64
 _SLOT_SLACK = 64 << 10
@@ -225,9 +228,12 @@ def make_plan(
         ValueError: no window's ring fits ``available_bytes``; the message has the numbers.
     """
     fixed = fixed_bytes(binding, scalars_capacity)
+    worthwhile = _worthwhile_window(operator_costs(binding, operators, compute_dtypes), fixed)
     wanted = 1 if policy == "dense" else window
     tried = []
-    for candidate in [wanted] if wanted is not None else [None, *range(2, MAX_WINDOW + 1)]:
+    candidates = [wanted] if wanted is not None else [None, *range(2, MAX_WINDOW + 1)]
+    while candidates:
+        candidate = candidates.pop(0)
         plan = _plan_once(
             binding,
             operators,
@@ -242,6 +248,11 @@ def make_plan(
             identity,
             scalars_capacity,
         )
+        if candidate is None and not plan.schedule.fits and plan.schedule.window > worthwhile:
+            # No window fits, so the largest was planned: most of its length buys next to nothing and lengthens recovery.
+            logger.info("%s; window %d is used", plan.schedule.reason, worthwhile)
+            candidates.insert(0, worthwhile)
+            continue
         needed = plan.slot_bytes * plan.num_slots
         if available_bytes is None or needed <= available_bytes:
             return plan
@@ -251,6 +262,13 @@ def make_plan(
     raise ValueError(
         f"no ring fits the {available_bytes} bytes that the daemon has left ({'; '.join(tried[:4])}); raise CKPTD_MEMORY or `ckptctl forget` old runs"
     )
+
+
+def _worthwhile_window(costs: Sequence[OperatorCost], fixed: int) -> int:
+    """The window at which the largest snapshot is within a half of what every snapshot holds anyway."""
+    floor = fixed + sum(c.compute_bytes for c in costs)
+    extra = sum(c.anchor_bytes - c.compute_bytes for c in costs)
+    return max(1, min(MAX_WINDOW, -(-2 * extra // max(floor, 1))))
 
 
 def _plan_once(

@@ -131,7 +131,7 @@ class Recorder:
         else:
             self._take(step)
         if pace.steps <= _WATCHED_STEPS:
-            self._buffer_versions = _versions(self._binding)
+            self.watch()
         self._stepped = False
         self._updates.clear()
         self._report(step)
@@ -189,6 +189,11 @@ class Recorder:
     def replayed(self) -> None:
         """The state is dense again: what the replayed steps did is no update since the last boundary."""
         self._stepped = False
+        self._updates.clear()
+
+    def watch(self) -> None:
+        """The top of a step without a snapshot: see which buffers change before the optimizer's step."""
+        self._buffer_versions = _versions(self._binding)
 
     # -- taking ----------------------------------------------------------------------------------
 

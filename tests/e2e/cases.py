@@ -462,6 +462,16 @@ def forked_child_case(seed: int) -> Job:
     return job
 
 
+def large_table_case(seed: int) -> Job:
+    """Much state and little work: copying a dense snapshot takes a good part of an iteration."""
+    job = make(sched=False)(seed)
+    job.model.embed = nn.Embedding(400_000, WIDTH)
+    job.optimizers = [torch.optim.AdamW(job.model.parameters(), lr=3e-3)]
+    # The first plan is dense, and its copies stall training for a good part of each step.
+    job.options.update(max_overhead=100.0, inline_copy=True)
+    return job
+
+
 def own_norm_body(job: Job, step: int, at: Callable[[str], None]) -> None:
     """Clipping by hand, which no tap of ours can see."""
     loss_of(job.model, next(job.state["data"])).backward()
@@ -550,6 +560,7 @@ CASES: dict[str, Callable[[int], Job]] = {
     "alternating": alternating_case,
     "plateau": plateau_case,
     "forked_child": forked_child_case,
+    "large_table": large_table_case,
     "late_state": make(lambda ps: LateState(ps, lr=3e-3)),
     "own_norm": make(body=own_norm_body, sched=False),
     "groups": make(groups),

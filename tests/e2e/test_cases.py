@@ -33,7 +33,7 @@ def test_user_code_that_reads_all_gradients_falls_back_to_dropping_them(jobs: Jo
     assert differences(reference, resumed) == []
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c != "own_norm"])
+@pytest.mark.parametrize("case", [c for c in CASES if c not in ("own_norm", "large_table")])
 def test_resumes_at_the_exact_bits(jobs: Jobs, case: str) -> None:
     """Killed inside a step, the job goes on as if nothing had happened: torch.equal on everything, random state included."""
     total, kill = str(_TOTALS.get(case, TOTAL)), str(_KILLS.get(case, 11))
