@@ -101,6 +101,7 @@ class Recorder:
         self._buffer_versions: dict[str, tuple[int, int]] = {}
         self._restless: set[str] = set()
         self._coming: Plan | None = None
+        self._coming_why = ""
         self._chooser = CopyModeChooser() if options.inline_copy is None else None
         self._updates: dict[int, int] = {}
         self._uncaptured = ""
@@ -205,13 +206,14 @@ class Recorder:
         )
 
     def _take(self, step: int) -> None:
+        self._collect(step)
         if self._capture is None and not self._prepare(step):
             return
         assert self.plan is not None
         if self._ordinal % self.plan.schedule.window == 0:
             self._maybe_reorder(self.plan)
             self._maybe_widen(self.plan, step)
-        if not self._captures_everything():
+        if not self._captures_everything(step):
             self._tape.take()
             self._previous = -1
             return
@@ -241,23 +243,13 @@ class Recorder:
         self._stats.chain_breaks += 1
         self._tape.take()
         logger.warning("no snapshot of step %d: %s", step, reason)
-        if self._previous_generation_pending() or step < self._retry_at:
+        if self._coming is not None or self._previous_generation_pending() or step < self._retry_at:
             return
-        self._retry_at = step + _RETRY_STEPS
-        self._grow(reason)
+        assert self.plan is not None
+        self._begin_generation(self.plan, step, reason)
 
     def _previous_generation_pending(self) -> bool:
         return len(self._memory.table.segments) > 1
-
-    def _grow(self, reason: str) -> None:
-        plan = self.plan
-        assert plan is not None
-        try:
-            self._reserve(plan)
-        except (AttachRefused, DaemonUnavailable, TimeoutError) as error:
-            text = f"no memory for a new generation of slots ({reason}): {error}; the last complete suffix is kept, newer steps are not protected"
-            logger.error("%s", text)
-            self._memory.session.notice("error", "no_generation", text)
 
     def _scalars(self, plan: Plan) -> dict[str, Any]:
         return {
@@ -291,27 +283,56 @@ class Recorder:
         ):
             self._tape.take()
             return False
-        if self._memory.session.reserving:
-            self._tape.take()
+        self._tape.take()
+        if self._coming is None and not self._replan("no ring yet", step):
+            return False
+        return self._capture is not None
+
+    def _replan(self, why: str, step: int, *, window: int | None = None) -> bool:
+        """Make a new plan and ask for its memory; False if there can be none now."""
+        if step < self._retry_at or not self._memory.session.connected:
             return False
         try:
-            # What is on its way was asked for under this plan: a new one might measure, and ask for, something else.
-            self._coming = self._coming or self._make_plan()
-            self._reserve(self._coming)
-            self._coming = None
-        except TimeoutError as error:
-            logger.info("snapshots begin later: %s", error)
-            self._tape.take()
+            plan = self._make_plan(window=window)
+        except ValueError as error:
+            self._no_generation(step, why, error)
             return False
-        except (AttachRefused, DaemonUnavailable, ValueError) as error:
-            self._coming = None
-            self._retry_at = step + _RETRY_STEPS
-            text = f"snapshots cannot start: {error}; trying again at step {self._retry_at}"
-            logger.error("%s", text)
-            self._memory.session.notice("error", "not_protected", text)
-            return False
-        self._tape.take()
+        self._begin_generation(plan, step, why)
         return True
+
+    def _begin_generation(self, plan: Plan, step: int, why: str) -> None:
+        """Ask for a further generation of slots; it is used from the boundary on at which it is there."""
+        self._coming, self._coming_why = plan, why
+        self._collect(step)
+
+    def _collect(self, step: int) -> None:
+        """Go over to the generation that was asked for, if it is there."""
+        if self._coming is None or self._memory.session.reserving:
+            return
+        coming = self._coming
+        try:
+            self._reserve(coming)
+        except TimeoutError as error:
+            logger.info("new slots come later: %s", error)
+            return
+        except (AttachRefused, DaemonUnavailable) as error:
+            self._coming = None
+            self._no_generation(step, self._coming_why, error)
+            return
+        self._coming, self._uncaptured = None, ""
+
+    def _no_generation(self, step: int, why: str, error: Exception) -> None:
+        """No memory for new slots: what is complete stays recoverable, what comes is not protected."""
+        # A daemon that went away is worth another try as soon as it is back; a refusal is not.
+        self._retry_at = step + (1 if isinstance(error, DaemonUnavailable) else _RETRY_STEPS)
+        kept = (
+            "the last complete suffix is kept, newer steps are not protected"
+            if self._capture
+            else "nothing is protected yet"
+        )
+        text = f"no slots ({why}): {error}; {kept}; trying again at step {self._retry_at}"
+        logger.error("%s", text)
+        self._memory.session.notice("error", "not_protected", text)
 
     def _make_plan(self, window: int | None = None) -> Plan:
         started = time.perf_counter()
@@ -376,6 +397,8 @@ class Recorder:
             payload=plan.payload(self._binding),
         )
         self._engine.register(segment.memory, segment.regions())
+        if plan is not self.plan:
+            self._ordinal, self._previous = 0, -1
         self.plan = plan
         self._start_capture()
         self._note_prepared(started)
@@ -438,7 +461,7 @@ class Recorder:
             plan.use(schedule)
             self._stats.reorders += 1
 
-    def _captures_everything(self) -> bool:
+    def _captures_everything(self, step: int) -> bool:
         """Whether the plan knows all state there is; plans anew where an optimizer began to keep or to update more.
 
         False while that is not possible: an inexact snapshot is worse than none.
@@ -458,22 +481,13 @@ class Recorder:
             )
         if not found:
             return True
-        logger.warning("found %s after the snapshots were planned: planning anew", found)
+        if not self._uncaptured:
+            logger.warning("found %s after the snapshots were planned: planning anew", found)
         self._uncaptured, self._group_key = found, key
-        try:
-            self._reserve(
-                self._make_plan(
-                    window=None if self._policy == "dense" else self.plan.schedule.window
-                )
-            )
-        except (AttachRefused, DaemonUnavailable, TimeoutError, ValueError) as error:
-            text = f"{found} cannot be captured: {error}; no snapshots are taken from here on"
-            logger.error("%s", text)
-            self._memory.session.notice("error", "state_not_captured", text)
-            return False
-        self._uncaptured = ""
-        self._ordinal, self._previous = 0, -1
-        return True
+        if self._coming is None:
+            dense = self._policy == "dense"
+            self._replan(found, step, window=None if dense else self.plan.schedule.window)
+        return not self._uncaptured
 
     def _maybe_widen(self, plan: Plan, step: int) -> None:
         """Copies that stall the trainer mean that the window was chosen too small: widen it (DESIGN 5.3)."""
@@ -485,22 +499,19 @@ class Recorder:
             return
         wider = plan.schedule.window + max(1, plan.schedule.window // 2)
         try:
-            replanned = self._make_plan(window=min(wider, MAX_WINDOW))
-            if (
-                replanned.schedule.window > plan.schedule.window
-                and replanned.slot_bytes < plan.slot_bytes
-            ):
-                logger.info(
-                    "copies stall training for %.1f %% of a step: window %d -> %d",
-                    share * 1e2,
-                    plan.schedule.window,
-                    replanned.schedule.window,
-                )
-                self._reserve(replanned)
-                self._ordinal, self._previous = 0, -1
-                self._pace.forget_stalls()
-        except (AttachRefused, DaemonUnavailable, TimeoutError, ValueError) as error:
+            wide = self._make_plan(window=min(wider, MAX_WINDOW))
+        except ValueError as error:
             logger.warning("the window stays at %d: %s", plan.schedule.window, error)
+            return
+        if wide.schedule.window > plan.schedule.window and wide.slot_bytes < plan.slot_bytes:
+            logger.info(
+                "copies stall training for %.1f %% of a step: window %d -> %d",
+                share * 1e2,
+                plan.schedule.window,
+                wide.schedule.window,
+            )
+            self._pace.forget_stalls()
+            self._begin_generation(wide, step, "a wider window")
 
     def _report(self, step: int) -> None:
         now = time.monotonic()
