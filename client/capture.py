@@ -117,6 +117,7 @@ class Capture:
         self._state_size = -1
         # Buffers seen to change while they were copied are copied by the training thread instead.
         self._restless = restless
+        self._claimed: tuple[MappedSegment, int] | None = None
         self._broken = False
         self.need_generation = ""
         self.outgrown = 0
@@ -139,6 +140,7 @@ class Capture:
             phase=plan.phase,
         )
         self._sequence += 1
+        self._claimed = segment, index
         segment.write_header(index, header)
         mask = sum(1 << i for i in plan.anchored)
         self._table.note_anchors(segment.generation, index, header.sequence, mask)
@@ -147,6 +149,7 @@ class Capture:
         fill = Fill(segment, index, plan, header, scalars, parties)
         items, sources = self._items(plan, fill)
         self._fill = fill
+        self._claimed = None
         self._engine.begin(
             items,
             segment.memory,
@@ -155,6 +158,15 @@ class Capture:
             sources.packed_items,
         )
         return True
+
+    def abort(self) -> None:
+        """Give up the slot that was claimed, if its copy has not begun; wait for one that has."""
+        claimed, self._claimed = self._claimed, None
+        self.settle()
+        if claimed is not None:
+            segment, index = claimed
+            segment.set_state(index, SlotState.FREE)
+            segment.unlock_slot(index)
 
     def take_broken(self) -> bool:
         """Whether a snapshot that was begun came to nothing since the last call: the chain is broken there."""

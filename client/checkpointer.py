@@ -46,6 +46,7 @@ __all__ = ["Checkpointer"]
 logger = logging.getLogger(__name__)
 
 _SEAL_WAIT_S = 5.0
+_FAILURES_IN_A_ROW = 3
 
 
 class Checkpointer:
@@ -334,8 +335,37 @@ class Checkpointer:
             return
         if recorder is not None:
             self._stepping = False
-            recorder.top(step)
+            self._survive(recorder, recorder.top, step)
             self._stepping = True
+
+    def _survive(self, recorder: Recorder, work: Callable[..., object], *args: object) -> None:
+        """Run our side of a step: whatever goes wrong in it must not reach the user's loop.
+
+        What is sealed stays; after a few failures in a row we leave training alone for the rest of the run.
+        """
+        try:
+            work(*args)
+        except Exception as error:
+            self._failures += 1
+            logger.error(
+                "snapshots failed at step %d (%d in a row)",
+                self._step,
+                self._failures,
+                exc_info=error,
+            )
+            if self._memory is not None:
+                text = f"step {self._step}: {type(error).__name__}: {error}"
+                self._memory.session.notice("error", "snapshot_failed", text)
+            recorder.abort()
+            self._stats.failed += 1
+            if self._failures >= _FAILURES_IN_A_ROW:
+                logger.error(
+                    "no more snapshots are taken in this run; training goes on unprotected"
+                )
+                self._recorder = None
+        else:
+            if work == recorder.top:
+                self._failures = 0
 
     def _recovered(self, replay: Replay) -> None:
         self._replay = None
@@ -363,13 +393,14 @@ class Checkpointer:
             self._memory.session.report(self._step, self._stats.as_dict())
 
     _stepping = False
+    _failures = 0
     _started = 0.0
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._replay is not None:
             self._replay.before_optimizer_step()
         if self._recorder is not None:
-            self._recorder.before_optimizer_step()
+            self._survive(self._recorder, self._recorder.before_optimizer_step)
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         index = next(i for i, o in enumerate(self._binding.optimizers) if o is optimizer)
@@ -381,10 +412,11 @@ class Checkpointer:
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # recomputation inside a backward
-        for watcher in (self._recorder, self._first):
-            if watcher is not None:
-                watcher.first_forward()
-        self._first = None
+        if self._recorder is not None:
+            self._survive(self._recorder, self._recorder.first_forward)
+        first, self._first = self._first, None
+        if first is not None:
+            first.first_forward()
         self._precision.enter()
 
     _first: Replay | None = None

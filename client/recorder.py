@@ -26,7 +26,7 @@ from ckptd.client.planning import MAX_WINDOW, Plan, TrainingSpeed, make_plan
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.rng import capture_rng
-from ckptd.client.scalars import Stateful, gather_groups, grad_flags, python_state
+from ckptd.client.scalars import Stateful, gather_groups, gather_state, grad_flags, python_state
 from ckptd.client.segment import MappedSegment
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine, CpuEngine, measure_bandwidth
@@ -176,6 +176,12 @@ class Recorder:
         self._stepped = True
         self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
 
+    def abort(self) -> None:
+        """Something failed in the middle: forget the snapshot in the making, and let the chain begin anew."""
+        self._previous = -1
+        if self._capture is not None:
+            self._capture.abort()
+
     def finish(self) -> None:
         """Wait for the snapshot in flight."""
         if self._capture is not None:
@@ -255,7 +261,7 @@ class Recorder:
         return {
             "rng": capture_rng(),
             "groups": gather_groups(self._binding),
-            "state": {name: item.state_dict() for name, item in self._stateful.items()},
+            "state": gather_state(self._stateful),
             "python": python_state(self._binding),
             "grads": grad_flags(self._binding),
             "tape": [list(pair) for pair in self._tape.take()],
@@ -382,7 +388,7 @@ class Recorder:
         return {
             "rng": [capture_rng()] * 2,
             "groups": gather_groups(self._binding),
-            "state": {name: item.state_dict() for name, item in self._stateful.items()},
+            "state": gather_state(self._stateful),
             "python": python_state(self._binding),
             "phases": list(range(len(self._operators) * 2)),
         }
@@ -469,7 +475,12 @@ class Recorder:
         assert self.plan is not None
         assert self._capture is not None
         key = self._binding.group_key()
-        found = self._uncaptured or self._capture.unknown_state()
+        outgrown = self._capture.outgrown
+        found = (
+            self._uncaptured
+            or self._capture.unknown_state()
+            or (f"step scalars of {outgrown} bytes" if outgrown else "")
+        )
         if key != self._group_key:
             found = "a parameter group"
             self._binding.refresh()

@@ -146,7 +146,7 @@ class Replay:
                 self._binding.masters[name].grad = None
         apply_groups(self._binding, scalars["groups"])
         for name, item in self._stateful.items():
-            item.load_state_dict(scalars["state"][name])
+            item.load_state_dict(values.unpack(scalars["state"][name]))
         # A scheduler's load may touch the groups; the recorded options are the truth.
         apply_groups(self._binding, scalars["groups"])
         self._load(self._images[0], scalars, everything=True)
@@ -414,7 +414,7 @@ class Replay:
                 "the optimizer's parameter group options (is a scheduler missing in state=?)"
             )
         for name, item in self._stateful.items():
-            if not values.equal(item.state_dict(), scalars["state"][name]):
+            if values.pack(item.state_dict()) != scalars["state"][name]:
                 found.append(f"state[{name!r}] (was its iterator created before Checkpointer?)")
         return found
 

@@ -6,12 +6,14 @@ the user's own ``state_dict`` does.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ckptd.client import values
 from ckptd.client.binding import Binding, local
 from ckptd.client.layout import SAFETENSORS_DTYPES
 
@@ -20,6 +22,7 @@ __all__ = [
     "apply_groups",
     "apply_packed",
     "gather_groups",
+    "gather_state",
     "grad_flags",
     "python_state",
     "zero_grads",
@@ -34,12 +37,29 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
+def gather_state(stateful: Mapping[str, Stateful]) -> dict[str, bytes]:
+    """The user's objects, packed here and now: what ``state_dict()`` returns may be live and change under us.
+
+    Raises:
+        UnsupportedValue: naming the path of a value that no snapshot can hold.
+    """
+    return {
+        name: values.pack(item.state_dict(), f"state[{name!r}]") for name, item in stateful.items()
+    }
+
+
 def gather_groups(binding: Binding) -> list[list[dict[str, Any]]]:
-    """The options of every parameter group (learning rate, betas, …), without the parameters."""
+    """The options of every parameter group (learning rate, betas, …), without the parameters; a copy."""
     return [
-        [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
+        [{k: _copy_of(v) for k, v in g.items() if k != "params"} for g in o.param_groups]
         for o in binding.optimizers
     ]
+
+
+def _copy_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
 
 
 def apply_groups(binding: Binding, groups: list[list[dict[str, Any]]]) -> None:
@@ -54,8 +74,8 @@ def apply_groups(binding: Binding, groups: list[list[dict[str, Any]]]) -> None:
             f"parameter groups per optimizer: {[len(g) for g in live]} here, {[len(g) for g in groups]} in the snapshot"
         )
     for optimizer_groups, recorded in zip(live, groups, strict=True):
-        for group, values in zip(optimizer_groups, recorded, strict=True):
-            for key, value in values.items():
+        for group, options in zip(optimizer_groups, recorded, strict=True):
+            for key, value in options.items():
                 if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                     with torch.no_grad():
                         group[key].copy_(value)
@@ -74,18 +94,20 @@ def apply_packed(
     ``order`` comes from the image's ``state_layout``: (parameter, key) per element, by dtype.
     """
     wanted = set(names)
-    for dtype, values in packed.items():
+    for dtype, stacked in packed.items():
         for i, (name, key) in enumerate(order.get(SAFETENSORS_DTYPES[dtype], ())):
             if name in wanted and isinstance(live := binding.state(name).get(key), Tensor):
                 with torch.no_grad():
-                    local(live).copy_(values[i])
+                    local(live).copy_(stacked[i])
 
 
 def python_state(binding: Binding) -> dict[str, dict[str, Any]]:
     """Plain values in the optimizers' per-parameter state (older optimizers keep ``step`` as an int)."""
     found: dict[str, dict[str, Any]] = {}
     for name in binding.plain_state_names():
-        plain = {k: v for k, v in binding.state(name).items() if not isinstance(v, Tensor)}
+        plain = {
+            k: _copy_of(v) for k, v in binding.state(name).items() if not isinstance(v, Tensor)
+        }
         if plain:
             found[name] = plain
     return found

@@ -472,6 +472,37 @@ def large_table_case(seed: int) -> Job:
     return job
 
 
+class Diary:
+    """State that is live (``state_dict`` hands out its own list), grows, and can be told to fail."""
+
+    def __init__(self, grow: int, fail_at: int = -1) -> None:
+        self.grow, self.fail_at = grow, fail_at
+        self.pages: list[list[int]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        if len(self.pages) == self.fail_at:
+            raise RuntimeError("the user's own state_dict failed")
+        return {"pages": self.pages}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pages = state["pages"]
+
+
+def diary_case(seed: int, *, grow: int, fail_at: int = -1) -> Job:
+    """The diary is written to while the snapshot of this step is still being finished."""
+    job = make()(seed)
+    diary = job.state["diary"] = Diary(grow, fail_at)
+    plain = job.body
+
+    def body(job: Job, step: int, at: Callable[[str], None]) -> None:
+        diary.pages.append([step] * diary.grow)
+        diary.pages[0][0] = step
+        plain(job, step, at)
+
+    job.body = body
+    return job
+
+
 def own_norm_body(job: Job, step: int, at: Callable[[str], None]) -> None:
     """Clipping by hand, which no tap of ours can see."""
     loss_of(job.model, next(job.state["data"])).backward()
@@ -561,6 +592,9 @@ CASES: dict[str, Callable[[int], Job]] = {
     "plateau": plateau_case,
     "forked_child": forked_child_case,
     "large_table": large_table_case,
+    "live_state": lambda seed: diary_case(seed, grow=10),
+    "growing_state": lambda seed: diary_case(seed, grow=9000),
+    "failing_state": lambda seed: diary_case(seed, grow=10, fail_at=4),
     "late_state": make(lambda ps: LateState(ps, lr=3e-3)),
     "own_norm": make(body=own_norm_body, sched=False),
     "groups": make(groups),
