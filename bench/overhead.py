@@ -100,6 +100,8 @@ def compare(
         "plain": lambda: plain.block_ms(args.block),
         "ckptd": lambda: snapshotted.block_ms(args.block),
     }
+    for _ in range(args.settle):  # ckptd measures, settles on its window, and on where copies run
+        snapshotted.iterate()
     samples = interleave(variants, rounds=args.rounds, warmup=2)
     stats = ckpt.stats()
     ckpt.close()
@@ -143,6 +145,7 @@ def main() -> None:
     options.add_argument("--block", type=int, default=8, help="iterations between two changes")
     options.add_argument("--batch-size", type=int, default=12)
     options.add_argument("--threads", type=int, default=min(4, len(os.sched_getaffinity(0))))
+    options.add_argument("--settle", type=int, default=48, help="iterations before measuring")
     options.add_argument("--window", type=int, default=None, help="default: measured by ckptd")
     args = options.parse_args()
     torch.set_num_threads(args.threads)

@@ -122,6 +122,7 @@ def main() -> None:
     options.add_argument("--state-mib", type=int, default=1024, help="weights and optimizer state")
     options.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     options.add_argument("--tokens", type=int, default=256, help="per iteration, 8 experts share")
+    options.add_argument("--settle", type=int, default=48, help="iterations before measuring")
     options.add_argument("--window", type=int, default=None, help="default: measured by ckptd")
     options.add_argument("--dir", type=Path, default=None, help="where the peers write")
     options.add_argument("--no-process", action="store_true", help="leave out the process peer")
@@ -160,7 +161,8 @@ def measure(args: Any, endpoint: str, folder: Path) -> dict[str, float | int | s
         ours_hook.append(clock.waited_ms)
         return top_ms + clock.waited_ms
 
-    for _ in range(6):  # optimizer state comes to be, ckptd measures and settles on its window
+    # Optimizer state comes to be; ckptd measures, settles on its window, and on where copies run (about 40 steps).
+    for _ in range(args.settle):
         ours()
     peers = Peers(model, optimizer, folder, process=not args.no_process)
     variants: dict[str, Callable[[], float]] = {"ckptd": ours}

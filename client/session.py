@@ -301,6 +301,12 @@ class Session:
         try:
             return self._client.request(message, timeout_s=timeout_s, alive_s=alive_s)
         except RefusedError as error:
+            if error.code == RefusalCode.NO_SESSION:
+                # Restarted since our last look: for who asks, that is as if it were away for a moment.
+                self._lose("it was restarted")
+                raise DaemonUnavailable(
+                    "it was restarted and is being attached to again", operation="request"
+                ) from error
             raise AttachRefused(error.code, error.message, error.hint) from error
 
     def _ping(self) -> None:

@@ -20,12 +20,12 @@ SUBJECTS = [
     ("schedule", ["--rounds", "1"], {"plan_s_100000"}),
     (
         "stall",
-        ["--rounds", "1", "--state-mib", "8", "--tokens", "8", "--no-process"],
+        ["--rounds", "1", "--state-mib", "8", "--tokens", "8", "--settle", "6", "--no-process"],
         {"stall_vs_best_peer", "snapshot_bytes_vs_dense"},
     ),
     (
         "overhead",
-        ["--rounds", "1", "--block", "2", "--batch-size", "2"],
+        ["--rounds", "1", "--block", "2", "--batch-size", "2", "--settle", "6"],
         {"overhead_fraction_cpu"},
     ),
     ("restore", ["--rounds", "1", "--state-mib", "8"], {"restore_vs_memcpy"}),

@@ -124,8 +124,9 @@ class _Supervisor:
             self._look()
 
     def forget(self) -> None:
-        """Give the run's memory back."""
-        self._daemon.ask(Forget("e2e", self._run), Done)
+        """Give the run's memory back, if it came to have any (a job may end before its first snapshot)."""
+        if self._daemon.ask(GetSnapshots("e2e", self._run), Snapshots).ranks:
+            self._daemon.ask(Forget("e2e", self._run), Done)
 
     def _start(self) -> tuple[BaseProcess, Path]:
         self._progress.unlink(missing_ok=True)
