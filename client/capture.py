@@ -141,7 +141,7 @@ class Capture:
         )
         self._sequence += 1
         self._claimed = segment, index
-        segment.write_header(index, header)
+        segment.begin_filling(index, header)
         mask = sum(1 << i for i in plan.anchored)
         self._table.note_anchors(segment.generation, index, header.sequence, mask)
         # Where the host runs ahead of the device, only the training thread can say whether a source changed too early.
@@ -223,7 +223,10 @@ class Capture:
 
     def _complete(self, fill: Fill) -> None:
         """Declare the slot filled, or free if what was copied cannot be used."""
-        usable = fill.error is None and not fill.torn and self._write_image(fill)
+        try:
+            usable = fill.error is None and not fill.torn and self._write_image(fill)
+        except Exception as error:  # noqa: BLE001 - the slot must be given back whatever was wrong with its content
+            usable = self._refuse(fill, f"{type(error).__name__}: {error}")
         if not usable:
             fill.segment.set_state(fill.index, SlotState.FREE)
         fill.segment.unlock_slot(fill.index)

@@ -56,8 +56,9 @@ class DenseState:
         self._plain = values.pack(_plain_state(binding))
         self.rng = capture_rng()
         self._groups = gather_groups(binding)
-        self._state = {name: item.state_dict() for name, item in stateful.items()}
-        self._packed_state = {name: values.pack(state) for name, state in self._state.items()}
+        self._packed_state = {
+            name: values.pack(item.state_dict()) for name, item in stateful.items()
+        }
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +98,7 @@ class DenseState:
         for param in _owners(binding):
             param.grad = self._grads[id(param)]
         for name, item in self._stateful.items():
-            item.load_state_dict(self._state[name])
+            item.load_state_dict(values.unpack(self._packed_state[name]))
         apply_groups(binding, self._groups)
         restore_rng(self.rng)
 

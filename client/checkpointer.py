@@ -372,6 +372,8 @@ class Checkpointer:
         self._counter.enabled = True
         if self._recorder is not None:
             self._recorder.replayed()
+            if replay.mismatches:
+                self._recorder.break_chain()
         self._stats.replay_s = time.perf_counter() - self._started
         self._stats.verified_tensors += replay.compared
         text = (
@@ -491,6 +493,7 @@ class Checkpointer:
         assert recorder is not None
         assert recorder.plan is not None
         live = DenseState(self._binding, self._stateful)
+        kept = self._tape.take()
         replay = self._recovery.replay_of(images, recorder.plan.operators, on_mismatch="warn")
         self._counter.enabled = False
         self._replay = replay
@@ -510,6 +513,7 @@ class Checkpointer:
             replay.abandon()
             self._replay = self._first = None
             self._tape.take()
+            self._tape.put_back(kept)
             live.restore()
             self._rewind()
             self._counter.enabled = True

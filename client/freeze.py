@@ -15,6 +15,7 @@ clipping, and the loss scaler's ``found_inf``.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ class Tape:
 
     def __init__(self) -> None:
         self._recording: list[tuple[str, Any]] = []
+        # What the last `take` returned.
+        self.last: tuple[tuple[str, Any], ...] = ()
         self._playing: list[tuple[str, Any]] | None = None
         self.substitute = False
         self.mismatches: list[str] = []
@@ -42,9 +45,7 @@ class Tape:
     def record(self, kind: str, value: Any) -> Any:
         """While training: keep ``value``. While replaying: the value that was kept at this point of the step."""
         if self._playing is None:
-            self._recording.append(
-                (kind, value.detach().clone() if isinstance(value, Tensor) else value)
-            )
+            self._recording.append((kind, _copy(value)))
             return value
         for i, (recorded_kind, recorded) in enumerate(self._playing):
             if recorded_kind == kind:
@@ -59,11 +60,21 @@ class Tape:
     def take(self) -> list[tuple[str, Any]]:
         """What was recorded since the last call."""
         taken, self._recording = self._recording, []
+        self.last = tuple(taken)
         return taken
+
+    def put_back(self, taken: Iterable[tuple[str, Any]]) -> None:
+        """Undo ``take``: what is recorded from now on follows it."""
+        self._recording = [*taken, *self._recording]
 
     def play(self, recorded: Iterable[tuple[str, Any]] | None) -> None:
         """Answer from ``recorded`` from now on; None: go back to recording."""
         self._playing = None if recorded is None else [(k, v) for k, v in recorded]
+
+
+def _copy(value: Any) -> Any:
+    """The value as it is now: the caller may go on changing what it handed in."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 @contextmanager

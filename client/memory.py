@@ -94,7 +94,8 @@ class RankMemory:
     def settle_filled(self, timeout_s: float) -> None:
         """Wait until what a dead trainer left filled is sealed; seal it here if the daemon takes longer."""
         deadline = time.monotonic() + timeout_s
-        while any(r.state is SlotState.FILLED for r in self.table.records()):
+        everything = SlotTable(self._segments)
+        while any(r.state is SlotState.FILLED for r in everything.records()):
             if time.monotonic() > deadline:
                 self._seal_waiting()
                 return
@@ -107,8 +108,18 @@ class RankMemory:
             if not isinstance(
                 find_suffix(table.records(), group[-1].descriptor.num_operators), NoSuffix
             ):
+                newer = self._segments[self._segments.index(group[-1]) + 1 :]
+                self._give_up(
+                    newer
+                )  # they hold no complete suffix, and another history begins here
                 self.table = table
                 return
+
+    def _give_up(self, segments: Sequence[MappedSegment]) -> None:
+        for segment in segments:
+            self._segments.remove(segment)
+            segment.close()
+            self.session.drop(segment.generation)
 
     def recover(self, exchange: Exchange) -> tuple[list[SnapshotImage], str] | str:
         """The newest suffix that every rank has and whose every byte is as it was sealed; or why there is none.
@@ -188,10 +199,7 @@ class RankMemory:
 
     def forget_everything(self) -> None:
         """Drop every generation: nothing in them can be recovered."""
-        for segment in self._segments:
-            segment.close()
-            self.session.drop(segment.generation)
-        self._segments = []
+        self._give_up(list(self._segments))
         self.table = SlotTable([])
 
     # -- growing and shrinking -------------------------------------------------------------------
@@ -244,10 +252,7 @@ class RankMemory:
                 s.generation for s in self.table.segments
             }
         dropped = [s for s in self._segments if s.generation in unneeded]
-        for segment in dropped:
-            self._segments.remove(segment)
-            segment.close()
-            self.session.drop(segment.generation)
+        self._give_up(dropped)
         if dropped:
             self.table.segments = self._current()
         return dropped

@@ -43,6 +43,7 @@ _WATCHED_STEPS = 4
 _RETRY_STEPS = 50
 _REORDER_STEPS = 50
 _REPORT_S = 1.0
+_PENDING_LIMIT = 100
 # A median stall above this share of a step is not noise.
 _TOLERATED_STALL = 0.05
 
@@ -61,6 +62,16 @@ class Options:
     nan_check_every: int = 16
     # Copy in the training thread (True), beside it (False), or whichever is measured to be faster (None); CPU only.
     inline_copy: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The newest snapshot: its step, its predecessor, its place in the window, and the tape it was given."""
+
+    step: int = -1
+    previous: int = -1
+    ordinal: int = 0
+    tape: tuple[tuple[str, Any], ...] = ()
 
 
 class Recorder:
@@ -102,9 +113,10 @@ class Recorder:
         self._restless: set[str] = set()
         self._coming: Plan | None = None
         self._coming_why = ""
+        self._last = _Taken()
         self._chooser = CopyModeChooser() if options.inline_copy is None else None
         self._updates: dict[int, int] = {}
-        self._uncaptured = ""
+        self._uncaptured = self._announced = ""
         self._policy = options.policy
         self._group_key = binding.group_key()
         self._widen_at = 0
@@ -128,7 +140,7 @@ class Recorder:
                 self._previous = -1
                 self._stats.chain_breaks += 1
         if self._pending_gradients():
-            self._stats.pending_gradients += 1
+            self._pend()
         else:
             self._take(step)
         if pace.steps <= _WATCHED_STEPS:
@@ -198,6 +210,11 @@ class Recorder:
         self._stepped = False
         self._updates.clear()
 
+    def break_chain(self) -> None:
+        """The state is not what the recorded snapshots lead to: no suffix may span this point."""
+        self._previous = -1
+        self._stats.chain_breaks += 1
+
     def watch(self) -> None:
         """The top of a step without a snapshot: see which buffers change before the optimizer's step."""
         self._buffer_versions = _versions(self._binding)
@@ -205,11 +222,28 @@ class Recorder:
     # -- taking ----------------------------------------------------------------------------------
 
     def _pending_gradients(self) -> bool:
-        if self._stepped:
-            return False
-        return any(p.grad is not None for p in self._binding.params.values()) or any(
-            m.grad is not None for m in self._binding.masters.values()
+        """Whether an optimizer has yet to use gradients that exist: those are in no snapshot."""
+        binding = self._binding
+        return any(
+            owner[0] not in self._updates
+            and (binding.params[n].grad is not None or binding.held(n).grad is not None)
+            for n, owner in binding.owner.items()
         )
+
+    def _pend(self) -> None:
+        """A boundary in the middle of an accumulation: no snapshot, and the chain goes on unless weights changed."""
+        self._stats.pending_gradients += 1
+        if self._stepped:
+            self._previous = -1
+            self._tape.take()
+            if self._policy != "dense":
+                # Between two clean boundaries one optimizer steps several times, as in a step with several updates.
+                self._policy = "dense"
+                self._uncaptured = "gradients that wait while another optimizer steps (only dense snapshots can be exact)"
+        if self._stats.pending_gradients == _PENDING_LIMIT and not self._stats.snapshots:
+            text = f"no snapshot in {_PENDING_LIMIT} steps: at the top of each, an optimizer holds gradients that it has not used; call zero_grad() within the step"
+            logger.error("%s", text)
+            self._memory.session.notice("error", "not_protected", text)
 
     def _take(self, step: int) -> None:
         self._collect(step)
@@ -223,6 +257,8 @@ class Recorder:
             self._tape.take()
             self._previous = -1
             return
+        if self._last.step == step:
+            self._take_again()
         capture, plan = self._capture, self.plan
         assert capture is not None
         phase = plan.phase_plan(self._binding, self._ordinal)
@@ -233,11 +269,18 @@ class Recorder:
         layout, begins = phase
         previous = -1 if begins else self._previous
         if capture.begin(step, layout, previous, self._scalars(plan)):
+            self._last = _Taken(step, previous, self._ordinal, self._tape.last)
             self._previous = step
             self._ordinal += 1
             self._after_begin()
             return
         self._missed(step, capture.need_generation)
+
+    def _take_again(self) -> None:
+        """The loop was left and entered again at the same step: its snapshot is taken anew, in the place of the first."""
+        last = self._last
+        self._previous, self._ordinal = last.previous, last.ordinal
+        self._tape.put_back(last.tape)
 
     def _after_begin(self) -> None:
         for segment in self._memory.drop_unneeded():
@@ -325,7 +368,7 @@ class Recorder:
             self._coming = None
             self._no_generation(step, self._coming_why, error)
             return
-        self._coming, self._uncaptured = None, ""
+        self._coming, self._uncaptured, self._announced = None, "", ""
 
     def _no_generation(self, step: int, why: str, error: Exception) -> None:
         """No memory for new slots: what is complete stays recoverable, what comes is not protected."""
@@ -492,7 +535,9 @@ class Recorder:
             )
         if not found:
             return True
-        if not self._uncaptured:
+        if found != self._announced:
+            self._announced = found
+            self._coming = None  # what is on its way was planned without it
             logger.warning("found %s after the snapshots were planned: planning anew", found)
         self._uncaptured, self._group_key = found, key
         if self._coming is None:

@@ -71,8 +71,8 @@ class Recovery:
         Raises:
             AttachRefused: the snapshots are of another model; nothing was lost.
         """
-        memory.choose_table()
         memory.settle_filled(_SEAL_WAIT_S)
+        memory.choose_table()
         found = memory.recover(lambda inventory: exchange_inventories(self._identity, inventory))
         if isinstance(found, str):
             _start_over(memory, found)

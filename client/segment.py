@@ -79,6 +79,8 @@ class MappedSegment:
     def __init__(self, path: str, generation: int) -> None:
         self.path, self.generation = path, generation
         self._writing = threading.Lock()
+        # A seal writes digests into the image: it must not go on while the slot is being filled again.
+        self._sealing = threading.Lock()
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if not locks.try_lock(self.fd, OWNER_LOCK_BYTE, True):
@@ -139,6 +141,15 @@ class MappedSegment:
 
     def seal(self, index: int) -> None:
         """Digest and seal a filled slot here, as the daemon would: used while the daemon is away."""
+        with self._sealing:
+            self._seal(index)
+
+    def begin_filling(self, index: int, header: SlotHeader) -> None:
+        """Declare a claimed slot as being filled; waits (milliseconds) for a seal of this process that is under way."""
+        with self._sealing:
+            self.write_header(index, header)
+
+    def _seal(self, index: int) -> None:
         header = self.header(index)
         if header is None or header.state != SlotState.FILLED:
             return

@@ -109,8 +109,14 @@ class _Lane:
                 pass
             else:
                 self._perform(work, future)
+            self._look_around()
+        self._look_around()
+
+    def _look_around(self) -> None:
+        try:
             self._look()
-        self._look()
+        except Exception:
+            logger.exception("in the session's thread")  # it must live: snapshots are finished here
 
     def _perform(self, work: Callable[[], Any], future: Future[Any] | None) -> None:
         try:

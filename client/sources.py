@@ -26,11 +26,13 @@ class LiveSources:
 
     def __init__(self, binding: Binding, plan: PhasePlan) -> None:
         self._binding, self.plan = binding, plan
-        self._state_key: tuple[tuple[int, int], ...] = ()
+        self._state_key: tuple[tuple[int, ...], ...] = ()
+        self._held: list[tuple[Any, list[Any]]] = []
         self._places: list[tuple[Mapping[str, Any], str]] = []
         self._packed_places: dict[torch.dtype, list[tuple[Mapping[str, Any], str]]] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._live: list[Tensor | None] = []
+        self._addresses: list[int] = []
         self._items: list[CopyItem] = []
         self.named: list[tuple[Tensor, str]] = []
         self.absent: list[str] = []
@@ -39,9 +41,12 @@ class LiveSources:
         """Copies of everything but packed state; ``named`` and ``absent`` are of the same moment."""
         self._refresh()
         live: list[Tensor | None] = [place.get(key) for place, key in self._places]
-        if len(live) != len(self._live) or any(
+        # The object may stay and its storage be another (`p.data = x`, vector_to_parameters, swapped weights).
+        addresses = [_address(t) for t in live]
+        if addresses != self._addresses or any(
             a is not b for a, b in zip(live, self._live, strict=True)
         ):
+            self._addresses = addresses
             self._rebuild(live)
         return self._items
 
@@ -70,10 +75,12 @@ class LiveSources:
         return ""
 
     def _refresh(self) -> None:
-        key = tuple((id(o.state), len(o.state)) for o in self._binding.optimizers)
+        # Ids are unique because what they are of is held below: the state objects and every parameter's own.
+        key = tuple((id(o.state), *map(id, o.state.values())) for o in self._binding.optimizers)
         if key == self._state_key:
             return
         self._state_key = key
+        self._held = [(o.state, list(o.state.values())) for o in self._binding.optimizers]
         binding = self._binding
         states = self._states = {name: binding.state(name) for name in binding.owner}
         self._places = []
@@ -129,6 +136,11 @@ class LiveSources:
             plan.offsets[index],
             plan.layout.entries[index].nbytes,
         )
+
+
+def _address(tensor: Tensor | None) -> int:
+    shard = getattr(tensor, "_local_tensor", tensor)
+    return shard.data_ptr() if isinstance(shard, Tensor) else 0
 
 
 def _stack(values: list[Any], dtype: torch.dtype) -> Tensor:

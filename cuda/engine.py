@@ -8,6 +8,7 @@ change between ``begin`` and the return of ``wait``.
 from __future__ import annotations
 
 import ctypes
+import logging
 import queue
 import threading
 import time
@@ -18,6 +19,8 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["CopyEngine", "CopyItem", "CpuEngine", "HostMemory", "measure_bandwidth"]
 
@@ -185,6 +188,10 @@ class CpuEngine:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
+            except Exception:
+                logger.exception(
+                    "in the copy thread"
+                )  # it must live: the trainer waits for it at every step
             finally:
                 self._idle.set()
 

@@ -503,6 +503,37 @@ def diary_case(seed: int, *, grow: int, fail_at: int = -1) -> Job:
     return job
 
 
+def moved_storage_body(job: Job, step: int, at: Callable[[str], None]) -> None:
+    """Weights get other storage under the same Parameter objects, as flattening utilities and offloading do."""
+    plain_body(job, step, at)
+    if step == 4:
+        params = list(job.model.parameters())
+        vector = nn.utils.parameters_to_vector(params)
+        nn.utils.vector_to_parameters(vector * 0.9, params)
+
+
+def uneven_case(seed: int) -> Job:
+    """One optimizer steps every time, another every second time, on gradients that it accumulates."""
+    job = make(sched=False)(seed)
+    params = list(job.model.parameters())
+    job.optimizers = [
+        torch.optim.AdamW(params[::2], lr=3e-3),
+        torch.optim.AdamW(params[1::2], lr=3e-3),
+    ]
+
+    def body(job: Job, step: int, at: Callable[[str], None]) -> None:
+        loss_of(job.model, next(job.state["data"])).backward()
+        at("backward")
+        for i, optimizer in enumerate(job.optimizers):
+            if i == 0 or step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        at("step")
+
+    job.body = body
+    return job
+
+
 def own_norm_body(job: Job, step: int, at: Callable[[str], None]) -> None:
     """Clipping by hand, which no tap of ours can see."""
     loss_of(job.model, next(job.state["data"])).backward()
@@ -592,6 +623,11 @@ CASES: dict[str, Callable[[int], Job]] = {
     "plateau": plateau_case,
     "forked_child": forked_child_case,
     "large_table": large_table_case,
+    "moved_storage": make(body=moved_storage_body),
+    "moved_storage_dense": make(
+        body=moved_storage_body, options={"policy": "dense", "window": None}
+    ),
+    "uneven": uneven_case,
     "live_state": lambda seed: diary_case(seed, grow=10),
     "growing_state": lambda seed: diary_case(seed, grow=9000),
     "failing_state": lambda seed: diary_case(seed, grow=10, fail_at=4),

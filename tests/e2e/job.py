@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import random
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--stats", type=Path, help="keep the Checkpointer's counters in this file")
     parser.add_argument("--nan-at", type=int, default=-1, help="make a weight NaN after that step")
     parser.add_argument("--store", type=Path, help="train with DDP over gloo, meeting at this file")
+    parser.add_argument("--verify-at", type=int, default=-1)
+    parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--verify", action="store_true")
     parser.add_argument(
         "--set", action="append", default=[], help="Checkpointer argument as key=json"
@@ -108,7 +111,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if step == args.kill_at and point == args.kill_point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for step in ckpt.steps(args.total):
+    # A loop that is left and entered again goes on where it was.
+    for step in (
+        itertools.chain(ckpt.steps(args.split), ckpt.steps(args.total))
+        if args.split
+        else ckpt.steps(args.total)
+    ):
         maybe_die(step, "top")
         if args.progress is not None:
             replace_text(args.progress, f"{step} {int(ckpt.replaying)}")
@@ -120,6 +128,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if step == args.nan_at:
             with torch.no_grad():
                 next(job.model.parameters()).view(-1)[0] = float("nan")
+        if step == args.verify_at:
+            midway = ckpt.verify(lambda step: job.step(step, lambda point: None))
+            assert midway.identical, midway
         maybe_die(step, "after")
     report: dict[str, Any] = {
         "resumed_from": ckpt.resumed_from,

@@ -57,3 +57,35 @@ def test_resumes_at_the_exact_bits(jobs: Jobs, case: str) -> None:
     assert report["resumed_from"] is not None, jobs.log(resumed)
     assert differences(reference, resumed) == []
     assert not verify or report["identical"], report["certificate"]
+
+
+def test_a_verification_in_mid_run_leaves_no_trace(jobs: Jobs) -> None:
+    """What the running step recorded for replay (its norm) is kept through ``verify`` and still there after a kill."""
+    run = uuid.uuid4().hex[:8]
+    options = ("--total", "15", "--run", run, "--verify-at", "9")
+    reference = jobs.run("plain", "--total", "15", daemon="none")
+    jobs.run("plain", *options, "--kill-at", "11", expect_killed=True)
+    resumed = jobs.run("plain", "--total", "15", "--run", run, "--seed", "77")
+    assert jobs.report(resumed)["resumed_from"] == 11
+    assert differences(reference, resumed) == []
+
+
+def test_a_loop_that_is_left_and_entered_again_goes_on(jobs: Jobs) -> None:
+    """The boundary between two loops is seen twice; its snapshot is replaced, not linked to itself."""
+    run = uuid.uuid4().hex[:8]
+    reference = jobs.run("plain", "--total", "15", daemon="none")
+    jobs.run(
+        "plain",
+        "--total",
+        "15",
+        "--run",
+        run,
+        "--split",
+        "9",
+        "--kill-at",
+        "10",
+        expect_killed=True,
+    )
+    resumed = jobs.run("plain", "--total", "15", "--run", run, "--seed", "77")
+    assert jobs.report(resumed)["resumed_from"] == 10
+    assert differences(reference, resumed) == []
