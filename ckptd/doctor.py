@@ -106,6 +106,13 @@ def check_folder(name: str, folder: Path) -> Finding:
             f"{folder} belongs to user {info.st_uid}, this is user {os.getuid()}",
             "run as that user, or set CKPTD_RUNTIME_DIR and CKPTD_SEGMENT_DIR",
         )
+    if mode & 0o055 and not mode & 0o022:
+        return Finding(
+            name,
+            Grade.WARN,
+            f"{folder} has mode {mode:04o}: others may see the names of what is in it",
+            f"run `chmod 700 {folder}`",
+        )
     if mode & 0o022:
         return Finding(
             name, Grade.FAIL, f"{folder} has mode {mode:04o}", f"run `chmod 700 {folder}`"

@@ -12,7 +12,7 @@ from ckptd.client.operators import Grouping, Member, Operator, discover_operator
 from ckptd.client.planning import MAX_WINDOW, operator_costs
 from ckptd.client.recorder import MIN_SCALARS
 from ckptd.client.scalars import Stateful
-from ckptd.schedule import OperatorKind
+from ckptd.schedule import OperatorKind, Ordering
 
 __all__ = ["all_operators", "check_options", "check_state", "needed_memory"]
 
@@ -40,10 +40,20 @@ def needed_memory(
     ], f"{best + 2} slots of {sizes[best] // (best + 2)} bytes for a window of {best}"
 
 
-def check_options(policy: str, window: int | None, every: int, on_mismatch: str) -> None:
+def check_options(
+    policy: str, window: int | None, every: int, on_mismatch: str, ordering: str, daemon: str | None
+) -> None:
     if policy not in ("sliding", "aligned", "dense"):
         raise ValueError(f"policy={policy!r}: choose 'sliding', 'aligned' or 'dense'")
-    if window is not None and not 1 <= window <= 64:
+    if ordering not in list(Ordering):
+        raise ValueError(
+            f"ordering={ordering!r}: choose {', '.join(repr(str(o)) for o in Ordering)}"
+        )
+    if daemon not in (None, "auto") and not str(daemon).startswith("ipc:///"):
+        raise ValueError(
+            f"daemon={daemon!r}: use 'auto', None, or an endpoint such as 'ipc:///run/ckptd/ckptd.sock'"
+        )
+    if window is not None and not (isinstance(window, int) and 1 <= window <= 64):
         raise ValueError(f"window={window}: a window has 1 to 64 snapshots")
     if every < 1 or (every > 1 and policy != "dense"):
         raise ValueError(
@@ -55,6 +65,10 @@ def check_options(policy: str, window: int | None, every: int, on_mismatch: str)
 
 def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
     """Everything in ``state=`` can be captured, now rather than at the first snapshot."""
+    if state is not None and not isinstance(state, Mapping):
+        raise ValueError(
+            f"state= is a {type(state).__name__}; pass a dict of named objects, such as {{'sched': sched}}"
+        )
     found = dict(state or {})
     for name, item in found.items():
         for method in ("state_dict", "load_state_dict"):

@@ -7,10 +7,12 @@ Training does not depend on us: after the attach, every failure of ours is a log
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.metadata
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -119,21 +121,23 @@ class Checkpointer:
         self.off = daemon is None
         if self.off:
             return
-        check_options(policy, window, every, on_mismatch)
+        check_options(policy, window, every, on_mismatch, ordering, daemon)
         self._stateful = check_state(state)
         optimizers = [
             unwrap_optimizer(o)
             for o in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])
         ]
-        self._binding = Binding(model, optimizers, masters)
+        # A compiled model's parameters go by the names that they have without compiling.
+        inner: nn.Module = getattr(model, "_orig_mod", model)
+        self._binding = Binding(inner, optimizers, masters)
         if policy != "dense" and (reasons := self._binding.dependent()):
             raise ValueError(
                 f"sparse snapshots need an optimizer that updates each parameter independently: {'; '.join(reasons)}. "
                 "Pass policy='dense' to capture everything in every snapshot"
             )
-        freezing, why = choose_freezing(model, masters=bool(self._binding.masters), wanted=freeze)
+        freezing, why = choose_freezing(inner, masters=bool(self._binding.masters), wanted=freeze)
         self._identity = identify(job, run, rank, world_size)
-        self._operators = all_operators(model, self._binding, operators)
+        self._operators = all_operators(inner, self._binding, operators)
         self._options = Options(
             policy,
             window,
@@ -168,11 +172,14 @@ class Checkpointer:
                 timeout_s=timeout_s,
             )
             self._precision = PrecisionProbe(self._binding.params)
-            self._counter = TokenCounter(model, self._operators, self._options.ordering, capacities)
+            # Hooks within a compiled graph would break it: its experts are anchored in the order of the model.
+            counted = self._operators if inner is model else []
+            self._counter = TokenCounter(inner, counted, self._options.ordering, capacities)
             self._cleanup.callback(self._counter.close)
             self._recorder = self._make_recorder()
             self._restore()
             self._install(model)
+            atexit.register(_close, weakref.ref(self))
         except BaseException:
             self.close()
             raise
@@ -187,27 +194,43 @@ class Checkpointer:
         """
         self._check_whole()
         if self.off:
-            yield from range(total)
+            if self._closed:
+                logger.warning(
+                    "this checkpointer is closed: iterations %d to %d are not captured",
+                    self._step,
+                    total,
+                )
+            yield from self._body(range(self._step, total))
             return
-        step = self._resume.start if self._resume is not None else self._step
+        first = self._resume.start if self._resume is not None else self._step
         if self._resume is not None and self._resume.end > total:
             raise ValueError(
                 f"the snapshots of this run reach iteration {self._resume.end}, beyond total={total}; pass run= a new name to start over"
             )
-        if step >= total:
+        self._step = first
+        if first >= total:
             logger.warning(
                 "iteration %d of %d is reached already: nothing to run; pass run= a new name to start over",
-                step,
+                first,
                 total,
             )
-        while step < total:
-            self._step = step
+        for step in self._body(range(first, total)):
             self._top(step)
             yield step
-            step += 1
-        self._step = step
-        self._top(step)
+        self._top(self._step)
         self._finish()
+
+    def _body(self, steps: range) -> Iterator[int]:
+        """Count the steps whose body is over, also where the loop is left in the middle of one."""
+        for step in steps:
+            self._step, self._updated = step, False
+            try:
+                yield step
+            except GeneratorExit:
+                # A body that has updated the weights counts as done: the next loop must not do it again.
+                self._step += self._updated or self.off
+                raise
+            self._step = step + 1
 
     @property
     def step(self) -> int:
@@ -301,7 +324,7 @@ class Checkpointer:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
-        self.off = True
+        self.off = self._closed = True
 
     # -- at the boundaries -----------------------------------------------------------------------
 
@@ -395,6 +418,8 @@ class Checkpointer:
             self._memory.session.report(self._step, self._stats.as_dict())
 
     _stepping = False
+    _updated = False
+    _closed = False
     _failures = 0
     _started = 0.0
 
@@ -405,6 +430,7 @@ class Checkpointer:
             self._survive(self._recorder, self._recorder.before_optimizer_step)
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._updated = True
         index = next(i for i, o in enumerate(self._binding.optimizers) if o is optimizer)
         if self._replay is not None:
             self._replay.after_optimizer_step(index)
@@ -531,3 +557,10 @@ class Checkpointer:
     def _rewind(self) -> None:
         for batches in self._batches:
             batches.rewind()
+
+
+def _close(checkpointer: weakref.ref[Checkpointer]) -> None:
+    """At the interpreter's end: an orderly goodbye, so that the daemon does not take the end for a death."""
+    found = checkpointer()
+    if found is not None and not found.off:
+        found.close()

@@ -451,6 +451,7 @@ class Recorder:
         self.plan = plan
         self._start_capture()
         self._note_prepared(started)
+        logger.info("protected once %d snapshots from here on are sealed", plan.policy.window)
 
     def _note_prepared(self, started: float) -> None:
         took = time.perf_counter() - started

@@ -299,7 +299,7 @@ class Session:
 
     def _send(self, message: Filled | Report | Notice) -> None:
         if self.connected and self._client is not None and not self._client.send(message):
-            self._lose("its queue is full")
+            self._lose("it takes no messages")
 
     def _request(self, message: Any, timeout_s: float, *, alive_s: float | None = None) -> Any:
         if self._client is None or not self.connected:

@@ -476,3 +476,16 @@ class TestLeavesNoTrace:
         make(model, AdamW(model.parameters()))
         twin = pickle.loads(pickle.dumps(model))
         assert torch.equal(twin(TOKENS), model(TOKENS))
+
+
+def test_leaving_the_loop_early_counts_the_body_that_was_done() -> None:
+    """``break`` after an update, then a second loop: no step runs twice and none is left out."""
+    model = nn.Linear(2, 2)
+    ckpt = Checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1), daemon=None)
+    seen = []
+    for step in ckpt.steps(10):
+        seen.append(step)
+        if step == 4:
+            break
+    seen += list(ckpt.steps(10))
+    assert seen == list(range(10))
