@@ -11,7 +11,7 @@ from ckptd.client.identity import Identity, identify
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("sys.argv", ["/work/my train.py"])
+    monkeypatch.setattr("sys.argv", ["/home/me/my train.py"])
 
 
 def test_alone() -> None:
