@@ -54,10 +54,6 @@ class Member:
         """Its rows, where the whole parameter has ``total``."""
         return (0, total) if self.start is None or self.stop is None else (self.start, self.stop)
 
-    def rows_of(self, tensor: Tensor) -> Tensor:
-        """The member's part of ``tensor``, which has the parameter's leading dimension (a view)."""
-        return tensor if self.start is None else tensor[self.start : self.stop]
-
 
 @dataclass(frozen=True, slots=True)
 class Operator:
