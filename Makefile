@@ -1,9 +1,11 @@
 # Every target sets up what it needs on a fresh clone and is quick when that is done already.
 #
 #   make demo       watch a training job being killed and come back at the exact bits (minutes)
+#   make demo-nodes watch whole hosts being destroyed and their ranks come back from their peers' memory (minutes)
 #   make test       ruff, mypy, layering contracts, pytest
 #   make bench      every benchmark, each against its peers in the same run
 #   make campaign   a few hundred seeded kills (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
+#   make simulation replication under ten thousand seeded schedules of losses; CKPTD_SCHEDULES=n and CKPTD_SEED=n steer it
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,8 +18,9 @@ STAMP := $(VENV)/.ckptd-installed
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 CKPTD_KILLS ?= 300
+CKPTD_SCHEDULES ?= 10000
 
-.PHONY: help setup test lint types contracts unit demo bench campaign clean
+.PHONY: help setup test lint types contracts unit demo demo-nodes bench campaign simulation clean
 .DEFAULT_GOAL := help
 
 help:
@@ -51,15 +54,21 @@ unit: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python -m examples.moe_text.demo
 
+demo-nodes: $(STAMP)
+	$(BIN)/python -m examples.moe_text.nodes $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
+
 bench: $(STAMP)
 	@mkdir -p out
-	@for subject in schedule stall overhead restore replay; do \
+	@for subject in schedule stall overhead restore replay transport replication recovery; do \
 		echo; echo "== bench.$$subject"; \
 		$(BIN)/python -m bench.$$subject --json | tee out/bench_$$subject.txt; \
 	done
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.e2e.campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
+
+simulation: $(STAMP)
+	$(BIN)/python -m tests.simulation.campaign --schedules $(CKPTD_SCHEDULES) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 clean:
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,7 +1,8 @@
 """Iteration time of the demo model with a snapshot every iteration, against the same loop without ckptd.
 
-Two copies of the training run alternate in one process, block by block, so that both see the same
-machine. On CPU all cores belong to the trainer as well: what the copies cost is what they take from it.
+Two training runs, each in a process of its own as in real life, take turns block by block, so that both see the
+same machine. (In one process they would share thread pools, and the plain one would pay for the other.)
+On CPU all cores belong to the trainer as well: what the copies cost is what they take from it.
 `overhead_floor_fraction_cpu` says how much that must be at least, from the bytes of a snapshot and the
 measured copy bandwidth. On CUDA, `capture_vs_link` compares the rate of capture with that of one large
 pinned copy.
@@ -9,7 +10,11 @@ pinned copy.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -77,34 +82,87 @@ class Job:
         masters_to_model(self.model, self.masters)
         self.model.zero_grad()
 
-    def block_ms(self, iterations: int) -> float:
-        """Time per iteration over a block; the machine is left to settle afterwards."""
-        begun = time.perf_counter()
+    def block_ms(self, iterations: int) -> tuple[float, float]:
+        """Wall and CPU time per iteration over a block; the machine is left to settle afterwards."""
+        begun, cpu = time.perf_counter(), time.process_time()
         for _ in range(iterations):
             self.iterate()
         if self.device == "cuda":
             torch.cuda.synchronize()
         took_ms = 1e3 * (time.perf_counter() - begun) / iterations
+        cpu_ms = 1e3 * (time.process_time() - cpu) / iterations
         time.sleep(PAUSE_S)  # digests of this block must not be charged to the other run
+        return took_ms, cpu_ms
+
+
+def work(args: Any) -> None:
+    """A process of one run: settles, then answers each line on stdin, a number of iterations, with milliseconds."""
+    torch.set_num_threads(args.threads)
+    job = Job(device=args.device, batch_size=args.batch_size, corpus=load_corpus())
+    if args.worker != "plain":
+        job.attach(run=args.device, daemon=args.worker, window=args.window)
+    for _ in range(args.settle):  # ckptd measures, settles on its window, and on where copies run
+        job.iterate()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(*job.block_ms(int(line)), flush=True)
+    if job.ckpt is not None:
+        print(json.dumps(job.ckpt.stats()), flush=True)
+        job.ckpt.close()
+
+
+class Worker:
+    """The other end of ``work``."""
+
+    def __init__(self, args: Any, device: str, endpoint: str) -> None:
+        command = [sys.executable, "-m", "bench.overhead", "--worker", endpoint]
+        for name in ("batch_size", "threads", "settle", "window"):
+            if getattr(args, name) is not None:
+                command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        self._process = subprocess.Popen(
+            [*command, "--device", device],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.cpu_ms: list[float] = []
+        self._read()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a worker ended with code {self._process.wait()}")
+        return line
+
+    def block_ms(self, iterations: int) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{iterations}\n")
+        took_ms, cpu_ms = map(float, self._read().split())
+        self.cpu_ms.append(cpu_ms)
         return took_ms
+
+    def close(self) -> str:
+        """End it; returns what it says last."""
+        rest, _ = self._process.communicate(timeout=60)
+        return rest
 
 
 def compare(
-    args: Any, device: str, endpoint: str, corpus: Tensor
+    args: Any, device: str, endpoint: str
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Milliseconds per iteration without and with us, and ckptd's own statistics."""
-    plain = Job(device=device, batch_size=args.batch_size, corpus=corpus)
-    snapshotted = Job(device=device, batch_size=args.batch_size, corpus=corpus)
-    ckpt = snapshotted.attach(run=device, daemon=endpoint, window=args.window)
+    plain = Worker(args, device, "plain")
+    ours = Worker(args, device, endpoint)
     variants: dict[str, Callable[[], float]] = {
         "plain": lambda: plain.block_ms(args.block),
-        "ckptd": lambda: snapshotted.block_ms(args.block),
+        "ckptd": lambda: ours.block_ms(args.block),
     }
-    for _ in range(args.settle):  # ckptd measures, settles on its window, and on where copies run
-        snapshotted.iterate()
     samples = interleave(variants, rounds=args.rounds, warmup=2)
-    stats = ckpt.stats()
-    ckpt.close()
+    plain.close()
+    stats: dict[str, float] = json.loads(ours.close())
+    stats["cpu_ms_plain"], stats["cpu_ms_ckptd"] = median(plain.cpu_ms), median(ours.cpu_ms)
     return samples, stats
 
 
@@ -114,8 +172,8 @@ def fraction(samples: dict[str, list[float]]) -> float:
     return median([ours / plain - 1.0 for plain, ours in pairs])
 
 
-def cuda_metrics(args: Any, endpoint: str, corpus: Tensor) -> dict[str, float | int | str]:
-    samples, stats = compare(args, "cuda", endpoint, corpus)
+def cuda_metrics(args: Any, endpoint: str) -> dict[str, float | int | str]:
+    samples, stats = compare(args, "cuda", endpoint)
     link = pinned_link_gb_per_s()
     return {
         "overhead_fraction_cuda": fraction(samples),
@@ -147,11 +205,14 @@ def main() -> None:
     options.add_argument("--threads", type=int, default=min(4, len(os.sched_getaffinity(0))))
     options.add_argument("--settle", type=int, default=48, help="iterations before measuring")
     options.add_argument("--window", type=int, default=None, help="default: measured by ckptd")
+    options.add_argument("--worker", help=argparse.SUPPRESS)
+    options.add_argument("--device", default="cpu", help=argparse.SUPPRESS)
     args = options.parse_args()
-    torch.set_num_threads(args.threads)
-    corpus = load_corpus()
+    if args.worker is not None:
+        work(args)
+        return
     with own_daemon(memory_mib=1024) as endpoint:
-        samples, stats = compare(args, "cpu", endpoint, corpus)
+        samples, stats = compare(args, "cpu", endpoint)
         plain_ms = median(samples["plain"])
         bandwidth = copy_gb_per_s(64 << 20, threads=1)
         copy_ms = stats["snapshot_bytes"] / GB / bandwidth * 1e3
@@ -160,6 +221,9 @@ def main() -> None:
             "overhead_floor_fraction_cpu": copy_ms / args.threads / plain_ms,
             "iteration_ms_plain": plain_ms,
             "iteration_ms_ckptd": median(samples["ckptd"]),
+            "trainer_cpu_ms_plain": stats["cpu_ms_plain"],
+            "trainer_cpu_ms_ckptd": stats["cpu_ms_ckptd"],
+            "trainer_cpu_fraction": stats["cpu_ms_ckptd"] / stats["cpu_ms_plain"] - 1.0,
             "stall_ms_mean": stats["stall_ms_mean"],
             "snapshot_bytes": int(stats["snapshot_bytes"]),
             "snapshot_bytes_vs_dense": stats["snapshot_bytes"] / stats["dense_bytes"],
@@ -168,7 +232,7 @@ def main() -> None:
             "rounds": args.rounds,
         }
         if torch.cuda.is_available():
-            metrics |= cuda_metrics(args, endpoint, corpus)
+            metrics |= cuda_metrics(args, endpoint)
         else:
             print("no CUDA device: overhead_fraction_cuda and capture_vs_link are not measured")
     emit("overhead", metrics, as_json=args.json)

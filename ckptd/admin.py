@@ -11,6 +11,7 @@ from ckptd import inventory, locks
 from ckptd.config import DaemonConfig
 from ckptd.events import EventLog
 from ckptd.housekeeping import Housekeeper
+from ckptd.peering import Peering
 from ckptd.segments import Segment, SegmentStore
 from ckptd.sessions import Session, SessionTable
 from ckptd.transport import messages as m
@@ -26,14 +27,14 @@ class Admin:
     def __init__(
         self,
         config: DaemonConfig,
-        boot_id: str,
         store: SegmentStore,
         sessions: SessionTable,
         events: EventLog,
         housekeeper: Housekeeper,
+        peering: Peering,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._boot_id, self._clock = config, boot_id, clock
+        self._config, self._peering, self._clock = config, peering, clock
         self._store, self._sessions = store, sessions
         self._events, self._housekeeper = events, housekeeper
         self._started_s = clock()
@@ -47,7 +48,7 @@ class Admin:
         return m.Status(
             version=ckptd.__version__,
             node_id=self._store.node_id,
-            boot_id=self._boot_id,
+            boot_id=self._peering.boot_id,
             pid=os.getpid(),
             uptime_s=now_s - self._started_s,
             endpoint=self._config.listen,
@@ -64,7 +65,7 @@ class Admin:
             seal_queue=self._housekeeper.queued,
             sessions=tuple(self._session_status(session, now_s) for session in self._sessions),
             segments=tuple(inventory.segment_status(segment, now_s) for segment in self._store),
-            counters=dict(self._events.counters),
+            counters={**self._events.counters, **self._peering.fabric_counters},
         )
 
     def _session_status(self, session: Session, now_s: float) -> m.SessionStatus:
@@ -118,11 +119,12 @@ class Admin:
                 "end them first",
             )
         bad = self._store.remove_bad(message.job, message.run)
-        if not segments and not bad:
+        replicas = self._peering.forget(message.job, message.run)
+        if not segments and not bad and not replicas:
             runs = sorted({f"{s.key.job}/{s.key.run}" for s in self._store})
             known = f"in memory are {', '.join(runs)}" if runs else "nothing is in memory"
             return m.Refused(RefusalCode.NOT_FOUND, f"no segments of {name}; {known}")
-        size = sum(segment.file_bytes for segment in segments)
+        size = sum(segment.file_bytes for segment in segments) + replicas
         for segment in segments:
             self._housekeeper.remove(segment, "forgotten by request")
         put_aside = f" and {bad} damaged files" if bad else ""

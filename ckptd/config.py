@@ -35,7 +35,9 @@ __all__ = [
     "load_config",
     "notify_settings",
     "parse_bytes",
+    "parse_labels",
     "parse_memory",
+    "parse_peers",
     "render_table",
     "render_toml",
 ]
@@ -123,11 +125,78 @@ def _absolute_path(text: str) -> str:
 
 def _endpoint(text: str) -> str:
     if text.startswith("tcp://"):
-        raise ValueError("this version serves one node; peers over tcp come later")
+        raise ValueError("trainers connect over ipc; peers have peer_listen")
     if not text.startswith("ipc://") or len(text) == len("ipc://"):
         raise ValueError("not an ipc endpoint")
     if len(os.fsencode(text.removeprefix("ipc://"))) > IPC_PATH_LIMIT:
         raise ValueError(f"a socket path has at most {IPC_PATH_LIMIT} bytes; shorten runtime_dir")
+    return text
+
+
+def _peer_endpoint(text: str) -> str:
+    if text and not re.fullmatch(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^:/\s]+):[0-9]{1,5}", text):
+        raise ValueError("not a tcp endpoint")
+    return text
+
+
+def _host(text: str) -> str:
+    if text and not re.fullmatch(r"\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9._-]+", text):
+        raise ValueError("not an address or host name")
+    return text
+
+
+def parse_peers(text: str) -> dict[str, str]:
+    """Endpoint by node id, of "a=tcp://10.0.0.1:7077,b=tcp://10.0.0.2:7077".
+
+    Raises:
+        ValueError: not such pairs.
+    """
+    peers: dict[str, str] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, endpoint = part.partition("=")
+        if not equals or _node_id(name) in peers or not _peer_endpoint(endpoint):
+            raise ValueError(f"{part!r} is not a new name=tcp://address:port")
+        peers[name] = endpoint
+    return peers
+
+
+def _static_peers(text: str) -> str:
+    parse_peers(text)
+    return text
+
+
+def _rate(text: str) -> str:
+    parse_bytes(text)
+    return text.strip()
+
+
+def _labels(text: str) -> str:
+    """Checked here, read by `parse_labels`; kept as text so that every setting is one line."""
+    parse_labels(text)
+    return text
+
+
+def parse_labels(text: str) -> dict[str, str]:
+    """The labels in "rack=A,zone=eu-1".
+
+    Raises:
+        ValueError: not pairs of names.
+    """
+    labels: dict[str, str] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, equals, value = part.partition("=")
+        names = re.fullmatch(r"[A-Za-z0-9._-]{1,64}", key) and re.fullmatch(
+            r"[A-Za-z0-9._:/-]{1,128}", value
+        )
+        if not equals or not names or key in labels:
+            raise ValueError(f"{part!r} is not a new key=value")
+        labels[key] = value
+    return labels
+
+
+def _names(text: str) -> str:
+    if not all(re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) for name in text.split(",") if name):
+        raise ValueError("not a list of names")
     return text
 
 
@@ -171,7 +240,55 @@ class DaemonConfig:
     node_id: str = _key(
         "", _node_id, "1 to 64 of A-Z a-z 0-9 . _ -", "<hostname>-<random>, kept in runtime_dir"
     )
-    """Name of this node in descriptors, events and, later, towards peers."""
+    """Name of this node in descriptors, events and towards peers."""
+
+    peer_listen: str = _key("", _peer_endpoint, "tcp://address:port, or empty", "off")
+    """Where other nodes' daemons connect; empty means that snapshots stay on this node. Name the
+    address of the interface that replication shall use: the wrong network costs a factor of forty.
+    Port 0 takes a free one."""
+
+    peer_advertise: str = _key("", _host, "an address or host name, or empty", "peer_listen's")
+    """The address that peers are told, where it is not the one that is listened on (a wildcard in
+    peer_listen needs it)."""
+
+    peers: str = _key("", _static_peers, "name=tcp://address:port pairs, separated by commas")
+    """Nodes that hold replicas beside those that the ranks of a job tell of each other: for a job of
+    one rank, or nodes that only lend their memory. Under curve, their keys are the trusted ones."""
+
+    peer_security: str = _key("curve", _choice("curve", "plain"), "curve or plain")
+    """curve: peers authenticate each other by keys (`ckptctl keys`). plain: anybody who can reach the
+    port can read and write snapshots; the only way to listen without keys, on loopback, too."""
+
+    peer_data: str = _key("stream", _choice("stream", "zmq"), "stream or zmq")
+    """How bytes travel: stream is fastest, authenticated by a ticket from the encrypted control
+    connection, and not encrypted itself; zmq encrypts them with the rest (under curve)."""
+
+    peer_data_port: int = _key(0, _integer(0, 65_535), "0 to 65535")
+    """Port for peer_data = stream, on the address of peer_listen; 0 takes a free one."""
+
+    peer_connections: int = _key(1, _integer(1, 16), "1 to 16")
+    """Data connections per peer, for links that one does not fill."""
+
+    peer_bandwidth: str = _key("0", _rate, "bytes per second with units, or 0")
+    """At most so many bytes per second are sent to all peers together; 0 is no limit."""
+
+    peer_deadline_s: float = _key(15.0, _number(0.1, 3600), "0.1 to 3600")
+    """A peer that does not answer for so long is dead: its replicas are made elsewhere."""
+
+    replicas: int = _key(2, _integer(0, 16), "0 to 16")
+    """On how many other nodes each snapshot is kept (as many as there are, if fewer)."""
+
+    replication_slack: int = _key(2, _integer(0, 64), "0 to 64")
+    """Slots that a ring has beyond what one node needs, for snapshots that wait for peers."""
+
+    labels: str = _key("", _labels, "key=value pairs, separated by commas")
+    """Where this node stands, such as "zone=a,rack=17": replicas avoid sharing what fails together."""
+
+    domains: str = _key("zone,rack,host", _names, "label names, separated by commas")
+    """Failure domains, the largest first. A node without such a label is a domain of its own."""
+
+    keys_dir: str = _key("", _absolute_path, "an absolute path", "<runtime_dir>/keys")
+    """Folder of this node's key pair and of the public keys it trusts."""
 
     digest_threads: int = _key(0, _integer(0, 64), "0 to 64")
     """Threads that digest and seal filled slots; 0 means half of the CPUs, 1 to 4."""
@@ -331,6 +448,7 @@ def _complete(values: dict[str, Any], environ: Mapping[str, str]) -> DaemonConfi
         )
     if "listen" not in values:
         values["listen"] = _parse("listen", endpoint_for(runtime_dir), "made from runtime_dir")
+    values.setdefault("keys_dir", f"{runtime_dir}/keys")
     return DaemonConfig(**values)
 
 

@@ -1,6 +1,6 @@
 """`ckptctl`: look at a node's daemon and its snapshots.
 
-Exit codes: 0 done, 1 a check of `doctor` failed or a bug, 2 wrong usage, 3 no daemon answers,
+Exit codes: 0 done, 1 a check failed (`doctor`, `whatif`, `drill`) or a bug, 2 wrong usage, 3 no daemon answers,
 4 refused or not there, 5 a snapshot is damaged. With `--json` the answer is one JSON document on
 stdout (`events --follow`: one per line); errors go to stderr in either case.
 """
@@ -21,11 +21,21 @@ import msgspec
 import ckptd
 from ckptd import render
 from ckptd.config import ConfigError, DaemonConfig, default_endpoint, load_config
+from ckptd.ctl_keys import add_keys_commands, run_keys
+from ckptd.ctl_peers import (
+    as_json,
+    ask_what_if,
+    render_drill,
+    render_peers,
+    render_what_if,
+    run_drill,
+)
 from ckptd.doctor import Grade, as_rows, diagnose
 from ckptd.errors import DaemonUnavailable
 from ckptd.export import DamagedSnapshot, ExportError, export
 from ckptd.launch import answers
 from ckptd.transport import messages as m
+from ckptd.transport.keys import KeysError
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 from ckptd.units import format_bytes
 
@@ -40,6 +50,7 @@ EXIT_DAMAGED = 5
 _BEYOND = 1 << 61  # above any event number: asks only what the newest is
 _FOLLOW_S = 0.5
 _WAIT_STEP_S = 0.2
+_CONNECT_S = 10.0  # what takes longer says so itself
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(EXIT_DAMAGED, str(error))
     except ExportError as error:
         return _fail(EXIT_REFUSED, str(error))
-    except ConfigError as error:
+    except (ConfigError, KeysError) as error:
         return _fail(EXIT_USAGE, str(error))
     except KeyboardInterrupt:
         return 130
@@ -155,6 +166,38 @@ def _wait(args: argparse.Namespace) -> int:
     return 0
 
 
+def _peers(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        found = client.ask(m.GetPeers(), m.Peers)
+    _show(args, found, lambda: render_peers(found))
+    return 0
+
+
+def _what_if(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        try:
+            found = ask_what_if(client, args)
+        except ValueError as error:
+            if isinstance(error, WireError):
+                raise
+            return _fail(EXIT_USAGE, str(error))
+    _show(args, as_json(found), lambda: render_what_if(found))
+    return 0 if found.recoverable else EXIT_FAILED
+
+
+def _drill(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        report = run_drill(client, args)
+    _show(args, report, lambda: render_drill(report))
+    return 0 if report.recoverable else EXIT_FAILED
+
+
+def _keys(args: argparse.Namespace) -> int:
+    found, text = run_keys(args)
+    _show(args, found, lambda: text)
+    return 0
+
+
 def _segment_dir(args: argparse.Namespace) -> str:
     """Where the daemon has its segments; where it would have them, if none answers."""
     try:
@@ -165,7 +208,7 @@ def _segment_dir(args: argparse.Namespace) -> str:
 
 
 def _connect(args: argparse.Namespace) -> ControlClient:
-    return ControlClient(_endpoint(args), timeout_s=args.timeout)
+    return ControlClient(_endpoint(args), timeout_s=min(args.timeout, _CONNECT_S))
 
 
 def _endpoint(args: argparse.Namespace) -> str:
@@ -237,6 +280,17 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("--to", required=True, metavar="FILE", help="file to write")
     out.add_argument("--force", action="store_true", help="replace the file if it exists")
     out.add_argument("--segment-dir", help="read this folder (no daemon is needed)")
+    add("peers", _peers, "other nodes, what is replicated where, and how far it is behind")
+    lose = add(
+        "whatif", _what_if, "what losing nodes now would mean: sources, replay, losses", which
+    )
+    lose.add_argument(
+        "--lose", required=True, help="nodes, by name or label: node=host-3,rack=A (any of them)"
+    )
+    drill = add("drill", _drill, "rehearse the recovery of --rank from other nodes", which)
+    drill.set_defaults(timeout=600.0)
+    keys = add("keys", _keys, "this node's keys towards peers, and whom it trusts")
+    add_keys_commands(keys, common)
     add("wait", _wait, "block until the daemon answers, at most --timeout")
     return parser
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
 import signal
 import time
@@ -28,6 +29,7 @@ from ckptd.config import DaemonConfig, notify_settings, parse_memory
 from ckptd.events import EventLog
 from ckptd.housekeeping import Housekeeper
 from ckptd.pages import filesystem_kind, is_in_memory
+from ckptd.peering import Peering
 from ckptd.runtime_dir import UnusableFolder, claim, node_name, private_folder
 from ckptd.sdnotify import Notifier
 from ckptd.segments import SegmentStore
@@ -42,6 +44,7 @@ __all__ = ["Daemon", "physical_memory", "quota_bytes"]
 logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
+_SOONEST_S = 0.01  # a retry that is due again at once must not spin
 _BATCH = 256  # messages served before looking at anything else
 _QUEUE = 1024  # messages kept per client that does not read
 _JOBS = 65_536  # a bound on slots waiting for a worker: more than there can be slots in use
@@ -82,8 +85,28 @@ class Daemon:
         )
         self._poller = zmq.Poller()
         self._watcher = _PidfdWatcher(self._poller)
+        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._peering = Peering(
+            config,
+            store,
+            self._events,
+            sealers=self._sealers,
+            slow=self._slow,
+            pool=pool,
+            post=self._post,
+        )
+        self._housekeeper.sealed = self._peering.sealed
+        self._peering.scrub_with(self._housekeeper.doubt)
+        self._housekeeper.damaged = self._peering.damaged
+        self._housekeeper.replicas = lambda: self._peering.replicas
         self._service = Service(
-            config, store, self._events, self._housekeeper, self._slow, self._watcher
+            config,
+            store,
+            self._events,
+            self._housekeeper,
+            self._slow,
+            self._watcher,
+            self._peering,
         )
         address, watchdog_s = notify_settings()
         self._notifier = Notifier(address)
@@ -104,6 +127,7 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._housekeeper.start(time.monotonic())
+        self._peering.adopt()
         self._socket = self._bind()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -124,7 +148,14 @@ class Daemon:
                 self._notifier.send("WATCHDOG=1")
                 if 0 < self._config.idle_exit_s < self._service.idle_s:
                     self.stop(f"idle for {self._config.idle_exit_s:g} s")
-            self._wait(max(0.0, next_tick_s - time.monotonic()))
+            until_s = min(next_tick_s, max(self._due(now_s), now_s + _SOONEST_S))
+            self._wait(max(0.0, until_s - time.monotonic()))
+
+    def _due(self, now_s: float) -> float:
+        """What peers wait for until now; returns when to come back."""
+        due: list[float] = []
+        self._guarded(lambda: due.append(self._peering.wake(now_s)))
+        return due[0] if due else float("inf")
 
     def _tick(self) -> None:
         try:
@@ -139,11 +170,29 @@ class Daemon:
         ready = dict(self._poller.poll(int(timeout_s * 1000) + 1))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
-        self._sealers.collect()
-        self._slow.collect()
+        self._run_posted()
+        self._guarded(self._sealers.collect)
+        self._guarded(self._slow.collect)
         self._watcher.run(ready)
         if self._socket in ready:
             self._receive()
+
+    def _post(self, work: Callable[[], None]) -> None:
+        """Have something done soon on this thread; safe from any other."""
+        self._posted.put(work)
+        self._wake()
+
+    def _run_posted(self) -> None:
+        for _ in range(self._posted.qsize()):
+            self._guarded(self._posted.get_nowait())
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        # The loop must survive trouble with one peer or slot: the others, and the trainers, are still served.
+        except Exception as error:
+            logger.exception("a callback failed")
+            self._events.add("error", "internal", f"a callback failed: {error!r}")
 
     def _receive(self) -> None:
         assert self._socket is not None
@@ -226,6 +275,7 @@ class Daemon:
             self._wait(0.1)
         if left := self._housekeeper.queued:
             logger.warning("%d slots are not sealed yet; the next start does it", left)
+        self._peering.close()
         self._sealers.close(timeout_s=1.0)
         self._slow.close(timeout_s=1.0)
         self._context.term()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -55,6 +55,12 @@ class Housekeeper:
         self._scrubbing = False
         self._next_round_s = 0.0
         self._next_scrub_s = 0.0
+        # Told of each slot that was sealed.
+        self.sealed: Callable[[Segment], None] = lambda segment: None
+        # Told of each segment in which a slot was quarantined.
+        self.damaged: Callable[[Segment], None] = lambda segment: None
+        # What else is scrubbed: the replicas of other nodes' segments.
+        self.replicas: Callable[[], Iterable[Segment]] = tuple
 
     @property
     def queued(self) -> int:
@@ -147,6 +153,7 @@ class Housekeeper:
         if outcome.verdict is Verdict.SEALED:
             self._events.count("sealed_bytes", outcome.image_len)
             self._events.count("digest_ns", outcome.digest_ns)
+            self.sealed(segment)
         elif outcome.verdict is Verdict.DAMAGED:
             self._events.add(
                 "error",
@@ -236,11 +243,19 @@ class Housekeeper:
             partial(self._scrub_failed, segment),
         )
 
+    def doubt(self, segment: Segment, index: int, sequence: int) -> None:
+        """Verify this slot now, out of turn: somebody who read it says that it does not match its digests."""
+        self._sealers.submit(
+            partial(scrub_slot, segment, index, sequence, self._map),
+            partial(self._scrubbed, segment, index),
+            partial(self._scrub_failed, segment),
+        )
+
     def _worth_scrubbing(self, settled_s: float) -> list[tuple[Segment, int, int]]:
         before = time.time_ns() - int(settled_s * 1e9)
         return [
             (segment, index, header.sequence)
-            for segment in self._store
+            for segment in (*self._store, *self.replicas())
             for index, header in segment.headers()
             if header.state is SlotState.SEALED and header.sealed_at_ns < before
         ]
@@ -249,6 +264,7 @@ class Housekeeper:
         self._scrubbing = False
         self._events.count(f"scrub.{outcome.verdict}")
         if outcome.verdict is Verdict.DAMAGED:
+            self.damaged(segment)
             self._events.add(
                 "error",
                 "slot_quarantined",

@@ -10,18 +10,22 @@ from typing import Any
 
 import msgspec
 
+from ckptd.holdings import header_record, operators_id
 from ckptd.ring import NoSuffix, SlotRecord, SlotState, find_suffix
-from ckptd.segment_format import SlotHeader
+from ckptd.segment_format import SlotHeader, origin_of, pack_slot_header
 from ckptd.segments import Segment
 from ckptd.storage.image import ImageError, ImageView
-from ckptd.transport.messages import RankSnapshots, SegmentStatus, SlotInfo
+from ckptd.transport.messages import HeldSegment, HeldSlot, RankSnapshots, SegmentStatus, SlotInfo
 
 __all__ = [
+    "held_segment",
+    "held_slots",
     "operator_names",
     "own_memory",
     "rank_snapshots",
     "records_of",
     "segment_status",
+    "slot_record",
 ]
 
 _WITH_IMAGE = (SlotState.FILLED, SlotState.SEALED, SlotState.QUARANTINED)
@@ -88,21 +92,50 @@ def records_of(segments: Iterable[Segment]) -> list[SlotRecord]:
         return []
     alike = [s for s in known if s.descriptor.num_operators == known[-1].descriptor.num_operators]
     return [
-        SlotRecord(
-            generation=segment.generation,
-            index=index,
-            state=header.state,
-            iteration=header.iteration,
-            previous=header.previous,
-            sequence=header.sequence,
-            image_len=header.image_len,
-            layout_id=header.layout_id,
-            anchors=_anchors(segment, index, header),
-            phase=header.phase,
-        )
+        slot_record(segment, index, header)
         for segment in alike
         for index, header in segment.headers()
     ]
+
+
+def slot_record(segment: Segment, index: int, header: SlotHeader) -> SlotRecord:
+    """One slot as the pure cores see it."""
+    anchors = _anchors(segment, index, header)
+    width = (segment.descriptor.num_operators + 7) // 8
+    return header_record(header, segment.generation, index, anchors.to_bytes(width, "little"))
+
+
+def held_slots(segment: Segment) -> tuple[HeldSlot, ...]:
+    """The sealed slots of a segment, for those who may want to read or replicate them."""
+    width = (segment.descriptor.num_operators + 7) // 8
+    return tuple(
+        HeldSlot(
+            index,
+            pack_slot_header(header),
+            _anchors(segment, index, header).to_bytes(width, "little"),
+        )
+        for index, header in segment.headers()
+        if header.state is SlotState.SEALED
+    )
+
+
+def held_segment(segment: Segment, *, own: bool) -> HeldSegment:
+    """A segment as the ranks tell each other; ``own`` is false for a replica."""
+    told = segment.descriptor
+    return HeldSegment(
+        name=segment.path.name,
+        rank=told.rank,
+        own=own,
+        origin=origin_of(told),
+        generation=told.generation,
+        world_size=told.world_size,
+        window=told.window,
+        num_operators=told.num_operators,
+        operators_id=operators_id(told),
+        slot_bytes=segment.geometry.slot_bytes,
+        num_slots=segment.geometry.num_slots,
+        slots=held_slots(segment),
+    )
 
 
 def operator_names(client: bytes, num_operators: int) -> tuple[str, ...]:

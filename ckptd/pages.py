@@ -13,7 +13,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["allocate", "filesystem_kind", "is_in_memory", "populate", "try_mlock"]
+__all__ = [
+    "allocate",
+    "copy_bytes",
+    "filesystem_kind",
+    "is_in_memory",
+    "populate",
+    "try_mlock",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +77,14 @@ def filesystem_kind(folder: Path) -> str:
 def is_in_memory(kind: str) -> bool:
     """Is this `filesystem_kind` one whose files live in memory?"""
     return kind in _MEMORY_FILESYSTEMS.values()
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy between mapped buffers of the same length, without holding the interpreter's lock."""
+    if len(target) != len(source):
+        raise ValueError(f"{len(source)} bytes do not fit {len(target)}")
+    if len(target):
+        ctypes.memmove(_address(target), _address(source), len(target))
 
 
 def _address(buffer: memoryview) -> int:

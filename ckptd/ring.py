@@ -4,16 +4,12 @@ Pure functions over slot records, read from the slot headers of all generations 
 operator table (ids in ``anchors`` mean nothing across tables). Nothing here remembers anything: the
 table in shared memory is the only state, so a restarted trainer or daemon decides alike.
 
-::
-
-    free ──► filling ──► filled ──► sealed ──► filling     reuse, outside of every promise
-     ▲          │           │         ├──────► quarantined a digest failed
-     └──────────┴───────────┴─────────┘            └─────► filling
-       the writer died · damaged · abandoned by a restore to an older iteration
-
 A *chain* is what one reaches from a sealed record by going to the record of its ``previous``
 iteration, and so on. A *suffix* is the newest end of a chain that anchors every operator, cut as short
-as possible. Of several records of one iteration the one filled last (highest ``sequence``) counts.
+as possible. Of several records of one iteration the one filled last (highest ``epoch``, then ``sequence``)
+counts.
+
+No function here sees a *stale* record (`ckptd.slots`), and its slot is the first to be given away.
 
 What `choose_slot` never gives away (DESIGN 5, invariant 2):
 
@@ -23,6 +19,12 @@ What `choose_slot` never gives away (DESIGN 5, invariant 2):
 
 Everything else that is sealed is given away oldest first. The newest suffix of a chain that goes on
 never begins earlier than its predecessor did, hence nothing that is given away is missed later.
+
+Beyond that, ``protect_from`` asks to keep what a recovery together with the other ranks would need: from
+that iteration on, everything on a chain that leads to a complete end. A replica's ring keeps it in any
+case (``hard``: ``Remedy.WAIT`` until the floor moves); a trainer's ring, which must not wait, gives it
+away when it has nothing else (``SlotChoice.overrides_floor``). What a break has left behind incomplete is
+on no such chain: it is of no use to anybody, and keeping it could hold up the floor itself for ever.
 
 How many slots: with a window of W, one chain, and each operator at most W snapshots apart, the suffix
 takes W slots, one snapshot is being filled and one digested: W + 2 never run out (`slots_for_window`).
@@ -35,9 +37,19 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 
-from ckptd.errors import LocalProtocolError
+from ckptd.slots import (
+    NO_EPOCHS,
+    TRANSITIONS,
+    SlotRecord,
+    SlotState,
+    check_transition,
+    epoch_table,
+    is_stale,
+    live,
+    stale_after,
+)
 
 __all__ = [
     "TRANSITIONS",
@@ -51,65 +63,27 @@ __all__ = [
     "check_transition",
     "choose_slot",
     "droppable_generations",
+    "epoch_table",
     "find_suffix",
+    "is_stale",
+    "live",
     "missing_operators",
     "newest_by_iteration",
     "slots_for_window",
+    "stale_after",
     "truncate",
 ]
 
 
-class SlotState(IntEnum):
-    """The state word of a slot; the numbers are those of the file format."""
-
-    FREE = 0
-    FILLING = 1
-    FILLED = 2
-    SEALED = 3
-    QUARANTINED = 4
-
-
-TRANSITIONS: Mapping[SlotState, frozenset[SlotState]] = {
-    SlotState.FREE: frozenset({SlotState.FILLING}),
-    SlotState.FILLING: frozenset({SlotState.FILLED, SlotState.FREE}),
-    SlotState.FILLED: frozenset({SlotState.SEALED, SlotState.FREE}),
-    SlotState.SEALED: frozenset({SlotState.FILLING, SlotState.QUARANTINED, SlotState.FREE}),
-    SlotState.QUARANTINED: frozenset({SlotState.FILLING}),
-}
+_IN_FLIGHT = (SlotState.FILLING, SlotState.FILLED)
 
 
 class Remedy(StrEnum):
     """What helps when no slot can be given."""
 
     NONE = "none"
-    WAIT = "wait"  # until a digest is done or a reader lets go
+    WAIT = "wait"  # until a digest is done, a reader lets go, or the floor moves
     GROW = "grow"  # reserve a generation: more slots are promised than there are
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRecord:
-    """One slot as its header tells; ``anchors`` is a bitmask over operator ids."""
-
-    generation: int
-    index: int
-    state: SlotState
-    iteration: int = -1
-    previous: int = -1
-    sequence: int = 0
-    image_len: int = 0
-    layout_id: int = 0
-    anchors: int = 0
-    phase: int = 0
-
-    @property
-    def sealed(self) -> bool:
-        """Whether recovery may see it."""
-        return self.state is SlotState.SEALED
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """(generation, index): which slot it is."""
-        return self.generation, self.index
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,46 +105,33 @@ class NoSuffix:
 
 @dataclass(frozen=True, slots=True)
 class SlotChoice:
-    """The slot to fill next, or None; ``releases`` is the iteration that is lost by it."""
+    """The slot to fill next, or None; ``releases`` is the iteration that is lost by it.
+
+    ``overrides_floor``: that iteration should have been kept for the other ranks.
+    """
 
     index: int | None
     reason: str
     releases: int | None = None
     remedy: Remedy = Remedy.NONE
+    overrides_floor: bool = False
 
 
-def check_transition(old: SlotState, new: SlotState) -> None:
-    """Return if a slot may go from ``old`` to ``new``.
-
-    Raises:
-        LocalProtocolError: it may not.
-    """
-    if new not in TRANSITIONS[old]:
-        allowed = ", ".join(sorted(state.name.lower() for state in TRANSITIONS[old]))
-        raise LocalProtocolError(
-            f"a slot cannot go from {old.name.lower()} to {new.name.lower()}",
-            operation="slot transition",
-            hint=f"From {old.name.lower()} it can only become {allowed}",
-        )
-
-
-def slots_for_window(window: int) -> int:
+def slots_for_window(window: int, slack: int = 0) -> int:
     """How many slots a ring needs so that an unbroken chain never runs out of them.
 
     Ranks that train in lockstep are at most one snapshot apart, and the older end that they have in
-    common is held too: its first snapshot is the last one to be given away.
+    common is held too: its first snapshot is the last one to be given away. ``slack`` is how many
+    snapshots the floor may be behind before one that it needs is given away.
     """
-    return window + 2
+    return window + 2 + slack
 
 
-def newest_by_iteration(records: Iterable[SlotRecord]) -> dict[int, SlotRecord]:
-    """The sealed record that counts for each iteration: the one filled last."""
-    newest: dict[int, SlotRecord] = {}
-    for record in records:
-        known = newest.get(record.iteration)
-        if record.sealed and (known is None or record.sequence > known.sequence):
-            newest[record.iteration] = record
-    return newest
+def newest_by_iteration(
+    records: Iterable[SlotRecord], epochs: Mapping[int, int] = NO_EPOCHS
+) -> dict[int, SlotRecord]:
+    """The sealed live record that counts for each iteration: the one filled last."""
+    return _newest(live(records, epochs))
 
 
 def chain_from(record: SlotRecord, newest: Mapping[int, SlotRecord]) -> list[SlotRecord]:
@@ -185,27 +146,17 @@ def chain_from(record: SlotRecord, newest: Mapping[int, SlotRecord]) -> list[Slo
 
 
 def find_suffix(
-    records: Iterable[SlotRecord], num_operators: int, *, end: int | None = None
+    records: Iterable[SlotRecord],
+    num_operators: int,
+    *,
+    end: int | None = None,
+    epochs: Mapping[int, int] = NO_EPOCHS,
 ) -> Suffix | NoSuffix:
     """The newest complete suffix; with ``end``, the one whose newest snapshot is that iteration.
 
     Where the newest chain is not complete (yet), the newest end at which one is counts.
     """
-    newest = newest_by_iteration(records)
-    if not newest:
-        return NoSuffix("no sealed snapshot")
-    if end is not None and end not in newest:
-        return NoSuffix(f"no sealed snapshot of iteration {end}")
-    ends = sorted(newest, reverse=True) if end is None else [end]
-    for candidate in ends:
-        chain = _complete(newest[candidate], newest, num_operators)
-        if chain is not None:
-            return _suffix(chain, ends[0])
-    missing = missing_operators(newest.values(), num_operators, end=ends[0])
-    return NoSuffix(
-        f"the snapshots up to iteration {ends[0]} lack an anchor of {len(missing)} of "
-        f"{num_operators} operators{_some(missing)}"
-    )
+    return _find_suffix(newest_by_iteration(records, epochs), num_operators, end)
 
 
 def choose_slot(
@@ -214,42 +165,56 @@ def choose_slot(
     *,
     busy: Container[tuple[int, int]] = (),
     generation: int,
+    protect_from: int = -1,
+    hard: bool = False,
+    epochs: Mapping[int, int] = NO_EPOCHS,
 ) -> SlotChoice:
     """The slot of ``generation`` to overwrite next; see the module for what is never given.
 
     Args:
         records: every slot of every generation that shares the operator table.
         busy: slots (generation, index) that a reader holds; they are passed over.
+        protect_from: sealed snapshots from this iteration on should be kept (-1: none).
+        hard: they must be.
+        epochs: starts of epochs known from elsewhere.
     """
-    table = list(records)
-    own = [record for record in table if record.generation == generation]
+    every = list(records)
+    table = live(every, epochs)
+    own = [record for record in every if record.generation == generation]
     ready = [record for record in own if record.key not in busy]
-    for state in (SlotState.FREE, SlotState.QUARANTINED):
-        indices = [record.index for record in ready if record.state is state]
-        if indices:
-            return SlotChoice(min(indices), f"slot is {state.name.lower()}")
+    unpromised = _stale(ready, table) or _empty(ready)
+    if unpromised is not None:
+        return unpromised
     kept = _kept(table, num_operators)
     spare = [record for record in ready if record.sealed and record.key not in kept]
-    if spare:
-        oldest = min(spare, key=lambda record: (record.iteration, record.sequence))
-        why = f"iteration {oldest.iteration} is not part of what is promised"
-        return SlotChoice(oldest.index, why, releases=oldest.iteration)
-    return _no_slot(table, num_operators, own, generation)
+    needed = _protected(table, num_operators, protect_from)
+    lower = [record for record in spare if record.key not in needed]
+    if lower or (spare and not hard):
+        return _give_away(lower or spare, needed, protect_from)
+    return _no_slot(table, num_operators, own, generation, needed if hard else set())
 
 
 def droppable_generations(
-    records: Iterable[SlotRecord], num_operators: int, current_generation: int
+    records: Iterable[SlotRecord],
+    num_operators: int,
+    current_generation: int,
+    *,
+    protect_from: int = -1,
+    epochs: Mapping[int, int] = NO_EPOCHS,
 ) -> set[int]:
     """The generations, other than the current one, that hold nothing a suffix needs.
 
-    As long as no suffix is complete, whatever holds a snapshot stays.
+    As long as no suffix is complete, whatever holds a snapshot stays. With ``protect_from`` (-1: none)
+    so does whatever holds a snapshot that is protected.
     """
-    table = list(records)
-    others = {record.generation for record in table} - {current_generation}
-    if isinstance(find_suffix(table, num_operators), NoSuffix):
+    every = list(records)
+    table = live(every, epochs)
+    others = {record.generation for record in every} - {current_generation}
+    if isinstance(_find_suffix(_newest(table), num_operators), NoSuffix):
         needed = {r.generation for r in table if r.sealed or r.state in _IN_FLIGHT}
     else:
         needed = {generation for generation, _ in _kept(table, num_operators)}
+    needed |= {generation for generation, _ in _protected(table, num_operators, protect_from)}
     return others - needed
 
 
@@ -279,7 +244,74 @@ def missing_operators(
     ]
 
 
-_IN_FLIGHT = (SlotState.FILLING, SlotState.FILLED)
+def _order(record: SlotRecord) -> tuple[int, int]:
+    return record.epoch, record.sequence
+
+
+def _newest(table: Iterable[SlotRecord]) -> dict[int, SlotRecord]:
+    """The same where stale records are out already: this runs in the training thread."""
+    newest: dict[int, SlotRecord] = {}
+    for record in table:
+        if record.sealed:
+            known = newest.get(record.iteration)
+            if known is None or _order(record) > _order(known):
+                newest[record.iteration] = record
+    return newest
+
+
+def _protected(
+    table: Sequence[SlotRecord], num_operators: int, protect_from: int
+) -> set[tuple[int, int]]:
+    """The slots from ``protect_from`` on that lie on a chain up to a complete end."""
+    if protect_from < 0:
+        return set()
+    newest = _newest(table)
+    slots: set[tuple[int, int]] = set()
+    for iteration in sorted(newest, reverse=True):
+        end = newest[iteration]
+        if iteration < protect_from:
+            break
+        if end.key in slots:
+            continue  # on the chain of a later end, and so is all that it links back to
+        if _complete(end, newest, num_operators):
+            chain = chain_from(end, newest)
+            slots.update(record.key for record in chain if record.iteration >= protect_from)
+    return slots
+
+
+def _stale(ready: Sequence[SlotRecord], table: Sequence[SlotRecord]) -> SlotChoice | None:
+    """The slot of a stale snapshot, if there is one: it can only mislead.
+
+    The oldest epoch goes first, because the later ones are what shows that it is stale.
+    """
+    alive = {record.key for record in table}
+    stale = [record for record in ready if record.sealed and record.key not in alive]
+    if not stale:
+        return None
+    oldest = min(stale, key=lambda record: (record.epoch, record.iteration, record.sequence))
+    why = f"iteration {oldest.iteration} of epoch {oldest.epoch} belongs to an abandoned history"
+    return SlotChoice(oldest.index, why, releases=oldest.iteration)
+
+
+def _empty(ready: Sequence[SlotRecord]) -> SlotChoice | None:
+    """The first slot that holds nothing which could be recovered, if there is one."""
+    for state in (SlotState.FREE, SlotState.QUARANTINED):
+        indices = [record.index for record in ready if record.state is state]
+        if indices:
+            return SlotChoice(min(indices), f"slot is {state.name.lower()}")
+    return None
+
+
+def _give_away(
+    spare: Sequence[SlotRecord], needed: Container[tuple[int, int]], protect_from: int
+) -> SlotChoice:
+    """The oldest of these sealed slots, and whether the floor would rather have kept it."""
+    oldest = min(spare, key=lambda record: (record.iteration, *_order(record)))
+    overrides = oldest.key in needed
+    why = f"iteration {oldest.iteration} is not part of what is promised"
+    if overrides:
+        why += f" here, but the floor needs what is there from {protect_from} on"
+    return SlotChoice(oldest.index, why, releases=oldest.iteration, overrides_floor=overrides)
 
 
 def _all_operators(num_operators: int) -> int:
@@ -309,10 +341,29 @@ def _suffix(newest_first: Sequence[SlotRecord], newest_iteration: int) -> Suffix
     return Suffix(records, start, end, reason)
 
 
+def _find_suffix(
+    newest: Mapping[int, SlotRecord], num_operators: int, end: int | None = None
+) -> Suffix | NoSuffix:
+    if not newest:
+        return NoSuffix("no sealed snapshot")
+    if end is not None and end not in newest:
+        return NoSuffix(f"no sealed snapshot of iteration {end}")
+    ends = sorted(newest, reverse=True) if end is None else [end]
+    for candidate in ends:
+        chain = _complete(newest[candidate], newest, num_operators)
+        if chain is not None:
+            return _suffix(chain, ends[0])
+    missing = missing_operators(newest.values(), num_operators, end=ends[0])
+    return NoSuffix(
+        f"the snapshots up to iteration {ends[0]} lack an anchor of {len(missing)} of "
+        f"{num_operators} operators{_some(missing)}"
+    )
+
+
 def _kept(table: Sequence[SlotRecord], num_operators: int) -> set[tuple[int, int]]:
     """The slots of the newest complete suffix and of every chain that may become one."""
-    newest = newest_by_iteration(table)
-    suffix = find_suffix(newest.values(), num_operators)
+    newest = _newest(table)
+    suffix = _find_suffix(newest, num_operators)
     kept = {record.key for record in suffix.records} if isinstance(suffix, Suffix) else set()
     tips = [record for record in table if record.state in _IN_FLIGHT]
     if newest:
@@ -324,7 +375,11 @@ def _kept(table: Sequence[SlotRecord], num_operators: int) -> set[tuple[int, int
 
 
 def _no_slot(
-    table: Sequence[SlotRecord], num_operators: int, own: Sequence[SlotRecord], generation: int
+    table: Sequence[SlotRecord],
+    num_operators: int,
+    own: Sequence[SlotRecord],
+    generation: int,
+    needed: Container[tuple[int, int]],
 ) -> SlotChoice:
     """Why no slot can be given, and whether waiting would change that."""
     if not own:
@@ -339,8 +394,18 @@ def _no_slot(
         f"{sum(record.state is state for record in own)} {state.name.lower()}"
         for state in (SlotState.SEALED, SlotState.FILLED, SlotState.FILLING)
     )
-    if any(r.generation == generation and r.key not in kept for r in settled):
+    alive = {record.key for record in settled}
+    # What is stale and still here is being read or digested.
+    unkept = [r for r in settled if r.generation == generation and r.key not in kept]
+    if any(r.key not in needed for r in unkept) or any(r.key not in alive for r in own):
         reason = f"all {len(own)} slots are in use ({counts}): wait for a digest or a reader"
+        return SlotChoice(None, reason, remedy=Remedy.WAIT)
+    if unkept:
+        lowest = min(record.iteration for record in unkept)
+        reason = (
+            f"all {len(own)} slots ({counts}) are promised: the floor has not moved, and needs "
+            f"what is there from iteration {lowest} on"
+        )
         return SlotChoice(None, reason, remedy=Remedy.WAIT)
     reason = (
         f"all {len(own)} slots ({counts}) are promised to the newest complete suffix or to the "

@@ -9,7 +9,12 @@ Invariants:
 * a prologue is written last, so a segment whose creator died is refused and not half believed;
 * a slot's state word is one aligned 4-byte store. It comes after the body on the way up (filled,
   sealed) and before it on the way down (free, filling): no death of the writer can leave an old
-  ``sealed`` over a new body. Whoever reads a body holds the slot's lock or checks its crc.
+  ``sealed`` over a new body. Whoever reads a body holds the slot's lock or checks its crc;
+* the hints at the end of the prologue page are outside every checksum, each one aligned store: they
+  change while the segment is in use, and nothing but thrift depends on them.
+
+A *replica* is a segment file of another node's primary, descriptor and headers included; only its name
+tells them apart (``docs/replication.md`` section 4).
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+import xxhash
 
 from ckptd.errors import SegmentError
 from ckptd.ring import SlotState
@@ -33,10 +39,13 @@ __all__ = [
     "OWNER_LOCK_BYTE",
     "PAGE_BYTES",
     "PROLOGUE_BYTES",
+    "PROTECT_OFFSET",
     "SEGMENT_MAGIC",
     "SLOTS_ALIGNMENT",
     "SLOT_HEADER_BYTES",
+    "SLOT_HEADER_LEN",
     "SLOT_MAGIC",
+    "ReplicaName",
     "SegmentDescriptor",
     "SegmentGeometry",
     "SegmentName",
@@ -44,30 +53,38 @@ __all__ = [
     "check_name",
     "decode_descriptor",
     "encode_descriptor",
+    "origin_of",
     "pack_slot_header",
+    "parse_replica_file_name",
     "parse_segment_file_name",
     "plan_geometry",
     "read_prologue",
+    "read_protect",
     "read_slot_header",
+    "replica_file_name",
     "segment_file_name",
     "set_slot_state",
     "slot_lock_byte",
     "slot_view",
     "unpack_slot_header",
     "write_prologue",
+    "write_protect",
     "write_slot_header",
 ]
 
 SEGMENT_MAGIC = b"CKPTDSEG"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PAGE_BYTES = 4096
 PROLOGUE_BYTES = PAGE_BYTES
 # The prologue page's last byte, outside every checksum: what a trainer learned for its successor (0: nothing).
 HINT_OFFSET = PROLOGUE_BYTES - 1
 HINT_DROP_GRADIENTS = 1
+# An aligned i64 before it: sealed snapshots from this iteration on should be kept (-1: none).
+PROTECT_OFFSET = PROLOGUE_BYTES - 16
 SLOTS_ALIGNMENT = 2 << 20  # a huge page
 SLOT_MAGIC = 0x544F4C53
 SLOT_HEADER_BYTES = PAGE_BYTES
+SLOT_HEADER_LEN = 112  # what of that page is used
 OWNER_LOCK_BYTE = 0
 
 _FIRST_SLOT_LOCK_BYTE = 16
@@ -78,16 +95,19 @@ _MAX_SLOT_BYTES = 1 << 50
 _PROLOGUE = struct.Struct("<8sIIQQIII")
 _CRC = struct.Struct("<I")
 _SLOT_FRONT = struct.Struct("<II")
-_SLOT_BODY = struct.Struct("<qqQQQQQII16sQ")
+_SLOT_BODY = struct.Struct("<qqQQQQQII16sQqI")
 _CRC_AT = _SLOT_FRONT.size + _SLOT_BODY.size
-assert _CRC_AT == 96
+assert _CRC_AT + _CRC.size == SLOT_HEADER_LEN
+_PROTECT_BYTES = 8
 _STATES = frozenset(int(state) for state in SlotState)
 _STATE_WORD = 1  # index of the state in a slot header seen as 32-bit words
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FILE_NAME = re.compile(
     r"(?P<job>[A-Za-z0-9._-]{1,64})~(?P<run>[A-Za-z0-9._-]{1,64})"
-    r"~r(?P<rank>0|[1-9][0-9]{0,9})~g(?P<generation>0|[1-9][0-9]{0,9})\.seg"
+    r"~r(?P<rank>0|[1-9][0-9]{0,9})~g(?P<generation>0|[1-9][0-9]{0,9})"
+    r"(?:\.seg|~(?P<origin>[0-9a-f]{16})\.rep)"
 )
+_ORIGIN = re.compile(r"[0-9a-f]{16}")
 _NO_DIGEST = bytes(16)
 
 
@@ -140,7 +160,11 @@ class SegmentGeometry:
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """What a slot holds; times are unix time in nanoseconds."""
+    """What a slot holds; times are unix time in nanoseconds.
+
+    ``epoch`` is the history that it belongs to, ``epoch_start`` the iteration at which that history
+    left the one before (-1: from the beginning).
+    """
 
     state: SlotState = SlotState.FREE
     iteration: int = -1
@@ -154,6 +178,8 @@ class SlotHeader:
     phase: int = 0
     header_digest: bytes = _NO_DIGEST
     digest_ns: int = 0
+    epoch_start: int = -1
+    epoch: int = 0
 
 
 class SegmentName(NamedTuple):
@@ -163,6 +189,16 @@ class SegmentName(NamedTuple):
     run: str
     rank: int
     generation: int
+
+
+class ReplicaName(NamedTuple):
+    """What a replica's file name says; ``origin`` names the primary (`origin_of`)."""
+
+    job: str
+    run: str
+    rank: int
+    generation: int
+    origin: str
 
 
 def plan_geometry(num_slots: int, slot_bytes: int, descriptor_len: int) -> SegmentGeometry:
@@ -223,6 +259,7 @@ def write_prologue(
     if len(buf) < geometry.total_bytes:
         raise ValueError(f"the buffer has {len(buf)} bytes, the segment {geometry.total_bytes}")
     buf[:PROLOGUE_BYTES] = bytes(PROLOGUE_BYTES)  # not a segment until the end of this call
+    write_protect(buf, -1)
     for index in range(geometry.num_slots):
         write_slot_header(buf, geometry, index, SlotHeader())
     buf[PROLOGUE_BYTES : PROLOGUE_BYTES + len(payload)] = payload
@@ -278,7 +315,7 @@ def read_prologue(buf: memoryview) -> tuple[SegmentGeometry, SegmentDescriptor]:
 
 
 def pack_slot_header(header: SlotHeader) -> bytes:
-    """The 100 bytes of a slot header; the rest of its page is zero."""
+    """The 112 bytes of a slot header; the rest of its page is zero."""
     body = _SLOT_BODY.pack(
         header.iteration,
         header.previous,
@@ -291,11 +328,11 @@ def pack_slot_header(header: SlotHeader) -> bytes:
         header.phase,
         header.header_digest,
         header.digest_ns,
+        header.epoch_start,
+        header.epoch,
     )
     front = _SLOT_FRONT.pack(SLOT_MAGIC, header.state)
-    return (
-        front + body + bytes(_CRC_AT - _SLOT_FRONT.size - len(body)) + _CRC.pack(zlib.crc32(body))
-    )
+    return front + body + _CRC.pack(zlib.crc32(body))
 
 
 def unpack_slot_header(page: memoryview | bytes) -> SlotHeader | None:
@@ -338,6 +375,23 @@ def set_slot_state(
     buf[start : start + _SLOT_FRONT.size].cast("I")[_STATE_WORD] = int(state)
 
 
+def read_protect(buf: memoryview) -> int:
+    """From which iteration on sealed snapshots should be kept; -1 for none (or for nonsense)."""
+    hint: int = buf[PROTECT_OFFSET : PROTECT_OFFSET + _PROTECT_BYTES].cast("q")[0]
+    return max(hint, -1)
+
+
+def write_protect(buf: memoryview, iteration: int) -> None:
+    """Store that hint, alone and at once.
+
+    Raises:
+        ValueError: ``iteration`` is below -1.
+    """
+    if iteration < -1:
+        raise ValueError(f"snapshots cannot be protected from iteration {iteration} on")
+    buf[PROTECT_OFFSET : PROTECT_OFFSET + _PROTECT_BYTES].cast("q")[0] = iteration
+
+
 def slot_view(buf: memoryview, geometry: SegmentGeometry, index: int) -> memoryview:
     """The bytes of slot ``index``: an image, then whatever was there before."""
     start = geometry.slot_offset(index)
@@ -367,11 +421,23 @@ def check_name(name: str, what: str) -> str:
     )
 
 
+def origin_of(descriptor: SegmentDescriptor) -> str:
+    """Which primary it is, for all that know its descriptor: 16 hex digits, new with every segment."""
+    told = descriptor
+    text = f"{told.node_id}/{told.created_at_ns}/{told.rank}/{told.generation}"
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
 def segment_file_name(job: str, run: str, rank: int, generation: int) -> str:
     """``<job>~<run>~r<rank>~g<generation>.seg``."""
-    if rank < 0 or generation < 0:
-        raise ValueError(f"rank {rank} and generation {generation} must not be negative")
-    return f"{check_name(job, 'job')}~{check_name(run, 'run')}~r{rank}~g{generation}.seg"
+    return f"{_stem(job, run, rank, generation)}.seg"
+
+
+def replica_file_name(job: str, run: str, rank: int, generation: int, origin: str) -> str:
+    """``<job>~<run>~r<rank>~g<generation>~<origin>.rep``."""
+    if not _ORIGIN.fullmatch(origin):
+        raise ValueError(f"origin {origin!r} is not 16 hex digits")
+    return f"{_stem(job, run, rank, generation)}~{origin}.rep"
 
 
 def parse_segment_file_name(name: str) -> SegmentName:
@@ -381,8 +447,30 @@ def parse_segment_file_name(name: str) -> SegmentName:
         ValueError: ``name`` was not made by it.
     """
     match = _FILE_NAME.fullmatch(name)
-    if match is None:
+    if match is None or match["origin"] is not None:
         raise ValueError(f"{name!r} is not <job>~<run>~r<rank>~g<generation>.seg")
+    return _parsed(match)
+
+
+def parse_replica_file_name(name: str) -> ReplicaName:
+    """What `replica_file_name` was called with.
+
+    Raises:
+        ValueError: ``name`` was not made by it.
+    """
+    match = _FILE_NAME.fullmatch(name)
+    if match is None or match["origin"] is None:
+        raise ValueError(f"{name!r} is not <job>~<run>~r<rank>~g<generation>~<origin>.rep")
+    return ReplicaName(*_parsed(match), match["origin"])
+
+
+def _stem(job: str, run: str, rank: int, generation: int) -> str:
+    if rank < 0 or generation < 0:
+        raise ValueError(f"rank {rank} and generation {generation} must not be negative")
+    return f"{check_name(job, 'job')}~{check_name(run, 'run')}~r{rank}~g{generation}"
+
+
+def _parsed(match: re.Match[str]) -> SegmentName:
     return SegmentName(
         check_name(match["job"], "job"),
         check_name(match["run"], "run"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,19 +26,24 @@ from ckptd.pages import allocate, populate, try_mlock
 from ckptd.ring import SlotState
 from ckptd.segment_format import (
     OWNER_LOCK_BYTE,
+    SLOT_HEADER_LEN,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
     encode_descriptor,
+    origin_of,
+    parse_replica_file_name,
     parse_segment_file_name,
     plan_geometry,
     read_prologue,
+    read_protect,
     read_slot_header,
     segment_file_name,
     set_slot_state,
     slot_lock_byte,
     slot_view,
     write_prologue,
+    write_protect,
     write_slot_header,
 )
 from ckptd.sessions import MemoryFacts, RankKey, SegmentFacts
@@ -109,6 +114,20 @@ class Segment:
             if (header := self.header(index)) is not None:
                 yield index, header
 
+    def protect(self, iteration: int) -> None:
+        """Ask whoever fills slots to keep sealed snapshots from this iteration on (-1: none)."""
+        if self.fd >= 0 and read_protect(self.buffer) != iteration:
+            write_protect(self.buffer, iteration)
+
+    def raw_header(self, index: int) -> bytes:
+        """The bytes of a slot header, as they travel to peers."""
+        at = self.geometry.header_offset(index)
+        return bytes(self.buffer[at : at + SLOT_HEADER_LEN])
+
+    def raw_descriptor(self) -> bytes:
+        """The descriptor, as it travels to peers."""
+        return encode_descriptor(self.descriptor)
+
     def image(self, index: int, header: SlotHeader) -> memoryview:
         """The bytes of a slot's image, as long as its header says (at most the slot)."""
         return slot_view(self.buffer, self.geometry, index)[: header.image_len]
@@ -170,6 +189,8 @@ class SegmentStore:
         self._hugepages = hugepages
         self._segments: dict[tuple[RankKey, int], Segment] = {}
         self._plans: dict[tuple[RankKey, int], SegmentPlan] = {}
+        # What else lives in this folder and counts: the replicas of other nodes' segments.
+        self.other_bytes: Callable[[], int] = int
 
     def __iter__(self) -> Iterator[Segment]:
         return iter([self._segments[key] for key in sorted(self._segments)])
@@ -193,7 +214,8 @@ class SegmentStore:
     def used_bytes(self) -> int:
         """What all segments take, those still being made included."""
         made = sum(s.file_bytes for s in self._segments.values())
-        return made + sum(p.geometry.total_bytes for p in self._plans.values())
+        planned = sum(p.geometry.total_bytes for p in self._plans.values())
+        return made + planned + self.other_bytes()
 
     def facts(self) -> list[SegmentFacts]:
         """Every segment, for the admission decision; planned ones count with their bytes."""
@@ -354,14 +376,27 @@ def open_segment(path: Path, *, readonly: bool = False) -> Segment:
         access = mmap.ACCESS_READ if readonly else mmap.ACCESS_WRITE
         buffer = memoryview(mmap.mmap(fd, size, access=access))
         geometry, descriptor = read_prologue(buffer)
-        name = parse_segment_file_name(path.name)
-        told = (descriptor.job, descriptor.run, descriptor.rank, descriptor.generation)
-        if told != tuple(name):
-            raise ValueError(f"its descriptor says {told}, its name says {tuple(name)}")
+        _check_file_name(path.name, descriptor)
     except BaseException:
         os.close(fd)
         raise
     return Segment(path, descriptor, geometry, buffer, fd, size)
+
+
+def _check_file_name(name: str, descriptor: SegmentDescriptor) -> None:
+    told: tuple[object, ...] = (
+        descriptor.job,
+        descriptor.run,
+        descriptor.rank,
+        descriptor.generation,
+    )
+    if name.endswith(".rep"):
+        told = (*told, origin_of(descriptor))
+        named: tuple[object, ...] = tuple(parse_replica_file_name(name))
+    else:
+        named = tuple(parse_segment_file_name(name))
+    if told != named:
+        raise ValueError(f"its descriptor says {told}, its name says {named}")
 
 
 def settle(segment: Segment) -> SettleReport:

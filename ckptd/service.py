@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,7 +21,8 @@ from ckptd.config import DaemonConfig
 from ckptd.errors import SegmentError
 from ckptd.events import EventLog
 from ckptd.housekeeping import Housekeeper
-from ckptd.segment_format import SegmentDescriptor, decode_descriptor
+from ckptd.peering import FoundDescriptor, Peering
+from ckptd.segment_format import SegmentDescriptor, decode_descriptor, unpack_slot_header
 from ckptd.segments import CannotReserve, Segment, SegmentPlan, SegmentStore
 from ckptd.sessions import (
     Admitted,
@@ -80,14 +80,15 @@ class Service:
         housekeeper: Housekeeper,
         slow: Workers,
         watcher: PidWatcher,
+        peering: Peering,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._events = store, events
         self._housekeeper, self._slow = housekeeper, slow
-        self._watcher, self._clock = watcher, clock
+        self._watcher, self._peering, self._clock = watcher, peering, clock
         self.sessions = SessionTable(config.max_sessions)
-        self.boot_id = secrets.token_hex(8)
-        admin = Admin(config, self.boot_id, store, self.sessions, events, housekeeper, clock)
+        self.boot_id = peering.boot_id
+        admin = Admin(config, store, self.sessions, events, housekeeper, peering, clock)
         self._hellos: OrderedDict[bytes, m.Hello] = OrderedDict()
         self._busy_s = clock()
         self._handlers: dict[type, Callable[[bytes, Any, Answer], m.Reply | None]] = {
@@ -100,6 +101,12 @@ class Service:
             m.Notice: self._notice,
             m.Detach: self._detach,
             m.Ping: self._ping,
+            m.SeeRun: self._see_run,
+            m.GetPeers: lambda _identity, _message, _answer: peering.status(),
+            m.Drill: self._drill,
+            m.Join: self._join,
+            m.Fetch: self._fetch,
+            m.GetFetch: self._fetch_state,
             m.GetStatus: lambda _identity, _message, _answer: admin.status(),
             m.GetSnapshots: lambda _identity, message, _answer: admin.snapshots(message),
             m.GetEvents: lambda _identity, message, _answer: admin.events(message),
@@ -126,6 +133,7 @@ class Service:
             if session.watched_by != "pidfd" and self._is_gone(session, now_s):
                 self.trainer_gone(session, "its owner lock is free")
         self._housekeeper.tick(now_s, {(s.key.job, s.key.run) for s in self.sessions})
+        self._peering.tick(now_s)
         if len(self.sessions) or any(s.detached_at_s is None for s in self._store):
             self._busy_s = now_s
 
@@ -143,6 +151,7 @@ class Service:
             f"process {session.pid} of {session.key} is gone ({why}) at step {session.step}",
             session.key,
         )
+        self._peering.leave(session.key, final=False)
         for segment in self._store.of_rank(session.key):
             self._housekeeper.settle(segment)
 
@@ -159,6 +168,7 @@ class Service:
             pid=os.getpid(),
             segment_dir=str(self._store.folder),
             boot_id=self.boot_id,
+            card=self._peering.card,
         )
 
     def _attach(self, identity: bytes, message: m.Attach, _: Answer) -> m.Reply:
@@ -224,6 +234,7 @@ class Service:
             segments=tuple(_segment_info(segment) for segment in found if segment is not None),
             quota_bytes=self._store.quota_bytes,
             available_bytes=decision.available_bytes,
+            replication_slack=self._peering.slack,
         )
 
     def _reserve(self, identity: bytes, message: m.Reserve, answer: Answer) -> m.Reply | None:
@@ -232,8 +243,30 @@ class Service:
             return _no_session("Reserve")
         try:
             descriptor = decode_descriptor(message.descriptor)
-            plan = self._store.plan(descriptor, message.num_slots, message.slot_bytes)
-        except (SegmentError, ValueError) as error:
+        except SegmentError as error:
+            return m.Refused(RefusalCode.BAD_DESCRIPTOR, str(error))
+        return self._make(
+            session,
+            descriptor,
+            message.num_slots,
+            message.slot_bytes,
+            lambda segment: answer(m.Reserved(_segment_info(segment), segment.mlocked)),
+            answer,
+        )
+
+    def _make(
+        self,
+        session: Session,
+        descriptor: SegmentDescriptor,
+        num_slots: int,
+        slot_bytes: int,
+        made: Callable[[Segment], None],
+        answer: Answer,
+    ) -> m.Reply | None:
+        """Begin to make the next generation of a rank; ``made`` or a refusal follows later, or one is returned."""
+        try:
+            plan = self._store.plan(descriptor, num_slots, slot_bytes)
+        except ValueError as error:
             return m.Refused(RefusalCode.BAD_DESCRIPTOR, str(error))
         if (wrong := _contradiction(descriptor, session.wish)) is not None:
             return m.Refused(RefusalCode.BAD_DESCRIPTOR, wrong)
@@ -242,7 +275,7 @@ class Service:
         rejected = reject_if_too_large(
             session.key,
             own + plan.geometry.total_bytes,
-            f"{message.num_slots} slots of {format_bytes(message.slot_bytes)}"
+            f"{num_slots} slots of {format_bytes(slot_bytes)}"
             + (f" beside {format_bytes(own)} that it has" if own else ""),
             facts,
             self._store.memory(self.sessions.promised()),
@@ -253,7 +286,7 @@ class Service:
         self._store.promise(plan)
         started = self._slow.submit(
             partial(self._store.build, plan),
-            partial(self._built, plan, answer),
+            partial(self._built, plan, made),
             partial(self._not_built, plan, answer),
         )
         if not started:
@@ -261,7 +294,7 @@ class Service:
             return m.Refused(RefusalCode.IN_USE, "too many segments are being made", "try again")
         return None
 
-    def _built(self, plan: SegmentPlan, answer: Answer, segment: Segment) -> None:
+    def _built(self, plan: SegmentPlan, made: Callable[[Segment], None], segment: Segment) -> None:
         segment.detached_at_s = self._clock()  # until its trainer takes the owner lock
         self._store.enter(plan, segment)
         self._events.add(
@@ -272,7 +305,7 @@ class Service:
             f"{', locked in memory' if segment.mlocked else ''}",
             plan.key,
         )
-        answer(m.Reserved(_segment_info(segment), segment.mlocked))
+        made(segment)
 
     def _not_built(self, plan: SegmentPlan, answer: Answer, error: BaseException) -> None:
         self._store.cancel(plan)
@@ -331,10 +364,68 @@ class Service:
         self._events.add(
             "info", "detached", f"process {session.pid} left {session.key}{final}", session.key
         )
+        self._peering.leave(session.key, final=message.final)
         if message.final:
             for segment in self._store.of_rank(session.key):
                 self._housekeeper.remove(segment, "its run is over")
         return m.Done()
+
+    # -- peers -----------------------------------------------------------------------------------
+
+    def _see_run(self, _identity: bytes, message: m.SeeRun, answer: Answer) -> None:
+        self._peering.see_run(message, answer)
+
+    def _drill(self, _identity: bytes, message: m.Drill, answer: Answer) -> None:
+        self._peering.drill(message, answer)
+
+    def _join(self, identity: bytes, message: m.Join, _: Answer) -> m.Reply:
+        session = self.sessions.of_identity(identity)
+        if session is None:
+            return _no_session("Join")
+        self._peering.join(session.key, message)
+        return m.Done()
+
+    def _fetch(self, identity: bytes, message: m.Fetch, answer: Answer) -> m.Reply | None:
+        session = self.sessions.of_identity(identity)
+        if session is None:
+            return _no_session("Fetch")
+        if any(unpack_slot_header(piece.header) is None for piece in message.pieces):
+            return m.Refused(RefusalCode.BAD_MESSAGE, "a slot header in it is damaged")
+
+        def described(found: FoundDescriptor | str) -> None:
+            if isinstance(found, str):
+                hint = "the nodes that held it are gone: start again, the ranks then plan anew"
+                answer(m.Refused(RefusalCode.NOT_FOUND, found, hint))
+                return
+            slots = max(found.num_slots, len(message.pieces) + 2)
+            refused = self._make(
+                session,
+                found.descriptor,
+                slots,
+                found.slot_bytes,
+                lambda segment: self._begin_fetch(segment, message, answer),
+                answer,
+            )
+            if refused is not None:
+                answer(refused)
+
+        self._peering.meet(message.cards)
+        self._peering.find_descriptor(session.key, message.pieces[0].sources, described)
+        return None
+
+    def _begin_fetch(self, segment: Segment, message: m.Fetch, answer: Answer) -> None:
+        self._peering.fetch(segment, message.pieces)
+        answer(m.Reserved(_segment_info(segment), segment.mlocked))
+
+    def _fetch_state(self, identity: bytes, message: m.GetFetch, _: Answer) -> m.Reply:
+        session = self.sessions.of_identity(identity)
+        if session is None:
+            return _no_session("GetFetch")
+        job = self._peering.fetch_of(session.key, message.generation)
+        if job is None:
+            text = f"nothing is fetched into generation {message.generation} of {session.key}"
+            return m.Refused(RefusalCode.NOT_FOUND, text, "the daemon was restarted: start again")
+        return job.state
 
     def _ping(self, identity: bytes, _message: m.Ping, _: Answer) -> m.Reply:
         return m.Pong(self.boot_id, self.sessions.of_identity(identity) is not None)

@@ -121,6 +121,8 @@ class Capture:
         self._broken = False
         self.need_generation = ""
         self.outgrown = 0
+        # How many snapshots were given away that a recovery together with the other ranks may have needed.
+        self.floor_overrides = 0
 
     def begin(self, step: int, plan: PhasePlan, previous: int, scalars: dict[str, Any]) -> bool:
         """Start the snapshot of ``step``; False if no slot can be had (``need_generation`` may say why)."""
@@ -138,6 +140,8 @@ class Capture:
             layout_id=plan.layout.layout_id,
             writer_pid=os.getpid(),
             phase=plan.phase,
+            epoch=self._table.epoch,
+            epoch_start=self._table.epoch_start,
         )
         self._sequence += 1
         self._claimed = segment, index
@@ -277,7 +281,12 @@ class Capture:
         for _ in range(segment.geometry.num_slots + 2):
             records = self._table.records()
             choice = choose_slot(
-                records, self._num_operators, busy=busy, generation=segment.generation
+                records,
+                self._num_operators,
+                busy=busy,
+                generation=segment.generation,
+                protect_from=self._table.protect_from,
+                epochs=self._table.epochs,
             )
             if choice.index is None:
                 waiting = [
@@ -300,6 +309,7 @@ class Capture:
                 self.need_generation = choice.reason
                 return None
             if segment.try_lock_slot(choice.index):
+                self.floor_overrides += choice.overrides_floor
                 return choice.index
             busy.add((segment.generation, choice.index))
         self._stats.no_slot += 1

@@ -34,7 +34,7 @@ from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.probe import unwrap_optimizer
 from ckptd.client.recorder import Options, Recorder
-from ckptd.client.recovery import Recovery
+from ckptd.client.recovery import Recovery, Resumption
 from ckptd.client.replay import Replay, SnapshotImage
 from ckptd.client.scalars import Stateful
 from ckptd.client.stats import Stats
@@ -74,6 +74,7 @@ class Checkpointer:
         max_overhead: on CPU, the share of an iteration that copies may take (it decides the window).
         inline_copy: copy in the training thread, beside it, or (None) whichever is measured to be faster; CPU only.
         nan_check_every: look for NaN in the weights of every that many snapshots (0: never).
+        replicas: on how many other nodes each snapshot is kept; None leaves it to the daemons' configuration.
         topology: any text that must be equal for a restart to be accepted (a parallel layout, say).
         timeout_s: how long to wait for the daemon at the start.
     Raises:
@@ -106,6 +107,7 @@ class Checkpointer:
         max_overhead: float = 0.01,
         inline_copy: bool | None = None,
         nan_check_every: int = 16,
+        replicas: int | None = None,
         timeout_s: float = 30.0,
     ) -> None:
         self._stats = Stats()
@@ -135,8 +137,13 @@ class Checkpointer:
                 f"sparse snapshots need an optimizer that updates each parameter independently: {'; '.join(reasons)}. "
                 "Pass policy='dense' to capture everything in every snapshot"
             )
-        freezing, why = choose_freezing(inner, masters=bool(self._binding.masters), wanted=freeze)
         self._identity = identify(job, run, rank, world_size)
+        freezing, why = choose_freezing(
+            inner,
+            masters=bool(self._binding.masters),
+            wanted=freeze,
+            world_size=self._identity.world_size,
+        )
         self._operators = all_operators(inner, self._binding, operators)
         self._options = Options(
             policy,
@@ -169,7 +176,9 @@ class Checkpointer:
                 needed_text=text,
                 topology=topology,
                 version=importlib.metadata.version("ckptd"),
+                replicas=replicas,
                 timeout_s=timeout_s,
+                stats=self._stats,
             )
             self._precision = PrecisionProbe(self._binding.params)
             # Hooks within a compiled graph would break it: its experts are anchored in the order of the model.
@@ -329,6 +338,7 @@ class Checkpointer:
     # -- at the boundaries -----------------------------------------------------------------------
 
     _left_in_replay = False
+    _resumed: Resumption | None = None
 
     def _check_whole(self) -> None:
         if self._left_in_replay:
@@ -392,6 +402,10 @@ class Checkpointer:
 
     def _recovered(self, replay: Replay) -> None:
         self._replay = None
+        if self._resumed is not None:
+            # Only now is the newest snapshot certain to be here: it may have come from another node meanwhile.
+            self._resumed.plan.use_phases(replay.newest_scalars["phases"])
+            self._resumed = None
         self._counter.enabled = True
         if self._recorder is not None:
             self._recorder.replayed()
@@ -497,6 +511,7 @@ class Checkpointer:
         replay.load_first()
         self._operators = found.plan.operators
         self._resume = self._first = self._replay = replay
+        self._resumed = found
         self._counter.enabled = False
         for segment in memory.table.segments:
             self._engine.register(segment.memory, segment.regions())

@@ -173,8 +173,13 @@ class BackwardLimiter:
             self._saved = None
 
 
-def choose_freezing(model: nn.Module, *, masters: bool, wanted: str = "auto") -> tuple[str, str]:
+def choose_freezing(
+    model: nn.Module, *, masters: bool, wanted: str = "auto", world_size: int = 1
+) -> tuple[str, str]:
     """The freezing mechanism for this model and the reason, which is reported.
+
+    With several ranks it is always ``drop`` unless asked otherwise: the wrapper that reduces gradients may stand around the
+    module that we were given, and ranks that skip different gradients would hang or crash in its collectives.
 
     Raises:
         ValueError: ``wanted`` is not one of auto, drop, inputs, or ``inputs`` cannot be exact for this model.
@@ -190,6 +195,8 @@ def choose_freezing(model: nn.Module, *, masters: bool, wanted: str = "auto") ->
         return "drop", "asked for"
     if obstacle:
         return "drop", obstacle
+    if world_size > 1 and wanted == "auto":
+        return "drop", f"{world_size} ranks: gradients may be reduced over them"
     return (
         "inputs",
         "no wrapper needs every gradient: weight gradients of frozen operators are skipped",

@@ -17,14 +17,16 @@ _FLOATS = {
     if dtype.is_floating_point and dtype.itemsize > 1
 }
 
-_BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-# The bits of infinity: a larger magnitude is a NaN.
+# Read as integers, positive NaNs are what exceeds +inf as signed, negative ones what exceeds -inf as unsigned.
+_SIGNED = {2: np.int16, 4: np.int32, 8: np.int64}
+_UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 _INFINITY = {
     torch.bfloat16: 0x7F80,
     torch.float16: 0x7C00,
     torch.float32: 0x7F800000,
     torch.float64: 0x7FF0000000000000,
 }
+_CHUNK_BYTES = 256 << 10  # stays in a core's cache for the second look
 
 
 def nan_tensors(segment: MappedSegment, index: int) -> list[str]:
@@ -45,11 +47,20 @@ def nan_tensors(segment: MappedSegment, index: int) -> list[str]:
             or not entry.nbytes
         ):
             continue
-        # numpy, not torch: a second OpenMP team in this process makes the trainer's threads sleep at every barrier.
-        bits = np.frombuffer(view.data(entry.name), dtype=_BITS[dtype.itemsize])
-        size, infinity = dtype.itemsize, _INFINITY.get(dtype)
-        if infinity is not None and bool(
-            ((bits & _BITS[size]((1 << (8 * size - 1)) - 1)) > infinity).any()
-        ):
+        if dtype in _INFINITY and _holds_nan(view.data(entry.name), dtype):
             found.append(entry.name)
     return found
+
+
+def _holds_nan(data: memoryview, dtype: torch.dtype) -> bool:
+    # numpy, not torch: a second OpenMP team in this process makes the trainer's threads sleep at every barrier.
+    infinity, size = _INFINITY[dtype], dtype.itemsize
+    negative_infinity = infinity | 1 << (8 * size - 1)
+    for start in range(0, len(data), _CHUNK_BYTES):
+        part = data[start : start + _CHUNK_BYTES]
+        if (
+            int(np.frombuffer(part, _SIGNED[size]).max()) > infinity
+            or int(np.frombuffer(part, _UNSIGNED[size]).max()) > negative_infinity
+        ):
+            return True
+    return False

@@ -15,12 +15,14 @@ import torch
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
 from ckptd.client.operators import Member, Operator
+from ckptd.client.probe import StateSpec
 from ckptd.storage.image import ImageLayout, TensorEntry
 
 __all__ = [
     "SAFETENSORS_DTYPES",
     "PhasePlan",
     "Source",
+    "StateTable",
     "build_phase",
     "entry_name",
     "member_bytes",
@@ -68,7 +70,7 @@ class PhasePlan:
     static_offset: int
     static: bytes
     # (parameter, key) of each element of the packed 0-dimensional state, by dtype.
-    packed: dict[torch.dtype, list[tuple[str, str]]]
+    packed: Mapping[torch.dtype, list[tuple[str, str]]]
     # What the optimizer was known to keep for each parameter when this was planned.
     state_keys: dict[str, frozenset[str]]
 
@@ -128,10 +130,26 @@ def member_bytes(
     return round(total * share)
 
 
+@dataclass(frozen=True, slots=True)
+class StateTable:
+    """The optimizer state there is: the part of a plan that its phases have in common."""
+
+    specs: Mapping[str, tuple[StateSpec, ...]]
+    packed: Mapping[torch.dtype, list[tuple[str, str]]]
+    static: bytes
+
+    @classmethod
+    def of(cls, binding: Binding) -> StateTable:
+        specs = {name: binding.specs(name) for name in binding.owner}
+        packed = _packed_scalars(specs)
+        return cls(specs, packed, values.pack(_state_layout(specs, packed), STATIC))
+
+
 def build_phase(
     binding: Binding,
     operators: Sequence[Operator],
     *,
+    state: StateTable,
     phase: int,
     anchored: Iterable[int],
     compute: Iterable[int],
@@ -150,7 +168,7 @@ def build_phase(
     pairs: list[tuple[TensorEntry, Source | None]] = []
     for name in (n for n in binding.params if n in levels):
         for start, stop, full in _merge(levels[name]):
-            pairs += _entries_of(binding, name, start, stop, full, compute_dtypes)
+            pairs += _entries_of(binding, state, name, start, stop, full, compute_dtypes)
     for name, buffer in binding.buffers().items():
         data = local(buffer)
         pairs.append(
@@ -159,8 +177,7 @@ def build_phase(
                 Source("buffer", name, dtype=data.dtype),
             )
         )
-    packed = packed_scalars(binding)
-    for dtype, names in packed.items():
+    for dtype, names in state.packed.items():
         key = SAFETENSORS_DTYPES[dtype]
         pairs.append(
             (
@@ -168,9 +185,8 @@ def build_phase(
                 Source("packed", key, dtype=dtype),
             )
         )
-    static = values.pack(state_layout(binding), STATIC)
     pairs.append((TensorEntry(SCALARS, "U8", (scalars_capacity,)), None))
-    pairs.append((TensorEntry(STATIC, "U8", (len(static),)), None))
+    pairs.append((TensorEntry(STATIC, "U8", (len(state.static),)), None))
     mask = sum(1 << i for i in anchored)
     layout = ImageLayout.build(
         [e for e, _ in pairs], identity=identity, num_operators=len(operators), anchors=mask
@@ -185,17 +201,19 @@ def build_phase(
         scalars_offset=layout.offset_of(SCALARS),
         scalars_capacity=scalars_capacity,
         static_offset=layout.offset_of(STATIC),
-        static=static,
-        packed=packed,
-        state_keys={n: frozenset(s.key for s in binding.specs(n)) for n in binding.owner},
+        static=state.static,
+        packed=state.packed,
+        state_keys={n: frozenset(s.key for s in specs) for n, specs in state.specs.items()},
     )
 
 
-def state_layout(binding: Binding) -> dict[str, Any]:
+def _state_layout(
+    specs_of: Mapping[str, tuple[StateSpec, ...]],
+    packed_of: Mapping[torch.dtype, list[tuple[str, str]]],
+) -> dict[str, Any]:
     """The order of keys in each parameter's optimizer state, and of the packed 0-dimensional tensors."""
     keys, scalars = {}, {}
-    for name in binding.owner:
-        specs = binding.specs(name)
+    for name, specs in specs_of.items():
         keys[name] = [s.key for s in specs]
         scalars[name] = {
             s.key: [SAFETENSORS_DTYPES[s.dtype], s.on_host]
@@ -203,17 +221,18 @@ def state_layout(binding: Binding) -> dict[str, Any]:
             if s.kind == "scalar" and s.dtype is not None
         }
     packed = {
-        SAFETENSORS_DTYPES[d]: [list(pair) for pair in pairs]
-        for d, pairs in packed_scalars(binding).items()
+        SAFETENSORS_DTYPES[d]: [list(pair) for pair in pairs] for d, pairs in packed_of.items()
     }
     return {"keys": keys, "scalars": scalars, "packed": packed}
 
 
-def packed_scalars(binding: Binding) -> dict[torch.dtype, list[tuple[str, str]]]:
+def _packed_scalars(
+    specs_of: Mapping[str, tuple[StateSpec, ...]],
+) -> dict[torch.dtype, list[tuple[str, str]]]:
     """(parameter, key) of every 0-dimensional optimizer state tensor, by dtype, in a stable order."""
     packed: dict[torch.dtype, list[tuple[str, str]]] = {}
-    for name in binding.owner:
-        for spec in binding.specs(name):
+    for name, specs in specs_of.items():
+        for spec in specs:
             if spec.kind == "scalar" and spec.dtype is not None:
                 packed.setdefault(spec.dtype, []).append((name, spec.key))
     return packed
@@ -231,6 +250,7 @@ def _merge(ranges: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
 
 def _entries_of(
     binding: Binding,
+    state: StateTable,
     name: str,
     start: int,
     stop: int,
@@ -246,7 +266,7 @@ def _entries_of(
     if full:
         if name in binding.masters:
             sources.append((Source("master", name, "", a, b, binding.masters[name].dtype), shape))
-        for spec in binding.specs(name):
+        for spec in state.specs.get(name, ()):
             if spec.kind == "like" and spec.dtype is not None:
                 sources.append((Source("optim", name, spec.key, a, b, spec.dtype), shape))
             elif spec.kind == "tensor" and spec.dtype is not None and spec.shape is not None:

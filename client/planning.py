@@ -16,7 +16,7 @@ import torch
 
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
-from ckptd.client.layout import PhasePlan, build_phase, member_bytes
+from ckptd.client.layout import PhasePlan, StateTable, build_phase, member_bytes
 from ckptd.client.operators import Member, Operator, split_operator
 from ckptd.schedule import (
     AlignedPolicy,
@@ -84,8 +84,11 @@ class Plan:
     every: int = 1
     slot_bytes: int = 0
     num_slots: int = 0
+    # Slots beyond what one node needs, for snapshots that wait for peers.
+    slack: int = 0
     _policy: SnapshotPolicy | None = None
     _phases: dict[int, tuple[PhasePlan, bool] | None] = field(default_factory=dict)
+    _state: StateTable | None = None
 
     @property
     def policy(self) -> SnapshotPolicy:
@@ -108,7 +111,7 @@ class Plan:
     def use(self, schedule: Schedule) -> None:
         """Go on with another order of the same operators."""
         self.schedule = schedule
-        self._policy = None
+        self._policy = self._state = None
         self._phases.clear()
 
     def use_phases(self, phases: Sequence[Sequence[int]]) -> None:
@@ -131,9 +134,12 @@ class Plan:
         return self._phases[key]
 
     def _build(self, binding: Binding, levels: PhaseLevels) -> PhasePlan:
+        if self._state is None:
+            self._state = StateTable.of(binding)
         return build_phase(
             binding,
             self.operators,
+            state=self._state,
             phase=levels.phase,
             anchored=levels.anchored,
             compute=levels.compute,
@@ -150,7 +156,7 @@ class Plan:
             0 if self.schedule.window == 1 else largest // 50 + _SLOT_SLACK
         )  # a reorder shifts bytes between phases
         self.slot_bytes = -(-(largest + slack) // 4096) * 4096
-        self.num_slots = self.policy.num_slots
+        self.num_slots = self.policy.num_slots + self.slack
 
     def payload(self, binding: Binding) -> bytes:
         """The trainer's part of the segment descriptor: all that a fresh process needs to read the ring."""
@@ -221,6 +227,7 @@ def make_plan(
     compute_dtypes: dict[str, torch.dtype],
     identity: dict[str, str],
     scalars_capacity: int,
+    slack: int = 0,
 ) -> Plan:
     """Plan the smallest window that fits the budget and the memory; the schedule's reason says what decided.
 
@@ -247,6 +254,7 @@ def make_plan(
             compute_dtypes,
             identity,
             scalars_capacity,
+            slack,
         )
         if candidate is None and not plan.schedule.fits and plan.schedule.window > worthwhile:
             # No window fits, so the largest was planned: most of its length buys next to nothing and lengthens recovery.
@@ -284,6 +292,7 @@ def _plan_once(
     compute_dtypes: dict[str, torch.dtype],
     identity: dict[str, str],
     scalars_capacity: int,
+    slack: int,
 ) -> Plan:
     parts = list(operators)
     costs = operator_costs(binding, parts, compute_dtypes)
@@ -313,6 +322,7 @@ def _plan_once(
                 window=window,
             )
     plan = Plan(parts, costs, schedule, policy, compute_dtypes, identity, scalars_capacity, every)
+    plan.slack = slack
     plan.measure_slots(binding)
     return plan
 

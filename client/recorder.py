@@ -404,6 +404,7 @@ class Recorder:
             compute_dtypes=self._precision.sufficient(),
             identity=self._memory.identity.metadata(),
             scalars_capacity=max(MIN_SCALARS, 2 * packed),
+            slack=self._memory.slack,
         )
         logger.info(
             "window W=%d, %d slots of %.1f MiB (dense %.1f MiB); measured %.1f ms to the optimizer's step, %.1f GB/s; %s",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ckptd.client import values
-from ckptd.client.agreement import exchange_inventories
+from ckptd.client.agreement import exchange
 from ckptd.client.binding import Binding
 from ckptd.client.freeze import Tape
 from ckptd.client.identity import Identity
@@ -72,8 +72,7 @@ class Recovery:
             AttachRefused: the snapshots are of another model; nothing was lost.
         """
         memory.settle_filled(_SEAL_WAIT_S)
-        memory.choose_table()
-        found = memory.recover(lambda inventory: exchange_inventories(self._identity, inventory))
+        found = memory.recover(lambda payload: exchange(self._identity, payload))
         if isinstance(found, str):
             _start_over(memory, found)
             return None
@@ -89,11 +88,7 @@ class Recovery:
             self._binding, newest.descriptor.client, self._identity.metadata(), newest.geometry
         )
         replay = self.replay_of(images, plan.operators)
-        plan.use_phases(replay.newest_scalars["phases"])
-        phase = next(
-            r.phase for r in memory.table.records() if r.iteration == replay.end and r.sealed
-        )
-        return Resumption(replay, plan, phase, reason)
+        return Resumption(replay, plan, images[-1].phase, reason)
 
     def replay_of(
         self,

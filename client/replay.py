@@ -14,8 +14,8 @@ taken away before the optimizer's step; rows of a fused tensor of which other ro
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,14 +43,29 @@ class ReplayMismatch(RuntimeError):
     """A replayed iteration did not reproduce what was recorded: not deterministic, or silently corrupted."""
 
 
-@dataclass(frozen=True)
 class SnapshotImage:
-    """One snapshot of the suffix, verified: its image, and where in which mapped memory it lies."""
+    """One snapshot of the suffix: its image, and where in which mapped memory it lies.
 
-    iteration: int
-    view: ImageView
-    memory: HostMemory
-    base: int
+    Args:
+        view: the verified image, or how to get it: a snapshot that is still on its way is waited for when it is needed.
+    """
+
+    def __init__(
+        self,
+        iteration: int,
+        view: ImageView | Callable[[], ImageView],
+        memory: HostMemory,
+        base: int,
+        phase: int = 0,
+    ) -> None:
+        self.iteration, self.memory, self.base, self.phase = iteration, memory, base, phase
+        self._view = view
+
+    @property
+    def view(self) -> ImageView:
+        if not isinstance(self._view, ImageView):
+            self._view = self._view()
+        return self._view
 
     def scalars(self) -> dict[str, Any]:
         found: dict[str, Any] = values.unpack(
@@ -103,7 +118,7 @@ class Replay:
         self._position = 0
         self._active = 0
         self._frozen_rows: Rows = {}
-        self._scalars = [image.scalars() for image in self._images]
+        self._known_scalars: dict[int, dict[str, Any]] = {}
         self._limiter = BackwardLimiter(self._split_params)
         self._first_forward_done = False
         self.compared = 0
@@ -128,7 +143,7 @@ class Replay:
     @property
     def newest_scalars(self) -> dict[str, Any]:
         """The step scalars of the suffix's last snapshot."""
-        return self._scalars[-1]
+        return self._scalars(len(self._images) - 1)
 
     @property
     def dense(self) -> bool:
@@ -137,7 +152,7 @@ class Replay:
 
     def load_first(self) -> None:
         """Load the oldest snapshot: its anchors, every other operator's compute weights, scalars and the user's state."""
-        scalars = self._scalars[0]
+        scalars = self._scalars(0)
         for optimizer in self._binding.optimizers:
             optimizer.state.clear()
         for name in self._binding.params:
@@ -153,7 +168,7 @@ class Replay:
 
     def begin_first_step(self) -> None:
         """The loop is about to run the first step: random state as it was at the top of it."""
-        restore_rng(self._scalars[0]["rng"])
+        restore_rng(self._scalars(0)["rng"])
         self._first_forward_done = False
         if not self.dense:
             self._play()
@@ -164,7 +179,7 @@ class Replay:
         """The first forward of the resumed run: undo what creating a data iterator drew from the generators."""
         if not self._first_forward_done:
             self._first_forward_done = True
-            recorded = self._scalars[0].get("rng_forward")
+            recorded = self._scalars(0).get("rng_forward")
             if recorded is not None:
                 restore_rng(recorded)
 
@@ -206,7 +221,7 @@ class Replay:
             ReplayMismatch: with ``on_mismatch="raise"``, naming what differs first.
         """
         self._position += 1
-        image, scalars = self._images[self._position], self._scalars[self._position]
+        image, scalars = self._images[self._position], self._scalars(self._position)
         found = self._compare(image, scalars)
         self._load(image, scalars, everything=False)
         if self.dense:
@@ -222,10 +237,15 @@ class Replay:
         self._limiter.stop()
         self._tape.play(None)
 
+    def _scalars(self, position: int) -> dict[str, Any]:
+        if position not in self._known_scalars:
+            self._known_scalars[position] = self._images[position].scalars()
+        return self._known_scalars[position]
+
     # -- loading ---------------------------------------------------------------------------------
 
     def _play(self) -> None:
-        following = self._scalars[self._position + 1]
+        following = self._scalars(self._position + 1)
         self._tape.play([(kind, value) for kind, value in following["tape"]])
 
     def _load(self, image: SnapshotImage, scalars: dict[str, Any], *, everything: bool) -> None:

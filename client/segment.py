@@ -25,6 +25,7 @@ from ckptd.segment_format import (
     SegmentGeometry,
     SlotHeader,
     read_prologue,
+    read_protect,
     read_slot_header,
     set_slot_state,
     slot_lock_byte,
@@ -127,6 +128,11 @@ class MappedSegment:
     def hint(self, value: int) -> None:
         self.buffer[HINT_OFFSET] = value
 
+    @property
+    def protect_from(self) -> int:
+        """From which iteration on the daemon asks to keep sealed snapshots; -1 for none."""
+        return read_protect(self.buffer)
+
     def regions(self) -> list[tuple[int, int]]:
         """(offset, length) of every slot in the mapping."""
         return [
@@ -179,11 +185,27 @@ class MappedSegment:
 
 
 class SlotTable:
-    """All generations of this rank, oldest first, read as one list of records."""
+    """All generations of this rank, oldest first, read as one list of records.
 
-    def __init__(self, segments: Sequence[MappedSegment]) -> None:
+    ``epoch`` is the history that is being written now, and ``epoch_start`` where it left the one before (-1: nowhere).
+    """
+
+    def __init__(
+        self, segments: Sequence[MappedSegment], *, epoch: int = 0, epoch_start: int = -1
+    ) -> None:
         self.segments = list(segments)
+        self.epoch, self.epoch_start = epoch, epoch_start
         self._anchors: dict[tuple[int, int, int], int] = {}
+
+    @property
+    def epochs(self) -> dict[int, int]:
+        """What the ring's functions must know beyond the records: this epoch has begun, even if no snapshot of it is there."""
+        return {self.epoch: self.epoch_start}
+
+    @property
+    def protect_from(self) -> int:
+        """The oldest iteration from which on any of the segments should keep its snapshots; -1 for none."""
+        return min((p for s in self.segments if (p := s.protect_from) >= 0), default=-1)
 
     def segment(self, generation: int) -> MappedSegment:
         return next(s for s in self.segments if s.generation == generation)
@@ -201,9 +223,7 @@ class SlotTable:
             for index in range(segment.geometry.num_slots):
                 header = segment.header(index)
                 if header is None:
-                    found.append(
-                        SlotRecord(segment.generation, index, SlotState.FREE, -1, -1, 0, 0, 0, 0, 0)
-                    )
+                    found.append(SlotRecord(segment.generation, index, SlotState.FREE))
                     continue
                 held = header.state in (SlotState.FILLED, SlotState.SEALED)
                 found.append(
@@ -218,6 +238,9 @@ class SlotTable:
                         layout_id=header.layout_id,
                         anchors=self._anchors_of(segment, index, header) if held else 0,
                         phase=header.phase,
+                        epoch=header.epoch,
+                        epoch_start=header.epoch_start,
+                        header_digest=header.header_digest,
                     )
                 )
         return found

@@ -25,8 +25,14 @@ from ckptd.transport.messages import (
     Detach,
     Done,
     Drop,
+    Fetch,
+    FetchPiece,
+    FetchState,
     Filled,
+    GetFetch,
     Hello,
+    Join,
+    NodeCard,
     Notice,
     Ping,
     Pong,
@@ -34,6 +40,8 @@ from ckptd.transport.messages import (
     Report,
     Reserve,
     Reserved,
+    RunSeen,
+    SeeRun,
     SegmentInfo,
     Welcome,
 )
@@ -165,9 +173,13 @@ class Session:
         self._desk = _Lane("ckptd-desk", self._look_at_slots, lambda error: None, self._closed)
         self._next_ping = self._next_try = self._next_look = 0.0
         self._reserving: tuple[Reserve, Future[SegmentInfo]] | None = None
+        self._joined: Join | None = None
+        self._join_again = False
         self.connected = False
         self.outages = 0
         self.node_id = ""
+        self.card = NodeCard("nobody")
+        self.slack = 0
         self.segments: tuple[SegmentInfo, ...] = ()
         self.quota_bytes = self.available_bytes = 0
         self._open_within(timeout_s)
@@ -221,6 +233,43 @@ class Session:
             return found
         self.drop(found.generation)  # asked for under another plan, and no longer wanted
         return self.reserve(slot_bytes, num_slots, descriptor)
+
+    def see_run(self, job: str, run: str, known: tuple[str, ...]) -> RunSeen:
+        """What is held of a run, on this node and on those that took part before and are not ``known``.
+
+        Raises:
+            DaemonUnavailable: the daemon is away.
+        """
+        reply = self._ask_now(SeeRun(job, run, known), "see run", 2 * _ANSWER_S)
+        assert isinstance(reply, RunSeen)
+        return reply
+
+    def join(self, message: Join) -> None:
+        """Tell the daemon who takes part in the run, now and after each of its restarts; nobody waits for it."""
+        self._joined = message
+        self._link.submit(self._join)
+
+    def fetch(self, pieces: tuple[FetchPiece, ...], cards: tuple[NodeCard, ...]) -> SegmentInfo:
+        """Have these snapshots brought here, into a new generation; they are sealed one after the other.
+
+        Raises:
+            AttachRefused: they do not fit, or nobody holds them any more.
+            DaemonUnavailable: the daemon is away.
+        """
+        reply = self._ask_now(Fetch(pieces, cards), "fetch", _RESERVE_LIMIT_S)
+        assert isinstance(reply, Reserved)
+        return reply.segment
+
+    def fetch_state(self, generation: int) -> FetchState:
+        """How far a fetch is.
+
+        Raises:
+            AttachRefused: the daemon knows nothing of it (it was restarted).
+            DaemonUnavailable: the daemon is away.
+        """
+        reply = self._ask_now(GetFetch(generation), "fetch")
+        assert isinstance(reply, FetchState)
+        return reply
 
     def drop(self, generation: int) -> None:
         """Tell the daemon that a generation is no longer needed."""
@@ -297,6 +346,28 @@ class Session:
         assert isinstance(reply, Reserved)
         return reply.segment
 
+    def _ask_now(self, message: Any, operation: str, timeout_s: float = _ANSWER_S) -> Any:
+        """Ask on the link and wait here for the answer."""
+
+        def ask() -> Any:
+            return self._request(message, timeout_s, alive_s=_ANSWER_S)
+
+        try:
+            return self._link.call(ask, timeout_s + _ANSWER_S)
+        except (RequestTimeout, WireError, OSError, TimeoutError) as error:
+            raise DaemonUnavailable(str(error), operation=operation) from error
+
+    def _join(self) -> None:
+        if self._joined is None:
+            return
+        try:
+            self._request(self._joined, _ANSWER_S)
+            self._join_again = False
+        except (AttachRefused, *_FAILURES) as error:
+            self._join_again = True
+            # Snapshots of this node go on; they have no second home until the daemon is back.
+            logger.warning("the daemon was not told who takes part in the run: %s", error)
+
     def _send(self, message: Filled | Report | Notice) -> None:
         if self.connected and self._client is not None and not self._client.send(message):
             self._lose("it takes no messages")
@@ -323,6 +394,8 @@ class Session:
             return
         if not isinstance(pong, Pong) or not pong.attached:
             self._lose("it was restarted")
+        elif self._join_again:
+            self._join()
 
     def _lose(self, why: str) -> None:
         if not self.connected:
@@ -338,6 +411,7 @@ class Session:
             logger.debug("still no daemon: %s", error)
             return
         logger.warning("ckptd is back (node %s)", self.node_id)
+        self._join()
 
     def _open_within(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -379,6 +453,8 @@ class Session:
         assert isinstance(welcome, Welcome)
         assert isinstance(attached, Attached)
         self._client, self.node_id = client, welcome.node_id
+        self.card = welcome.card or NodeCard(welcome.node_id)
+        self.slack = attached.replication_slack
         self.segments = attached.segments
         self.quota_bytes, self.available_bytes = attached.quota_bytes, attached.available_bytes
         self.connected = True

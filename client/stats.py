@@ -9,7 +9,13 @@ __all__ = ["Stats"]
 
 @dataclass(slots=True)
 class Stats:
-    """All times in the unit of the name's suffix; counts since the process started."""
+    """All times in the unit of the name's suffix; counts since the process started.
+
+    Of a recovery: `attach_s` until the daemon has granted what there is, `recover_plan_s` to learn who holds what and to
+    agree, `fetch_first_s` and `fetch_last_s` from asking the daemon for what lies elsewhere until the first and the last
+    snapshot of it were seen here (0 if nothing was; replay asks for a snapshot when it needs it), `restore_s` for all of the start
+    up to the first replayed iteration, `replay_s` from there until the state was dense.
+    """
 
     snapshots: int = 0
     snapshot_bytes: int = 0
@@ -25,6 +31,10 @@ class Stats:
     nan_snapshots: int = 0
     replayed_steps: int = 0
     replay_s: float = 0.0
+    attach_s: float = 0.0
+    recover_plan_s: float = 0.0
+    fetch_first_s: float = 0.0
+    fetch_last_s: float = 0.0
     restore_s: float = 0.0
     restored_bytes: int = 0
     verified_tensors: int = 0

@@ -24,9 +24,10 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["CopyEngine", "CopyItem", "CpuEngine", "HostMemory", "measure_bandwidth"]
 
-# Below torch's parallel grain (32,768 elements) a cast stays on the calling thread: a copy must not wake the trainer's
-# intra-op pool, nor may we change its size (that changes bits).
-_CAST_CHUNK = 32_767
+# Below torch's parallel grain (32,768 elements) an operation stays on the calling thread. Above it, it would form a second
+# OpenMP team in this process, and the trainer's threads would sleep at every barrier instead of spinning (65 % slower on two
+# cores); torch's number of threads is not ours to change (that changes bits).
+_SERIAL_NUMEL = 32_767
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,26 +224,35 @@ def _to_host(item: CopyItem, memory: HostMemory, base: int) -> None:
         return
     view = item.view()
     target = memory.view(base + item.offset, item.nbytes, item.dtype, view.shape)
-    if view.is_contiguous():
-        _cast_in_chunks(target.view(-1), view.view(-1))
-    else:
-        target.copy_(view)
+    with torch.no_grad():
+        _copy_serially(target, view)
 
 
 def _from_host(item: CopyItem, memory: HostMemory, base: int) -> None:
-    target = _address(item)
-    if target is not None:
-        ctypes.memmove(target, memory.address + base + item.offset, item.nbytes)
+    address = _address(item)
+    if address is not None:
+        ctypes.memmove(address, memory.address + base + item.offset, item.nbytes)
         return
     view = item.view()
     source = memory.view(base + item.offset, item.nbytes, item.dtype, view.shape)
     with torch.no_grad():
-        view.copy_(source)
+        _copy_serially(view, source)
 
 
-def _cast_in_chunks(target: Tensor, source: Tensor) -> None:
-    for start in range(0, source.numel(), _CAST_CHUNK):
-        target[start : start + _CAST_CHUNK].copy_(source[start : start + _CAST_CHUNK])
+def _copy_serially(target: Tensor, source: Tensor) -> None:
+    """``target.copy_(source)`` for any strides and dtypes, on the calling thread alone."""
+    if target.numel() <= _SERIAL_NUMEL:
+        target.copy_(source)
+    elif target.is_contiguous() and source.is_contiguous():
+        target, source = target.view(-1), source.view(-1)
+        for start in range(0, source.numel(), _SERIAL_NUMEL):
+            target[start : start + _SERIAL_NUMEL].copy_(source[start : start + _SERIAL_NUMEL])
+    else:
+        dim = max(range(target.dim()), key=lambda d: target.shape[d])
+        rows = max(1, target.shape[dim] * _SERIAL_NUMEL // target.numel())
+        for start in range(0, target.shape[dim], rows):
+            length = min(rows, target.shape[dim] - start)
+            _copy_serially(target.narrow(dim, start, length), source.narrow(dim, start, length))
 
 
 def measure_bandwidth(tensors: Sequence[Tensor], *, limit_bytes: int = 128 << 20) -> float:

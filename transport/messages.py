@@ -22,38 +22,60 @@ __all__ = [
     "Attached",
     "Detach",
     "Done",
+    "Drill",
+    "DrillReport",
     "Drop",
     "EventInfo",
     "Events",
+    "Fetch",
+    "FetchPiece",
+    "FetchSource",
+    "FetchState",
     "Filled",
     "Forget",
     "GetEvents",
+    "GetFetch",
+    "GetHoldings",
+    "GetPeers",
     "GetSnapshots",
     "GetStatus",
+    "HeldSegment",
+    "HeldSlot",
     "Hello",
+    "Holdings",
+    "HostedReplica",
+    "Join",
+    "Member",
     "Message",
+    "NodeCard",
     "Notice",
     "OneWay",
+    "PeerStatus",
+    "Peers",
     "Ping",
     "Pong",
     "RankSnapshots",
     "RefusalCode",
     "Refused",
+    "ReplicationStatus",
     "Reply",
     "Report",
     "Request",
     "Reserve",
     "Reserved",
+    "RunSeen",
+    "SeeRun",
     "SegmentInfo",
     "SegmentStatus",
     "SessionStatus",
     "SlotInfo",
     "Snapshots",
     "Status",
+    "TargetStatus",
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Name = Annotated[str, Meta(pattern=r"^(?!\.\.?\Z)[A-Za-z0-9._-]{1,64}\Z")]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 24)]
@@ -84,6 +106,53 @@ class RefusalCode(StrEnum):
     IN_USE = "in_use"  # a live trainer still owns it
     CLOSING = "closing"  # the daemon is shutting down
     INTERNAL = "internal"  # a bug of ours; the daemon's log has the traceback
+
+
+HeaderBytes = Annotated[bytes, Meta(min_length=112, max_length=112)]
+Labels = Annotated[dict[ShortText, ShortText], Meta(max_length=32)]
+
+
+class NodeCard(Struct, frozen=True, tag=True):
+    """How peers reach a node. ``endpoint`` is "" where its daemon has no peer listener; ``public_key`` is Z85 or ""."""
+
+    node: Name
+    endpoint: Text = ""
+    public_key: ShortText = ""
+    labels: Labels = {}
+    boot_id: ShortText = ""
+
+
+class Member(Struct, frozen=True, tag=True):
+    """One node of a run and the ranks that live on it, with the bytes of each rank's ring."""
+
+    card: NodeCard
+    ranks: tuple[Rank, ...]
+    ring_bytes: tuple[Count, ...] = ()
+
+
+class HeldSlot(Struct, frozen=True, tag=True):
+    """One sealed snapshot: where it lies, its header, and which operators it anchors (bitmap, little-endian)."""
+
+    slot: SlotIndex
+    header: HeaderBytes
+    anchors: Blob
+
+
+class HeldSegment(Struct, frozen=True, tag=True):
+    """A segment of one rank. ``own`` is false for a replica; ``origin`` names the primary that it copies (or is)."""
+
+    name: ShortText
+    rank: Rank
+    own: bool
+    origin: ShortText
+    generation: Generation
+    world_size: int
+    window: int
+    num_operators: Count
+    operators_id: ShortText
+    slot_bytes: Count
+    num_slots: NumSlots
+    slots: tuple[HeldSlot, ...]
 
 
 class SegmentInfo(Struct, frozen=True, tag=True):
@@ -181,6 +250,65 @@ class Ping(Struct, frozen=True, tag=True):
     """Are you there, and do you still know me?"""
 
 
+class GetHoldings(Struct, frozen=True, tag=True):
+    """What does this node hold of a run, its own ranks' and others'? (Between daemons.)"""
+
+    job: Name
+    run: Name
+
+
+class SeeRun(Struct, frozen=True, tag=True):
+    """What is held of a run, here and on the nodes that took part in it before and are not among ``known``?"""
+
+    job: Name
+    run: Name
+    known: Annotated[tuple[Name, ...], Meta(max_length=1 << 20)] = ()
+
+
+class Join(Struct, frozen=True, tag=True):
+    """Who takes part in the run that this session's rank is of; the same from every rank.
+
+    ``epoch`` counts the recoveries of the run; its history goes back to ``epoch_start`` and no further into older ones
+    (-1: to nothing). ``replicas`` is how many copies the trainer asks for; -1 leaves it to the daemon's configuration.
+    """
+
+    epoch: Count
+    epoch_start: Iteration
+    members: Annotated[tuple[Member, ...], Meta(max_length=1 << 20)]
+    replicas: Annotated[int, Meta(ge=-1, le=64)] = -1
+
+
+class FetchSource(Struct, frozen=True, tag=True):
+    """Who holds a snapshot, and where."""
+
+    node: Name
+    segment: ShortText
+    slot: SlotIndex
+
+
+class FetchPiece(Struct, frozen=True, tag=True):
+    """One snapshot to bring here, and its holders, the preferred one first."""
+
+    header: HeaderBytes
+    sources: Annotated[tuple[FetchSource, ...], Meta(min_length=1, max_length=256)]
+
+
+class Fetch(Struct, frozen=True, tag=True):
+    """Bring these snapshots of the session's rank here, into a new generation: piece i into slot i, in this order.
+
+    Answered by `Reserved` as soon as the segment is there; each slot is sealed when its image is complete and verified.
+    """
+
+    pieces: Annotated[tuple[FetchPiece, ...], Meta(min_length=1, max_length=1 << 16)]
+    cards: Annotated[tuple[NodeCard, ...], Meta(max_length=1 << 20)] = ()
+
+
+class GetFetch(Struct, frozen=True, tag=True):
+    """How far is the fetch into this generation?"""
+
+    generation: Generation
+
+
 # -- ckptctl -> daemon ---------------------------------------------------------------------------
 
 
@@ -214,6 +342,18 @@ class Forget(Struct, frozen=True, tag=True):
     run: Name
 
 
+class GetPeers(Struct, frozen=True, tag=True):
+    """Ask for everything `ckptctl peers` shows."""
+
+
+class Drill(Struct, frozen=True, tag=True):
+    """Rehearse: bring what a recovery of this rank would need here, from other nodes than its own, verify it, and drop it."""
+
+    job: Name
+    run: Name
+    rank: Rank
+
+
 # -- daemon -> trainer ---------------------------------------------------------------------------
 
 
@@ -225,14 +365,45 @@ class Welcome(Struct, frozen=True, tag=True):
     pid: int
     segment_dir: str
     boot_id: str = ""
+    card: NodeCard | None = None
+
+
+class Holdings(Struct, frozen=True, tag=True):
+    """Everything sealed that this node holds of a run."""
+
+    node: Name
+    segments: tuple[HeldSegment, ...]
+
+
+class RunSeen(Struct, frozen=True, tag=True):
+    """The holdings of this node and of others that answered in time, with how to reach these others."""
+
+    holdings: tuple[Holdings, ...]
+    cards: tuple[NodeCard, ...]
+    members: tuple[Member, ...] = ()  # of the run, as far as this daemon was told
+
+
+class FetchState(Struct, frozen=True, tag=True):
+    """``state`` is running, done or failed (``reason`` says why); bytes per node they came from."""
+
+    state: str
+    reason: str
+    pieces_done: int
+    bytes_done: int
+    bytes_total: int
+    by_node: dict[str, int]
 
 
 class Attached(Struct, frozen=True, tag=True):
-    """The rank is yours: its segments, oldest generation first, and the memory left for it."""
+    """The rank is yours: its segments, oldest generation first, and the memory left for it.
+
+    ``replication_slack``: slots that its ring should have beyond what one node needs.
+    """
 
     segments: tuple[SegmentInfo, ...]
     quota_bytes: int
     available_bytes: int
+    replication_slack: int = 0
 
 
 class Reserved(Struct, frozen=True, tag=True):
@@ -370,6 +541,79 @@ class Snapshots(Struct, frozen=True, tag=True):
     ranks: tuple[RankSnapshots, ...]
 
 
+class TargetStatus(Struct, frozen=True, tag=True):
+    """One target of a rank's replication. ``current_up_to`` is the end of its newest complete suffix (-1: none)."""
+
+    node: str
+    phase: str
+    alive: bool
+    counted: bool  # whether the floor waits for it
+    held: int
+    current_up_to: int
+    lag_iterations: int
+    lag_bytes: int
+    reason: str
+
+
+class ReplicationStatus(Struct, frozen=True, tag=True):
+    """One local rank's replication, and the floor of its run (-1: none yet)."""
+
+    job: str
+    run: str
+    rank: int
+    epoch: int
+    floor: int
+    targets: tuple[TargetStatus, ...]
+
+
+class PeerStatus(Struct, frozen=True, tag=True):
+    """One other node."""
+
+    node: str
+    endpoint: str
+    labels: dict[str, str]
+    alive: bool
+    silent_s: float
+    free_bytes: int
+
+
+class HostedReplica(Struct, frozen=True, tag=True):
+    """One replica that lies here."""
+
+    name: str
+    job: str
+    run: str
+    rank: int
+    total_bytes: int
+    sealed: int
+    newest_iteration: int
+
+
+class Peers(Struct, frozen=True, tag=True):
+    """What `ckptctl peers` shows. ``endpoint`` is "" where this daemon has no peer listener."""
+
+    node: str
+    endpoint: str
+    public_key: str
+    peers: tuple[PeerStatus, ...]
+    ranks: tuple[ReplicationStatus, ...]
+    replicas: tuple[HostedReplica, ...]
+    counters: dict[str, int]
+
+
+class DrillReport(Struct, frozen=True, tag=True):
+    """How a drill went. ``compared`` counts bytes that were also compared with the primary, where that lies on this node."""
+
+    recoverable: bool
+    reason: str
+    start: int = -1
+    end: int = -1
+    seconds: float = 0.0
+    bytes: int = 0
+    compared: int = 0
+    by_node: dict[str, int] = {}
+
+
 class EventInfo(Struct, frozen=True, tag=True):
     """One thing that happened; `seq` grows by one with each."""
 
@@ -392,8 +636,37 @@ class Events(Struct, frozen=True, tag=True):
 
 
 Request = (
-    Hello | Attach | Reserve | Drop | Detach | Ping | GetStatus | GetSnapshots | GetEvents | Forget
+    Hello
+    | Attach
+    | Reserve
+    | Drop
+    | Detach
+    | Ping
+    | SeeRun
+    | GetPeers
+    | Drill
+    | Join
+    | Fetch
+    | GetFetch
+    | GetStatus
+    | GetSnapshots
+    | GetEvents
+    | Forget
 )
 OneWay = Filled | Report | Notice
-Reply = Welcome | Attached | Reserved | Done | Pong | Refused | Status | Snapshots | Events
+Reply = (
+    Welcome
+    | Attached
+    | Reserved
+    | Done
+    | Pong
+    | Refused
+    | RunSeen
+    | Peers
+    | DrillReport
+    | FetchState
+    | Status
+    | Snapshots
+    | Events
+)
 Message = Request | OneWay | Reply

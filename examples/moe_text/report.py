@@ -18,10 +18,12 @@ from examples.moe_text.lab import Event
 
 __all__ = [
     "Kill",
+    "NodeLoss",
     "Recovery",
     "differing_tensors",
     "draw",
     "losses_by_step",
+    "node_recovery",
     "recoveries",
     "redone_steps",
     "step_time_ms",
@@ -53,6 +55,16 @@ class Recovery:
     back_s: float | None  # kill to the first iteration that had not been done before
 
 
+@dataclass(frozen=True, slots=True)
+class NodeLoss:
+    """Hosts that were destroyed at the same time."""
+
+    time_s: float  # wall clock, when it began
+    hosts: tuple[str, ...]
+    ranks: tuple[int, ...]  # that lived there
+    last_step: int  # the last iteration that any rank had completed by then
+
+
 def recoveries(kills: Sequence[Kill], events: Sequence[Event]) -> list[Recovery | None]:
     """One entry per kill, in order; None for kills that did not hit the trainer."""
     hits = [kill for kill in kills if kill.hit_trainer]
@@ -71,6 +83,26 @@ def _recovery(kill: Kill, end_s: float, events: Sequence[Event]) -> Recovery:
         redone=sum(event["step"] <= kill.last_step for event in steps),
         start_s=attached["time_s"] - kill.time_s if attached else None,
         back_s=fresh["time_s"] - kill.time_s if fresh else None,
+    )
+
+
+def node_recovery(loss: NodeLoss, events: Sequence[Event]) -> Recovery:
+    """How one rank survived a loss of hosts, from its log: from the loss to its first new iteration.
+
+    A survivor's last iteration may be logged after the loss began; the new life begins with `attached`.
+    """
+    later = [event for event in events if event["time_s"] > loss.time_s]
+    attached = next((event for event in later if event["event"] == "attached"), None)
+    if attached is None:
+        return Recovery(resumed_at=None, redone=0, start_s=None, back_s=None)
+    steps = [e for e in later if e["event"] == "step" and e["time_s"] >= attached["time_s"]]
+    fresh = next((event for event in steps if event["step"] > loss.last_step), None)
+    end_s = fresh["time_s"] if fresh else float("inf")
+    return Recovery(
+        resumed_at=steps[0]["step"] if steps else None,
+        redone=sum(e["step"] <= loss.last_step and e["time_s"] < end_s for e in steps),
+        start_s=attached["time_s"] - loss.time_s,
+        back_s=fresh["time_s"] - loss.time_s if fresh else None,
     )
 
 

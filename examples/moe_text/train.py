@@ -5,6 +5,9 @@ itself. Run it twice with the same `--run`, kill it as often as you like in betw
 same bits. `--init-seed` may differ between restarts: nothing that matters comes from re-initialisation.
 
     python -m examples.moe_text.train --steps 200 --log out/loss.jsonl --final out/final.pt
+
+With `--ddp`, torchrun starts one of these per rank: the same loop under DistributedDataParallel over gloo, with
+data, dropout, log and final state of each rank's own (`<log>-r<rank>.jsonl`).
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ckptd.client import Checkpointer
@@ -77,6 +82,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--run", default="r1")
     parser.add_argument("--daemon", default="auto", help="auto, none, or an endpoint")
     parser.add_argument("--window", type=int, help="snapshots per window; default: measured")
+    parser.add_argument("--ddp", action="store_true", help="data parallel, under torchrun")
     parser.add_argument("--log", type=Path, help="append one JSON line per event to this file")
     parser.add_argument("--final", type=Path, help="write the whole final state to this file")
     return parser.parse_args()
@@ -88,8 +94,9 @@ class EventLog:
     A SIGKILL may tear the last line: the next process ends it first, and readers skip it.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, **always: object) -> None:
         self._fd: int | None = None
+        self._always = always
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +107,13 @@ class EventLog:
 
     def write(self, event: str, **fields: object) -> None:
         if self._fd is not None:
-            record = {"event": event, "pid": os.getpid(), "time_s": time.time(), **fields}
+            record = {
+                "event": event,
+                "pid": os.getpid(),
+                "time_s": time.time(),
+                **self._always,
+                **fields,
+            }
             os.write(self._fd, (json.dumps(record) + "\n").encode())
 
     def close(self) -> None:
@@ -111,10 +124,12 @@ class EventLog:
 
 def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
     """Run the loop to its end and return the complete final state."""
+    rank = dist.get_rank() if args.ddp else 0
     model, masters = build_model(args.init_seed)
+    net = distribute(model, args.init_seed) if args.ddp else model
     optimizer = torch.optim.AdamW(list(masters.values()), lr=2e-3, weight_decay=0.05)
     sched = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(args.steps))
-    loader = ByteLoader(load_corpus(), batch_size=args.batch_size, context=128, seed=7)
+    loader = ByteLoader(load_corpus(), batch_size=args.batch_size, context=128, seed=7 + rank)
 
     ckpt = Checkpointer(
         model,
@@ -129,7 +144,7 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
     log.write("attached", init_seed=args.init_seed)
     for step in ckpt.steps(args.steps):
         inputs, targets = next(loader)
-        loss = model(inputs, targets)
+        loss = net(inputs, targets)
         loss.backward()
         gradients_to_masters(model, masters)
         norm = clip_grad_norm_(masters.values(), 1.0)
@@ -144,6 +159,38 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
     state = final_state(model, masters, optimizer, {"sched": sched, "loader": loader})
     ckpt.close()
     return state
+
+
+def distribute(model: nn.Module, init_seed: int) -> nn.Module:
+    """The model, to be called in its place: gradients are averaged over the ranks; dropout differs between them.
+
+    Which experts get no token differs too, hence `find_unused_parameters`. It also keeps DDP from regrouping
+    gradients after its first iteration, which would add them up in another order after a restart than before it.
+    """
+    net = DistributedDataParallel(model, find_unused_parameters=True)
+    torch.manual_seed(1000 * init_seed + dist.get_rank())
+    return net
+
+
+def of_this_rank(args: argparse.Namespace) -> dict[str, object]:
+    """Join the other ranks, and turn names of files into this rank's own; what every line of the log shall say.
+
+    A rank that has a log already has lived before, perhaps elsewhere: this life is initialised with
+    another seed, so that nothing right can come from there.
+    """
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for option in ("log", "final"):
+        path: Path | None = getattr(args, option)
+        if path is not None:
+            setattr(args, option, path.with_name(f"{path.stem}-r{rank}{path.suffix}"))
+    if args.log is not None and args.log.exists():
+        args.init_seed += args.log.read_bytes().count(b'"event": "attached"')
+    # All ranks must agree, also where one of them died before it had written that line.
+    seeds: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(seeds, args.init_seed)
+    args.init_seed = max(seed for seed in seeds if seed is not None)
+    return {"rank": rank, "node": os.environ.get("CKPTD_NODE_ID", "")}
 
 
 def final_state(
@@ -188,13 +235,16 @@ def main() -> None:
     args = parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)  # the number of threads changes the bits of a sum
-    log = EventLog(args.log)
+    always = of_this_rank(args) if args.ddp else {}
+    log = EventLog(args.log, **always)
     state = train(args, log)
     if args.final is not None:
         args.final.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, args.final)
     print(f"final state: {len(state)} tensors, digest {digest(state)}")
     log.close()
+    if args.ddp:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -34,6 +34,25 @@ SUBJECTS = [
         ["--rounds", "1", "--tokens", "64", "--width", "32", "--layers", "2", "--window", "10"],
         {"replay_cost_90_frozen"},
     ),
+    (
+        "replication",
+        ["--rounds", "1", "--block", "3", "--settle", "8", "--batch-size", "1"],
+        {"replication_fraction", "overhead_fraction", "lag_iterations_max", "replicated_mb_per_s"},
+    ),
+    (
+        "recovery",
+        ["--rounds", "1", "--state-mib", "8"],
+        {
+            "recovery_s",
+            "import_s",
+            "attach_s",
+            "plan_s",
+            "first_s",
+            "transfer_s",
+            "load_s",
+            "replay_s",
+        },
+    ),
 ]
 
 

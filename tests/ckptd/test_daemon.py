@@ -208,8 +208,8 @@ def test_a_bad_message_is_answered(shared: DaemonProcess) -> None:
 
 def test_another_protocol_version_is_refused_by_name(shared: DaemonProcess) -> None:
     with (
-        ControlClient(shared.endpoint, 20, protocol=2) as client,
-        pytest.raises(RefusedError, match=r"version 2.*version 1.*same ckptd version") as caught,
+        ControlClient(shared.endpoint, 20, protocol=3) as client,
+        pytest.raises(RefusedError, match=r"version 3.*version 2.*same ckptd version") as caught,
     ):
         client.request(m.Ping())
     assert caught.value.code == "protocol"

@@ -21,9 +21,14 @@ from ckptd.ring import (
     check_transition,
     choose_slot,
     droppable_generations,
+    epoch_table,
     find_suffix,
+    is_stale,
+    live,
     missing_operators,
+    newest_by_iteration,
     slots_for_window,
+    stale_after,
     truncate,
 )
 
@@ -39,6 +44,8 @@ def snap(
     state: SlotState = SEALED,
     sequence: int | None = None,
     generation: int = 0,
+    epoch: int = 0,
+    epoch_start: int = -1,
 ) -> SlotRecord:
     """A record; unless said otherwise it continues the chain and its slot is its iteration."""
     return SlotRecord(
@@ -49,6 +56,8 @@ def snap(
         previous=iteration - 1 if previous is None else previous,
         sequence=iteration if sequence is None else sequence,
         anchors=anchors,
+        epoch=epoch,
+        epoch_start=epoch_start,
     )
 
 
@@ -278,6 +287,189 @@ def test_a_generation_with_a_chain_being_built_stays() -> None:
     assert droppable_generations(records, 3, 2) == set()
 
 
+# -- histories -----------------------------------------------------------------------------------
+
+
+def test_what_a_later_epoch_left_behind_is_stale() -> None:
+    old, new = run(0, 5, 1), [snap(4, 1, index=9, epoch=2, epoch_start=3)]
+    table = epoch_table([*old, *new])
+    assert table == {0: -1, 2: 3}
+    assert [r.iteration for r in old if is_stale(r, table)] == [4, 5]
+    assert not is_stale(new[0], table)
+    assert live([*old, *new]) == [*old[:4], *new]
+    assert live(old, {1: 2}) == old[:3]
+    assert live(old, {0: 2}) == old, "an epoch does not outdate itself"
+
+
+def test_the_earliest_of_the_later_epochs_counts() -> None:
+    """Epoch 2 went on from 7, but epoch 1 had left the first history at 3 already."""
+    epochs = {0: -1, 1: 3, 2: 7}
+    assert stale_after(epochs) == {0: 3, 1: 7}
+    assert is_stale(snap(5, 1), epochs)
+    assert not is_stale(snap(5, 1, epoch=1, epoch_start=3), epochs)
+    assert stale_after({}) == stale_after({4: 1}) == {}
+
+
+@given(st.dictionaries(st.integers(0, 5), st.integers(-1, 9)), st.integers(0, 5), st.integers(0, 9))
+def test_both_forms_of_staleness_agree(epochs: dict[int, int], epoch: int, iteration: int) -> None:
+    epochs.setdefault(epoch, 0)
+    record = snap(iteration, 1, epoch=epoch, epoch_start=epochs[epoch])
+    assert is_stale(record, epochs) is (record not in live([record], epochs))
+
+
+@pytest.mark.parametrize("state", SlotState)
+def test_any_header_of_a_later_epoch_is_evidence(state: SlotState) -> None:
+    begun = snap(4, 0, index=9, state=state, epoch=1, epoch_start=3)
+    assert found([*run(0, 5, 2), begun], 2).end == (4 if state is SEALED else 3)
+
+
+def test_a_suffix_never_rests_on_an_abandoned_history() -> None:
+    """Snapshots 4 and 5 of the old history are still there; the new one has come to 4."""
+    records = [*run(0, 5, 2), snap(4, 1, index=9, epoch=1, epoch_start=3)]
+    assert [r.key for r in found(records, 2).records] == [(0, 3), (0, 9)]
+    assert newest_by_iteration(records)[4].epoch == 1
+    assert 5 not in newest_by_iteration(records)
+    known = find_suffix(run(0, 5, 2), 2, epochs={1: 3})
+    assert isinstance(known, Suffix)
+    assert known.end == 3
+
+
+def test_a_later_epoch_counts_whatever_its_sequence() -> None:
+    """A node that lost its memory begins to count its fills at 1 again."""
+    again = snap(3, 0b11, index=9, sequence=0, epoch=1, epoch_start=3)
+    assert newest_by_iteration([*run(0, 3, 2), again])[3] == again
+
+
+def test_stale_slots_are_given_away_first() -> None:
+    records = [*run(0, 5, 2), snap(4, 1, index=8, epoch=1, epoch_start=3), free(9)]
+    choice = choose_slot(records, 2, generation=0)
+    assert (choice.index, choice.releases) == (4, 4)
+    assert "abandoned history" in choice.reason
+    choice = choose_slot(records, 2, busy={(0, 4), (0, 5)}, generation=0)
+    assert choice.index == 9
+    known = choose_slot([*run(0, 5, 2), free(9)], 2, generation=0, epochs={1: 4})
+    assert (known.index, known.releases) == (5, 5)
+
+
+def test_of_stale_slots_the_witnesses_go_last() -> None:
+    """Epoch 1 is what shows that 4 of epoch 0 is stale: epoch 2 went on from 5 only."""
+    records = [
+        snap(4, 1, index=0),
+        snap(6, 1, index=1, epoch=1, epoch_start=3),
+        snap(7, 1, index=2, epoch=1, epoch_start=3),
+        snap(6, 1, index=3, epoch=2, epoch_start=5),
+    ]
+    for expected in (0, 1, 2):
+        choice = choose_slot(records, 1, generation=0)
+        assert choice.index == expected
+        records[expected] = snap(7 + expected, 1, index=expected, epoch=2, epoch_start=5)
+
+
+def test_a_stale_slot_that_is_digested_or_read_is_worth_waiting_for() -> None:
+    kept = run(0, 1, 2)
+    for abandoned, busy in (
+        (snap(2, 1, state=FILLED), set()),
+        (snap(2, 1), {(0, 2)}),
+    ):
+        choice = choose_slot([*kept, abandoned], 2, busy=busy, generation=0, epochs={1: 1})
+        assert (choice.index, choice.remedy) == (None, Remedy.WAIT)
+
+
+def test_a_generation_of_stale_snapshots_is_dropped() -> None:
+    old = run(3, 4, 2)
+    new = [replace(r, epoch=1, epoch_start=2) for r in run(3, 3, 2, generation=1)]
+    assert droppable_generations(old, 2, 1) == set()
+    assert droppable_generations([*old, *new], 2, 1) == {0}
+    assert droppable_generations(old, 2, 1, epochs={1: 2}) == {0}
+
+
+# -- the floor -----------------------------------------------------------------------------------
+
+
+def test_slack_is_what_the_floor_may_be_behind() -> None:
+    assert slots_for_window(4) == 6
+    assert slots_for_window(4, slack=2) == 8
+
+
+def test_what_is_protected_is_given_away_last_and_only_by_a_trainer() -> None:
+    records = run(0, 5, 2)
+    assert choose_slot(records, 2, generation=0, protect_from=2).releases == 0
+    soft = choose_slot(records[2:], 2, generation=0, protect_from=2)
+    assert (soft.releases, soft.overrides_floor) == (2, True)
+    assert "the floor needs what is there from 2 on" in soft.reason
+    hard = choose_slot(records[2:], 2, generation=0, protect_from=2, hard=True)
+    assert (hard.index, hard.remedy) == (None, Remedy.WAIT)
+    assert "the floor has not moved" in hard.reason
+    moved = choose_slot(records[2:], 2, generation=0, protect_from=3, hard=True)
+    assert (moved.releases, moved.overrides_floor) == (2, False)
+
+
+def test_without_a_floor_nothing_is_protected() -> None:
+    for hard in (False, True):
+        choice = choose_slot(run(0, 5, 2), 2, generation=0, protect_from=-1, hard=hard)
+        assert (choice.releases, choice.overrides_floor) == (0, False)
+
+
+def test_a_floor_does_not_protect_an_abandoned_history() -> None:
+    records = [*run(0, 5, 2), snap(4, 1, index=8, epoch=1, epoch_start=3)]
+    choice = choose_slot(records, 2, generation=0, protect_from=0, hard=True)
+    assert (choice.releases, choice.overrides_floor) == (4, False)
+
+
+def test_what_a_break_left_incomplete_is_not_worth_protecting() -> None:
+    """Two breaks in a row: were 4 and 5 kept, 9 would find no slot, and the floor could never move."""
+    records = [*run(0, 2, 3), *run(4, 5, 3), *run(7, 8, 3)]
+    choice = choose_slot(records, 3, generation=0, protect_from=0, hard=True)
+    assert (choice.releases, choice.overrides_floor) == (4, False)
+
+
+def test_protection_reaches_back_over_more_than_the_shortest_suffix() -> None:
+    """Another rank may need an older start: everything from ``protect_from`` on stays."""
+    choice = choose_slot(run(0, 5, 2), 2, generation=0, protect_from=1, hard=True)
+    assert choice.releases == 0
+    choice = choose_slot(run(1, 5, 2), 2, generation=0, protect_from=1, hard=True)
+    assert (choice.index, choice.remedy) == (None, Remedy.WAIT)
+
+
+def test_a_moving_floor_is_no_remedy_for_a_ring_that_is_too_small() -> None:
+    """What is promised to the suffix alone fills it: only a new generation helps."""
+    choice = choose_slot(run(0, 2, 3), 3, generation=0, protect_from=0, hard=True)
+    assert (choice.index, choice.remedy) == (None, Remedy.GROW)
+
+
+def test_a_generation_that_the_floor_needs_stays() -> None:
+    records = [*run(0, 3, 2), *run(4, 7, 2, generation=1)]
+    assert droppable_generations(records, 2, 1) == {0}
+    assert droppable_generations(records, 2, 1, protect_from=3) == set()
+    assert droppable_generations(records, 2, 1, protect_from=4) == {0}
+
+
+@pytest.mark.parametrize("window", range(1, 6))
+@pytest.mark.parametrize("slack", range(4))
+def test_a_replica_ring_takes_in_its_slack_before_the_floor_must_move(
+    window: int, slack: int
+) -> None:
+    """From a suffix that ends at the floor on: the slack and one more, then it waits; then one at a time."""
+    slots = {i: free(i) for i in range(slots_for_window(window, slack))}
+    floor, taken = window - 1, 0
+    for t in range(6 * window):
+        protect_from = floor - window + 1 if t > floor else -1
+        while True:
+            choice = choose_slot(
+                slots.values(), window, generation=0, protect_from=protect_from, hard=True
+            )
+            if choice.index is not None:
+                break
+            assert choice.remedy is Remedy.WAIT, choice.reason
+            assert t - floor > slack + 1
+            floor, protect_from = floor + 1, protect_from + 1
+        slots[choice.index] = snap(t, 1 << t % window, index=choice.index)
+        taken = max(taken, t - floor)
+        held = {r.iteration for r in slots.values() if r.sealed}
+        assert held >= set(range(max(0, protect_from), t + 1))
+    assert taken == slack + 2
+
+
 NUM_OPERATORS = 3
 
 RECORDS = st.lists(
@@ -290,16 +482,28 @@ RECORDS = st.lists(
         previous=st.integers(-1, 7),
         sequence=st.integers(0, 3),
         anchors=st.integers(0, 2**NUM_OPERATORS - 1),
+        epoch=st.sampled_from([0, 0, 0, 1, 2]),
     ),
     max_size=9,
-).map(lambda records: [replace(r, index=i, sequence=i) for i, r in enumerate(records)])
+)
+RECORDS = st.builds(
+    lambda records, starts: [
+        replace(r, index=i, sequence=i, epoch_start=(-1, *starts)[r.epoch])
+        for i, r in enumerate(records)
+    ],
+    RECORDS,
+    st.tuples(st.integers(-1, 7), st.integers(-1, 7)),
+)
 
 
 def brute_suffixes(records: list[SlotRecord]) -> list[tuple[SlotRecord, ...]]:
     """Every complete run of linked records, by definition, without walking."""
     last: dict[int, SlotRecord] = {}
     for record in records:
-        if record.sealed and record.sequence >= last.get(record.iteration, record).sequence:
+        stale = any(r.epoch > record.epoch and r.epoch_start < record.iteration for r in records)
+        known = last.get(record.iteration, record)
+        newer = (record.epoch, record.sequence) >= (known.epoch, known.sequence)
+        if record.sealed and newer and not stale:
             last[record.iteration] = record
     runs = []
     for size in range(1, len(last) + 1):
@@ -326,13 +530,29 @@ def test_find_suffix_against_the_definition(records: list[SlotRecord]) -> None:
     assert suffix.records == best
 
 
-@settings(max_examples=300, deadline=None)
-@given(RECORDS, st.sets(st.integers(0, 8)), st.integers(0, 1))
-def test_choose_slot_on_any_table(records: list[SlotRecord], read: set[int], gen: int) -> None:
+def kept_whole(before: Suffix, after: Suffix | NoSuffix, left: list[SlotRecord]) -> None:
+    """The suffix is still there, and the newest, unless a later one came to light.
+
+    That happens where an iteration was recorded again in another generation, and the record that
+    counted for it, on no complete chain, is what was given away.
+    """
+    assert set(before.records) <= set(left)
+    assert isinstance(after, Suffix)
+    assert after.records == before.records or after.end > before.end
+
+
+@settings(max_examples=500, deadline=None)
+@given(RECORDS, st.sets(st.integers(0, 8)), st.integers(0, 1), st.integers(-1, 7), st.booleans())
+def test_choose_slot_on_any_table(
+    records: list[SlotRecord], read: set[int], gen: int, protect_from: int, hard: bool
+) -> None:
     """Whatever the table: what is given was free to give, and no promise is hurt by it."""
     busy = {(gen, index) for index in read}
-    choice = choose_slot(records, NUM_OPERATORS, busy=busy, generation=gen)
+    choice = choose_slot(
+        records, NUM_OPERATORS, busy=busy, generation=gen, protect_from=protect_from, hard=hard
+    )
     assert choice.reason
+    assert not (choice.overrides_floor and hard)
     if choice.index is None:
         assert choice.remedy is not Remedy.NONE
         return
@@ -341,12 +561,14 @@ def test_choose_slot_on_any_table(records: list[SlotRecord], read: set[int], gen
     assert given_away.key not in busy
     check_transition(given_away.state, FILLING)
     assert (choice.releases is None) is not given_away.sealed
+    protected = given_away.sealed and 0 <= protect_from <= given_away.iteration
+    useful = any(given_away in chosen for chosen in brute_suffixes(records))
+    assert choice.overrides_floor is (protected and useful)
     before = find_suffix(records, NUM_OPERATORS)
     left = [r for r in records if r is not given_away]
-    if isinstance(before, Suffix):
-        after = find_suffix(left, NUM_OPERATORS)
-        assert isinstance(after, Suffix)
-        assert after.records == before.records
+    # Its header may have been the last witness of its epoch; whoever fills the slot knows that epoch.
+    if isinstance(before, Suffix) and epoch_table(left) == epoch_table(records):
+        kept_whole(before, find_suffix(left, NUM_OPERATORS), left)
 
 
 @settings(max_examples=200, deadline=None)
@@ -355,9 +577,10 @@ def test_dropping_generations_hurts_no_promise(records: list[SlotRecord], curren
     dropped = droppable_generations(records, NUM_OPERATORS, current)
     assert current not in dropped
     left = [r for r in records if r.generation not in dropped]
-    before, after = (find_suffix(r, NUM_OPERATORS) for r in (records, left))
+    epochs = epoch_table(records)
+    before, after = (find_suffix(r, NUM_OPERATORS, epochs=epochs) for r in (records, left))
     if isinstance(before, Suffix):
-        assert isinstance(after, Suffix)
-        assert after.records == before.records
+        kept_whole(before, after, left)
     else:
-        assert {r.key for r in records if r.sealed} == {r.key for r in left if r.sealed}
+        alive = {r.key for r in live(records) if r.sealed}
+        assert alive <= {r.key for r in left}

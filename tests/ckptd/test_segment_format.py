@@ -20,17 +20,22 @@ from ckptd.segment_format import (
     SlotHeader,
     check_name,
     encode_descriptor,
+    origin_of,
     pack_slot_header,
+    parse_replica_file_name,
     parse_segment_file_name,
     plan_geometry,
     read_prologue,
+    read_protect,
     read_slot_header,
+    replica_file_name,
     segment_file_name,
     set_slot_state,
     slot_lock_byte,
     slot_view,
     unpack_slot_header,
     write_prologue,
+    write_protect,
     write_slot_header,
 )
 
@@ -62,6 +67,8 @@ HEADER = SlotHeader(
     phase=3,
     header_digest=bytes(range(16)),
     digest_ns=99,
+    epoch_start=38,
+    epoch=6,
 )
 
 
@@ -87,7 +94,7 @@ def test_prologue_is_the_specified_bytes() -> None:
     front = struct.pack(
         "<8sIIQQIII",
         b"CKPTDSEG",
-        1,
+        2,
         3,
         8192,
         2 << 20,
@@ -107,7 +114,7 @@ def test_a_fresh_segment_has_only_free_slots() -> None:
 
 def test_slot_header_is_the_specified_bytes() -> None:
     packed = pack_slot_header(HEADER)
-    assert len(packed) == 100
+    assert len(packed) == 112
     at = {
         0: struct.pack("<I", 0x544F4C53),
         4: struct.pack("<I", 3),
@@ -122,7 +129,9 @@ def test_slot_header_is_the_specified_bytes() -> None:
         68: struct.pack("<I", 3),
         72: bytes(range(16)),
         88: struct.pack("<Q", 99),
-        96: struct.pack("<I", zlib.crc32(packed[8:96])),
+        96: struct.pack("<q", 38),
+        104: struct.pack("<I", 6),
+        108: struct.pack("<I", zlib.crc32(packed[8:108])),
     }
     for offset, field in at.items():
         assert packed[offset : offset + len(field)] == field, offset
@@ -148,6 +157,31 @@ def test_the_state_word_alone_changes_the_state_alone() -> None:
     assert found == replace(HEADER, state=SlotState.QUARANTINED)
     changed = [at for at, (a, b) in enumerate(zip(before, bytes(buf), strict=True)) if a != b]
     assert changed == [geometry.header_offset(2) + 4]
+
+
+def test_a_fresh_segment_protects_nothing() -> None:
+    buf, _ = make()
+    assert read_protect(buf) == -1
+    assert bytes(buf[4080:4096]) == b"\xff" * 8 + bytes(8)
+
+
+def test_the_protection_hint_is_the_specified_bytes_and_outside_every_checksum() -> None:
+    buf, geometry = make()
+    buf[4095] = 1  # the trainer's own hint stays
+    for iteration in (0, 41, 2**62, -1):
+        write_protect(buf, iteration)
+        assert bytes(buf[4080:4088]) == struct.pack("<q", iteration)
+        assert read_protect(buf) == iteration
+        assert read_prologue(buf) == (geometry, DESCRIPTOR)
+    assert buf[4095] == 1
+    with pytest.raises(ValueError, match="iteration -2"):
+        write_protect(buf, -2)
+
+
+def test_a_protection_hint_that_cannot_be_means_none() -> None:
+    buf, _ = make()
+    buf[4080:4088] = struct.pack("<q", -(2**63))
+    assert read_protect(buf.toreadonly()) == -1
 
 
 class Recorder:
@@ -233,6 +267,7 @@ def reseal(buf: memoryview) -> None:
     [
         (0, b"X", "begins with"),
         (8, struct.pack("<I", 9), "format version 9 is unsupported"),
+        (8, struct.pack("<I", 1), "format version 1 is unsupported, this program reads 2"),
         (12, b"\x09", "crc of its prologue"),
         (40, b"\x09\x09", "crc of its prologue"),
         (4100, b"\x00\x01\x02", "crc of its descriptor"),
@@ -321,6 +356,53 @@ def test_file_names_round_trip(job: str, run: str, rank: int, generation: int) -
         return
     name = segment_file_name(job, run, rank, generation)
     assert parse_segment_file_name(name) == (job, run, rank, generation)
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(0, 2**64 - 1))
+def test_replica_names_round_trip(rank: int, generation: int, origin: int) -> None:
+    told = ("demo", "r1", rank, generation, f"{origin:016x}")
+    name = replica_file_name(*told)
+    assert name == f"demo~r1~r{rank}~g{generation}~{origin:016x}.rep"
+    assert parse_replica_file_name(name) == told
+    with pytest.raises(ValueError, match="is not <job>"):
+        parse_segment_file_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "demo~r1~r3~g2.seg",
+        "demo~r1~r3~g2.rep",
+        "demo~r1~r3~g2~0123456789abcdef.seg",
+        "demo~r1~r3~g2~0123456789ABCDEF.rep",
+        "demo~r1~r3~g2~0123456789abcde.rep",
+        "demo~r1~r3~g2~0123456789abcdef.rep.bad",
+        "..~r1~r3~g2~0123456789abcdef.rep",
+    ],
+)
+def test_what_is_not_a_replicas_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is not <job>|must not be"):
+        parse_replica_file_name(name)
+
+
+def test_a_replica_needs_an_origin() -> None:
+    for origin in ("", "0123", "0123456789ABCDEF", "0123456789abcdef\n"):
+        with pytest.raises(ValueError, match="is not 16 hex digits"):
+            replica_file_name("a", "b", 0, 0, origin)
+
+
+def test_an_origin_tells_primaries_apart() -> None:
+    """Pinned, because daemons of all nodes must compute the same; any of its fields changes it."""
+    assert origin_of(DESCRIPTOR) == "4e57dbb42693272a"
+    changes: list[dict[str, object]] = [
+        {"node_id": "node-b"},
+        {"created_at_ns": 1},
+        {"rank": 4},
+        {"generation": 3},
+    ]
+    others = {origin_of(msgspec.structs.replace(DESCRIPTOR, **change)) for change in changes}
+    assert len(others | {origin_of(DESCRIPTOR)}) == 5
+    assert origin_of(msgspec.structs.replace(DESCRIPTOR, client=b"")) == origin_of(DESCRIPTOR)
 
 
 @pytest.mark.parametrize(

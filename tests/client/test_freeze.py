@@ -327,6 +327,12 @@ class TestChoice:
     def test_plain_models_skip_weight_gradients(self) -> None:
         assert choose_freezing(nn.Linear(2, 2), masters=False)[0] == "inputs"
 
+    def test_with_several_ranks_no_gradient_is_skipped_unless_asked_for(self) -> None:
+        """The inner module of a DDP model was passed: ranks disagreed in a collective and crashed at each restart."""
+        model = nn.Linear(2, 2)
+        assert choose_freezing(model, masters=False, world_size=2)[0] == "drop"
+        assert choose_freezing(model, masters=False, wanted="inputs", world_size=2)[0] == "inputs"
+
     @pytest.mark.parametrize(
         ("model", "masters", "reason"),
         [

@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ckptd.client import values
 from ckptd.client.binding import Binding
 from ckptd.client.layout import (
     PhasePlan,
     Source,
+    StateTable,
     build_phase,
     entry_name,
     member_bytes,
     parse_entry_name,
-    state_layout,
 )
 from ckptd.client.operators import Member, Operator
 from ckptd.schedule import OperatorKind
@@ -93,6 +94,7 @@ def plan(bound: Binding, anchored: Iterable[int], **changes: Any) -> PhasePlan:
         "compute_dtypes": {},
         "identity": {"job": "j", "run": "r", "rank": "0", "world_size": "1"},
         "scalars_capacity": 1024,
+        "state": StateTable.of(bound),
     }
     return build_phase(bound, OPERATORS, **(arguments | changes))
 
@@ -210,7 +212,7 @@ def test_rows_of_a_tensor_whose_state_is_not_per_row_are_a_bug_of_ours() -> None
 
 
 def test_the_order_of_state_keys_is_the_optimizers_own() -> None:
-    layout = state_layout(binding())
+    layout = values.unpack(StateTable.of(binding()).static)
     assert layout["keys"]["dense.weight"] == ["step", "exp_avg", "exp_avg_sq"]
     assert layout["scalars"]["dense.weight"] == {"step": ["F32", True]}
     assert layout["packed"]["F32"][0] == ["fused", "step"]

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from ckptd import locks
 from ckptd.client.segment import MappedSegment, RankTaken, SlotTable
 from ckptd.ring import SlotState
-from ckptd.segment_format import OWNER_LOCK_BYTE, encode_descriptor, slot_lock_byte
+from ckptd.segment_format import (
+    OWNER_LOCK_BYTE,
+    encode_descriptor,
+    slot_lock_byte,
+    write_protect,
+)
 from ckptd.segments import Segment
 from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
 from ckptd.transport.wire import ControlClient
@@ -117,6 +123,33 @@ def test_the_table_reads_the_truth_from_memory(path: str) -> None:
         2,
     )
     assert table.next_sequence() == record.sequence + 1
+    segment.close()
+
+
+def test_records_tell_their_history_and_their_digest(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    fill(_as_daemon(segment), 1, 7)
+    header = segment.header(1)
+    assert header is not None
+    segment.write_header(1, replace(header, epoch=3, epoch_start=5))
+    segment.seal(1)
+    record = SlotTable([segment]).records()[1]
+    assert (record.state, record.epoch, record.epoch_start) == (SlotState.SEALED, 3, 5)
+    sealed = segment.header(1)
+    assert sealed is not None
+    assert any(record.header_digest)
+    assert record.header_digest == sealed.header_digest
+    segment.close()
+
+
+def test_what_the_daemon_asks_to_keep_is_read_at_once(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    table = SlotTable([segment], epoch=2, epoch_start=4)
+    assert (table.protect_from, table.epochs) == (-1, {2: 4})
+    for iteration in (5, 0, -1):
+        write_protect(segment.buffer, iteration)
+        assert segment.protect_from == table.protect_from == iteration
+    assert SlotTable([]).protect_from == -1
     segment.close()
 
 

@@ -215,7 +215,7 @@ def test_state_that_cannot_be_stored_is_refused_by_its_path(
 
 
 def test_a_daemon_of_another_protocol_version_is_refused_by_name(tmp_path: Path, run: str) -> None:
-    """It speaks version 2: the message says which side speaks what, and nothing hangs."""
+    """It speaks version 99: the message says which side speaks what, and nothing hangs."""
     endpoint = f"ipc://{tmp_path}/s"
     stop = threading.Event()
 
@@ -227,14 +227,14 @@ def test_a_daemon_of_another_protocol_version_is_refused_by_name(tmp_path: Path,
                 if router.poll(50):
                     identity, envelope, _ = router.recv_multipart()
                     told = msgspec.msgpack.decode(envelope)
-                    answer = Refused("protocol", "this daemon speaks version 2")
-                    router.send_multipart([identity, *encode(told["id"], answer, protocol=2)])
+                    answer = Refused("protocol", "this daemon speaks version 99")
+                    router.send_multipart([identity, *encode(told["id"], answer, protocol=99)])
 
     fake = threading.Thread(target=speak)
     fake.start()
     model = net()
     try:
-        with pytest.raises(DaemonUnavailable, match=r"protocol version 2.*version 1"):
+        with pytest.raises(DaemonUnavailable, match=r"protocol version 99.*version 2"):
             Checkpointer(
                 model,
                 torch.optim.AdamW(model.parameters()),

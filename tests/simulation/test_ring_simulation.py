@@ -2,13 +2,17 @@
 
 The simulator plays trainer, daemon, readers and fate over one slot table: fills that take long, digests
 in any order and late, trainers that die anywhere and come back, a daemon that is away, readers that pin
-slots, reorders at window boundaries, bits that flip, generations that are reserved and dropped. Every
-decision is the real one (`ckptd.ring`, `ckptd.schedule`); only memory and time are played.
+slots, reorders at window boundaries, bits that flip, generations that are reserved and dropped, restores
+that begin another history while a reader keeps them from freeing the old one, a floor that lags behind
+and that the ring must keep (a replica's) or should (a trainer's). Every decision is the real one
+(`ckptd.ring`, `ckptd.schedule`); only memory and time are played.
 
 What must hold after each event:
 
 * once a complete suffix was sealed there is one, and it never gets older (but for a flipped bit in it);
 * its slots are not touched while it is the newest;
+* the suffix that ends at the floor is touched by a trainer that has nothing else, and by a replica never;
+* nothing of an abandoned history is seen;
 * what it restores is, operator by operator, the history of this very training.
 
 And at the end, once the chaos is over: snapshots flow again and the newest one is recoverable.
@@ -22,11 +26,14 @@ import os
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ckptd.ring import (
+    NoSuffix,
     Remedy,
+    SlotChoice,
     SlotRecord,
     SlotState,
     Suffix,
@@ -34,6 +41,7 @@ from ckptd.ring import (
     choose_slot,
     droppable_generations,
     find_suffix,
+    live,
     truncate,
 )
 from ckptd.schedule import (
@@ -76,6 +84,9 @@ class Simulation:
         self.calm = False
         self.promised: Suffix | None = None
         self.iteration, self.restored_until, self.last_snapshot = 0, -1, -9
+        self.epoch, self.epoch_start = 0, -1
+        self.hard = self.rng.random() < 0.3
+        self.floor: Suffix | None = None
         self.reserve()
 
     # What the trainer does.
@@ -108,6 +119,8 @@ class Simulation:
             sequence=self.sequence,
             anchors=sum(1 << i for i in recorded.anchored),
             phase=recorded.phase,
+            epoch=self.epoch,
+            epoch_start=self.epoch_start,
         )
         if not self.calm and self.rng.random() < 0.03:
             return False
@@ -125,10 +138,22 @@ class Simulation:
                 len(self.costs),
                 busy=self.pinned,
                 generation=self.generation,
+                protect_from=-1 if self.floor is None else self.floor.start,
+                hard=self.hard,
+                epochs=self.epochs,
             )
             if choice.index is not None:
-                return self.generation, choice.index
+                key = self.generation, choice.index
+                self._check_the_floor(key, choice)
+                return key
             self.seen[choice.remedy] += 1
+            if "the floor has not moved" in choice.reason:
+                self.seen["waited for the floor"] += 1
+                assert self.hard
+                if not self.calm and self.rng.random() < 0.4:
+                    return None
+                self.move_floor(self.promised)
+                continue
             if choice.remedy is Remedy.GROW:
                 self._check_that_growing_is_due()
                 if not self.daemon_is_up:
@@ -141,6 +166,14 @@ class Simulation:
                 self.seal_all()
         raise AssertionError("neither waiting nor growing ever gave a slot")
 
+    def _check_the_floor(self, key: Key, choice: SlotChoice) -> None:
+        if self.floor is None or key not in {record.key for record in self.floor.records}:
+            return
+        self.seen["overrode the floor"] += 1
+        assert choice.overrides_floor, "the suffix at the floor is given away in silence"
+        assert not self.hard, "a replica gives away the suffix at the floor"
+        self.floor = None
+
     def die(self) -> None:
         """SIGKILL; the daemon frees what was being filled, and a new trainer restores."""
         self.seen["died"] += 1
@@ -148,13 +181,22 @@ class Simulation:
             if record.state is SlotState.FILLING:
                 self.move(key, SlotState.FREE)
         self.seal_all()
+        if self.rng.random() < 0.2:
+            self.fail_verification()
         self._restore()
 
     def _restore(self) -> None:
-        suffix = find_suffix(self.slots.values(), len(self.costs))
+        suffix = self.newest()
         end = suffix.end if isinstance(suffix, Suffix) else -1
+        self.epoch = 1 + max(record.epoch for record in self.slots.values())
+        self.epoch_start = end
+        if self.floor is not None and self.floor.end > end:
+            self.floor = None
         for record in truncate(self.slots.values(), end):
-            self.move(record.key, SlotState.FREE)
+            if record.key in self.pinned:
+                self.seen["left stale"] += 1  # a reader holds its lock
+            else:
+                self.move(record.key, SlotState.FREE)
         if not isinstance(suffix, Suffix):
             self.iteration, self.restored_until, self.last_snapshot = 0, -1, -9
             self.policy = self.policies[0]
@@ -213,13 +255,39 @@ class Simulation:
         self.seen["flipped"] += 1
         self.move(self.rng.choice(sealed), SlotState.QUARANTINED)
 
+    def fail_verification(self) -> None:
+        """The restore finds damage and goes back further, while a reader holds what is abandoned by that."""
+        found = self.newest()
+        if isinstance(found, Suffix) and len(found.records) > 1:
+            self.seen["failed verification"] += 1
+            self.pinned.add(found.records[-1].key)
+            self.move(self.rng.choice(found.records[:-1]).key, SlotState.QUARANTINED)
+
     def pin(self) -> None:
         sealed = self._in_state(SlotState.SEALED)
         if sealed:
             self.pinned.add(self.rng.choice(sealed))
 
+    def move_floor(self, to: Suffix | None = None) -> None:
+        """The other ranks have caught up with an older end, or with this one."""
+        ends = [r.iteration for r in live(self.slots.values(), self.epochs) if r.sealed]
+        if to is None and ends:
+            end = self.rng.choice(ends)
+            found = find_suffix(self.slots.values(), len(self.costs), end=end, epochs=self.epochs)
+            to = found if isinstance(found, Suffix) else None
+        if to is not None and (self.floor is None or to.end > self.floor.end):
+            self.seen["floor moved"] += 1
+            self.floor = to
+
     def drop(self) -> None:
-        for old in droppable_generations(self.slots.values(), len(self.costs), self.generation):
+        unneeded = droppable_generations(
+            self.slots.values(),
+            len(self.costs),
+            self.generation,
+            protect_from=-1 if self.floor is None else self.floor.start,
+            epochs=self.epochs,
+        )
+        for old in unneeded:
             self.seen["dropped"] += 1
             for key in [key for key in self.slots if key[0] == old]:
                 del self.slots[key]
@@ -232,6 +300,7 @@ class Simulation:
             self._event()
             self.watch()
         self.calm, self.daemon_is_up = True, True
+        self.floor = None
         self.pinned.clear()
         for _ in range(4 * self.policy.window + 2 * self._every() + self._replay_left()):
             self.iterate()
@@ -261,12 +330,19 @@ class Simulation:
             self.pinned.clear()
         elif draw < 0.94:
             self.daemon_is_up = not self.daemon_is_up
+        elif draw < 0.97:
+            self.move_floor()
         else:
             self.drop()
 
     def watch(self) -> None:
         """The promise of the ring; see the module."""
-        found = find_suffix(self.slots.values(), len(self.costs))
+        found = self.newest()
+        if self.floor is not None:
+            held = {r.key: r.sequence for r in self.slots.values() if r.sealed}
+            assert all(held.get(r.key) == r.sequence for r in self.floor.records), (
+                "the suffix at the floor is gone"
+            )
         if self.promised is not None:
             assert isinstance(found, Suffix), f"the promise is gone: {found.reason}"
             assert found.end >= self.promised.end
@@ -275,15 +351,25 @@ class Simulation:
             self.promised = found
             self._check_restored(found)
 
-    def move(self, key: Key, state: SlotState, **fields: int) -> None:
+    @property
+    def epochs(self) -> dict[int, int]:
+        """What the trainer knows beyond its slots."""
+        return {self.epoch: self.epoch_start}
+
+    def newest(self) -> Suffix | NoSuffix:
+        return find_suffix(self.slots.values(), len(self.costs), epochs=self.epochs)
+
+    def move(self, key: Key, state: SlotState, **fields: Any) -> None:
         """Every change of a slot goes through here: the promise is watched at each of them."""
         old = self.slots[key]
         check_transition(old.state, state)
-        found = find_suffix(self.slots.values(), len(self.costs))
+        found = self.newest()
         held = {record.key for record in found.records} if isinstance(found, Suffix) else set()
         fate = state is SlotState.QUARANTINED
         assert fate or key not in held, f"slot {key} of the newest suffix becomes {state.name}"
         self.slots[key] = replace(old, state=state, **fields)
+        if fate and self.floor is not None and key in {r.key for r in self.floor.records}:
+            self.floor = None
         if fate and key in held:
             self.seen["flipped a promise"] += 1
             self.promised = None
@@ -296,6 +382,7 @@ class Simulation:
         for record in suffix.records:
             assert record.iteration == expected
             expected += 1
+            assert record.epoch == self.epoch or record.iteration <= self.epoch_start
             content = self.content[record.key]
             for i in range(len(self.costs)):
                 level, version = content.get(i, ("absent", record.iteration))
@@ -365,6 +452,11 @@ def test_the_promise_holds_through_seeded_chaos() -> None:
         "flipped a promise",
         "reordered",
         "dropped",
+        "failed verification",
+        "left stale",
+        "floor moved",
+        "overrode the floor",
+        "waited for the floor",
         Remedy.WAIT,
         Remedy.GROW,
     ):

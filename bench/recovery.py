@@ -1,0 +1,310 @@
+"""From the loss of a node to the first iteration that had not been done before, and where the seconds go.
+
+Two hosts train data-parallel and a third waits; each has a daemon, and every snapshot has a replica on the other working
+host. Again and again the host of the last rank is destroyed (`tests.cluster`): torchrun notices, the spare takes its place,
+brings the rank's snapshots from the surviving peer, and replays. The destroyed host returns as the next spare.
+
+All times are of the rank that was lost, on its new host, except that the last iteration takes both ranks:
+
+    detect   from the loss until its new process exists: torchrun's heartbeat and rendezvous
+    import   interpreter and imports, from the process's start
+    meet     process group and model, until the Checkpointer is created
+    attach   the session with the daemon
+    plan     exchange of holdings among the ranks, and the plan
+    first    from asking for the snapshots until the oldest one is here, verified
+    load     the rest of the start: that snapshot into the model
+    replay   from there until the state is dense; later snapshots arrive meanwhile
+    fresh    from there until the first new iteration is done
+
+`transfer_s` is what the daemon needed for all snapshots, beside the trainer. Everything shares this machine's
+cores, and hosts are connected by memory: import and replay are real, bandwidth is not a network's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.common import build_stack, emit, median, parser, scratch_folder, table
+from ckptd.client import Checkpointer
+from ckptd.transport.messages import GetPeers, Peers
+from ckptd.transport.wire import ControlClient
+from examples.moe_text.lab import SHARED_CORES, Event, read_events
+from tests.cluster.daemons import HostDaemon, exchange_keys
+from tests.cluster.hosts import Cluster, Host
+from tests.cluster.torchrun import TorchrunJob
+
+__all__ = ["main"]
+
+NUM_RANKS = 2
+LAST = NUM_RANKS - 1
+WAIT_S = 180.0
+STEP_S = 0.02
+SPARE_S = 8.0
+STEPS_BETWEEN = 15
+TOKENS = 64
+PHASES = ("detect", "import", "meet", "attach", "plan", "first", "load", "replay", "fresh")
+IMPORTED_S = time.time()
+
+
+# --- a rank ----------------------------------------------------------------------------------------------
+
+
+class Log:
+    """One JSON line per event, whole as soon as it is written; each life begins a line of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+        self._file.write("\n")
+
+    def write(self, event: str, **fields: object) -> None:
+        self._file.write(json.dumps({"event": event, "time_s": time.time(), **fields}) + "\n")
+
+
+def started_s() -> float:
+    """When this process was started, as unix time; to a hundredth of a second."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank: trains until the file `stop` appears."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    log = Log(args.worker / f"{rank}.jsonl")
+    torch.manual_seed(rank)
+    model = build_stack(args.state_mib)
+    net = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    met_s = time.time()
+    ckpt = Checkpointer(net, optimizer, job="bench", run="recovery", window=args.window)
+    log.write(
+        "attached",
+        started_s=started_s(),
+        imported_s=IMPORTED_S,
+        met_s=met_s,
+        host=os.environ["CKPTD_NODE_ID"],
+        resumed_from=ckpt.resumed_from,
+        stats=ckpt.stats(),
+    )
+    train(args.worker, ckpt, net, optimizer, model.width, log)
+    ckpt.close()
+    dist.destroy_process_group()
+
+
+def train(
+    folder: Path,
+    ckpt: Checkpointer,
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    width: int,
+    log: Log,
+) -> None:
+    stop = torch.zeros(1)
+    dense = False
+    for step in ckpt.steps(10**9):
+        if not dense and not ckpt.replaying:
+            dense = True
+            log.write("dense", step=step)
+        net(torch.randn(TOKENS, width)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stop[0] = float(dist.get_rank() == 0 and (folder / "stop").exists())
+        dist.all_reduce(stop)
+        log.write("step", step=step)
+        if stop.item():
+            break
+        time.sleep(STEP_S)
+
+
+# --- the job over the hosts ------------------------------------------------------------------------------
+
+
+class Job:
+    """Two working hosts and a spare with their daemons, and what the ranks have logged."""
+
+    def __init__(self, args: argparse.Namespace, cluster: Cluster, folder: Path) -> None:
+        self._cluster, self._folder = cluster, folder
+        settings = {"replicas": "1", "memory": f"{16 * args.state_mib + 64}MiB"}
+        self._daemons = {
+            host.name: HostDaemon(host, folder, settings=settings) for host in cluster.hosts
+        }
+        self.torchrun = TorchrunJob(
+            cluster,
+            [
+                *("-m", "--", "bench.recovery", "--worker", str(folder)),
+                *("--state-mib", str(args.state_mib), "--window", str(args.window)),
+            ],
+            nnodes=NUM_RANKS,
+            folder=folder,
+            env=lambda host: {**SHARED_CORES, **self._daemons[host.name].env},
+        )
+
+    def start(self) -> None:
+        exchange_keys(self._daemons.values())
+        for daemon in self._daemons.values():
+            daemon.start()
+        self.torchrun.start()
+
+    def events(self, rank: int, kind: str, *, since_s: float = 0.0) -> list[Event]:
+        found = read_events(self._folder / f"{rank}.jsonl")
+        return [e for e in found if e["event"] == kind and e["time_s"] > since_s]
+
+    def last_step(self) -> int:
+        """The newest iteration that any rank has done."""
+        steps = [e["step"] for rank in range(NUM_RANKS) for e in self.events(rank, "step")]
+        return max(steps, default=-1)
+
+    def settle(self, since_s: float) -> None:
+        """Wait until both ranks have trained for a while, all of it replicated, and a returned host can be the spare."""
+        self.torchrun.until(
+            lambda: (
+                time.time() > since_s + SPARE_S
+                and all(
+                    len(self.events(rank, "step", since_s=since_s)) >= STEPS_BETWEEN
+                    for rank in range(NUM_RANKS)
+                )
+            ),
+            "training between two losses",
+            timeout_s=WAIT_S,
+        )
+        newest = self.last_step()
+        self.torchrun.until(
+            lambda: self.floor() >= newest,
+            f"replicas of iteration {newest}",
+            timeout_s=WAIT_S,
+        )
+
+    def floor(self) -> int:
+        """Up to which iteration every rank is replicated, as the last rank's daemon knows it; -1: none."""
+        daemon = self._daemons[self.events(LAST, "attached")[-1]["host"]]
+        with ControlClient(daemon.endpoint, timeout_s=20) as client:
+            told = client.ask(GetPeers(), Peers)
+        return max((rank.floor for rank in told.ranks), default=-1)
+
+    def lose_a_host(self) -> dict[str, float]:
+        """Destroy the last rank's host, and return it once the job goes on; seconds per phase."""
+        host = self._host(self.events(LAST, "attached")[-1]["host"])
+        lost_s = time.time()
+        host.destroy()
+        self.torchrun.lost(host)
+        newest = self.last_step()
+        self.torchrun.until(
+            lambda: all(
+                any(e["step"] > newest for e in self.events(rank, "step", since_s=lost_s))
+                for rank in range(NUM_RANKS)
+            ),
+            f"both ranks beyond iteration {newest}",
+            timeout_s=WAIT_S,
+        )
+        found = self._phases(lost_s, newest)
+        host.boot()
+        self._daemons[host.name].start()
+        self.torchrun.join(host)
+        return found
+
+    def _phases(self, lost_s: float, newest: int) -> dict[str, float]:
+        lives = self.events(LAST, "attached", since_s=lost_s)
+        told = lives[-1]
+        dense = self.events(LAST, "dense", since_s=lost_s)[-1]
+        fresh = max(
+            next(
+                e["time_s"] for e in self.events(rank, "step", since_s=lost_s) if e["step"] > newest
+            )
+            for rank in range(NUM_RANKS)
+        )
+        if told["resumed_from"] is None:
+            raise RuntimeError(f"the run has started over after iteration {newest}")
+        stats = told["stats"]
+        found = {
+            "detect": told["started_s"] - lost_s,
+            "import": told["imported_s"] - told["started_s"],
+            "meet": told["met_s"] - told["imported_s"],
+            "attach": stats["attach_s"],
+            "plan": stats["recover_plan_s"],
+            "first": stats["fetch_first_s"],
+            "replay": dense["time_s"] - told["time_s"],
+            "fresh": fresh - dense["time_s"],
+        }
+        found["load"] = (
+            told["time_s"]
+            - told["met_s"]
+            - sum(found[name] for name in ("attach", "plan", "first"))
+        )
+        found["recovery"] = fresh - told["started_s"]
+        found["total"] = fresh - lost_s
+        found["transfer"] = self._transfer_s(self._host(told["host"]), lost_s)
+        found["lives"] = len(lives)
+        found["redone"] = newest + 1 - told["resumed_from"]
+        return found
+
+    def _transfer_s(self, host: Host, since_s: float) -> float:
+        """What the daemon there says it took to bring the last rank's snapshots."""
+        for event in self._daemons[host.name].events("fetched"):
+            match = re.search(rf"rank {LAST}: \d+ snapshots in ([\d.]+) s", event.message)
+            if match and event.time_ns > since_s * 1e9:
+                return float(match[1])
+        raise RuntimeError(f"the daemon on {host} has not fetched rank {LAST}'s snapshots")
+
+    def _host(self, name: str) -> Host:
+        return next(host for host in self._cluster.hosts if host.name == name)
+
+
+def measure(args: argparse.Namespace, job: Job) -> list[dict[str, float]]:
+    job.start()
+    found, since_s = [], 0.0
+    for number in range(args.rounds):
+        job.settle(since_s)
+        found.append(job.lose_a_host())
+        since_s = time.time()
+        print(f"loss {number + 1}: {found[-1]['total']:.2f} s", flush=True)
+    return found
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.set_defaults(rounds=3)
+    options.add_argument(
+        "--state-mib", type=int, default=64, help="weights and optimizer, per rank"
+    )
+    options.add_argument("--window", type=int, default=4)
+    options.add_argument("--worker", type=Path, help="used by the benchmark itself")
+    args = options.parse_args()
+    if args.worker is not None:
+        work(args)
+        return
+    with Cluster(NUM_RANKS + 1) as cluster, scratch_folder() as scratch, ExitStack() as stack:
+        print(cluster)
+        job = Job(args, cluster, Path(scratch))
+        stack.callback(job.torchrun.stop)
+        samples = measure(args, job)
+    rows = [[name, *(f"{sample[name]:.2f}" for sample in samples)] for name in PHASES]
+    print("\n" + table(["phase, s", *map(str, range(1, len(samples) + 1))], rows))
+    medians = {name: median([sample[name] for sample in samples]) for name in samples[0]}
+    metrics: dict[str, float | int | str] = {
+        "recovery_s": medians.pop("recovery"),
+        "loss_to_fresh_s": medians.pop("total"),
+        "iterations_redone": medians.pop("redone"),
+        "lives": medians.pop("lives"),
+        **{f"{name}_s": value for name, value in medians.items()},
+        "state_mib": args.state_mib,
+        "window": args.window,
+        "network": cluster.network.kind,
+        "rounds": args.rounds,
+    }
+    emit("recovery", metrics, as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()

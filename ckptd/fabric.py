@@ -1,0 +1,68 @@
+"""The fabric that a daemon's configuration asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptd.config import DaemonConfig, parse_bytes, parse_peers
+from ckptd.runtime_dir import UnusableFolder
+from ckptd.transport.keys import Keys, KeysError, trusted
+from ckptd.transport.messages import NodeCard
+from ckptd.transport.stream_fabric import StreamFabric
+from ckptd.transport.verbs import Fabric, Serve
+from ckptd.transport.zmq_fabric import ZmqFabric
+
+__all__ = ["make_fabric", "static_peers"]
+
+
+def static_peers(config: DaemonConfig) -> tuple[NodeCard, ...]:
+    """How to reach the nodes that the configuration names; none without a peer listener.
+
+    Raises:
+        UnusableFolder: the key of one is not trusted.
+    """
+    if not config.peer_listen or not config.peers:
+        return ()
+    known = {} if config.peer_security == "plain" else trusted(Path(config.keys_dir))
+    cards = []
+    for node, endpoint in parse_peers(config.peers).items():
+        if config.peer_security == "curve" and node not in known:
+            raise UnusableFolder(
+                f"the key of peer {node} is not known: run `ckptctl keys trust {node} KEY`"
+            )
+        cards.append(NodeCard(node, endpoint, known.get(node, "")))
+    return tuple(cards)
+
+
+def make_fabric(config: DaemonConfig, node: str, serve: Serve) -> Fabric | None:
+    """Listen for peers; None if the configuration has no ``peer_listen``.
+
+    Raises:
+        UnusableFolder: no keys, or an address that cannot be listened on or is not safe to.
+    """
+    if not config.peer_listen:
+        return None
+    plain = config.peer_security == "plain"
+    try:
+        keys = None if plain else Keys.load(Path(config.keys_dir))
+    except KeysError as error:
+        raise UnusableFolder(
+            f"peers cannot be served: {error}. Run `ckptctl keys new` on each node and trust the others "
+            "with `ckptctl keys trust`, or set CKPTD_PEER_SECURITY=plain where everybody who reaches "
+            f"{config.peer_listen} may read and write snapshots"
+        ) from error
+    options: dict[str, Any] = {
+        "serve": serve,
+        "advertise": config.peer_advertise or None,
+        "keys": keys,
+        "allow_plain": plain,
+        "connections_per_peer": config.peer_connections,
+        "rate_bytes_per_s": parse_bytes(config.peer_bandwidth) or None,
+    }
+    try:
+        if config.peer_data == "zmq":
+            return ZmqFabric(node, config.peer_listen, **options)
+        return StreamFabric(node, config.peer_listen, data_port=config.peer_data_port, **options)
+    except ValueError as error:
+        raise UnusableFolder(f"peers cannot be served: {error}") from error

@@ -1,0 +1,281 @@
+"""The floor of a run: the newest iteration that every rank has on all its targets (docs/replication.md §6).
+
+The nodes of a run, sorted by name, form a tree: node *i* is the parent of *i*·fan_out + 1 and so on.
+Each node tells its parent the smallest "replicated up to" below itself, the root announces the
+smallest of all, and every node hands the announcement on. Messages may be lost, repeated, or arrive
+in another order; the heartbeat repairs what got lost.
+
+Two rules keep that safe:
+
+* **Upwards the newest word counts, not the largest.** What a rank has can shrink: a target dies and
+  its substitute holds nothing yet, or a rank counts again that could not be replicated. Taking the
+  maximum would miss that and let the floor pass an iteration that was withdrawn before it was announced;
+  taking whatever comes last would let a late copy of an old message do the same. So each report carries
+  a sequence that grows with every change, and over restarts of its sender; an older one is ignored.
+* **Downwards the largest counts.** Once announced, iterations before the floor may be given away
+  anywhere, so to take it back would promise what is gone already. A floor never decreases within one
+  membership; a node that missed one, or was restarted, has an older floor and merely keeps more.
+
+Beside the floor the tree agrees on two maxima. The **horizon**: the suffixes that a target holds complete end at
+the iterations ``first`` to ``last`` without a gap, and one that was begun anew holds none that ends before its
+``first``; so the next floor is at least the largest ``first`` of all. The **span**: the largest window
+of all ranks, since all load from one start. Both only grow.
+
+Hence the invariant: a floor never exceeds, for any rank, the newest iteration that this rank was ever
+replicated up to (a rank that does not count has no limit). Where nothing was withdrawn, that is the
+smallest of what the ranks have at this moment. Nothing is announced before every node has reported:
+a node whose child is silent reports nothing itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from ckptd.errors import LocalProtocolError, RemoteProtocolError
+
+__all__ = ["FAN_OUT", "NO_RANKS", "FloorKind", "FloorMessage", "FloorTree"]
+
+FAN_OUT = 16
+# What a subtree reports in which no rank counts: larger than any iteration, and an i64 on the wire.
+NO_RANKS = (1 << 63) - 1
+
+
+class FloorKind(StrEnum):
+    """Which way a value goes: ``below`` to the parent, ``floor`` to a child."""
+
+    BELOW = "below"
+    FLOOR = "floor"
+
+
+@dataclass(frozen=True, slots=True)
+class FloorMessage:
+    """One value for one neighbour in the tree; ``sequence`` orders the reports of one sender."""
+
+    to_node: str
+    kind: FloorKind
+    value: int
+    sequence: int
+    horizon: int = -1
+    span: int = 1
+
+
+class _Standing(NamedTuple):
+    """Minimum of ``last``, maxima of ``first`` and of the window, over some ranks."""
+
+    below: int
+    above: int
+    span: int
+
+    def at_least(self, above: int, span: int) -> _Standing:
+        return _Standing(self.below, max(self.above, above), max(self.span, span))
+
+
+class FloorTree:
+    """One node's part in agreeing on the floor of one run, for one membership.
+
+    Every method returns what must be sent now, which is nothing unless something changed. Call
+    `resend` once after the construction and then at each tick of the loop.
+
+    Args:
+        members: ids of the run's nodes, in any order; repetitions do not matter.
+        node: the id of this node, one of the members.
+        ranks: the ranks of this node. They count from the start, with nothing replicated (-1), so
+            that no floor is announced before each was heard of.
+        fan_out: children per node.
+        started: where this node's sequence begins: larger than any it has used before, such as the
+            time of the daemon's start in nanoseconds.
+        resend_s: the period of the heartbeat.
+    Raises:
+        ValueError: the node is not a member, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[str],
+        node: str,
+        *,
+        ranks: Iterable[int] = (),
+        fan_out: int = FAN_OUT,
+        started: int = 0,
+        resend_s: float = 1.0,
+    ) -> None:
+        if fan_out < 1 or started < 0 or resend_s <= 0:
+            raise ValueError(f"fan_out {fan_out}, started {started}, resend_s {resend_s}")
+        ordered = sorted(set(members))
+        if node not in ordered:
+            raise ValueError(f"node {node!r} is not among the {len(ordered)} members of the run")
+        index = ordered.index(node)
+        first = index * fan_out + 1
+        self._node = node
+        self._parent = None if index == 0 else ordered[(index - 1) // fan_out]
+        self._children = tuple(ordered[first : first + fan_out])
+        self._members_id = _members_id(ordered, fan_out)
+        self._ranks: dict[int, _Standing] = dict.fromkeys(ranks, _Standing(-1, -1, 1))
+        self._reports: dict[str, tuple[int, _Standing]] = {}  # child: (sequence, what it reported)
+        self._floor = -1
+        self._horizon = -1
+        self._span = 1
+        self._sequence = started
+        self._reported: _Standing | None = None  # what the sequence stands for
+        self._resend_s = resend_s
+        self._resent_s: float | None = None
+
+    @property
+    def floor(self) -> int:
+        """The newest floor known here; -1: none yet."""
+        return self._floor
+
+    @property
+    def horizon(self) -> int:
+        """No iteration between floor and horizon will become the floor; -1: nothing is known."""
+        return self._horizon
+
+    @property
+    def span(self) -> int:
+        """The largest window among all ranks, as far as it is known here."""
+        return self._span
+
+    @property
+    def members_id(self) -> str:
+        """Names the tree; messages of a tree of another name are not for this one."""
+        return self._members_id
+
+    @property
+    def parent(self) -> str | None:
+        """Who is told the minima; None at the root."""
+        return self._parent
+
+    @property
+    def children(self) -> tuple[str, ...]:
+        """Who is told the floor."""
+        return self._children
+
+    def set_rank(
+        self, rank: int, replicated_up_to: int | None, *, first: int = -1, span: int = 1
+    ) -> list[FloorMessage]:
+        """A rank of this node is replicated up to an iteration; -1: nothing yet; None: it does not count.
+
+        The value may decrease: that holds back the next floor, never the one announced.
+
+        Args:
+            first: the oldest iteration at which a suffix ends that all its targets hold.
+            span: its window.
+        """
+        if replicated_up_to is not None and not -1 <= replicated_up_to < NO_RANKS:
+            raise LocalProtocolError(
+                f"replicated up to {replicated_up_to}", operation="floor", ids={"rank": rank}
+            )
+        below = NO_RANKS if replicated_up_to is None else replicated_up_to
+        self._ranks[rank] = _Standing(below, first, span)
+        return self._settle()
+
+    def drop_rank(self, rank: int) -> list[FloorMessage]:
+        """The rank is no longer of this node, and no longer counts here."""
+        self._ranks.pop(rank, None)
+        return self._settle()
+
+    def on_below(
+        self, child: str, value: int, sequence: int, *, horizon: int = -1, span: int = 1
+    ) -> list[FloorMessage]:
+        """A child's report. Older than the newest known from it: ignored.
+
+        Raises:
+            RemoteProtocolError: it is no child of ours, or the value is not one.
+        """
+        if child not in self._children:
+            raise self._wrong(f"{child!r} is not a child of {self._node!r} in this tree", child)
+        if not -1 <= value <= NO_RANKS or min(sequence, span) < 0 or horizon < -1:
+            raise self._wrong(f"a report of {value}, sequence {sequence}", child)
+        known = self._reports.get(child)
+        if known is not None and sequence <= known[0]:
+            return []
+        self._reports[child] = (sequence, _Standing(value, horizon, span))
+        return self._settle()
+
+    def on_floor(self, value: int, *, horizon: int = -1, span: int = 1) -> list[FloorMessage]:
+        """The parent's announcement. Not newer than what is known here: ignored.
+
+        Raises:
+            RemoteProtocolError: the root is told a floor, or the value is not one.
+        """
+        if self._parent is None:
+            raise self._wrong("the root of the tree was told a floor", "")
+        if not -1 <= value < NO_RANKS or horizon < -1 or span < 0:
+            raise self._wrong(f"a floor of {value}", self._parent)
+        messages = self._raise_floor(value, horizon, span)
+        return messages + self._settle() if messages else []
+
+    def resend(self, *, now_s: float) -> list[FloorMessage]:
+        """The heartbeat: everything this node has to say, once per ``resend_s``; [] in between."""
+        if self._resent_s is not None and now_s < self._resent_s + self._resend_s:
+            return []
+        self._resent_s = now_s
+        messages = self._settle()
+        if self._parent is not None and self._reported is not None and not messages:
+            messages.append(self._report(self._parent, self._reported))
+        if max(self._floor, self._horizon) >= 0:
+            messages += self._announcements()
+        return messages
+
+    def _settle(self) -> list[FloorMessage]:
+        """Act on what is known below this node, if all of it is and it has changed."""
+        standing = self._standing()
+        if standing is None:
+            return []
+        if self._parent is None:
+            counts = standing.below != NO_RANKS and standing.below >= standing.above
+            floor = standing.below if counts else self._floor
+            return self._raise_floor(floor, standing.above, standing.span)
+        if standing == self._reported:
+            return []
+        self._sequence += 1
+        self._reported = standing
+        return [self._report(self._parent, standing)]
+
+    def _standing(self) -> _Standing | None:
+        """Of this subtree; None as long as a child is silent."""
+        if len(self._reports) < len(self._children):
+            return None
+        known = [*self._ranks.values(), *(standing for _, standing in self._reports.values())]
+        return _Standing(
+            min((s.below for s in known), default=NO_RANKS),
+            max((s.above for s in known), default=-1),
+            max((s.span for s in known), default=1),
+        ).at_least(self._horizon, self._span)
+
+    def _raise_floor(self, floor: int, horizon: int, span: int) -> list[FloorMessage]:
+        before = (self._floor, self._horizon, self._span)
+        self._floor = max(self._floor, floor)
+        self._horizon, self._span = max(self._horizon, horizon), max(self._span, span)
+        return self._announcements() if (self._floor, self._horizon, self._span) != before else []
+
+    def _announcements(self) -> list[FloorMessage]:
+        return [
+            FloorMessage(
+                child, FloorKind.FLOOR, self._floor, self._sequence, self._horizon, self._span
+            )
+            for child in self._children
+        ]
+
+    def _report(self, parent: str, told: _Standing) -> FloorMessage:
+        return FloorMessage(
+            parent, FloorKind.BELOW, told.below, self._sequence, told.above, told.span
+        )
+
+    def _wrong(self, what: str, sender: str) -> RemoteProtocolError:
+        return RemoteProtocolError(
+            what,
+            operation="floor",
+            ids={"from": sender, "members": self._members_id},
+            hint="Check that all nodes run the same version of ckptd",
+        )
+
+
+def _members_id(ordered: Sequence[str], fan_out: int) -> str:
+    """16 hex digits of the shape of the tree: its members and its fan-out."""
+    text = "\0".join([str(fan_out), *ordered])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,115 @@
+"""Typed questions to one peer, over a fabric's control messages; answers come on the daemon's loop thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from ckptd.transport.peer_messages import PeerMessage, PeerRefused, decode_peer, encode_peer
+from ckptd.transport.verbs import Done, Fault, Peer, PeerAddress, RegionKey, Transfer
+
+__all__ = ["PeerLink", "Post"]
+
+ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
+# Runs a closure soon on the loop thread; safe from any thread.
+Post = Callable[[Callable[[], None]], None]
+
+ASK_TIMEOUT_S = 10.0
+
+
+class PeerLink:
+    """One peer, as the loop thread sees it.
+
+    Args:
+        post: how completions get back to the loop thread.
+    """
+
+    def __init__(self, peer: Peer, post: Post) -> None:
+        self._peer, self._post = peer, post
+
+    @property
+    def address(self) -> PeerAddress:
+        return self._peer.address
+
+    def ask(
+        self,
+        message: PeerMessage,
+        expect: type[ReplyT],
+        done: Callable[[ReplyT], None],
+        failed: Callable[[str, str], None],
+        *,
+        timeout_s: float = ASK_TIMEOUT_S,
+    ) -> None:
+        """Send a request; exactly one of ``done(reply)`` and ``failed(code, reason)`` is called, later.
+
+        ``code`` is the peer's (`PeerRefused.code`) or a fault of the fabric.
+        """
+
+        def answered(body: bytes | Fault) -> None:
+            self._post(lambda: _deliver(body, expect, done, failed))
+
+        self._peer.request(encode_peer(message), timeout_s=timeout_s, answered=answered)
+
+    def tell(self, message: PeerMessage) -> None:
+        """Send what needs no answer; lost if the peer is away."""
+        self._peer.request(encode_peer(message), timeout_s=ASK_TIMEOUT_S, answered=_ignore)
+
+    def put(
+        self, source: memoryview, target: RegionKey, *, deadline_s: float, done: Done
+    ) -> Transfer:
+        """`Peer.put`; ``done`` is called on the loop thread."""
+        return self._peer.put(
+            source,
+            target,
+            deadline_s=deadline_s,
+            done=lambda completion: self._post(lambda: done(completion)),
+        )
+
+    def get(
+        self,
+        source: RegionKey,
+        target: memoryview,
+        *,
+        offset: int,
+        deadline_s: float,
+        done: Done,
+    ) -> Transfer:
+        """`Peer.get`; ``done`` is called on the loop thread."""
+        return self._peer.get(
+            source,
+            target,
+            offset=offset,
+            deadline_s=deadline_s,
+            done=lambda completion: self._post(lambda: done(completion)),
+        )
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+def _deliver(
+    body: bytes | Fault,
+    expect: type[ReplyT],
+    done: Callable[[ReplyT], None],
+    failed: Callable[[str, str], None],
+) -> None:
+    if isinstance(body, Fault):
+        failed(str(body), f"no answer: {body}")
+        return
+    try:
+        reply = decode_peer(body)
+    except ValueError as error:
+        failed("bad_message", str(error))
+        return
+    if isinstance(reply, expect):
+        done(reply)
+    elif isinstance(reply, PeerRefused):
+        failed(reply.code, f"{reply.message} ({reply.hint})" if reply.hint else reply.message)
+    else:
+        failed("bad_message", f"answered with {type(reply).__name__}")
+
+
+def _ignore(_: bytes | Fault) -> None:
+    """The message needs no answer."""

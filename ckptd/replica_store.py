@@ -1,0 +1,187 @@
+"""The replica segments of this node: other nodes' snapshots, beside the segments of its own ranks.
+
+They share folder and quota with `SegmentStore` and are found again after a restart in the same way. What a rank of this
+node is promised goes first: a replica gets memory only if that leaves room. All methods belong to the daemon's loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptd.holdings import operators_id
+from ckptd.inventory import slot_record
+from ckptd.ring import SlotRecord, SlotState
+from ckptd.segment_format import (
+    SegmentDescriptor,
+    encode_descriptor,
+    origin_of,
+    plan_geometry,
+    replica_file_name,
+    set_slot_state,
+)
+from ckptd.segments import Segment, SegmentPlan, SegmentStore, open_segment
+from ckptd.units import format_bytes
+
+__all__ = ["ReplicaStore"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupKey:
+    """Replicas whose snapshots may form one suffix: of one rank, with one operator table."""
+
+    job: str
+    run: str
+    rank: int
+    operators: str
+
+
+class ReplicaStore:
+    """Replicas by file name."""
+
+    def __init__(self, store: SegmentStore) -> None:
+        self._store = store
+        self._segments: dict[str, Segment] = {}
+        self._plans: dict[str, SegmentPlan] = {}
+        self._operators: dict[str, str] = {}
+        store.other_bytes = lambda: self.used_bytes
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter([self._segments[name] for name in sorted(self._segments)])
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    @property
+    def used_bytes(self) -> int:
+        made = sum(s.file_bytes for s in self._segments.values())
+        return made + sum(p.geometry.total_bytes for p in self._plans.values())
+
+    def get(self, name: str) -> Segment | None:
+        return self._segments.get(name)
+
+    def of_run(self, job: str, run: str) -> list[Segment]:
+        return [s for s in self if (s.descriptor.job, s.descriptor.run) == (job, run)]
+
+    def adopt(self) -> tuple[list[Segment], list[tuple[Path, str]]]:
+        """Take over the replicas of an earlier daemon; returns them and (bad file, why) pairs."""
+        bad: list[tuple[Path, str]] = []
+        for path in sorted(self._store.folder.glob("*.rep")):
+            try:
+                segment = open_segment(path)
+            except (OSError, ValueError) as error:
+                aside = path.with_name(path.name + ".bad")
+                path.replace(aside)
+                bad.append((aside, str(error)))
+                continue
+            _free_unsealed(segment)
+            self._segments[path.name] = segment
+        return list(self), bad
+
+    def plan(
+        self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int, origin: str
+    ) -> SegmentPlan:
+        """Lay out the replica of a primary; nothing is promised yet.
+
+        Raises:
+            ValueError: numbers or names that no segment can have, or another origin than the descriptor's.
+        """
+        if origin_of(descriptor) != origin:
+            raise ValueError(f"origin {origin} is not that of the descriptor")
+        geometry = plan_geometry(num_slots, slot_bytes, len(encode_descriptor(descriptor)))
+        name = replica_file_name(
+            descriptor.job, descriptor.run, descriptor.rank, descriptor.generation, origin
+        )
+        return SegmentPlan(descriptor, geometry, self._store.folder / name)
+
+    def refusal(self, plan: SegmentPlan) -> str:
+        """Why there is no memory for it; empty if there is."""
+        facts = self._store.memory({})
+        needed = plan.geometry.total_bytes
+        free = min(self._store.quota_bytes - self._store.used_bytes, facts.fs_available_bytes)
+        if needed <= free:
+            return ""
+        return (
+            f"the replica of {plan.key} needs {format_bytes(needed)}, and of "
+            f"{format_bytes(self._store.quota_bytes)} here {format_bytes(max(0, free))} is free"
+        )
+
+    def promise(self, plan: SegmentPlan) -> None:
+        self._plans[plan.path.name] = plan
+
+    def cancel(self, plan: SegmentPlan) -> None:
+        self._plans.pop(plan.path.name, None)
+
+    def enter(self, plan: SegmentPlan, segment: Segment) -> None:
+        self.cancel(plan)
+        self._segments[plan.path.name] = segment
+
+    def discard(self, segment: Segment) -> None:
+        """Forget a replica and leave its file alone."""
+        self._segments.pop(segment.path.name, None)
+        self._operators.pop(segment.path.name, None)
+
+    def remove(self, segment: Segment) -> None:
+        """Unlink and forget a replica."""
+        self.discard(segment)
+        segment.path.unlink(missing_ok=True)
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def operators(self, segment: Segment) -> str:
+        """Which operator table the segment's anchors are of."""
+        name = segment.path.name
+        if name not in self._operators:
+            self._operators[name] = operators_id(segment.descriptor)
+        return self._operators[name]
+
+    def beside(self, segment: Segment) -> list[Segment]:
+        """Replicas whose snapshots may form a suffix with this one's, itself included, oldest first."""
+        told, operators = segment.descriptor, self.operators(segment)
+        found = [
+            s
+            for s in self.of_run(told.job, told.run)
+            if s.descriptor.rank == told.rank and self.operators(s) == operators
+        ]
+        return sorted(found, key=lambda s: (s.descriptor.created_at_ns, s.path.name))
+
+    def ordinal(self, segment: Segment) -> int:
+        """Its number among those beside it: generations count per primary, and primaries differ."""
+        return self.beside(segment).index(segment)
+
+    def records_beside(self, segment: Segment) -> list[SlotRecord]:
+        """The slots of this replica and of those beside it, with ordinals for generations."""
+        beside = self.beside(segment)
+        return [r for number, s in enumerate(beside) for r in _numbered(s, number)]
+
+    def groups(self) -> Iterator[list[Segment]]:
+        """Replicas by rank and operator table, each group oldest first."""
+        seen: set[GroupKey] = set()
+        for segment in self:
+            told = segment.descriptor
+            key = GroupKey(told.job, told.run, told.rank, self.operators(segment))
+            if key not in seen:
+                seen.add(key)
+                yield self.beside(segment)
+
+    def slots_of(self, group: Sequence[Segment]) -> dict[str, tuple[int, Sequence[SlotRecord]]]:
+        """By name: the number of operators, and the slots, with ordinals for generations."""
+        return {
+            s.path.name: (s.descriptor.num_operators, _numbered(s, number))
+            for number, s in enumerate(group)
+        }
+
+
+def _free_unsealed(segment: Segment) -> None:
+    """Only the daemon that died filled these slots, and nobody will go on where it stopped."""
+    for index, header in segment.headers():
+        if header.state in (SlotState.FILLING, SlotState.FILLED):
+            set_slot_state(segment.buffer, segment.geometry, index, SlotState.FREE)
+
+
+def _numbered(segment: Segment, ordinal: int) -> list[SlotRecord]:
+    return [
+        replace(slot_record(segment, index, header), generation=ordinal)
+        for index, header in segment.headers()
+    ]

@@ -1,0 +1,142 @@
+"""One slot as its header tells: its state, what it holds, and to which history that belongs.
+
+::
+
+    free ──► filling ──► filled ──► sealed ──► filling     reuse, outside of every promise
+     ▲          │           │         ├──────► quarantined a digest failed
+     └──────────┴───────────┴─────────┘            └─────► filling
+       the writer died · damaged · abandoned by a restore to an older iteration
+
+Each recovery begins an *epoch*: another history, which leaves the one before at ``epoch_start``
+(``docs/replication.md`` section 2). A record of an older epoch that comes after that is *stale*: it
+belongs to a history that was abandoned, and may still lie where nobody could free it at the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MappingProxyType
+
+from ckptd.errors import LocalProtocolError
+
+__all__ = [
+    "NO_EPOCHS",
+    "TRANSITIONS",
+    "SlotRecord",
+    "SlotState",
+    "check_transition",
+    "epoch_table",
+    "is_stale",
+    "live",
+    "stale_after",
+]
+
+NO_EPOCHS: Mapping[int, int] = MappingProxyType({})
+
+
+class SlotState(IntEnum):
+    """The state word of a slot; the numbers are those of the file format."""
+
+    FREE = 0
+    FILLING = 1
+    FILLED = 2
+    SEALED = 3
+    QUARANTINED = 4
+
+
+TRANSITIONS: Mapping[SlotState, frozenset[SlotState]] = {
+    SlotState.FREE: frozenset({SlotState.FILLING}),
+    SlotState.FILLING: frozenset({SlotState.FILLED, SlotState.FREE}),
+    SlotState.FILLED: frozenset({SlotState.SEALED, SlotState.FREE}),
+    SlotState.SEALED: frozenset({SlotState.FILLING, SlotState.QUARANTINED, SlotState.FREE}),
+    SlotState.QUARANTINED: frozenset({SlotState.FILLING}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRecord:
+    """One slot as its header tells; ``anchors`` is a bitmask over operator ids.
+
+    ``header_digest`` is that of the image, 16 bytes (empty where nobody asked for it).
+    """
+
+    generation: int
+    index: int
+    state: SlotState
+    iteration: int = -1
+    previous: int = -1
+    sequence: int = 0
+    image_len: int = 0
+    layout_id: int = 0
+    anchors: int = 0
+    phase: int = 0
+    epoch: int = 0
+    epoch_start: int = -1
+    header_digest: bytes = b""
+
+    @property
+    def sealed(self) -> bool:
+        """Whether recovery may see it."""
+        return self.state is SlotState.SEALED
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(generation, index): which slot it is."""
+        return self.generation, self.index
+
+
+def check_transition(old: SlotState, new: SlotState) -> None:
+    """Return if a slot may go from ``old`` to ``new``.
+
+    Raises:
+        LocalProtocolError: it may not.
+    """
+    if new not in TRANSITIONS[old]:
+        allowed = ", ".join(sorted(state.name.lower() for state in TRANSITIONS[old]))
+        raise LocalProtocolError(
+            f"a slot cannot go from {old.name.lower()} to {new.name.lower()}",
+            operation="slot transition",
+            hint=f"From {old.name.lower()} it can only become {allowed}",
+        )
+
+
+def epoch_table(
+    records: Iterable[SlotRecord], known: Mapping[int, int] = NO_EPOCHS
+) -> dict[int, int]:
+    """The start of every epoch that a header, in whatever state its slot is, or ``known`` tells of.
+
+    Of two starts of one epoch the smaller counts: that makes more stale, and nothing wrong visible.
+    """
+    table = dict(known)
+    for record in records:
+        start = table.get(record.epoch)
+        if start is None or record.epoch_start < start:
+            table[record.epoch] = record.epoch_start
+    return table
+
+
+def stale_after(epochs: Mapping[int, int]) -> dict[int, int]:
+    """For every epoch but the last: the iteration after which its records are stale."""
+    limits: dict[int, int] = {}
+    left: int | None = None
+    for epoch in sorted(epochs, reverse=True):
+        if left is not None:
+            limits[epoch] = left
+        left = epochs[epoch] if left is None else min(left, epochs[epoch])
+    return limits
+
+
+def is_stale(record: SlotRecord, epochs: Mapping[int, int]) -> bool:
+    """Whether a later epoch left the record's history before its iteration."""
+    return any(epoch > record.epoch and start < record.iteration for epoch, start in epochs.items())
+
+
+def live(records: Iterable[SlotRecord], epochs: Mapping[int, int] = NO_EPOCHS) -> list[SlotRecord]:
+    """The records that are not stale, in their order, by what they and ``epochs`` say together."""
+    found = list(records)
+    limits = stale_after(epoch_table(found, epochs))
+    if not limits:
+        return found
+    return [r for r in found if r.epoch not in limits or r.iteration <= limits[r.epoch]]

@@ -1,0 +1,352 @@
+"""`make demo-nodes`: data-parallel training across hosts, of which one after the other is destroyed.
+
+Three hosts train and one waits as a spare, each a network namespace of this machine with a daemon, memory
+and processes of its own (`tests.cluster`). The first run is not touched by ckptd. In the second, every
+snapshot is replicated to two peers; at seeded random moments a host is destroyed: all its processes are
+SIGKILLed, its memory is wiped, its network is taken away. Once two go at the same time. torchrun brings
+the job back on what is left and the spare, the ranks get their state from their peers' memory, and
+the host returns, empty, as the next spare. Every life of a rank is initialised from another seed. The demo fails unless
+every tensor of all ranks and every loss is identical to those of the first run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from examples.moe_text.lab import SHARED_CORES, Event, read_events
+from examples.moe_text.report import (
+    NodeLoss,
+    differing_tensors,
+    losses_by_step,
+    node_recovery,
+    redone_steps,
+    step_time_ms,
+    table,
+)
+from tests.cluster.daemons import DaemonFailed, HostDaemon, exchange_keys
+from tests.cluster.hosts import Cluster, Host
+from tests.cluster.torchrun import JobFailed, TorchrunJob
+
+__all__ = ["PlannedLoss", "main", "plan_losses"]
+
+NUM_RANKS = 3
+NUM_SPARES = 1
+BASE_INIT_SEED = 1234
+RUN_TIMEOUT_S = 600.0
+BACK_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoss:
+    """Destroy the hosts of these ranks `delay_s` after iteration `step` was logged."""
+
+    step: int
+    delay_s: float
+    ranks: tuple[int, ...]
+
+
+def plan_losses(rng: random.Random, *, steps: int, window: int, count: int) -> list[PlannedLoss]:
+    """`count` losses spread over the run at random moments; the third takes two hosts at once."""
+    # Before the first full window is replicated there is nothing to come back to.
+    first, last = 3 * window + 5, int(steps * 0.95)
+    width = (last - first) / max(1, count)
+    if count and width < 2 * window:
+        raise ValueError(f"{steps} steps are too few for {count} losses; use more --steps")
+    plan = []
+    for index in range(count):
+        step = first + int(index * width + rng.random() * (width - window))
+        ranks = rng.sample(range(NUM_RANKS), 2 if index == 2 else 1)
+        plan.append(PlannedLoss(step, rng.random() * 0.3, tuple(sorted(ranks))))
+    return plan
+
+
+class Run:
+    """One training run over the cluster: a daemon on each host unless there is none to be, a torchrun job, logs."""
+
+    def __init__(
+        self, name: str, cluster: Cluster, folder: Path, args: argparse.Namespace, *, daemons: str
+    ) -> None:
+        assert daemons in ("none", "alone", "peers")
+        self.folder = folder / name
+        self.folder.mkdir()
+        self.cluster = cluster
+        self.daemons = {
+            host.name: HostDaemon(
+                host,
+                self.folder,
+                peers=daemons == "peers",
+                settings={"labels": f"rack=r{host.index}", "replicas": str(args.replicas)}
+                if daemons == "peers"
+                else {},
+            )
+            for host in (cluster.hosts if daemons != "none" else [])
+        }
+        self._peers = daemons == "peers"
+        command = [
+            # torchrun would take our options for abbreviations of its own without the dashes.
+            *("-m", "--", "examples.moe_text.train", "--ddp", "--threads", "1"),
+            *("--steps", str(args.steps), "--batch-size", str(args.batch_size)),
+            *("--window", str(args.window), "--init-seed", str(BASE_INIT_SEED)),
+            *("--run", "nodes", "--daemon", "none" if daemons == "none" else "auto"),
+            *("--log", str(self.folder / "rank.jsonl"), "--final", str(self.folder / "rank.pt")),
+        ]
+        self.job = TorchrunJob(
+            cluster, command, nnodes=NUM_RANKS, folder=self.folder, env=self._environment
+        )
+
+    def _environment(self, host: Host) -> dict[str, str]:
+        """What the agent of a host, and so its trainer, needs to find its daemon."""
+        daemon = self.daemons.get(host.name)
+        return {**SHARED_CORES, **(daemon.env if daemon else {}), "CKPTD_NODE_ID": host.name}
+
+    def start(self) -> None:
+        """Daemons first, then the job."""
+        if self._peers:
+            exchange_keys(self.daemons.values())
+        for daemon in self.daemons.values():
+            daemon.start()
+        self.job.start()
+
+    def stop(self) -> None:
+        """End every process of the run; the hosts are empty for the next one."""
+        self.job.stop()
+        for host in self.cluster.hosts:
+            if host.up:
+                host.destroy()
+            host.boot()
+
+    def events(self, rank: int = 0) -> list[Event]:
+        """The whole log of a rank."""
+        return read_events(self.folder / f"rank-r{rank}.jsonl")
+
+    def last_step(self, rank: int = 0) -> int:
+        """The newest iteration that the rank has completed; -1 for none."""
+        return max((e["step"] for e in self.events(rank) if e["event"] == "step"), default=-1)
+
+    def host_of(self, rank: int) -> Host:
+        """Where the rank's present life is."""
+        node = [event["node"] for event in self.events(rank) if event["event"] == "attached"][-1]
+        return next(host for host in self.cluster.hosts if host.name == node)
+
+    def final(self, rank: int) -> dict[str, torch.Tensor]:
+        """The rank's state at the end."""
+        state: dict[str, torch.Tensor] = torch.load(
+            self.folder / f"rank-r{rank}.pt", weights_only=True
+        )
+        return state
+
+
+class Progress:
+    """Live lines with the time since the start."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._begun:6.1f} s] {text}", flush=True)
+
+
+def strike(planned: PlannedLoss, run: Run, progress: Progress) -> NodeLoss:
+    """Wait for the planned moment and destroy the hosts of those ranks."""
+    run.job.until(
+        lambda: run.last_step() >= planned.step,
+        f"iteration {planned.step}",
+        timeout_s=RUN_TIMEOUT_S,
+    )
+    time.sleep(planned.delay_s)
+    hosts = [run.host_of(rank) for rank in planned.ranks]
+    begun_s = time.time()
+    for host in hosts:
+        host.destroy()
+        run.job.lost(host)
+    last_step = max(run.last_step(rank) for rank in range(NUM_RANKS))
+    names = tuple(host.name for host in hosts)
+    progress.say(f"--> destroyed {' and '.join(names)} after iteration {last_step}")
+    return NodeLoss(begun_s, names, planned.ranks, last_step)
+
+
+def come_back(loss: NodeLoss, run: Run, progress: Progress) -> None:
+    """Let the job go on without the lost hosts, and return them, empty, as spares.
+
+    With fewer hosts left than ranks, the first lost one returns before that: there is no other way. The rest wait
+    until the job goes on, so that no survivor loses its place to a newcomer.
+    """
+    waiting = [host for host in run.cluster.hosts if not host.up]
+    while sum(host.up for host in run.cluster.hosts) < NUM_RANKS:
+        _return(waiting.pop(0), run)
+    for rank in range(NUM_RANKS):
+        run.job.until(
+            lambda rank=rank: run.last_step(rank) > loss.last_step,  # type: ignore[misc]
+            f"rank {rank} beyond iteration {loss.last_step}",
+            timeout_s=BACK_TIMEOUT_S,
+        )
+    found = node_recovery(loss, run.events())
+    progress.say(
+        f"    resumed at iteration {found.resumed_at}, back in {found.back_s:.1f} s"
+        if found.back_s is not None
+        else "    the job goes on"
+    )
+    for host in waiting:
+        _return(host, run)
+
+
+def _return(host: Host, run: Run) -> None:
+    host.boot()
+    if host.name in run.daemons:
+        run.daemons[host.name].start()
+    run.job.join(host)
+
+
+def sources(loss: NodeLoss, run: Run) -> str:
+    """From which nodes the daemons have fetched since the loss, as their events tell."""
+    found = set()
+    for name, daemon in run.daemons.items():
+        if not daemon.host.up:
+            continue
+        for event in daemon.events():
+            if event.kind.startswith("fetch") and event.time_ns > loss.time_s * 1e9:
+                found |= {f"{other} to {name}" for other in run.daemons if other in event.message}
+    return ", ".join(sorted(found)) or "-"
+
+
+def run_to_end(run: Run) -> None:
+    """Wait until all ranks have finished."""
+    run.job.wait(timeout_s=RUN_TIMEOUT_S)
+
+
+def run_destroyed(
+    run: Run, plan: Sequence[PlannedLoss], progress: Progress
+) -> list[tuple[NodeLoss, str]]:
+    """The second run: every planned loss, with where its ranks got their state from."""
+    losses = []
+    for planned in plan:
+        loss = strike(planned, run, progress)
+        come_back(loss, run, progress)
+        losses.append((loss, sources(loss, run)))
+    run_to_end(run)
+    return losses
+
+
+def print_losses(losses: Sequence[tuple[NodeLoss, str]], run: Run) -> None:
+    """The table: what was lost when, and how the job came back."""
+    rows: list[list[object]] = []
+    for number, (loss, where) in enumerate(losses, start=1):
+        found = node_recovery(loss, run.events())
+        lost = ", ".join(
+            f"{host} (rank {rank})" for host, rank in zip(loss.hosts, loss.ranks, strict=True)
+        )
+        rows.append(
+            [number, lost, loss.last_step, found.resumed_at, found.redone, found.start_s, found.back_s, where]
+        )  # fmt: skip
+    header = ["#", "destroyed", "after iteration", "resumed at", "replayed", "restarted s", "back s", "fetched"]  # fmt: skip
+    print("\n" + table(header, rows))
+    print(
+        "\nrestarted s: from the loss until rank 0 was attached again (torchrun's heartbeat, interpreter, imports);"
+        "\nback s: from the loss until the first iteration that had not been done before was complete."
+    )
+
+
+def compare(undisturbed: Run, destroyed: Run) -> list[str]:
+    """What differs between the two runs, over all ranks: tensors of the final state, and losses on the way."""
+    problems = []
+    for rank in range(NUM_RANKS):
+        found = differing_tensors(undisturbed.final(rank), destroyed.final(rank))
+        problems += [f"rank {rank}: {line}" for line in found]
+        expected = losses_by_step(undisturbed.events(rank))
+        actual = losses_by_step(destroyed.events(rank))
+        problems += [
+            f"rank {rank}: loss of iteration {step}: {expected.get(step)!r} and {actual.get(step)!r}"
+            for step in sorted(expected.keys() | actual.keys())
+            if expected.get(step) != actual.get(step)
+        ]
+        _, different = redone_steps(destroyed.events(rank))
+        if different:
+            problems.append(f"rank {rank}: {different} iterations differ when done again")
+    return problems
+
+
+def print_summary(undisturbed: Run, destroyed: Run) -> None:
+    stats = [event["stats"] for event in destroyed.events() if event["event"] == "finished"][-1]
+    print(
+        f"\niteration, median        {step_time_ms(undisturbed.events()):.0f} ms undisturbed,"
+        f" {step_time_ms(destroyed.events()):.0f} ms with a snapshot every time"
+    )
+    if "stall_ms_mean" in stats:
+        print(f"stall per step (ours)    {stats['stall_ms_mean']:.2f} ms mean")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Destroy hosts of a training job; compare the bits."
+    )
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--losses", type=int, default=5, help="how often hosts are destroyed")
+    parser.add_argument("--seed", type=int, default=None, help="of the losses; default: random")
+    parser.add_argument("--window", type=int, default=4, help="snapshots per window")
+    parser.add_argument("--batch-size", type=int, default=1, help="per rank")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--no-peers", action="store_true", help="daemons that know of no others")
+    return parser.parse_args(argv)
+
+
+def play(args: argparse.Namespace, plan: Sequence[PlannedLoss], cluster: Cluster) -> list[str]:
+    """Both runs and the report; what differs between them."""
+    progress = Progress()
+    with tempfile.TemporaryDirectory(prefix="ckptd-nodes-") as scratch:
+        undisturbed = Run("undisturbed", cluster, Path(scratch), args, daemons="none")
+        kind = "alone" if args.no_peers else "peers"
+        destroyed = Run("destroyed", cluster, Path(scratch), args, daemons=kind)
+        try:
+            progress.say("Run 1: undisturbed. ckptd takes no part in it.")
+            undisturbed.start()
+            run_to_end(undisturbed)
+        finally:
+            undisturbed.stop()
+        try:
+            progress.say(f"Run 2: the same training; hosts are destroyed {len(plan)} times.")
+            destroyed.start()
+            losses = run_destroyed(destroyed, plan, progress)
+        finally:
+            destroyed.stop()
+        print_losses(losses, destroyed)
+        print_summary(undisturbed, destroyed)
+        return compare(undisturbed, destroyed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
+    plan = plan_losses(random.Random(seed), steps=args.steps, window=args.window, count=args.losses)
+    with Cluster(NUM_RANKS + NUM_SPARES) as cluster:
+        print(
+            f"{NUM_RANKS} hosts and {NUM_SPARES} spare: {cluster}\ndata-parallel training of a byte-level MoE"
+            f" transformer; losses from seed {seed} (repeat them with --seed {seed}).\n"
+        )
+        problems = play(args, plan, cluster)
+    if problems:
+        print(f"\nFAILED: the runs differ in {len(problems)} places (seed {seed}):")
+        for line in problems[:20]:
+            print(f"  {line}")
+        return 1
+    print(
+        f"\nIDENTICAL: every tensor of all {NUM_RANKS} ranks (weights, masters, optimizer, schedule, data"
+        f" position,\nrandom states) and all {args.steps} losses of each are equal, bit for bit."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (DaemonFailed, JobFailed) as error:
+        sys.exit(f"\nFAILED: {error}")

@@ -1,0 +1,114 @@
+"""`ckptctl peers`, `whatif` and `drill` against real daemons of three nodes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.ckptd.peers_harness import IMAGE_BYTES, Job, Net, Node
+from tests.ckptd.running import eventually
+
+pytestmark = pytest.mark.timeout(90)
+WINDOW = 2
+LAST = 5
+
+
+def ctl(node: Node, *args: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptd.ctl", *args, "--endpoint", node.endpoint],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr + done.stdout
+    return done.stdout if code in (0, 1) else done.stderr
+
+
+def as_json(node: Node, *args: str, code: int = 0) -> Any:
+    return json.loads(ctl(node, *args, "--json", code=code))
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[Net]:
+    """A rank on each node, n2 alone in its rack; one replica each."""
+    racks = {f"n{i}": {"labels": f"rack={'AAB'[i]}"} for i in range(3)}
+    with Net(3, of=racks).up() as found:
+        job = Job(found, found.nodes, window=WINDOW, replicas=1)
+        job.start()
+        for iteration in range(LAST + 1):
+            job.record(iteration)
+            job.await_replicas(iteration, 1)
+        eventually(
+            lambda: all(r["floor"] == LAST for r in as_json(found[0], "peers")["ranks"]),
+            "the floor is known",
+        )
+        yield found
+        job.end()
+
+
+def test_peers_says_what_is_replicated_where(net: Net) -> None:
+    found = as_json(net[0], "peers")
+    assert found["node"] == "n0"
+    assert {p["node"]: (p["alive"], p["labels"]) for p in found["peers"]} == {
+        "n1": (True, {"rack": "A"}),
+        "n2": (True, {"rack": "B"}),
+    }
+    (rank,) = found["ranks"]
+    (target,) = rank["targets"]
+    assert target["node"] == "n2"  # the other rack
+    assert (target["current_up_to"], target["lag_iterations"]) == (LAST, 0)
+    text = ctl(net[0], "peers")
+    assert "rack=B" in text
+    assert "job/run rank 0" in text
+
+
+def test_whatif_names_sources_replay_and_losses(net: Net) -> None:
+    found = as_json(net[0], "whatif", "--lose", "node=n1")
+    assert found["recoverable"]
+    assert (found["start"], found["end"]) == (LAST - 1, LAST)
+    lost = next(r for r in found["ranks"] if r["rank"] == 1)
+    assert lost["home_lost"]
+    assert lost["sources"] == ["n2"]
+    assert (lost["replayed"], lost["lost_iterations"]) == (WINDOW - 1, 0)
+    assert lost["moved_bytes"] >= WINDOW * IMAGE_BYTES
+    assert "recovered from" in ctl(net[0], "whatif", "--lose", "node=n1")
+
+
+def test_whatif_of_what_cannot_be_survived(net: Net) -> None:
+    text = ctl(net[0], "whatif", "--lose", "node=n1,rack=B", code=1)
+    assert "NOT RECOVERABLE" in text
+    assert "rank 1" in text
+
+
+def test_whatif_of_an_unknown_place_says_what_there_is(net: Net) -> None:
+    assert "rack=Z" in ctl(net[0], "whatif", "--lose", "rack=Z", code=2)
+
+
+def test_a_drill_brings_a_rank_here_and_leaves_nothing(net: Net) -> None:
+    before = {node.name: node.files() for node in net.nodes}
+    found = as_json(net[0], "drill", "--rank", "0")
+    assert found["recoverable"], found["reason"]
+    assert (found["start"], found["end"]) == (LAST - 1, LAST)
+    assert found["by_node"].keys() == {"n2"}
+    assert found["compared"] == found["bytes"] >= WINDOW * IMAGE_BYTES
+    assert "compared with the primary" in ctl(net[0], "drill", "--rank", "0")
+    # From another node, where there is no primary to compare with.
+    elsewhere = as_json(net[2], "drill", "--rank", "0", "--job", "job", "--run", "run")
+    assert elsewhere["recoverable"], elsewhere["reason"]
+    assert elsewhere["compared"] == 0
+    assert {node.name: node.files() for node in net.nodes} == before
+    assert not [p for node in net.nodes for p in node.segment_dir.glob(".drill*")]
+
+
+def test_a_drill_of_a_rank_that_is_not_there(net: Net) -> None:
+    assert "no rank 9" in ctl(net[0], "drill", "--rank", "9", code=1)
+
+
+def test_several_runs_must_be_told_apart(net: Net) -> None:
+    assert "known are job/run" in ctl(net[0], "drill", "--rank", "0", "--job", "other", code=4)

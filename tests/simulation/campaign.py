@@ -1,0 +1,53 @@
+"""Many schedules of `tests.simulation.replication_world`.
+
+``python -m tests.simulation.campaign --schedules 10000 --seed 0 [--processes 2]`` prints a line per thousand;
+at the first broken promise, its seed and the trace. ``--schedules 1 --seed N`` replays seed N exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from multiprocessing import get_context
+
+from tests.simulation.replication_world import play
+
+__all__ = ["main"]
+
+
+def _played(seed: int) -> tuple[int, Counter[str], str]:
+    """The seed, what it showed, and how it failed ("" if it did not)."""
+    try:
+        return seed, play(seed).seen, ""
+    except Exception:  # noqa: BLE001 - whatever went wrong belongs to this seed, and is printed with it
+        return seed, Counter(), traceback.format_exc()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Play them; 1 if a promise was broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args(arguments)
+    seeds = range(options.seed, options.seed + options.schedules)
+    seen: Counter[str] = Counter()
+    with get_context("spawn").Pool(options.processes) as pool:
+        for number, (seed, shown, failure) in enumerate(pool.imap(_played, seeds, 8), start=1):
+            if failure:
+                sys.stdout.write(f"{failure}\nseed {seed} breaks a promise\n")
+                pool.terminate()
+                return 1
+            seen.update(shown)
+            if number % 1000 == 0 or number == len(seeds):
+                told = ", ".join(f"{count} {what}" for what, count in sorted(seen.items()))
+                sys.stdout.write(f"{number} schedules, seed {seed}: {told}\n")
+                sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

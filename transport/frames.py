@@ -1,0 +1,206 @@
+"""What two fabrics say to each other: header frames, msgpack arrays with a small tag, and what a digest covers.
+
+A message is a header frame and, for `Write`, `Data`, `Request` and `Reply`, one payload frame. Frames of one connection
+stay in order and are handled in order, in both directions; so an answer says that what was asked before and is not
+answered was lost. ``op`` is chosen by the asking side and means nothing to the other.
+
+A digest is xxh3_64 of the chunk, seeded with where the chunk belongs. A header whose offset or region was damaged on
+the way therefore fails the comparison too, and an `Ack` repeats the digest, so that it cannot be taken for another's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+import xxhash
+from msgspec import Meta, Struct
+
+__all__ = [
+    "MAX_BODY_BYTES",
+    "MAX_CHUNK_BYTES",
+    "MAX_HEADER_BYTES",
+    "MAX_NUMBER",
+    "PROTOCOL",
+    "Ack",
+    "Answer",
+    "Ask",
+    "Data",
+    "Dial",
+    "FaultReply",
+    "Open",
+    "Opened",
+    "Probe",
+    "Probed",
+    "Read",
+    "Refuse",
+    "Reply",
+    "Request",
+    "Ticket",
+    "Write",
+    "decode_answer",
+    "decode_ask",
+    "digest_of",
+    "encode",
+    "seed_of",
+]
+
+PROTOCOL = 1
+MAX_HEADER_BYTES = 1024
+MAX_CHUNK_BYTES = 16 << 20
+MAX_BODY_BYTES = 32 << 20
+
+MAX_NUMBER = 1 << 62  # first one that is too large
+
+Number = Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
+Size = Annotated[int, Meta(ge=0, le=MAX_CHUNK_BYTES)]
+Digest = Annotated[int, Meta(ge=0)]
+Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Node = Annotated[str, Meta(max_length=128)]
+Short = Annotated[str, Meta(max_length=500)]
+Slot = Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class Open(Struct, frozen=True, array_like=True, gc=False, tag=1):
+    """First on a connection: who asks, whom it means to ask, and whether chunks will follow."""
+
+    protocol: int
+    node: Node
+    target: Node
+    data: bool
+
+
+class Write(Struct, frozen=True, array_like=True, gc=False, tag=2):
+    """The payload belongs at ``offset``."""
+
+    op: Number
+    region: Number
+    token: Token
+    offset: Number
+    length: Size
+    digest: Digest
+
+
+class Read(Struct, frozen=True, array_like=True, gc=False, tag=3):
+    op: Number
+    region: Number
+    token: Token
+    offset: Number
+    length: Size
+
+
+class Probe(Struct, frozen=True, array_like=True, gc=False, tag=4):
+    """Answered in its turn: what was asked before it and is unanswered then, was lost."""
+
+    op: Number
+
+
+class Request(Struct, frozen=True, array_like=True, gc=False, tag=5):
+    op: Number
+
+
+class Opened(Struct, frozen=True, array_like=True, gc=False, tag=6):
+    """You may ask, and have ``window`` chunks unanswered on this connection."""
+
+    protocol: int
+    node: Node
+    window: Number
+
+
+class Refuse(Struct, frozen=True, array_like=True, gc=False, tag=7):
+    """You may not; the connection is of no use."""
+
+    protocol: int
+    detail: Short
+
+
+class Ack(Struct, frozen=True, array_like=True, gc=False, tag=8):
+    op: Number
+    digest: Digest
+    window: Number
+
+
+class Data(Struct, frozen=True, array_like=True, gc=False, tag=9):
+    op: Number
+    digest: Digest
+    window: Number
+
+
+class FaultReply(Struct, frozen=True, array_like=True, gc=False, tag=10):
+    """Not done. ``fault`` is a `Fault`, or "open": this connection was never opened, or that was forgotten."""
+
+    op: Number
+    fault: Short
+    detail: Short
+
+
+class Probed(Struct, frozen=True, array_like=True, gc=False, tag=11):
+    op: Number
+
+
+class Reply(Struct, frozen=True, array_like=True, gc=False, tag=12):
+    op: Number
+
+
+class Dial(Struct, frozen=True, array_like=True, gc=False, tag=13):
+    """Let me open a stream for chunks. ``slot`` names it: the one that had this name is ended before the answer."""
+
+    op: Number
+    slot: Slot
+
+
+class Ticket(Struct, frozen=True, array_like=True, gc=False, tag=14):
+    """Where to connect, and the 32 random bytes to say there: once, and soon."""
+
+    op: Number
+    host: Node
+    port: Annotated[int, Meta(ge=1, lt=1 << 16)]
+    ticket: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+Ask = Open | Write | Read | Probe | Request | Dial
+Answer = Opened | Refuse | Ack | Data | FaultReply | Probed | Reply | Ticket
+
+_encoder = msgspec.msgpack.Encoder()
+_asks: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+encode = _encoder.encode
+T = TypeVar("T")
+
+
+def decode_ask(header: bytes | memoryview) -> Ask:
+    """What a peer asks of us.
+
+    Raises:
+        ValueError: it is none of the messages above.
+    """
+    return _decode(_asks, header)
+
+
+def decode_answer(header: bytes | memoryview) -> Answer:
+    """What a peer answers.
+
+    Raises:
+        ValueError: it is none of the messages above.
+    """
+    return _decode(_answers, header)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], header: bytes | memoryview) -> T:
+    if len(header) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(header)} bytes")
+    try:
+        return decoder.decode(header)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"not a header: {error}") from error
+
+
+def digest_of(data: memoryview, region: int, offset: int) -> int:
+    """xxh3_64 of a chunk that belongs at ``offset`` of ``region``."""
+    return xxhash.xxh3_64_intdigest(data, seed=seed_of(region, offset, len(data)))
+
+
+def seed_of(region: int, offset: int, length: int) -> int:
+    """What `digest_of` seeds the digest with."""
+    return (region * 0x9E3779B97F4A7C15 + offset * 0xC2B2AE3D27D4EB4F + length) & (1 << 64) - 1

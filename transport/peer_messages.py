@@ -1,0 +1,267 @@
+"""What daemons say to each other: closed, typed, validated; carried as control messages of a fabric.
+
+A request is answered by its reply or by `PeerRefused`. One-way messages are answered by `PeerDone` and nobody waits for it.
+Slot headers travel as the 112 bytes of the segment format, descriptors as its msgpack: both are checked where they are used.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ckptd.transport.messages import (
+    Blob,
+    Count,
+    GetHoldings,
+    HeaderBytes,
+    HeldSlot,
+    Holdings,
+    Labels,
+    Name,
+    Rank,
+    ShortText,
+    SlotIndex,
+    Text,
+)
+
+__all__ = [
+    "PEER_PROTOCOL_VERSION",
+    "AbortSlot",
+    "BeginSlot",
+    "CloseRead",
+    "Descriptor",
+    "DoubtSlot",
+    "EndRun",
+    "Floor",
+    "GetDescriptor",
+    "OpenRead",
+    "OpenReplica",
+    "PeerDone",
+    "PeerHello",
+    "PeerMessage",
+    "PeerRefused",
+    "PeerWelcome",
+    "ReadOpened",
+    "ReplicaOpened",
+    "SealSlot",
+    "SlotGranted",
+    "decode_peer",
+    "encode_peer",
+]
+
+PEER_PROTOCOL_VERSION = 1
+Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Ticket = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class PeerHello(Struct, frozen=True, tag=True):
+    """First words to a peer, and the ping afterwards: ``boot_id`` is new at each start of a daemon."""
+
+    protocol: int
+    version: ShortText
+    node: Name
+    boot_id: ShortText
+    labels: Labels = {}
+
+
+class PeerWelcome(Struct, frozen=True, tag=True):
+    """The same about the one who answers."""
+
+    protocol: int
+    version: ShortText
+    node: Name
+    boot_id: ShortText
+    labels: Labels = {}
+    free_bytes: Count = 0
+
+
+class OpenReplica(Struct, frozen=True, tag=True):
+    """Make (or find) the replica of a segment. ``epoch`` and ``epoch_start`` free what belongs to an abandoned history."""
+
+    job: Name
+    run: Name
+    rank: Rank
+    origin: ShortText
+    descriptor: Blob
+    slot_bytes: Count
+    num_slots: Annotated[int, Meta(ge=1, le=1 << 16)]
+    epoch: Count
+    epoch_start: int
+
+
+class ReplicaOpened(Struct, frozen=True, tag=True):
+    """The replica is there; ``lease`` names it until this daemon restarts, ``held`` is what it holds already."""
+
+    lease: Ticket
+    held: tuple[HeldSlot, ...]
+
+
+class BeginSlot(Struct, frozen=True, tag=True):
+    """I want to put the snapshot with this header.
+
+    What the run agreed on, as far as the sender knows (`ckptd.replicas.Promise`), comes along: a host without a rank of its
+    own is in no tree and would keep everything.
+    """
+
+    lease: Ticket
+    header: HeaderBytes
+    anchors: Blob
+    floor: int = -1
+    horizon: int = -1
+    span: int = 1
+
+
+class SlotGranted(Struct, frozen=True, tag=True):
+    """Put the image into this region, then seal."""
+
+    ticket: Ticket
+    region: Ticket
+    token: Token
+    length: Count
+
+
+class SealSlot(Struct, frozen=True, tag=True):
+    """Every byte is there: verify the image against its digests and show it to recovery."""
+
+    ticket: Ticket
+
+
+class AbortSlot(Struct, frozen=True, tag=True):
+    """I will not go on with this slot."""
+
+    ticket: Ticket
+
+
+class OpenRead(Struct, frozen=True, tag=True):
+    """I want to get a sealed snapshot: by segment name, slot and sequence number."""
+
+    job: Name
+    run: Name
+    name: ShortText
+    slot: SlotIndex
+    sequence: Count
+
+
+class ReadOpened(Struct, frozen=True, tag=True):
+    """Get it from this region. It stays until `CloseRead`, or until nothing was read for a minute."""
+
+    region: Ticket
+    token: Token
+    length: Count
+    header: HeaderBytes
+
+
+class GetDescriptor(Struct, frozen=True, tag=True):
+    """The descriptor of a segment that you hold."""
+
+    job: Name
+    run: Name
+    name: ShortText
+
+
+class Descriptor(Struct, frozen=True, tag=True):
+    """It."""
+
+    descriptor: Blob
+    num_slots: Annotated[int, Meta(ge=1, le=1 << 16)]
+    slot_bytes: Count
+
+
+class CloseRead(Struct, frozen=True, tag=True):
+    """I have it."""
+
+    region: Ticket
+
+
+class DoubtSlot(Struct, frozen=True, tag=True):
+    """What I got from this slot does not match its digests: look at it."""
+
+    job: Name
+    run: Name
+    name: ShortText
+    slot: SlotIndex
+    sequence: Count
+
+
+class EndRun(Struct, frozen=True, tag=True):
+    """I no longer replicate this run: it is over, or was forgotten."""
+
+    job: Name
+    run: Name
+
+
+class Floor(Struct, frozen=True, tag=True):
+    """What the nodes of a run agree on, up or down a tree (`ckptd.floor`).
+
+    ``members_id`` names the tree, ``kind`` is below (to the parent) or floor (to a child).
+    """
+
+    job: Name
+    run: Name
+    members_id: ShortText
+    kind: Annotated[str, Meta(pattern="^(below|floor)$")]
+    value: int
+    sequence: Count
+    horizon: int = -1
+    span: int = 1
+
+
+class PeerDone(Struct, frozen=True, tag=True):
+    """It is done."""
+
+
+class PeerRefused(Struct, frozen=True, tag=True):
+    """No; ``code`` is one word: protocol, unknown, busy, quota, held, stale, digest, bad_message, internal."""
+
+    code: ShortText
+    message: Text
+    hint: Text = ""
+
+
+PeerRequest = (
+    PeerHello
+    | GetHoldings
+    | OpenReplica
+    | BeginSlot
+    | SealSlot
+    | AbortSlot
+    | OpenRead
+    | GetDescriptor
+    | CloseRead
+    | DoubtSlot
+    | EndRun
+    | Floor
+)
+PeerReply = (
+    PeerWelcome
+    | Holdings
+    | ReplicaOpened
+    | SlotGranted
+    | ReadOpened
+    | Descriptor
+    | PeerDone
+    | PeerRefused
+)
+PeerMessage = PeerRequest | PeerReply
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+
+
+def encode_peer(message: PeerMessage) -> bytes:
+    """One message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_peer(body: bytes) -> PeerMessage:
+    """The message in a body.
+
+    Raises:
+        ValueError: not one of ours, or its values are out of range.
+    """
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a message between daemons: {error}") from error

@@ -1,0 +1,271 @@
+"""One stream to a peer, as seen by the side that asks: a thread that sends and a thread that receives.
+
+The sender connects, shows the ticket, and sends what it is given, in that order; the receiver reads the answers, payloads
+directly into the buffers that they are for. The stream is OVER when both have ended, and refers to no buffer then.
+An operation is WAITING, BUSY while a thread touches its buffer, and OVER; who wants the buffer back makes a waiting one
+OVER (`Operation.revoke`), and waits for a busy one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ckptd.transport import streams
+from ckptd.transport.chunks import Chunk, Hold
+from ckptd.transport.frames import Ticket
+from ckptd.transport.stream_frames import (
+    ANSWER_BYTES,
+    StreamAnswer,
+    StreamAsk,
+    StreamKind,
+    decode_answer,
+    encode_ask,
+    encode_preamble,
+)
+from ckptd.transport.verbs import Fault
+
+__all__ = ["ClientStream", "Operation", "StreamEvents", "Verdict"]
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+SCRATCH_BYTES = 64 << 10
+
+
+class Verdict(StrEnum):
+    """What became of an operation."""
+
+    DONE = "done"
+    DAMAGED = "damaged"
+    FAILED = "failed"
+    SKIPPED = "skipped"  # its transfer had ended before
+
+
+class Operation:
+    """A chunk under way on one stream; ``lock`` is the stream's."""
+
+    __slots__ = ("_busy", "_lock", "_over", "chunk", "digest", "number", "view")
+
+    def __init__(self, number: int, chunk: Chunk, lock: threading.Lock) -> None:
+        self.number = number
+        self.chunk = chunk
+        self.view = chunk.view()
+        self.digest = streams.PayloadDigest(chunk.transfer.key.region, chunk.offset, chunk.length)
+        self._lock = lock
+        self._busy = False
+        self._over = False
+        chunk.transfer.hold(Hold(self.view, self._let_go))
+
+    def claim(self) -> bool:
+        """Begin to touch the buffer; false if that is not wanted any more."""
+        with self._lock:
+            self._busy = not self._over
+            return self._busy
+
+    def finish(self) -> None:
+        """The buffer is not touched any more, nor ever again."""
+        with self._lock:
+            self._busy, self._over = False, True
+
+    def revoke(self) -> bool:
+        """Whether the buffer is free; from now on if it was not begun."""
+        with self._lock:
+            self._over = self._over or not self._busy
+            return self._over
+
+    def _let_go(self) -> bool:
+        """For the transfer: only one that has ended takes its buffer away."""
+        return self._over or (self.chunk.transfer.outcome is not None and self.revoke())
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvents:
+    """What a stream tells its owner, on the fabric's thread; nothing any more when that has ended."""
+
+    call: Callable[[Callable[[], None]], bool]
+    up: Callable[[ClientStream, int], None]
+    answered: Callable[[ClientStream, int, Verdict, StreamAnswer | None, str], None]
+    over: Callable[[ClientStream], None]
+    garbage: Callable[[str], None]
+
+
+class ClientStream:
+    """Connects at once. `send`, ``operations`` and `break_off` are for the fabric's thread."""
+
+    def __init__(self, events: StreamEvents, ticket: Ticket, name: str) -> None:
+        self.operations: dict[int, Operation] = {}
+        self.was_up = False
+        self._events = events
+        self._ticket = ticket
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._to_send: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
+        self._connection: socket.socket | None = None
+        self._ending = False
+        self._sender = threading.Thread(target=self._run, name=f"to-{name}", daemon=True)
+        self._receiver = threading.Thread(target=self._receive, name=f"from-{name}", daemon=True)
+        self._sender.start()
+
+    def send(self, chunk: Chunk) -> None:
+        """Put the chunk, or ask for it; `StreamEvents.answered` says what became of it, unless the stream ends."""
+        operation = Operation(next(self._numbers), chunk, self._lock)
+        self.operations[operation.number] = operation
+        self._to_send.put(operation)
+
+    def break_off(self) -> None:
+        """End soon, whatever the peer does."""
+        self._ending = True
+        self._to_send.put(None)
+        connection = self._connection
+        if connection is not None:
+            streams.shut(connection)
+
+    # --- the sender ---
+
+    def _run(self) -> None:
+        try:
+            with self._connect() as connection:
+                self._talk(connection)
+        except OSError as error:
+            logger.debug("no stream to %s:%d: %s", self._ticket.host, self._ticket.port, error)
+        except Exception:  # the thread's main: the owner must hear of the end
+            logger.exception("a stream to %s failed", self._ticket.host)
+        self._events.call(lambda: self._events.over(self))
+
+    def _connect(self) -> socket.socket:
+        where = socket.getaddrinfo(self._ticket.host, self._ticket.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = where[0]
+        self._connection = connection = socket.socket(family, kind, protocol)
+        try:
+            if self._ending:
+                raise ConnectionAbortedError("not wanted any more")
+            streams.configure(connection)
+            streams.set_patience(connection, CONNECT_S)
+            connection.connect(address)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _talk(self, connection: socket.socket) -> None:
+        connection.sendall(encode_preamble(self._ticket.ticket))
+        header = bytearray(ANSWER_BYTES)
+        streams.receive_into(connection, memoryview(header))
+        window = _welcome(header)
+        streams.set_patience(connection, streams.STALL_S)
+        self._receiver.start()
+        try:
+            self._events.call(lambda: self._events.up(self, window))
+            while not self._ending and (operation := self._to_send.get()) is not None:
+                self._send(connection, operation)
+        finally:
+            self._ending = True
+            streams.shut(connection)
+            self._receiver.join()
+
+    def _send(self, connection: socket.socket, operation: Operation) -> None:
+        chunk = operation.chunk
+        key = chunk.transfer.key
+        kind = StreamKind.WRITE if chunk.transfer.is_put else StreamKind.READ
+        ask = StreamAsk(kind, operation.number, key.region, key.token, chunk.offset, chunk.length)
+        if kind is StreamKind.READ:
+            connection.sendall(encode_ask(ask))
+        elif operation.claim():
+            try:
+                streams.send_payload(connection, encode_ask(ask), operation.view, operation.digest)
+            finally:
+                operation.finish()
+        else:
+            self._tell(operation, Verdict.SKIPPED, None)
+
+    # --- the receiver ---
+
+    def _receive(self) -> None:
+        header = bytearray(ANSWER_BYTES)
+        view, scratch = memoryview(header), memoryview(bytearray(SCRATCH_BYTES))
+        connection = self._connection
+        assert connection is not None
+        try:
+            while not self._ending and streams.receive_header(connection, view):
+                self._answered(connection, decode_answer(header), scratch)
+        except ValueError as error:
+            what = f"on a stream to {self._ticket.host}: {error}"
+            self._events.call(lambda: self._events.garbage(what))
+        except OSError as error:
+            logger.debug("a stream to %s ended: %s", self._ticket.host, error)
+        except Exception:  # the thread's main: the sender must hear of the end
+            logger.exception("a stream to %s failed", self._ticket.host)
+        finally:
+            self._ending = True
+            self._to_send.put(None)
+            streams.shut(connection)
+
+    def _answered(
+        self, connection: socket.socket, answer: StreamAnswer, scratch: memoryview
+    ) -> None:
+        operation = self.operations.get(answer.op)
+        if operation is None:
+            raise ValueError(f"an answer to {answer.op}, which is not open")
+        is_put = operation.chunk.transfer.is_put
+        if answer.kind is StreamKind.FAULT:
+            self._failed(connection, answer, operation)
+        elif answer.kind is StreamKind.ACK and is_put:
+            if operation.digest.value != answer.digest:
+                raise ValueError("an acknowledgement of something else")
+            self._tell(operation, Verdict.DONE, answer)
+        elif answer.kind is StreamKind.DATA and not is_put:
+            if answer.length != operation.chunk.length:
+                raise ValueError(f"{answer.length} bytes instead of {operation.chunk.length}")
+            self._arrived(connection, answer, operation, scratch)
+        else:
+            raise ValueError(f"an answer of kind {answer.kind} that was not asked for")
+
+    def _failed(
+        self, connection: socket.socket, answer: StreamAnswer, operation: Operation
+    ) -> None:
+        detail = bytearray(answer.length)
+        streams.receive_into(connection, memoryview(detail))
+        self._tell(operation, Verdict.FAILED, answer, detail.decode(errors="replace"))
+
+    def _arrived(
+        self,
+        connection: socket.socket,
+        answer: StreamAnswer,
+        operation: Operation,
+        scratch: memoryview,
+    ) -> None:
+        if not operation.claim():
+            streams.drain(connection, answer.length, scratch)
+            self._tell(operation, Verdict.SKIPPED, answer)
+            return
+        try:
+            good = streams.receive_payload(connection, operation.view, operation.digest)
+        finally:
+            operation.finish()
+        self._tell(operation, Verdict.DONE if good else Verdict.DAMAGED, answer)
+
+    def _tell(
+        self, operation: Operation, verdict: Verdict, answer: StreamAnswer | None, detail: str = ""
+    ) -> None:
+        if verdict is Verdict.FAILED and answer is not None and answer.fault is Fault.DIGEST:
+            verdict = Verdict.DAMAGED
+        number = operation.number
+        self._events.call(lambda: self._events.answered(self, number, verdict, answer, detail))
+
+
+def _welcome(header: bytearray) -> int:
+    """The window."""
+    try:
+        answer = decode_answer(header)
+    except ValueError as error:
+        raise ConnectionRefusedError(f"this is no data port: {error}") from error
+    if answer.kind is not StreamKind.WELCOME:
+        raise ConnectionRefusedError(f"this is no welcome: kind {answer.kind}")
+    return answer.window
