@@ -59,7 +59,7 @@ demo-nodes: $(STAMP)
 
 bench: $(STAMP)
 	@mkdir -p out
-	@for subject in schedule stall overhead restore replay transport replication recovery; do \
+	@for subject in schedule scale stall overhead restore replay transport replication recovery; do \
 		echo; echo "== bench.$$subject"; \
 		$(BIN)/python -m bench.$$subject --json | tee out/bench_$$subject.txt; \
 	done

@@ -266,6 +266,10 @@ class DaemonConfig:
     peer_data_port: int = _key(0, _integer(0, 65_535), "0 to 65535")
     """Port for peer_data = stream, on the address of peer_listen; 0 takes a free one."""
 
+    peer_short_cut: bool = _key(True, _boolean, "true or false")
+    """Daemons of one user on one host copy snapshots through their segment files, instead of sending
+    them, where they see each other's segment_dir under the same path."""
+
     peer_connections: int = _key(1, _integer(1, 16), "1 to 16")
     """Data connections per peer, for links that one does not fill."""
 

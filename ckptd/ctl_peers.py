@@ -128,7 +128,7 @@ def render_peers(answer: m.Peers) -> str:
         ]
         for r in answer.replicas
     ]
-    moved = ", ".join(f"{name} {value}" for name, value in sorted(answer.counters.items()) if value)
+    moved = ", ".join(f"{name} {value}" for name, value in sorted(answer.counters.items()))
     parts = [f"node {answer.node}: {listen}"]
     if answer.public_key:
         parts[0] += f", key {answer.public_key}"

@@ -14,8 +14,9 @@ from dataclasses import replace
 from functools import partial
 
 from ckptd import locks
+from ckptd.descriptor_search import FoundDescriptor
 from ckptd.errors import RemoteProtocolError
-from ckptd.fetching import FetchJob, FoundDescriptor
+from ckptd.fetching import FetchJob
 from ckptd.holdings import fetch_piece, held_from_segments
 from ckptd.recovery import NoRecovery, Piece, RecoveryPlan, plan_recovery
 from ckptd.replica_store import ReplicaStore

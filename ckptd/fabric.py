@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ def static_peers(config: DaemonConfig) -> tuple[NodeCard, ...]:
     return tuple(cards)
 
 
-def make_fabric(config: DaemonConfig, node: str, serve: Serve) -> Fabric | None:
-    """Listen for peers; None if the configuration has no ``peer_listen``.
+def make_fabric(
+    config: DaemonConfig, node: str, serve: Serve, gate: Callable[[], bool] | None = None
+) -> Fabric | None:
+    """Listen for peers; None if the configuration has no ``peer_listen``. While ``gate`` is false, puts are held back.
 
     Raises:
         UnusableFolder: no keys, or an address that cannot be listened on or is not safe to.
@@ -54,11 +57,13 @@ def make_fabric(config: DaemonConfig, node: str, serve: Serve) -> Fabric | None:
         ) from error
     options: dict[str, Any] = {
         "serve": serve,
+        "gate": gate,
         "advertise": config.peer_advertise or None,
         "keys": keys,
         "allow_plain": plain,
         "connections_per_peer": config.peer_connections,
         "rate_bytes_per_s": parse_bytes(config.peer_bandwidth) or None,
+        "short_cut": config.peer_short_cut,
     }
     try:
         if config.peer_data == "zmq":

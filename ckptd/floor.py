@@ -19,7 +19,13 @@ Two rules keep that safe:
 Beside the floor the tree agrees on two maxima. The **horizon**: the suffixes that a target holds complete end at
 the iterations ``first`` to ``last`` without a gap, and one that was begun anew holds none that ends before its
 ``first``; so the next floor is at least the largest ``first`` of all. The **span**: the largest window
-of all ranks, since all load from one start. Both only grow.
+of all ranks, since all load from one start. Both only grow. Until a node has heard of the span, it counts suffixes that
+are too short; so each report tells the span it was **counted** with, and nothing is announced on the word of a shorter one.
+
+A horizon without the floor that was announced before it would be a licence to give that floor away. The root
+may not know it: it was restarted, or a recovery began a new epoch and with it a new tree. So each report **carries** the
+newest floor that is known in its subtree, with the epoch in which it was announced, and the root takes it up before it
+announces anything. Of two epochs the later one counts: a floor of the earlier one may be beyond where it ended.
 
 Hence the invariant: a floor never exceeds, for any rank, the newest iteration that this rank was ever
 replicated up to (a rank that does not count has no limit). Where nothing was withdrawn, that is the
@@ -37,11 +43,31 @@ from typing import NamedTuple
 
 from ckptd.errors import LocalProtocolError, RemoteProtocolError
 
-__all__ = ["FAN_OUT", "NO_RANKS", "FloorKind", "FloorMessage", "FloorTree"]
+__all__ = [
+    "ANY_SPAN",
+    "FAN_OUT",
+    "NOTHING_CARRIED",
+    "NO_RANKS",
+    "Carried",
+    "FloorKind",
+    "FloorMessage",
+    "FloorTree",
+]
 
 FAN_OUT = 16
 # What a subtree reports in which no rank counts: larger than any iteration, and an i64 on the wire.
 NO_RANKS = (1 << 63) - 1
+ANY_SPAN = (1 << 16) - 1  # longer than any window
+
+
+class Carried(NamedTuple):
+    """A floor, and the epoch in which it was announced."""
+
+    epoch: int
+    floor: int
+
+
+NOTHING_CARRIED = Carried(-1, -1)
 
 
 class FloorKind(StrEnum):
@@ -61,17 +87,18 @@ class FloorMessage:
     sequence: int
     horizon: int = -1
     span: int = 1
+    counted: int = ANY_SPAN
+    carried: Carried = NOTHING_CARRIED
 
 
 class _Standing(NamedTuple):
-    """Minimum of ``last``, maxima of ``first`` and of the window, over some ranks."""
+    """Over some ranks: minima of ``last`` and of the span they were counted with, maxima of the rest."""
 
     below: int
     above: int
     span: int
-
-    def at_least(self, above: int, span: int) -> _Standing:
-        return _Standing(self.below, max(self.above, above), max(self.span, span))
+    counted: int = ANY_SPAN
+    carried: Carried = NOTHING_CARRIED
 
 
 class FloorTree:
@@ -89,6 +116,8 @@ class FloorTree:
         started: where this node's sequence begins: larger than any it has used before, such as the
             time of the daemon's start in nanoseconds.
         resend_s: the period of the heartbeat.
+        epoch: the run's epoch, for which this tree stands.
+        carried: the newest floor that this node knew before, if the history of this epoch went on from there or later.
     Raises:
         ValueError: the node is not a member, or a number is out of range.
     """
@@ -102,6 +131,8 @@ class FloorTree:
         fan_out: int = FAN_OUT,
         started: int = 0,
         resend_s: float = 1.0,
+        epoch: int = 0,
+        carried: Carried = NOTHING_CARRIED,
     ) -> None:
         if fan_out < 1 or started < 0 or resend_s <= 0:
             raise ValueError(f"fan_out {fan_out}, started {started}, resend_s {resend_s}")
@@ -114,8 +145,9 @@ class FloorTree:
         self._parent = None if index == 0 else ordered[(index - 1) // fan_out]
         self._children = tuple(ordered[first : first + fan_out])
         self._members_id = _members_id(ordered, fan_out)
-        self._ranks: dict[int, _Standing] = dict.fromkeys(ranks, _Standing(-1, -1, 1))
+        self._ranks: dict[int, _Standing] = dict.fromkeys(ranks, _Standing(-1, -1, 1, 1))
         self._reports: dict[str, tuple[int, _Standing]] = {}  # child: (sequence, what it reported)
+        self._epoch, self._carried = epoch, carried
         self._floor = -1
         self._horizon = -1
         self._span = 1
@@ -163,23 +195,27 @@ class FloorTree:
 
         Args:
             first: the oldest iteration at which a suffix ends that all its targets hold.
-            span: its window.
+            span: its window. The other two were counted with the `span` of this tree.
         """
         if replicated_up_to is not None and not -1 <= replicated_up_to < NO_RANKS:
             raise LocalProtocolError(
                 f"replicated up to {replicated_up_to}", operation="floor", ids={"rank": rank}
             )
         below = NO_RANKS if replicated_up_to is None else replicated_up_to
-        self._ranks[rank] = _Standing(below, first, span)
-        return self._settle()
-
-    def drop_rank(self, rank: int) -> list[FloorMessage]:
-        """The rank is no longer of this node, and no longer counts here."""
-        self._ranks.pop(rank, None)
+        counted = ANY_SPAN if replicated_up_to is None else self._span
+        self._ranks[rank] = _Standing(below, first, span, counted)
         return self._settle()
 
     def on_below(
-        self, child: str, value: int, sequence: int, *, horizon: int = -1, span: int = 1
+        self,
+        child: str,
+        value: int,
+        sequence: int,
+        *,
+        horizon: int = -1,
+        span: int = 1,
+        counted: int = ANY_SPAN,
+        carried: Carried = NOTHING_CARRIED,
     ) -> list[FloorMessage]:
         """A child's report. Older than the newest known from it: ignored.
 
@@ -188,12 +224,13 @@ class FloorTree:
         """
         if child not in self._children:
             raise self._wrong(f"{child!r} is not a child of {self._node!r} in this tree", child)
-        if not -1 <= value <= NO_RANKS or min(sequence, span) < 0 or horizon < -1:
+        numbers_fit = min(sequence, span, counted) >= 0 and min(horizon, *carried) >= -1
+        if not -1 <= value <= NO_RANKS or not numbers_fit:
             raise self._wrong(f"a report of {value}, sequence {sequence}", child)
         known = self._reports.get(child)
         if known is not None and sequence <= known[0]:
             return []
-        self._reports[child] = (sequence, _Standing(value, horizon, span))
+        self._reports[child] = (sequence, _Standing(value, horizon, span, counted, carried))
         return self._settle()
 
     def on_floor(self, value: int, *, horizon: int = -1, span: int = 1) -> list[FloorMessage]:
@@ -215,8 +252,9 @@ class FloorTree:
             return []
         self._resent_s = now_s
         messages = self._settle()
-        if self._parent is not None and self._reported is not None and not messages:
-            messages.append(self._report(self._parent, self._reported))
+        standing = self._standing()
+        if self._parent is not None and standing is not None and not messages:
+            messages = self._report(self._parent, standing)
         if max(self._floor, self._horizon) >= 0:
             messages += self._announcements()
         return messages
@@ -228,24 +266,27 @@ class FloorTree:
             return []
         if self._parent is None:
             counts = standing.below != NO_RANKS and standing.below >= standing.above
+            counts = counts and standing.counted >= max(standing.span, self._span)
             floor = standing.below if counts else self._floor
+            floor = max(floor, standing.carried.floor)
             return self._raise_floor(floor, standing.above, standing.span)
-        if standing == self._reported:
-            return []
-        self._sequence += 1
-        self._reported = standing
-        return [self._report(self._parent, standing)]
+        if self._reported is not None and standing[:4] == self._reported[:4]:
+            return []  # what is carried came from the parent, as a rule: the heartbeat will do
+        return self._report(self._parent, standing)
 
     def _standing(self) -> _Standing | None:
         """Of this subtree; None as long as a child is silent."""
         if len(self._reports) < len(self._children):
             return None
         known = [*self._ranks.values(), *(standing for _, standing in self._reports.values())]
+        here = Carried(self._epoch, self._floor) if self._floor >= 0 else self._carried
         return _Standing(
             min((s.below for s in known), default=NO_RANKS),
-            max((s.above for s in known), default=-1),
-            max((s.span for s in known), default=1),
-        ).at_least(self._horizon, self._span)
+            max([self._horizon, *(s.above for s in known)]),
+            max([self._span, *(s.span for s in known)]),
+            min((s.counted for s in known), default=ANY_SPAN),
+            max([here, *(s.carried for s in known)]),
+        )
 
     def _raise_floor(self, floor: int, horizon: int, span: int) -> list[FloorMessage]:
         before = (self._floor, self._horizon, self._span)
@@ -261,10 +302,15 @@ class FloorTree:
             for child in self._children
         ]
 
-    def _report(self, parent: str, told: _Standing) -> FloorMessage:
-        return FloorMessage(
-            parent, FloorKind.BELOW, told.below, self._sequence, told.above, told.span
-        )
+    def _report(self, parent: str, told: _Standing) -> list[FloorMessage]:
+        self._sequence += told != self._reported
+        self._reported = told
+        below, above, span, counted, carried = told
+        return [
+            FloorMessage(
+                parent, FloorKind.BELOW, below, self._sequence, above, span, counted, carried
+            )
+        ]
 
     def _wrong(self, what: str, sender: str) -> RemoteProtocolError:
         return RemoteProtocolError(

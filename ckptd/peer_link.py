@@ -7,14 +7,22 @@ from typing import TypeVar
 
 import msgspec
 
-from ckptd.transport.peer_messages import PeerMessage, PeerRefused, decode_peer, encode_peer
+from ckptd.transport.peer_messages import (
+    PeerMessage,
+    PeerRefused,
+    PeerReply,
+    decode_peer,
+    encode_peer,
+)
 from ckptd.transport.verbs import Done, Fault, Peer, PeerAddress, RegionKey, Transfer
 
-__all__ = ["PeerLink", "Post"]
+__all__ = ["AnswerPeer", "PeerLink", "Post"]
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 # Runs a closure soon on the loop thread; safe from any thread.
 Post = Callable[[Callable[[], None]], None]
+# Answers a question of a peer, now or later, once.
+AnswerPeer = Callable[[PeerReply], None]
 
 ASK_TIMEOUT_S = 10.0
 
@@ -24,10 +32,11 @@ class PeerLink:
 
     Args:
         post: how completions get back to the loop thread.
+        boot_id: of this daemon; what the peer does for us ends with it.
     """
 
-    def __init__(self, peer: Peer, post: Post) -> None:
-        self._peer, self._post = peer, post
+    def __init__(self, peer: Peer, post: Post, boot_id: str) -> None:
+        self._peer, self._post, self.boot_id = peer, post, boot_id
 
     @property
     def address(self) -> PeerAddress:

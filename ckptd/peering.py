@@ -2,44 +2,38 @@
 
 Everything here runs on the daemon's loop thread; the fabric's threads hand over what arrives through `post`. Without a peer
 listener nothing is connected and snapshots stay on this node; fetching still works for what lies here.
-
-A peer is *lost* when it has not answered a hello for ``peer_deadline_s``; one that answers with another boot id was restarted and knows
-neither leases nor tickets of before.
 """
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 
 import msgspec
 
-import ckptd
-from ckptd.config import DaemonConfig, parse_labels
-from ckptd.drill import DrillRun
+from ckptd.config import DaemonConfig
 from ckptd.events import EventLog
 from ckptd.fabric import make_fabric, static_peers
-from ckptd.fetching import DescriptorSearch, FetchJob, FoundDescriptor
+from ckptd.fetches import Fetches
 from ckptd.hosting import Host, local_holdings
-from ckptd.peer_link import PeerLink, Post
+from ckptd.neighbours import NeighbourEvents, Neighbours
+from ckptd.peer_link import Post
+from ckptd.quiet import QuietGate
 from ckptd.replica_store import ReplicaStore
 from ckptd.replicas import Promise
 from ckptd.ring import SlotState
 from ckptd.runs import Run
 from ckptd.segments import Segment, SegmentStore
-from ckptd.sessions import RankKey
+from ckptd.sessions import MemoryFacts, RankKey
 from ckptd.survey import RunSurvey
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import (
     Drill,
     DrillReport,
-    FetchPiece,
-    FetchSource,
     GetHoldings,
     Holdings,
     HostedReplica,
@@ -47,36 +41,16 @@ from ckptd.transport.messages import (
     Member,
     NodeCard,
     Peers,
-    PeerStatus,
     RunSeen,
     SeeRun,
 )
-from ckptd.transport.verbs import Fabric, PeerAddress
+from ckptd.transport.verbs import Fabric
 from ckptd.workers import Workers
 
-__all__ = ["FoundDescriptor", "Peering"]
+__all__ = ["Peering"]
 
-logger = logging.getLogger(__name__)
-
-_HELLOS_PER_DEADLINE = 10
-_SURVEY_S = 3.0
-_SURVEY_SILENT_S = (
-    0.5  # one that missed its last hellos is probably what the job is recovering from
-)
-_MAX_PEERS = 65_536
 _RUN_IDLE_S = 3600.0  # a run that joined and has had no segment here since
-
-
-@dataclass(slots=True)
-class _Neighbour:
-    card: NodeCard
-    link: PeerLink
-    last_heard_s: float
-    boot_id: str = ""
-    lost: bool = False
-    asking: bool = False
-    next_hello_s: float = 0.0
-    free_bytes: int = 0
+_WAITS = 16_384  # more than tickets and reads together
 
 
 class Peering:
@@ -99,16 +73,38 @@ class Peering:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._store, self._events = config, store, events
-        self._sealers, self._slow, self._post, self._clock = sealers, slow, post, clock
+        self._post, self._clock = post, clock
         self.boot_id = secrets.token_hex(8)  # new at each start
-        self._map = None if pool is None else pool.map
+        map_fn = None if pool is None else pool.map
         self.replicas = ReplicaStore(store)
-        self._neighbours: dict[str, _Neighbour] = {}
         self.runs: dict[tuple[str, str], Run] = {}
-        self._fetches: dict[tuple[RankKey, int], FetchJob] = {}
-        self._drills: list[FetchJob] = []
-        self.fabric: Fabric | None = make_fabric(config, store.node_id, self._arrived)
+        self._quiet = QuietGate()
+        self.fabric: Fabric | None = make_fabric(config, store.node_id, self._arrived, self._quiet)
         self._static = static_peers(config)
+        self.neighbours = Neighbours(
+            config,
+            store.node_id,
+            self.boot_id,
+            self.fabric,
+            events,
+            NeighbourEvents(self._lost, self._back, self._restarted),
+            memory_bytes=store.quota_bytes,
+            post=post,
+            clock=clock,
+        )
+        self._fetches = Fetches(
+            store,
+            self.replicas,
+            events,
+            link=self.neighbours.link,
+            verifiers=sealers,
+            slow=slow,
+            map_fn=map_fn,
+            clock=clock,
+        )
+        self.find_descriptor = self._fetches.find_descriptor
+        self.fetch, self.fetch_of = self._fetches.fetch, self._fetches.of
+        self._settlers = Workers("settle", 2, _WAITS, lambda: post(self._settlers.collect))
         self.host: Host | None = None
         if self.fabric is not None:
             self.host = Host(
@@ -119,7 +115,8 @@ class Peering:
                 promise_of=self._promise_of,
                 sealers=sealers,
                 slow=slow,
-                map_fn=self._map,
+                settlers=self._settlers,
+                map_fn=map_fn,
                 deadline_s=config.peer_deadline_s,
                 retain_s=config.retain_detached_s,
                 clock=clock,
@@ -129,27 +126,28 @@ class Peering:
     @property
     def card(self) -> NodeCard:
         """How others reach this node."""
-        labels = parse_labels(self._config.labels)
-        if self.fabric is None:
-            return NodeCard(self._store.node_id, labels=labels, boot_id=self.boot_id)
-        address = self.fabric.address
-        return NodeCard(
-            self._store.node_id, address.endpoint, address.public_key, labels, self.boot_id
-        )
+        return self.neighbours.card
 
     @property
     def slack(self) -> int:
         """Slots that a trainer's ring should have for snapshots that wait for peers."""
         return 0 if self.fabric is None else self._config.replication_slack
 
+    @property
+    def memory(self) -> MemoryFacts:
+        """The numbers of the memory under all segments, replicas included."""
+        return self.replicas.memory
+
     # -- from the service ------------------------------------------------------------------------
 
-    def join(self, key: RankKey, message: Join) -> None:
-        """A local rank tells who takes part in its run."""
+    def keep_room_for(self, promised: Callable[[], Mapping[RankKey, int]]) -> None:
+        """What was promised to ranks of this node is not for replicas."""
+        self.replicas.promised = promised
+
+    def join(self, key: RankKey, message: Join) -> str:
+        """A local rank tells who takes part in its run. Returns why it is refused, or ""."""
         message = self._with_static_peers(message)
         self.meet(member.card for member in message.members)
-        if self.host is not None:
-            self.host.note_epoch(key.job, key.run, message.epoch, message.epoch_start)
         run = self.runs.get((key.job, key.run))
         if run is None:
             run = self.runs[key.job, key.run] = Run(
@@ -159,19 +157,20 @@ class Peering:
                 self._store,
                 self.replicas,
                 self._events,
-                link=self.link,
+                link=self.neighbours.link,
                 clock=self._clock,
             )
-        run.join(key, message)
-        for node, neighbour in self._neighbours.items():
-            if neighbour.lost:  # before this epoch began, and still
-                run.peer_lost(node, "it has not answered for long")
+        if refused := run.join(key, message):
+            return refused
+        if self.host is not None:
+            self.host.note_epoch(key.job, key.run, message.epoch, message.epoch_start)
+        for node in self.neighbours.lost:  # before this epoch began, and still
+            run.peer_lost(node, "it has not answered for long")
+        return ""
 
     def meet(self, cards: Iterable[NodeCard]) -> None:
         """Connect to these nodes."""
-        for card in cards:
-            if card.node != self._store.node_id and card.endpoint:
-                self._meet(card)
+        self.neighbours.meet(cards)
 
     def see_run(self, message: SeeRun, answer: Callable[[RunSeen], None]) -> None:
         """What is held of a run: here, and on nodes that took part before and have no rank now."""
@@ -184,48 +183,25 @@ class Peering:
         RunSurvey(
             GetHoldings(message.job, message.run),
             self.holdings(message.job, message.run),
-            [
-                (card, neighbour.link, self._patience_s(neighbour))
-                for card in away
-                if (neighbour := self._neighbours.get(card.node)) is not None
-            ],
+            self.neighbours.to_ask(away),
             answer,
             run.members if run else (),
         )
 
-    def _patience_s(self, neighbour: _Neighbour) -> float:
-        silent_s = self._clock() - neighbour.last_heard_s
-        quiet_s = 2 * self._config.peer_deadline_s / _HELLOS_PER_DEADLINE
-        return _SURVEY_SILENT_S if neighbour.lost or silent_s > quiet_s else _SURVEY_S
-
     def drill(self, message: Drill, answer: Callable[[DrillReport], None]) -> None:
         """Rehearse the recovery of a rank from other nodes than its own."""
         key = RankKey(message.job, message.run, message.rank)
-        rehearsal = DrillRun(
-            key,
-            self._store,
-            self.replicas,
-            self._slow,
-            find_descriptor=self.find_descriptor,
-            start_fetch=self._start_drill_fetch,
-            answer=answer,
-            clock=self._clock,
-        )
-        self.see_run(SeeRun(message.job, message.run), rehearsal.seen)
-
-    def _start_drill_fetch(
-        self, segment: Segment, pieces: Sequence[FetchPiece], finished: Callable[[str], None]
-    ) -> FetchJob:
-        job = self._fetch_job(segment, pieces, finished)
-        self._drills = [d for d in self._drills if not d.over] + [job]
-        job.start()
-        return job
+        self.see_run(SeeRun(message.job, message.run), self._fetches.drill(key, answer))
 
     def sealed(self, segment: Segment) -> None:
         """A slot of one of our ranks was sealed."""
-        run = self.runs.get((segment.key.job, segment.key.run))
+        self.changed(segment.key)
+
+    def changed(self, key: RankKey) -> None:
+        """The snapshots of one of our ranks changed: one was sealed, or a generation went."""
+        run = self.runs.get((key.job, key.run))
         if run is not None:
-            run.sealed(segment.key.rank)
+            run.sealed(key.rank)
 
     def scrub_with(self, doubt: Callable[[Segment, int, int], None]) -> None:
         """What verifies a slot that a peer found damaged."""
@@ -239,10 +215,7 @@ class Peering:
 
     def leave(self, key: RankKey, *, final: bool) -> None:
         """A trainer ended. Its snapshots stay, and go on to peers, unless its run is over."""
-        for (owner, generation), job in list(self._fetches.items()):
-            if owner == key:
-                job.close("its trainer ended")
-                del self._fetches[owner, generation]
+        self._fetches.leave(key)
         if final:
             self.forget(key.job, key.run)
 
@@ -251,8 +224,7 @@ class Peering:
         found = self.runs.pop((job, run), None)
         if found is not None:
             found.close()
-            for neighbour in self._neighbours.values():
-                neighbour.link.tell(p.EndRun(job, run))
+            self.neighbours.tell_all(p.EndRun(job, run))
         freed = 0
         for segment in self.replicas.of_run(job, run):
             freed += segment.file_bytes
@@ -264,52 +236,19 @@ class Peering:
         """Everything sealed that this node holds of a run."""
         if self.host is not None:
             return self.host.holdings(job, run)
-        return local_holdings(self._store, self.replicas, job, run)
-
-    def find_descriptor(
-        self,
-        key: RankKey,
-        sources: Sequence[FetchSource],
-        found: Callable[[FoundDescriptor | str], None],
-    ) -> None:
-        """The descriptor of a segment that one of these holds; calls back with it, or with why there is none."""
-        DescriptorSearch(self._store.node_id, key, sources, self.link, self._local_segment, found)
-
-    def fetch(self, segment: Segment, pieces: Sequence[FetchPiece]) -> FetchJob:
-        """Fill a new segment with these pieces."""
-        job = self._fetch_job(segment, pieces)
-        self._fetches[segment.key, segment.generation] = job
-        job.start()
-        return job
-
-    def _fetch_job(
-        self,
-        segment: Segment,
-        pieces: Sequence[FetchPiece],
-        finished: Callable[[str], None] = lambda reason: None,
-    ) -> FetchJob:
-        return FetchJob(
-            segment,
-            pieces,
-            node=self._store.node_id,
-            link=self.link,
-            local=self._local_segment,
-            verifiers=self._sealers,
-            map_fn=self._map,
-            events=self._events,
-            clock=self._clock,
-            finished=finished,
-        )
-
-    def fetch_of(self, key: RankKey, generation: int) -> FetchJob | None:
-        return self._fetches.get((key, generation))
+        known = self.runs.get((job, run))
+        epoch = -1 if known is None else known.epoch
+        return local_holdings(self._store, self.replicas, job, run, epoch)
 
     @property
     def fabric_counters(self) -> dict[str, int]:
         """Bytes moved, requests refused, garbage, strangers."""
         if self.fabric is None:
             return {}
-        return {f"fabric.{name}": n for name, n in asdict(self.fabric.counters).items() if n}
+        counters = asdict(self.fabric.counters).items()
+        # Told also when it is 0: that nothing takes the short cut is what one looks for.
+        shown = {name: n for name, n in counters if n or name == "short_cut_bytes"}
+        return {f"fabric.{name}": n for name, n in shown.items()}
 
     def status(self) -> Peers:
         """Everything `ckptctl peers` shows."""
@@ -319,17 +258,7 @@ class Peering:
             node=card.node,
             endpoint=card.endpoint,
             public_key=card.public_key,
-            peers=tuple(
-                PeerStatus(
-                    node,
-                    n.card.endpoint,
-                    n.card.labels,
-                    not n.lost,
-                    now_s - n.last_heard_s,
-                    n.free_bytes,
-                )
-                for node, n in sorted(self._neighbours.items())
-            ),
+            peers=self.neighbours.status(now_s),
             ranks=tuple(s for run in self.runs.values() for s in run.status(now_s)),
             replicas=tuple(_hosted(segment) for segment in self.replicas),
             counters=self.fabric_counters,
@@ -343,15 +272,10 @@ class Peering:
         for segment in found:
             self._events.add("info", "replica_adopted", segment.path.name, segment.key)
 
-    def link(self, node: str) -> PeerLink | None:
-        """The connection to a node, None if its address is not known."""
-        neighbour = self._neighbours.get(node)
-        return None if neighbour is None else neighbour.link
-
     def tick(self, now_s: float) -> None:
         """Hellos, deadlines, and what time brings to runs, replicas and fetches."""
-        for node, neighbour in list(self._neighbours.items()):
-            self._look_after(node, neighbour, now_s)
+        self._quiet.watch(self._store)
+        self.neighbours.tick(now_s)
         for run in list(self.runs.values()):
             run.tick()
             if now_s - run.joined_at_s > _RUN_IDLE_S and not self._store.of_run(run.job, run.run):
@@ -359,26 +283,22 @@ class Peering:
                 self.runs.pop((run.job, run.run)).close()
         if self.host is not None:
             self.host.tick(now_s)
-        for drill in self._drills:
-            drill.tick()
-        for key, job in list(self._fetches.items()):
-            job.tick()
-            if job.over and self._store.get(*key) is None:
-                del self._fetches[key]
+        self._fetches.tick()
 
     def wake(self, now_s: float) -> float:
         """Between ticks: try again what is due; returns when to come back (infinity: at the next tick)."""
         return min((run.wake(now_s) for run in self.runs.values()), default=float("inf"))
 
     def close(self) -> None:
-        for job in (*self._fetches.values(), *self._drills):
-            job.close("the daemon stops")
+        """End everything; what peers have here of us they lose with the fabric."""
+        self._fetches.close()
         for run in self.runs.values():
             run.close()
-        if self.host is not None:
-            self.host.close()
         if self.fabric is not None:
             self.fabric.close()
+        if self.host is not None:  # last: nothing touches its slots any more
+            self.host.close()
+        self._settlers.close(timeout_s=0.0)
 
     def _with_static_peers(self, message: Join) -> Join:
         """The configured nodes take part in every run, without ranks."""
@@ -388,76 +308,22 @@ class Peering:
 
     # -- neighbours ------------------------------------------------------------------------------
 
-    def _meet(self, card: NodeCard) -> None:
-        address = PeerAddress(card.node, card.endpoint, card.public_key)
-        known = self._neighbours.get(card.node)
-        if known is not None and known.link.address == address:
-            return
-        if self.fabric is None or (known is None and len(self._neighbours) >= _MAX_PEERS):
-            return
-        if known is not None:
-            known.link.close()
-        link = PeerLink(self.fabric.peer(address), self._post)
-        self._neighbours[card.node] = _Neighbour(card, link, self._clock())
-
-    def _look_after(self, node: str, neighbour: _Neighbour, now_s: float) -> None:
-        deadline_s = self._config.peer_deadline_s
-        if not neighbour.lost and now_s - neighbour.last_heard_s > deadline_s:
-            self._lose(node, neighbour, f"no answer for {deadline_s:g} s")
-        if neighbour.asking or now_s < neighbour.next_hello_s:
-            return
-        neighbour.asking = True
-        neighbour.next_hello_s = now_s + deadline_s / _HELLOS_PER_DEADLINE
-        labels = parse_labels(self._config.labels)
-        neighbour.link.ask(
-            p.PeerHello(
-                p.PEER_PROTOCOL_VERSION,
-                ckptd.__version__,
-                self._store.node_id,
-                self.boot_id,
-                labels,
-            ),
-            p.PeerWelcome,
-            partial(self._heard, node, neighbour),
-            partial(self._not_heard, node, neighbour),
-            timeout_s=deadline_s,
-        )
-
-    def _heard(self, node: str, neighbour: _Neighbour, welcome: p.PeerWelcome) -> None:
-        neighbour.asking = False
-        neighbour.last_heard_s = self._clock()
-        neighbour.free_bytes = welcome.free_bytes
-        restarted = bool(neighbour.boot_id) and neighbour.boot_id != welcome.boot_id
-        neighbour.boot_id = welcome.boot_id
-        if neighbour.lost:
-            neighbour.lost = False
-            self._events.add("info", "peer_back", f"{node} answers again")
-            for run in self.runs.values():
-                run.peer_back(node)
-        elif restarted:
-            self._events.add("info", "peer_restarted", f"the daemon of {node} was restarted")
-            if self.host is not None:
-                self.host.peer_gone(node)
-            for run in self.runs.values():
-                run.peer_restarted(node)
-
-    def _not_heard(self, node: str, neighbour: _Neighbour, code: str, reason: str) -> None:
-        neighbour.asking = False
-        self._events.count(f"hello.{code}")
-        if code == "protocol":
-            self._lose(node, neighbour, reason)
-
-    def _lose(self, node: str, neighbour: _Neighbour, reason: str) -> None:
-        if neighbour.lost:
-            return
-        neighbour.lost = True
-        self._events.add("warning", "peer_lost", f"{node}: {reason}")
+    def _lost(self, node: str, reason: str) -> None:
         if self.host is not None:
             self.host.peer_gone(node)
-        for job in (*self._fetches.values(), *self._drills):
-            job.peer_lost(node)
+        self._fetches.peer_lost(node)
         for run in self.runs.values():
             run.peer_lost(node, reason)
+
+    def _back(self, node: str) -> None:
+        for run in self.runs.values():
+            run.peer_back(node)
+
+    def _restarted(self, node: str, boot_id: str) -> None:
+        if self.host is not None:  # its new life may have come to us before we noticed
+            self.host.peer_gone(node, but_boot=boot_id)
+        for run in self.runs.values():
+            run.peer_restarted(node)
 
     # -- from the fabric -------------------------------------------------------------------------
 
@@ -474,7 +340,7 @@ class Peering:
             return
         reply = partial(_encoded, answer)
         if isinstance(message, p.PeerHello):
-            reply(self._welcome(message))
+            reply(self.neighbours.welcome(message, self.replicas.free_bytes))
         elif isinstance(message, p.Floor):
             run = self.runs.get((message.job, message.run))
             if run is not None:
@@ -484,32 +350,9 @@ class Peering:
             text = f"{type(message).__name__} is no request"
             reply(p.PeerRefused("bad_message", text))
 
-    def _welcome(self, hello: p.PeerHello) -> p.PeerReply:
-        if hello.protocol != p.PEER_PROTOCOL_VERSION:
-            return p.PeerRefused(
-                "protocol",
-                f"{hello.node} speaks version {hello.protocol} between daemons, "
-                f"{self._store.node_id} version {p.PEER_PROTOCOL_VERSION}",
-                "run the same ckptd version on all nodes",
-            )
-        return p.PeerWelcome(
-            p.PEER_PROTOCOL_VERSION,
-            ckptd.__version__,
-            self._store.node_id,
-            self.boot_id,
-            parse_labels(self._config.labels),
-            max(0, self._store.quota_bytes - self._store.used_bytes),
-        )
-
-    def _promise_of(self, job: str, run: str) -> tuple[Promise, int]:
+    def _promise_of(self, job: str, run: str) -> tuple[int, Promise, int]:
         found = self.runs.get((job, run))
-        return (Promise(), 1) if found is None else (found.promise, found.span)
-
-    def _local_segment(self, name: str) -> Segment | None:
-        replica = self.replicas.get(name)
-        if replica is not None:
-            return replica
-        return next((s for s in self._store if s.path.name == name), None)
+        return (-1, Promise(), 1) if found is None else (found.epoch, found.promise, found.span)
 
 
 def _hosted(segment: Segment) -> HostedReplica:

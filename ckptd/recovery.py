@@ -6,7 +6,9 @@ order it came. Nobody has to be asked and nobody has to be alive.
 
 The plan is a pair of iterations common to all ranks. Every rank loads its snapshot of *start*, replays
 forward, and is dense and exact at *end*. Somewhere there is an unbroken chain of its snapshots over
-exactly that span, and that chain anchors each of its operators. Ranks differ in how far back their
+exactly that span, and that chain anchors each of its operators. Over that span all ranks were in the same
+phases of their schedules: an operator whose gradients are averaged over ranks must be frozen on all of them
+in an iteration, or on none. Ranks differ in how far back their
 operators reach (pipeline stages, other windows): the one that needs most decides where all of them
 start. The newest *end* wins, then the newest *start*, which is the least to replay.
 
@@ -47,6 +49,7 @@ __all__ = [
     "Piece",
     "RecoveryPlan",
     "Source",
+    "complete_ranks",
     "from_wire",
     "plan_recovery",
     "to_wire",
@@ -54,6 +57,7 @@ __all__ = [
 
 _NO_HOMES: Mapping[int, str] = MappingProxyType({})
 _CONFLICTS_TOLD = 3
+_APART = "the ranks share snapshots, but were in different phases of their schedules"
 
 
 # A large world has hundreds of thousands of sources: structs outside of the garbage collector's sight
@@ -92,10 +96,14 @@ class RecoveryPlan:
 
 @dataclass(frozen=True, slots=True)
 class NoRecovery:
-    """Why the job can only begin anew, and the highest epoch seen (-1: none)."""
+    """Why there is no plan, and the highest epoch seen (-1: none).
+
+    ``apart``: complete suffixes are there, of different schedules: the job cannot use them, and should not discard them.
+    """
 
     reason: str
     epoch: int = -1
+    apart: bool = False
 
 
 def plan_recovery(
@@ -121,8 +129,17 @@ def plan_recovery(
         return NoRecovery(refusal, epoch)
     span = _newest_span(tables)
     if span is None:
-        return NoRecovery(_no_span(tables, known), epoch)
+        apart = any(_common_start(tables, end) is not None for end in _common_ends(tables))
+        return NoRecovery(_APART if apart else _no_span(tables, known), epoch, apart)
     return _plan(tables, *span, epoch, _Sources(known, homes))
+
+
+def complete_ranks(held: Iterable[HeldRecords]) -> list[int]:
+    """The ranks of which a complete suffix is held, whatever there is of the others: their run got somewhere."""
+    known = _in_order(held)
+    epochs = epoch_table(chain.from_iterable(h.records for h in known))
+    tables = _tables(known, stale_after(epochs))
+    return [rank for rank, groups in sorted(tables.items()) if _has_suffix(groups)]
 
 
 # What is found and merged here is plain tuples of numbers, for the same reason as above.
@@ -241,9 +258,24 @@ def _newest_span(tables: _Tables) -> tuple[int, int] | None:
     """The best (start, end)."""
     for end in _common_ends(tables):
         start = _common_start(tables, end)
-        if start is not None:
+        if start is not None and _in_phase(tables, start, end):
             return start, end
     return None
+
+
+def _in_phase(tables: _Tables, start: int, end: int) -> bool:
+    """Whether every rank recorded the same phases of the schedule from ``start`` to ``end``."""
+    phases: dict[int, int] = {}
+    for groups in tables.values():
+        for record in _between(_best_group(groups, start, end), start, end):
+            if phases.setdefault(record.iteration, record.phase) != record.phase:
+                return False
+    return True
+
+
+def _between(group: _Group, start: int, end: int) -> list[SlotRecord]:
+    """The snapshots from ``end`` back to ``start``."""
+    return [r for r in chain_from(group.newest[end], group.newest) if r.iteration >= start]
 
 
 def _common_ends(tables: _Tables) -> list[int]:
@@ -283,13 +315,16 @@ def _covering_starts(group: _Group, end: int) -> set[int]:
     return starts
 
 
+def _has_suffix(groups: Sequence[_Group]) -> bool:
+    return any(_covering_starts(group, end) for group in groups for end in group.newest)
+
+
 def _plan(tables: _Tables, start: int, end: int, epoch: int, sources: _Sources) -> RecoveryPlan:
     per_rank: dict[int, tuple[Piece, ...]] = {}
     conflicts: list[str] = []
     for rank, groups in sorted(tables.items()):
         group = _best_group(groups, start, end)
-        newest_first = chain_from(group.newest[end], group.newest)
-        wanted = [r.iteration for r in reversed(newest_first) if r.iteration >= start]
+        wanted = [r.iteration for r in reversed(_between(group, start, end))]
         per_rank[rank] = tuple([sources.piece(rank, group.copies[i]) for i in wanted])
         if group.conflicts:
             told = [group.conflicts[i] for i in wanted if i in group.conflicts]
@@ -362,7 +397,7 @@ def _told(conflicts: Sequence[str]) -> str:
 def _no_span(tables: _Tables, known: _Known) -> str:
     """Why no pair of iterations fits all ranks: one has no suffix, or they have none in common."""
     for rank, groups in sorted(tables.items()):
-        if not any(_covering_starts(group, end) for group in groups for end in group.newest):
+        if not _has_suffix(groups):
             return f"rank {rank}: {_incomplete(groups, known)}"
     ends = _common_ends(tables)
     if not ends:

@@ -2,13 +2,19 @@
 
 They share folder and quota with `SegmentStore` and are found again after a restart in the same way. What a rank of this
 node is promised goes first: a replica gets memory only if that leaves room. All methods belong to the daemon's loop thread.
+
+One primary has one replica here, or several *rings*: when a longer suffix must fit (the run's span has grown) a wider
+one is made beside the first, which goes as soon as no promise needs it. The descriptor of the n-th says that it was created n
+nanoseconds later, so its origin and its name are its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from ckptd.holdings import operators_id
 from ckptd.inventory import slot_record
@@ -22,9 +28,12 @@ from ckptd.segment_format import (
     set_slot_state,
 )
 from ckptd.segments import Segment, SegmentPlan, SegmentStore, open_segment
+from ckptd.sessions import MemoryFacts, RankKey, room_beside_ranks
 from ckptd.units import format_bytes
 
-__all__ = ["ReplicaStore"]
+__all__ = ["ReplicaStore", "same_primary"]
+
+_MAX_RINGS = 1000  # nanoseconds: no two primaries of a rank are made within so short a time
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,6 +55,8 @@ class ReplicaStore:
         self._plans: dict[str, SegmentPlan] = {}
         self._operators: dict[str, str] = {}
         store.other_bytes = lambda: self.used_bytes
+        # What live sessions said that they need in all, by rank.
+        self.promised: Callable[[], Mapping[RankKey, int]] = dict
 
     def __iter__(self) -> Iterator[Segment]:
         return iter([self._segments[name] for name in sorted(self._segments)])
@@ -82,29 +93,57 @@ class ReplicaStore:
     def plan(
         self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int, origin: str
     ) -> SegmentPlan:
-        """Lay out the replica of a primary; nothing is promised yet.
+        """Lay out the next ring of a primary; nothing is promised yet.
 
         Raises:
             ValueError: numbers or names that no segment can have, or another origin than the descriptor's.
         """
         if origin_of(descriptor) != origin:
             raise ValueError(f"origin {origin} is not that of the descriptor")
+        if rings := self.rings_of(descriptor):
+            later_ns = rings[-1].descriptor.created_at_ns + 1
+            descriptor = msgspec.structs.replace(descriptor, created_at_ns=later_ns)
         geometry = plan_geometry(num_slots, slot_bytes, len(encode_descriptor(descriptor)))
         name = replica_file_name(
-            descriptor.job, descriptor.run, descriptor.rank, descriptor.generation, origin
+            descriptor.job,
+            descriptor.run,
+            descriptor.rank,
+            descriptor.generation,
+            origin_of(descriptor),
         )
         return SegmentPlan(descriptor, geometry, self._store.folder / name)
 
+    def rings_of(self, descriptor: SegmentDescriptor) -> list[Segment]:
+        """The rings of one primary here, narrowest and oldest first."""
+        of_run = self.of_run(descriptor.job, descriptor.run)
+        found = [s for s in of_run if same_primary(s.descriptor, descriptor)]
+        return sorted(found, key=lambda s: s.descriptor.created_at_ns)
+
+    @property
+    def memory(self) -> MemoryFacts:
+        """The numbers of the memory under all segments, now."""
+        facts = self._store.memory(dict(self.promised()))
+        missing = sum(_missing_bytes(plan) for plan in self._plans.values())
+        return replace(
+            facts,
+            fs_available_bytes=max(0, facts.fs_available_bytes - missing),
+            replica_bytes=self.used_bytes,
+        )
+
+    @property
+    def free_bytes(self) -> int:
+        """What a replica may still take: neither in use nor promised to a rank of this node."""
+        return room_beside_ranks(self._store.facts(), self.memory)
+
     def refusal(self, plan: SegmentPlan) -> str:
         """Why there is no memory for it; empty if there is."""
-        facts = self._store.memory({})
-        needed = plan.geometry.total_bytes
-        free = min(self._store.quota_bytes - self._store.used_bytes, facts.fs_available_bytes)
+        needed, free = plan.geometry.total_bytes, self.free_bytes
         if needed <= free:
             return ""
         return (
             f"the replica of {plan.key} needs {format_bytes(needed)}, and of "
-            f"{format_bytes(self._store.quota_bytes)} here {format_bytes(max(0, free))} is free"
+            f"{format_bytes(self._store.quota_bytes)} here {format_bytes(free)} is free"
+            f"{_promised(self.promised())}"
         )
 
     def promise(self, plan: SegmentPlan) -> None:
@@ -171,6 +210,29 @@ class ReplicaStore:
             s.path.name: (s.descriptor.num_operators, _numbered(s, number))
             for number, s in enumerate(group)
         }
+
+
+def same_primary(a: SegmentDescriptor, b: SegmentDescriptor) -> bool:
+    """Are these the descriptors of rings of one primary, or its own?"""
+    if abs(a.created_at_ns - b.created_at_ns) >= _MAX_RINGS:
+        return False
+    return msgspec.structs.replace(a, created_at_ns=b.created_at_ns) == b
+
+
+def _missing_bytes(plan: SegmentPlan) -> int:
+    """What a plan has yet to take from the filesystem; it still counts as a plan when it was made, until it is entered."""
+    if plan.path.exists():
+        return 0
+    try:
+        taken = plan.temporary.stat().st_blocks * 512
+    except FileNotFoundError:
+        taken = 0
+    return max(0, plan.geometry.total_bytes - taken)
+
+
+def _promised(promised: Mapping[RankKey, int]) -> str:
+    total = sum(promised.values())
+    return f" ({format_bytes(total)} is promised to its own ranks)" if total else ""
 
 
 def _free_unsealed(segment: Segment) -> None:

@@ -5,7 +5,7 @@ several for a while. Nothing here remembers anything; the slot tables and the pr
 of different origin may have one generation number, so who calls gives each a number of its own.
 
 The promise is what the run agreed on (``docs/replication.md`` section 6): the *floor*, of which every rank
-holds a complete suffix in every replica, and the *horizon*: no iteration between floor and horizon
+holds a complete suffix in every promised copy, and the *horizon*: no iteration between floor and horizon
 will ever become the floor, because some replica that was begun anew holds no suffix that ends there.
 What a group keeps, whatever a peer wants (`promised`):
 
@@ -44,7 +44,6 @@ __all__ = [
     "Promise",
     "admit",
     "promised",
-    "protect_from",
     "removable",
     "spanning_suffix",
     "stale_slots",
@@ -145,24 +144,6 @@ def promised(
     if incoming is not None:
         kept.extend(_around(incoming, newest, num_operators, span))
     return {record.key for record in kept}
-
-
-def protect_from(
-    records: Iterable[SlotRecord],
-    num_operators: int,
-    *,
-    promise: Promise,
-    epochs: Mapping[int, int] = _NO_EPOCHS,
-    span: int = 1,
-) -> int:
-    """The iteration from which on a *primary* should keep its snapshots; -1: it need not."""
-    newest = newest_by_iteration(records, epochs)
-    at_floor = spanning_suffix(newest, num_operators, span, end=promise.floor)
-    if at_floor is not None:
-        return at_floor.start
-    least = max(promise.floor, promise.horizon)
-    ahead = next(_ends_from(newest, num_operators, span, least), None)
-    return ahead.start if ahead is not None and promise != Promise() else -1
 
 
 def removable(

@@ -1,7 +1,8 @@
 """The shell around `ckptd.replication`: performs what the core decides for one local rank (docs/replication.md §5).
 
 Lives on the daemon's loop thread. Slots are held by a read lock of their own description while they are sent, so that the
-trainer passes them over; the lock goes with the transfer, whatever its end.
+trainer passes them over; the lock goes with the transfer, whatever its end. A slot that a peer granted is sealed or given back
+there, also when the answer comes after the end.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from ckptd.ring import SlotRecord, SlotState
 from ckptd.segment_format import origin_of, slot_lock_byte, unpack_slot_header
 from ckptd.segments import Segment, SegmentStore
 from ckptd.sessions import RankKey
+from ckptd.slot_files import region_of
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import HeldSlot
 from ckptd.transport.verbs import Completion, RegionKey, Transfer
@@ -104,6 +106,8 @@ class RankReplication:
         self._held: dict[SnapshotKey, _Held] = {}
         self._leases: dict[tuple[str, int], int] = {}
         self._transfers: dict[tuple[str, SnapshotKey], Transfer] = {}
+        self._granted: set[tuple[str, int]] = set()  # node, ticket: neither sealed nor given back
+        self._num_operators = 0
         self._closed = False
 
     def set_targets(self, nodes: Iterable[str]) -> None:
@@ -117,26 +121,46 @@ class RankReplication:
 
     def changed(self) -> None:
         """The rank's slots changed: something was sealed, or a generation came or went."""
+        self.feed(*self._slots())
+
+    def read_slots(self) -> None:
+        """The same, for one who asks at once how far the rank is."""
+        for event in self._slots():
+            self._handle(event)
+
+    def _slots(self) -> list[Slots]:
         segments = self._store.of_rank(self.key)
         if segments:
-            records = tuple(r for r in records_of(segments) if r.sealed)
-            self.feed(Slots(records, segments[-1].descriptor.num_operators))
+            self._num_operators = segments[-1].descriptor.num_operators
+        if not self._num_operators:
+            return []  # there never was anything
+        return [Slots(tuple(r for r in records_of(segments) if r.sealed), self._num_operators)]
 
     def peer_lost(self, node: str, reason: str) -> None:
-        for (name, _), transfer in list(self._transfers.items()):
-            if name == node:
-                transfer.cancel()  # its completion is still to come: until then the slot is held
+        self._cancel_to(node)
         self.feed(PeerLost(node, reason))
 
     def peer_back(self, node: str) -> None:
         self.feed(PeerBack(node))
 
+    def peer_restarted(self, node: str) -> None:
+        """It is there, and knows nothing of our leases: as one event, so that it does not cease to count in between."""
+        self._cancel_to(node)
+        self.feed(PeerLost(node, "its daemon was restarted"), PeerBack(node))
+
+    def _cancel_to(self, node: str) -> None:
+        for (name, _), transfer in list(self._transfers.items()):
+            if name == node:
+                transfer.cancel()  # its completion is still to come: until then the slot is held
+
     def tick(self) -> None:
         self.feed(Tick())
 
     def close(self) -> None:
-        """Stop: transfers in flight are cancelled, slots let go."""
+        """Stop: transfers in flight are cancelled, slots let go, here and on the targets."""
         self._closed = True
+        for node, ticket in list(self._granted):
+            self._give_back(node, ticket)
         if not self._transfers:
             self._release_all()
         for transfer in list(self._transfers.values()):
@@ -146,15 +170,18 @@ class RankReplication:
         for key in list(self._held):
             self._release(key)
 
-    def feed(self, event: Event) -> None:
-        """One event, and what follows from it."""
-        if self._closed:
-            return
+    def feed(self, *events: Event) -> None:
+        """Events that belong together, and what follows from them."""
         before = self.core.replicated_up_to
-        for effect in self.core.handle(event, now_s=self._clock()):
-            self._perform(effect)
-        if self.core.replicated_up_to != before:
+        for event in events:
+            self._handle(event)
+        if self.core.replicated_up_to != before and not self._closed:
             self._progressed()
+
+    def _handle(self, event: Event) -> None:
+        if not self._closed:
+            for effect in self.core.handle(event, now_s=self._clock()):
+                self._perform(effect)
 
     # -- effects ---------------------------------------------------------------------------------
 
@@ -182,7 +209,7 @@ class RankReplication:
             reason = "its address is not known" if link is None else "the generation is gone"
             self.feed(OpenRefused(node, generation, "away", reason))
             return
-        epoch, epoch_start, _ = self._epoch()
+        epoch, epoch_start, span = self._epoch()
         message = p.OpenReplica(
             self.key.job,
             self.key.run,
@@ -193,6 +220,8 @@ class RankReplication:
             segment.geometry.num_slots,
             epoch,
             epoch_start,
+            span,
+            link.boot_id,
         )
 
         def opened(reply: p.ReplicaOpened) -> None:
@@ -224,8 +253,11 @@ class RankReplication:
         )
 
         def granted(reply: p.SlotGranted) -> None:
-            region = RegionKey(reply.region, reply.token, reply.length)
-            self.feed(Granted(node, key, _Grant(reply.ticket, region)))
+            self._granted.add((node, reply.ticket))
+            if self._closed:
+                self._give_back(node, reply.ticket)
+                return
+            self.feed(Granted(node, key, _Grant(reply.ticket, region_of(reply))))
 
         link.ask(
             message,
@@ -264,11 +296,20 @@ class RankReplication:
         if link is None:
             self.feed(SealRefused(node, key, "away", "its address is not known"))
             return
+
+        def sealed(_: p.PeerDone) -> None:
+            self._granted.discard((node, grant.ticket))
+            self.feed(SealedThere(node, key))
+
+        def refused(code: str, reason: str) -> None:
+            self._give_back(node, grant.ticket)  # it may not have heard of the end
+            self.feed(SealRefused(node, key, code, reason))
+
         link.ask(
             p.SealSlot(grant.ticket),
             p.PeerDone,
-            lambda _: self.feed(SealedThere(node, key)),
-            lambda code, reason: self.feed(SealRefused(node, key, code, reason)),
+            sealed,
+            refused,
             timeout_s=2 * self._deadline_s,
         )
 
@@ -276,9 +317,15 @@ class RankReplication:
         transfer = self._transfers.get((effect.node, effect.key))
         if transfer is not None:
             transfer.cancel()
-        link = self._link(effect.node)
-        if link is not None and isinstance(effect.grant, _Grant):
-            link.tell(p.AbortSlot(effect.grant.ticket))
+        if isinstance(effect.grant, _Grant):
+            self._give_back(effect.node, effect.grant.ticket)
+
+    def _give_back(self, node: str, ticket: int) -> None:
+        """The peer may use its slot for something else, now and not when the ticket expires."""
+        self._granted.discard((node, ticket))
+        link = self._link(node)
+        if link is not None:
+            link.tell(p.AbortSlot(ticket))
 
     def _hold(self, key: SnapshotKey, record: SlotRecord) -> None:
         """Keep the trainer from reusing the slot; if it was quicker, the next step finds nothing held."""

@@ -124,6 +124,7 @@ class Replicator:
         self._known: dict[SnapshotKey, SlotRecord] = {}
         self._num_operators = 0
         self._num_slots = 0
+        self._own: Interval | None = None  # what the primary holds; None until somebody asks
         self._span = 1
         self._epochs: dict[int, int] = {}
         self._joined: dict[int, int] = {}
@@ -134,23 +135,34 @@ class Replicator:
     # What it tells.
 
     @property
-    def replicated(self) -> Interval | None:
-        """Where suffixes end that every target holds; None if no target can hold any.
+    def sole(self) -> bool:
+        """Whether no target counts: the primary is the only promised copy."""
+        return not any(target.counted for target in self._targets.values())
+
+    @property
+    def behind(self) -> int:
+        """How many iterations the slowest target that could have everything is behind."""
+        newest = max(self._local, default=-1)
+        slow = [t for t in self._targets.values() if t.wanted and t.alive and not t.no_memory]
+        oldest = min(self._local, default=0) - 1
+        return max((newest - (t.run.last if t.run.last >= 0 else oldest) for t in slow), default=0)
+
+    @property
+    def replicated(self) -> Interval:
+        """Where suffixes end that every promised copy holds: all targets that count, else the primary.
 
         ``first`` may exceed ``last``: the targets have no end in common yet.
         """
         runs = [target.run for target in self._targets.values() if target.counted]
-        if not runs:
-            return None
+        runs = runs or [self._own_interval()]
         if any(run.last < 0 for run in runs):
             return NO_INTERVAL
         return Interval(max(run.first for run in runs), min(run.last for run in runs))
 
     @property
-    def replicated_up_to(self) -> int | None:
-        """The newest iteration up to which every target is current; -1: none yet; None: no target."""
-        replicated = self.replicated
-        return None if replicated is None else replicated.last
+    def replicated_up_to(self) -> int:
+        """The newest iteration up to which every promised copy is current; -1: none yet."""
+        return self.replicated.last
 
     def current_up_to(self, node: str) -> int:
         """The end of the newest complete suffix on ``node``, or -1."""
@@ -277,6 +289,7 @@ class Replicator:
         self._num_slots = max(self._num_slots, len(table))
         self._epochs = epoch_table(table, self._joined)
         self._local = newest_by_iteration(table, self._epochs)
+        self._own = None
         local = {key_of(record): record for record in self._local.values()}
         self._known.update(local)
         for target in self._targets.values():
@@ -539,6 +552,25 @@ class Replicator:
             target.run = NO_INTERVAL
         local = set(map(key_of, self._local.values()))
         target.held = {key for key in target.held if key in local or key in keep}
+
+    def _own_interval(self) -> Interval:
+        """Where suffixes end that the local ring holds now: unlike a host it may have given the older ones away."""
+        if self._own is None:
+            self._own = self._count_own()
+        return self._own
+
+    def _count_own(self) -> Interval:
+        newest = spanning_suffix(self._local, self._num_operators, self._span)
+        if newest is None:
+            return NO_INTERVAL
+        everything = (1 << self._num_operators) - 1
+        covered = 0
+        oldest_first = reversed(chain_from(self._local[newest.end], self._local))
+        for length, record in enumerate(oldest_first, start=1):
+            covered |= record.anchors
+            if covered & everything == everything and length >= self._span:
+                return Interval(record.iteration, newest.end)
+        return NO_INTERVAL
 
     def _run(self, newest: Suffix, table: Mapping[int, SlotRecord], old: Interval) -> Interval:
         """Walk back from the newest complete end for as long as every snapshot is one."""

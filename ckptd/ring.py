@@ -20,11 +20,9 @@ What `choose_slot` never gives away (DESIGN 5, invariant 2):
 Everything else that is sealed is given away oldest first. The newest suffix of a chain that goes on
 never begins earlier than its predecessor did, hence nothing that is given away is missed later.
 
-Beyond that, ``protect_from`` asks to keep what a recovery together with the other ranks would need: from
-that iteration on, everything on a chain that leads to a complete end. A replica's ring keeps it in any
-case (``hard``: ``Remedy.WAIT`` until the floor moves); a trainer's ring, which must not wait, gives it
-away when it has nothing else (``SlotChoice.overrides_floor``). What a break has left behind incomplete is
-on no such chain: it is of no use to anybody, and keeping it could hold up the floor itself for ever.
+Beyond that, ``protected`` names what a recovery together with the other ranks would need (`ckptd.replicas.promised`).
+Where other nodes keep it too, it is given away when there is nothing else (``SlotChoice.overrides_floor``), since
+training must not wait; where this ring is the only one that holds it (``hard``) it never is.
 
 How many slots: with a window of W, one chain, and each operator at most W snapshots apart, the suffix
 takes W slots, one snapshot is being filled and one digested: W + 2 never run out (`slots_for_window`).
@@ -76,6 +74,7 @@ __all__ = [
 
 
 _IN_FLIGHT = (SlotState.FILLING, SlotState.FILLED)
+_EMPTY = (SlotState.FREE, SlotState.QUARANTINED)
 
 
 class Remedy(StrEnum):
@@ -107,7 +106,8 @@ class NoSuffix:
 class SlotChoice:
     """The slot to fill next, or None; ``releases`` is the iteration that is lost by it.
 
-    ``overrides_floor``: that iteration should have been kept for the other ranks.
+    ``overrides_floor``: that iteration should have been kept for the other ranks. ``left``: how many more slots
+    could be given without that.
     """
 
     index: int | None
@@ -115,6 +115,7 @@ class SlotChoice:
     releases: int | None = None
     remedy: Remedy = Remedy.NONE
     overrides_floor: bool = False
+    left: int = 0
 
 
 def slots_for_window(window: int, slack: int = 0) -> int:
@@ -165,7 +166,7 @@ def choose_slot(
     *,
     busy: Container[tuple[int, int]] = (),
     generation: int,
-    protect_from: int = -1,
+    protected: Container[tuple[int, int]] = (),
     hard: bool = False,
     epochs: Mapping[int, int] = NO_EPOCHS,
 ) -> SlotChoice:
@@ -174,7 +175,7 @@ def choose_slot(
     Args:
         records: every slot of every generation that shares the operator table.
         busy: slots (generation, index) that a reader holds; they are passed over.
-        protect_from: sealed snapshots from this iteration on should be kept (-1: none).
+        protected: slots (generation, index) that should be kept for the other ranks.
         hard: they must be.
         epochs: starts of epochs known from elsewhere.
     """
@@ -182,16 +183,18 @@ def choose_slot(
     table = live(every, epochs)
     own = [record for record in every if record.generation == generation]
     ready = [record for record in own if record.key not in busy]
-    unpromised = _stale(ready, table) or _empty(ready)
-    if unpromised is not None:
-        return unpromised
     kept = _kept(table, num_operators)
-    spare = [record for record in ready if record.sealed and record.key not in kept]
-    needed = _protected(table, num_operators, protect_from)
-    lower = [record for record in spare if record.key not in needed]
-    if lower or (spare and not hard):
-        return _give_away(lower or spare, needed, protect_from)
-    return _no_slot(table, num_operators, own, generation, needed if hard else set())
+    alive = {record.key for record in table}
+    spare = [r for r in ready if r.sealed and r.key in alive and r.key not in kept]
+    lower = [record for record in spare if record.key not in protected]
+    unpromised = [r for r in ready if r.state in _EMPTY or (r.sealed and r.key not in alive)]
+    left = len(unpromised) + len(lower) - 1
+    choice = _stale(ready, table) or _empty(ready)
+    if choice is None and (lower or (spare and not hard)):
+        choice = _give_away(lower or spare, protected)
+    if choice is None:
+        return _no_slot(table, num_operators, own, generation, protected if hard else ())
+    return replace(choice, left=max(0, left))
 
 
 def droppable_generations(
@@ -199,13 +202,13 @@ def droppable_generations(
     num_operators: int,
     current_generation: int,
     *,
-    protect_from: int = -1,
+    protected: Iterable[tuple[int, int]] = (),
     epochs: Mapping[int, int] = NO_EPOCHS,
 ) -> set[int]:
     """The generations, other than the current one, that hold nothing a suffix needs.
 
-    As long as no suffix is complete, whatever holds a snapshot stays. With ``protect_from`` (-1: none)
-    so does whatever holds a snapshot that is protected.
+    As long as no suffix is complete, whatever holds a snapshot stays. So does whatever holds one of
+    the slots (generation, index) that are ``protected``.
     """
     every = list(records)
     table = live(every, epochs)
@@ -214,7 +217,7 @@ def droppable_generations(
         needed = {r.generation for r in table if r.sealed or r.state in _IN_FLIGHT}
     else:
         needed = {generation for generation, _ in _kept(table, num_operators)}
-    needed |= {generation for generation, _ in _protected(table, num_operators, protect_from)}
+    needed |= {generation for generation, _ in protected}
     return others - needed
 
 
@@ -259,26 +262,6 @@ def _newest(table: Iterable[SlotRecord]) -> dict[int, SlotRecord]:
     return newest
 
 
-def _protected(
-    table: Sequence[SlotRecord], num_operators: int, protect_from: int
-) -> set[tuple[int, int]]:
-    """The slots from ``protect_from`` on that lie on a chain up to a complete end."""
-    if protect_from < 0:
-        return set()
-    newest = _newest(table)
-    slots: set[tuple[int, int]] = set()
-    for iteration in sorted(newest, reverse=True):
-        end = newest[iteration]
-        if iteration < protect_from:
-            break
-        if end.key in slots:
-            continue  # on the chain of a later end, and so is all that it links back to
-        if _complete(end, newest, num_operators):
-            chain = chain_from(end, newest)
-            slots.update(record.key for record in chain if record.iteration >= protect_from)
-    return slots
-
-
 def _stale(ready: Sequence[SlotRecord], table: Sequence[SlotRecord]) -> SlotChoice | None:
     """The slot of a stale snapshot, if there is one: it can only mislead.
 
@@ -295,22 +278,20 @@ def _stale(ready: Sequence[SlotRecord], table: Sequence[SlotRecord]) -> SlotChoi
 
 def _empty(ready: Sequence[SlotRecord]) -> SlotChoice | None:
     """The first slot that holds nothing which could be recovered, if there is one."""
-    for state in (SlotState.FREE, SlotState.QUARANTINED):
+    for state in _EMPTY:
         indices = [record.index for record in ready if record.state is state]
         if indices:
             return SlotChoice(min(indices), f"slot is {state.name.lower()}")
     return None
 
 
-def _give_away(
-    spare: Sequence[SlotRecord], needed: Container[tuple[int, int]], protect_from: int
-) -> SlotChoice:
+def _give_away(spare: Sequence[SlotRecord], protected: Container[tuple[int, int]]) -> SlotChoice:
     """The oldest of these sealed slots, and whether the floor would rather have kept it."""
     oldest = min(spare, key=lambda record: (record.iteration, *_order(record)))
-    overrides = oldest.key in needed
+    overrides = oldest.key in protected
     why = f"iteration {oldest.iteration} is not part of what is promised"
     if overrides:
-        why += f" here, but the floor needs what is there from {protect_from} on"
+        why += " here, but the other ranks may need it"
     return SlotChoice(oldest.index, why, releases=oldest.iteration, overrides_floor=overrides)
 
 
@@ -403,8 +384,8 @@ def _no_slot(
     if unkept:
         lowest = min(record.iteration for record in unkept)
         reason = (
-            f"all {len(own)} slots ({counts}) are promised: the floor has not moved, and needs "
-            f"what is there from iteration {lowest} on"
+            f"all {len(own)} slots ({counts}) are promised: the floor has not moved, and the other "
+            f"ranks may need what is there from iteration {lowest} on"
         )
         return SlotChoice(None, reason, remedy=Remedy.WAIT)
     reason = (

@@ -5,6 +5,7 @@ Glue between the pure cores (placement, floor, one replicator per local rank) an
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -12,14 +13,14 @@ from collections.abc import Callable, Iterable
 from ckptd.config import DaemonConfig
 from ckptd.errors import RemoteProtocolError
 from ckptd.events import EventLog
-from ckptd.floor import FloorKind, FloorMessage, FloorTree
-from ckptd.inventory import records_of
+from ckptd.floor import NOTHING_CARRIED, Carried, FloorKind, FloorMessage, FloorTree
 from ckptd.peer_link import PeerLink
 from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
 from ckptd.replica_store import ReplicaStore
-from ckptd.replicas import Promise, protect_from
+from ckptd.replicas import Promise
 from ckptd.replicating import RankReplication
 from ckptd.replication import Replicator
+from ckptd.segment_format import RingHint
 from ckptd.segments import SegmentStore
 from ckptd.sessions import RankKey
 from ckptd.transport.messages import Join, Member, ReplicationStatus, TargetStatus
@@ -28,6 +29,8 @@ from ckptd.transport.peer_messages import Floor
 __all__ = ["Run"]
 
 logger = logging.getLogger(__name__)
+
+_MOST = (1 << 16) - 1
 
 LinkTo = Callable[[str], PeerLink | None]
 
@@ -64,6 +67,7 @@ class Run:
         self.joined_at_s = clock()
         self._asked_replicas = -1
         self._tree: FloorTree | None = None
+        self._carried = NOTHING_CARRIED
 
     @property
     def epoch_pair(self) -> tuple[int, int]:
@@ -73,13 +77,13 @@ class Run:
     def members_id(self) -> str:
         return "" if self._tree is None else f"{self.epoch}/{self._tree.members_id}"
 
-    def join(self, key: RankKey, message: Join) -> None:
-        """A local rank tells who takes part; every rank of the node says the same."""
+    def join(self, key: RankKey, message: Join) -> str:
+        """A local rank tells who takes part; every rank of the node says the same. Returns why it is refused, else ""."""
         self.joined_at_s = self._clock()
         told = (message.epoch, message.epoch_start, message.members)
         fresh = told != (self.epoch, self.epoch_start, self.members)
         if message.epoch < self.epoch:
-            return  # a trainer of an abandoned history
+            return f"epoch {message.epoch} of {key} is over: epoch {self.epoch} has begun here"
         if fresh:
             self._begin(message)
         if key.rank not in self.ranks:
@@ -98,6 +102,7 @@ class Run:
         self._retarget()
         self.ranks[key.rank].changed()
         self._progressed(key.rank)
+        return ""
 
     def sealed(self, rank: int) -> None:
         """Something of this rank was sealed here."""
@@ -121,8 +126,7 @@ class Run:
     def peer_restarted(self, node: str) -> None:
         """It is there, and knows nothing of our leases any more."""
         for replication in self.ranks.values():
-            replication.peer_lost(node, "its daemon was restarted")
-            replication.peer_back(node)
+            replication.peer_restarted(node)
 
     def tick(self) -> None:
         for rank, replication in self.ranks.items():
@@ -163,6 +167,8 @@ class Run:
                 message.sequence,
                 horizon=message.horizon,
                 span=message.span,
+                counted=message.counted,
+                carried=Carried(message.carried_epoch, message.carried_floor),
             )
         return tree.on_floor(message.value, horizon=message.horizon, span=message.span)
 
@@ -201,11 +207,17 @@ class Run:
     # -- membership ------------------------------------------------------------------------------
 
     def _begin(self, message: Join) -> None:
+        if self.epoch < 0:
+            self._remember()
+        if self.promise.floor >= 0:
+            self._carried = max(self._carried, Carried(self.epoch, self.promise.floor))
         if message.epoch != self.epoch:
             self.close()  # another history: what was under way belongs to the old one
-            # Unknown, so that every complete suffix is kept until the new tree has agreed.
-            self.promise = Promise()
-            self.span = 1
+            left = self._carried.epoch < message.epoch
+            if left and self._carried.floor > message.epoch_start:
+                self._carried, self.span = NOTHING_CARRIED, 1  # that history was left before it
+            # The horizon is unknown, so that every complete suffix from the floor on is kept until the new tree has agreed.
+            self.promise = Promise(self._carried.floor)
         self.epoch, self.epoch_start = message.epoch, message.epoch_start
         self.members, self._asked_replicas = message.members, message.replicas
         self.dead.clear()
@@ -218,11 +230,25 @@ class Run:
             + (", …" if len(names) > 8 else ""),
         )
 
+    def _remember(self) -> None:
+        """What a daemon before this one knew of the floor stands beside the slots of our ranks."""
+        for segment in self._store.of_run(self.job, self.run):
+            hint = segment.ring_hint
+            self._carried = max(self._carried, Carried(hint.epoch, hint.floor))
+            self.span = max(self.span, hint.span)
+
     def _plant(self, names: list[str]) -> FloorTree | None:
         ranks = [r for m in self.members if m.card.node == self._store.node_id for r in m.ranks]
         if self._store.node_id not in names:
             return None
-        return FloorTree(names, self._store.node_id, ranks=ranks, started=time.time_ns())
+        return FloorTree(
+            names,
+            self._store.node_id,
+            ranks=ranks,
+            started=time.time_ns(),
+            epoch=self.epoch,
+            carried=self._carried,
+        )
 
     def _nodes(self) -> list[str]:
         return [member.card.node for member in self.members]
@@ -240,11 +266,13 @@ class Run:
     def _place(self) -> Placement:
         wanted = self._asked_replicas if self._asked_replicas >= 0 else self._config.replicas
         reachable = [m for m in self.members if m.card.endpoint]
-        nodes = [NodeFacts(m.card.node, m.card.labels) for m in reachable]
+        nodes = [NodeFacts(m.card.node, m.card.labels, _capacity(m)) for m in reachable]
         ranks = [
-            RankFacts(rank, m.card.node, m.ring_bytes[i] if i < len(m.ring_bytes) else 1)
+            RankFacts(rank, m.card.node, max(1, size))
             for m in reachable
-            for i, rank in enumerate(m.ranks)
+            for rank, size in zip(
+                m.ranks, itertools.chain(m.ring_bytes, itertools.repeat(0)), strict=False
+            )
         ]
         domains = tuple(name for name in self._config.domains.split(",") if name)
         return plan_placement(nodes, ranks, replicas=wanted, domains=domains, without=self.dead)
@@ -254,15 +282,20 @@ class Run:
     def _progressed(self, rank: int) -> None:
         if self._tree is None or rank not in self.ranks:
             return
-        replicated = self.ranks[rank].core.replicated
-        if replicated is None:
-            messages = self._tree.set_rank(rank, None)
-        else:
-            messages = self._tree.set_rank(
+        replication = self.ranks[rank]
+        if (
+            replication.core.sole
+        ):  # nothing of what is told here goes from now on, so look once more at what is there
+            self._protect_rank(rank)
+            replication.read_slots()
+        replicated = replication.core.replicated
+        self._send(
+            self._tree.set_rank(
                 rank, replicated.last, first=replicated.first, span=self._window(rank)
             )
-        self._send(messages)
+        )
         self._agreed()
+        self._protect_rank(rank)
 
     def _window(self, rank: int) -> int:
         segments = self._store.of_rank(RankKey(self.job, self.run, rank))
@@ -282,6 +315,8 @@ class Run:
                         told.sequence,
                         told.horizon,
                         told.span,
+                        told.counted,
+                        *told.carried,
                     )
                 )
 
@@ -302,17 +337,29 @@ class Run:
 
     def _protect(self) -> None:
         """Tell the trainers' rings what should stay."""
-        if self.promise == Promise():
-            return
         for rank in self.ranks:
-            segments = self._store.of_rank(RankKey(self.job, self.run, rank))
-            if segments:
-                start = protect_from(
-                    [r for r in records_of(segments) if r.sealed],
-                    segments[-1].descriptor.num_operators,
-                    promise=self.promise,
-                    epochs={self.epoch: self.epoch_start},
-                    span=self.span,
-                )
-                for segment in segments:
-                    segment.protect(start)
+            self._protect_rank(rank)
+
+    def _protect_rank(self, rank: int) -> None:
+        core, promise = self.ranks[rank].core, self.promise
+        held = promise.floor < 0 or core.replicated.first <= promise.floor <= core.replicated.last
+        # A target that counts may yet have to receive the suffix of the floor.
+        sole = (core.sole or not held) and self._together()
+        behind = min(core.behind, _MOST)
+        epoch, _ = self.epoch_pair
+        hint = RingHint(promise.floor, promise.horizon, min(self.span, _MOST), sole, behind, epoch)
+        for segment in self._store.of_rank(RankKey(self.job, self.run, rank)):
+            segment.protect(hint)
+
+    def _together(self) -> bool:
+        """Whether there are other ranks, and all their nodes can tell how far they are: otherwise no floor can move."""
+        away = [m.card.node for m in self.members if m.ranks and m.card.node != self._store.node_id]
+        if any(node in self.dead or self._link(node) is None for node in away):
+            return False
+        return sum(len(member.ranks) for member in self.members) > 1
+
+
+def _capacity(member: Member) -> int | None:
+    """What a node can take from others beside its own ranks; None if it has not told its memory."""
+    memory = member.card.memory_bytes
+    return max(0, memory - sum(member.ring_bytes)) if memory else None

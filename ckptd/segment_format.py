@@ -39,13 +39,14 @@ __all__ = [
     "OWNER_LOCK_BYTE",
     "PAGE_BYTES",
     "PROLOGUE_BYTES",
-    "PROTECT_OFFSET",
+    "QUIET_OFFSET",
     "SEGMENT_MAGIC",
     "SLOTS_ALIGNMENT",
     "SLOT_HEADER_BYTES",
     "SLOT_HEADER_LEN",
     "SLOT_MAGIC",
     "ReplicaName",
+    "RingHint",
     "SegmentDescriptor",
     "SegmentGeometry",
     "SegmentName",
@@ -59,7 +60,7 @@ __all__ = [
     "parse_segment_file_name",
     "plan_geometry",
     "read_prologue",
-    "read_protect",
+    "read_ring_hint",
     "read_slot_header",
     "replica_file_name",
     "segment_file_name",
@@ -68,7 +69,7 @@ __all__ = [
     "slot_view",
     "unpack_slot_header",
     "write_prologue",
-    "write_protect",
+    "write_ring_hint",
     "write_slot_header",
 ]
 
@@ -79,8 +80,14 @@ PROLOGUE_BYTES = PAGE_BYTES
 # The prologue page's last byte, outside every checksum: what a trainer learned for its successor (0: nothing).
 HINT_OFFSET = PROLOGUE_BYTES - 1
 HINT_DROP_GRADIENTS = 1
-# An aligned i64 before it: sealed snapshots from this iteration on should be kept (-1: none).
-PROTECT_OFFSET = PROLOGUE_BYTES - 16
+# Before it what the daemon tells the trainer, see `RingHint`: u32, i64, i64, u16, u8, and u16 after the trainer's wish for quiet.
+_EPOCH_AT = slice(PROLOGUE_BYTES - 28, PROLOGUE_BYTES - 24)
+_FLOOR_AT = slice(PROLOGUE_BYTES - 24, PROLOGUE_BYTES - 16)
+_HORIZON_AT = slice(PROLOGUE_BYTES - 16, PROLOGUE_BYTES - 8)
+_SPAN_AT = slice(PROLOGUE_BYTES - 8, PROLOGUE_BYTES - 6)
+_SOLE_AT = PROLOGUE_BYTES - 6
+QUIET_OFFSET = PROLOGUE_BYTES - 5
+_BEHIND_AT = slice(PROLOGUE_BYTES - 4, PROLOGUE_BYTES - 2)
 SLOTS_ALIGNMENT = 2 << 20  # a huge page
 SLOT_MAGIC = 0x544F4C53
 SLOT_HEADER_BYTES = PAGE_BYTES
@@ -98,7 +105,6 @@ _SLOT_FRONT = struct.Struct("<II")
 _SLOT_BODY = struct.Struct("<qqQQQQQII16sQqI")
 _CRC_AT = _SLOT_FRONT.size + _SLOT_BODY.size
 assert _CRC_AT + _CRC.size == SLOT_HEADER_LEN
-_PROTECT_BYTES = 8
 _STATES = frozenset(int(state) for state in SlotState)
 _STATE_WORD = 1  # index of the state in a slot header seen as 32-bit words
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -259,7 +265,7 @@ def write_prologue(
     if len(buf) < geometry.total_bytes:
         raise ValueError(f"the buffer has {len(buf)} bytes, the segment {geometry.total_bytes}")
     buf[:PROLOGUE_BYTES] = bytes(PROLOGUE_BYTES)  # not a segment until the end of this call
-    write_protect(buf, -1)
+    write_ring_hint(buf, RingHint())
     for index in range(geometry.num_slots):
         write_slot_header(buf, geometry, index, SlotHeader())
     buf[PROLOGUE_BYTES : PROLOGUE_BYTES + len(payload)] = payload
@@ -375,21 +381,46 @@ def set_slot_state(
     buf[start : start + _SLOT_FRONT.size].cast("I")[_STATE_WORD] = int(state)
 
 
-def read_protect(buf: memoryview) -> int:
-    """From which iteration on sealed snapshots should be kept; -1 for none (or for nonsense)."""
-    hint: int = buf[PROTECT_OFFSET : PROTECT_OFFSET + _PROTECT_BYTES].cast("q")[0]
-    return max(hint, -1)
+class RingHint(NamedTuple):
+    """What the daemon knows of the other ranks, for the trainer's choice of slots (docs/replication.md §6).
+
+    And for a restarted daemon, which goes on from there: ``epoch`` is the history in which it was agreed on. ``floor`` and ``horizon``: what the run agreed on (-1: nothing yet), see `ckptd.replicas`. ``span``: how many
+    snapshots the longest suffix among all ranks has (0: unknown). ``sole``: no other node keeps them. ``behind``: how many
+    iterations the slowest of the nodes that do is behind.
+    """
+
+    floor: int = -1
+    horizon: int = -1
+    span: int = 0
+    sole: bool = False
+    behind: int = 0
+    epoch: int = 0
 
 
-def write_protect(buf: memoryview, iteration: int) -> None:
-    """Store that hint, alone and at once.
+def read_ring_hint(buf: memoryview) -> RingHint:
+    """The daemon's hint; nonsense counts as none."""
+    floor, horizon = (max(-1, int(buf[at].cast("q")[0])) for at in (_FLOOR_AT, _HORIZON_AT))
+    span, behind = (int(buf[at].cast("H")[0]) for at in (_SPAN_AT, _BEHIND_AT))
+    epoch: int = buf[_EPOCH_AT].cast("I")[0]
+    return RingHint(floor, horizon, span, bool(buf[_SOLE_AT]), behind, epoch)
+
+
+def write_ring_hint(buf: memoryview, hint: RingHint) -> None:
+    """Store the daemon's hint. Each part is one store: a reader may see a mixture of two, and each part of it is true.
 
     Raises:
-        ValueError: ``iteration`` is below -1.
+        ValueError: a number is out of range.
     """
-    if iteration < -1:
-        raise ValueError(f"snapshots cannot be protected from iteration {iteration} on")
-    buf[PROTECT_OFFSET : PROTECT_OFFSET + _PROTECT_BYTES].cast("q")[0] = iteration
+    numbers_fit = all(0 <= n < 1 << 16 for n in (hint.span, hint.behind))
+    numbers_fit = numbers_fit and 0 <= hint.epoch < 1 << 32
+    if min(hint.floor, hint.horizon) < -1 or not numbers_fit:
+        raise ValueError(f"{hint} cannot be")
+    buf[_EPOCH_AT].cast("I")[0] = hint.epoch
+    buf[_FLOOR_AT].cast("q")[0] = hint.floor
+    buf[_HORIZON_AT].cast("q")[0] = hint.horizon
+    buf[_SPAN_AT].cast("H")[0] = hint.span
+    buf[_SOLE_AT] = hint.sole
+    buf[_BEHIND_AT].cast("H")[0] = hint.behind
 
 
 def slot_view(buf: memoryview, geometry: SegmentGeometry, index: int) -> memoryview:

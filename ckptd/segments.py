@@ -26,7 +26,9 @@ from ckptd.pages import allocate, populate, try_mlock
 from ckptd.ring import SlotState
 from ckptd.segment_format import (
     OWNER_LOCK_BYTE,
+    QUIET_OFFSET,
     SLOT_HEADER_LEN,
+    RingHint,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
@@ -36,14 +38,14 @@ from ckptd.segment_format import (
     parse_segment_file_name,
     plan_geometry,
     read_prologue,
-    read_protect,
+    read_ring_hint,
     read_slot_header,
     segment_file_name,
     set_slot_state,
     slot_lock_byte,
     slot_view,
     write_prologue,
-    write_protect,
+    write_ring_hint,
     write_slot_header,
 )
 from ckptd.sessions import MemoryFacts, RankKey, SegmentFacts
@@ -114,10 +116,25 @@ class Segment:
             if (header := self.header(index)) is not None:
                 yield index, header
 
-    def protect(self, iteration: int) -> None:
-        """Ask whoever fills slots to keep sealed snapshots from this iteration on (-1: none)."""
-        if self.fd >= 0 and read_protect(self.buffer) != iteration:
-            write_protect(self.buffer, iteration)
+    @property
+    def ring_hint(self) -> RingHint:
+        """What whoever fills slots was told."""
+        return read_ring_hint(self.buffer) if self.fd >= 0 else RingHint()
+
+    def protect(self, hint: RingHint) -> None:
+        """Tell whoever fills slots which sealed snapshots to keep."""
+        if self.fd >= 0 and self.ring_hint != hint:
+            write_ring_hint(self.buffer, hint)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether its trainer asks to leave the network alone."""
+        return bool(self.buffer[QUIET_OFFSET])
+
+    def end_quiet(self) -> None:
+        """Its trainer is gone."""
+        if self.fd >= 0:
+            self.buffer[QUIET_OFFSET] = 0
 
     def raw_header(self, index: int) -> bytes:
         """The bytes of a slot header, as they travel to peers."""

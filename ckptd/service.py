@@ -18,12 +18,11 @@ from typing import Any, Protocol
 import ckptd
 from ckptd.admin import Admin, openers
 from ckptd.config import DaemonConfig
-from ckptd.errors import SegmentError
 from ckptd.events import EventLog
 from ckptd.housekeeping import Housekeeper
-from ckptd.peering import FoundDescriptor, Peering
-from ckptd.segment_format import SegmentDescriptor, decode_descriptor, unpack_slot_header
-from ckptd.segments import CannotReserve, Segment, SegmentPlan, SegmentStore
+from ckptd.peering import Peering
+from ckptd.reserving import Answer, Reserving, segment_info
+from ckptd.segments import SegmentStore
 from ckptd.sessions import (
     Admitted,
     AttachWish,
@@ -32,7 +31,6 @@ from ckptd.sessions import (
     Session,
     SessionTable,
     decide_attach,
-    reject_if_too_large,
 )
 from ckptd.transport import messages as m
 from ckptd.transport.messages import RefusalCode
@@ -45,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_STRANGERS = 4096  # connections that said Hello; the least recent one is forgotten first
 _SILENT_S = 120.0  # a trainer that cannot be watched and owns nothing is gone after so long
-
-Answer = Callable[[m.Reply], None]
 
 
 class PidWatcher(Protocol):
@@ -88,6 +84,8 @@ class Service:
         self._watcher, self._peering, self._clock = watcher, peering, clock
         self.sessions = SessionTable(config.max_sessions)
         self.boot_id = peering.boot_id
+        self._reserving = Reserving(store, events, slow, peering, clock)
+        peering.keep_room_for(self.sessions.promised)
         admin = Admin(config, store, self.sessions, events, housekeeper, peering, clock)
         self._hellos: OrderedDict[bytes, m.Hello] = OrderedDict()
         self._busy_s = clock()
@@ -153,6 +151,7 @@ class Service:
         )
         self._peering.leave(session.key, final=False)
         for segment in self._store.of_rank(session.key):
+            segment.end_quiet()
             self._housekeeper.settle(segment)
 
     # -- trainers --------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ class Service:
         decision = decide_attach(
             wish,
             self._store.facts(),
-            self._store.memory(self.sessions.promised()),
+            self._peering.memory,
             owner_pid=taken_by,
             open_in=self._openers(key),
         )
@@ -231,7 +230,7 @@ class Service:
         )
         found = [self._store.get(wish.key, generation) for generation in decision.generations]
         return m.Attached(
-            segments=tuple(_segment_info(segment) for segment in found if segment is not None),
+            segments=tuple(segment_info(segment) for segment in found if segment is not None),
             quota_bytes=self._store.quota_bytes,
             available_bytes=decision.available_bytes,
             replication_slack=self._peering.slack,
@@ -241,81 +240,7 @@ class Service:
         session = self.sessions.of_identity(identity)
         if session is None:
             return _no_session("Reserve")
-        try:
-            descriptor = decode_descriptor(message.descriptor)
-        except SegmentError as error:
-            return m.Refused(RefusalCode.BAD_DESCRIPTOR, str(error))
-        return self._make(
-            session,
-            descriptor,
-            message.num_slots,
-            message.slot_bytes,
-            lambda segment: answer(m.Reserved(_segment_info(segment), segment.mlocked)),
-            answer,
-        )
-
-    def _make(
-        self,
-        session: Session,
-        descriptor: SegmentDescriptor,
-        num_slots: int,
-        slot_bytes: int,
-        made: Callable[[Segment], None],
-        answer: Answer,
-    ) -> m.Reply | None:
-        """Begin to make the next generation of a rank; ``made`` or a refusal follows later, or one is returned."""
-        try:
-            plan = self._store.plan(descriptor, num_slots, slot_bytes)
-        except ValueError as error:
-            return m.Refused(RefusalCode.BAD_DESCRIPTOR, str(error))
-        if (wrong := _contradiction(descriptor, session.wish)) is not None:
-            return m.Refused(RefusalCode.BAD_DESCRIPTOR, wrong)
-        facts = self._store.facts()
-        own = sum(fact.total_bytes for fact in facts if fact.key == session.key)
-        rejected = reject_if_too_large(
-            session.key,
-            own + plan.geometry.total_bytes,
-            f"{num_slots} slots of {format_bytes(slot_bytes)}"
-            + (f" beside {format_bytes(own)} that it has" if own else ""),
-            facts,
-            self._store.memory(self.sessions.promised()),
-        )
-        if rejected is not None:
-            self._events.add("warning", f"refused.{rejected.code}", rejected.message, session.key)
-            return m.Refused(rejected.code, rejected.message, rejected.hint)
-        self._store.promise(plan)
-        started = self._slow.submit(
-            partial(self._store.build, plan),
-            partial(self._built, plan, made),
-            partial(self._not_built, plan, answer),
-        )
-        if not started:
-            self._store.cancel(plan)
-            return m.Refused(RefusalCode.IN_USE, "too many segments are being made", "try again")
-        return None
-
-    def _built(self, plan: SegmentPlan, made: Callable[[Segment], None], segment: Segment) -> None:
-        segment.detached_at_s = self._clock()  # until its trainer takes the owner lock
-        self._store.enter(plan, segment)
-        self._events.add(
-            "info",
-            "reserved",
-            f"{plan.key} generation {segment.generation}: {segment.geometry.num_slots} slots of "
-            f"{format_bytes(segment.geometry.slot_bytes)}"
-            f"{', locked in memory' if segment.mlocked else ''}",
-            plan.key,
-        )
-        made(segment)
-
-    def _not_built(self, plan: SegmentPlan, answer: Answer, error: BaseException) -> None:
-        self._store.cancel(plan)
-        if isinstance(error, CannotReserve):
-            self._events.add("warning", f"refused.{error.code}", error.message, plan.key)
-            answer(m.Refused(error.code, error.message, error.hint))
-            return
-        logger.error("making a segment for %s failed", plan.key, exc_info=error)
-        self._events.add("error", "reserve_failed", f"{plan.key}: {error!r}", plan.key)
-        answer(m.Refused(RefusalCode.INTERNAL, f"making the segment failed: {error!r}"))
+        return self._reserving.reserve(session, message, answer)
 
     def _filled(self, identity: bytes, message: m.Filled, _: Answer) -> m.Reply | None:
         session = self.sessions.of_identity(identity)
@@ -339,6 +264,7 @@ class Service:
             text = f"{session.key} has no generation {message.generation}"
             return m.Refused(RefusalCode.NOT_FOUND, text)
         self._housekeeper.remove(segment, "its trainer no longer needs it")
+        self._peering.changed(session.key)
         return m.Done(f"freed {format_bytes(segment.file_bytes)}")
 
     def _report(self, identity: bytes, message: m.Report, _: Answer) -> m.Reply | None:
@@ -382,50 +308,26 @@ class Service:
         session = self.sessions.of_identity(identity)
         if session is None:
             return _no_session("Join")
-        self._peering.join(session.key, message)
+        if refused := self._peering.join(session.key, message):
+            self._events.add("warning", "refused.stale_epoch", refused, session.key)
+            return m.Refused(
+                RefusalCode.STALE_EPOCH,
+                refused,
+                "the job was recovered again meanwhile: end this trainer, and start it with the others",
+            )
         return m.Done()
 
     def _fetch(self, identity: bytes, message: m.Fetch, answer: Answer) -> m.Reply | None:
         session = self.sessions.of_identity(identity)
         if session is None:
             return _no_session("Fetch")
-        if any(unpack_slot_header(piece.header) is None for piece in message.pieces):
-            return m.Refused(RefusalCode.BAD_MESSAGE, "a slot header in it is damaged")
-
-        def described(found: FoundDescriptor | str) -> None:
-            if isinstance(found, str):
-                hint = "the nodes that held it are gone: start again, the ranks then plan anew"
-                answer(m.Refused(RefusalCode.NOT_FOUND, found, hint))
-                return
-            slots = max(found.num_slots, len(message.pieces) + 2)
-            refused = self._make(
-                session,
-                found.descriptor,
-                slots,
-                found.slot_bytes,
-                lambda segment: self._begin_fetch(segment, message, answer),
-                answer,
-            )
-            if refused is not None:
-                answer(refused)
-
-        self._peering.meet(message.cards)
-        self._peering.find_descriptor(session.key, message.pieces[0].sources, described)
-        return None
-
-    def _begin_fetch(self, segment: Segment, message: m.Fetch, answer: Answer) -> None:
-        self._peering.fetch(segment, message.pieces)
-        answer(m.Reserved(_segment_info(segment), segment.mlocked))
+        return self._reserving.fetch(session, message, answer)
 
     def _fetch_state(self, identity: bytes, message: m.GetFetch, _: Answer) -> m.Reply:
         session = self.sessions.of_identity(identity)
         if session is None:
             return _no_session("GetFetch")
-        job = self._peering.fetch_of(session.key, message.generation)
-        if job is None:
-            text = f"nothing is fetched into generation {message.generation} of {session.key}"
-            return m.Refused(RefusalCode.NOT_FOUND, text, "the daemon was restarted: start again")
-        return job.state
+        return self._reserving.fetch_state(session, message)
 
     def _ping(self, identity: bytes, _message: m.Ping, _: Answer) -> m.Reply:
         return m.Pong(self.boot_id, self.sessions.of_identity(identity) is not None)
@@ -466,38 +368,12 @@ class Service:
         return openers([segment for segment in self._store.of_rank(key) if segment.owned()])
 
 
-def _segment_info(segment: Segment) -> m.SegmentInfo:
-    return m.SegmentInfo(
-        path=str(segment.path),
-        generation=segment.generation,
-        slot_bytes=segment.geometry.slot_bytes,
-        num_slots=segment.geometry.num_slots,
-    )
-
-
 def _no_session(what: str) -> m.Refused:
     return m.Refused(
         RefusalCode.NO_SESSION,
         f"{what} without a session",
         "attach first; a restarted daemon knows its segments and not its trainers",
     )
-
-
-def _contradiction(descriptor: SegmentDescriptor, wish: AttachWish) -> str | None:
-    """How a segment's descriptor differs from what its trainer attached as, if it does."""
-    key = wish.key
-    pairs = (
-        ("job", descriptor.job, key.job),
-        ("run", descriptor.run, key.run),
-        ("rank", descriptor.rank, key.rank),
-        ("world_size", descriptor.world_size, wish.world_size),
-        ("topology", descriptor.topology, wish.topology),
-        ("layout_version", descriptor.layout_version, wish.layout_version),
-    )
-    for name, told, attached in pairs:
-        if told != attached:
-            return f"the descriptor says {name} {told!r}, the session attached with {attached!r}"
-    return None
 
 
 def _same_pid_namespace(hello: m.Hello) -> bool:

@@ -26,6 +26,7 @@ __all__ = [
     "SessionTable",
     "decide_attach",
     "reject_if_too_large",
+    "room_beside_ranks",
 ]
 
 
@@ -70,13 +71,17 @@ class SegmentFacts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """The numbers of the segment memory; `promised` is what live sessions may still take."""
+    """The numbers of the segment memory; `promised` is what live sessions may still take.
+
+    `replica_bytes` is what replicas of other nodes' segments take of the quota.
+    """
 
     quota_bytes: int
     fs_total_bytes: int
     fs_available_bytes: int
     segment_dir: str
     promised: Mapping[RankKey, int] = field(default_factory=dict)
+    replica_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +203,10 @@ def reject_if_too_large(
             RefusalCode.QUOTA,
             f"{key} needs {format_bytes(needed_bytes)}{how}; the quota is "
             f"{format_bytes(memory.quota_bytes)}, of which {format_bytes(others)} is in use"
-            f"{_users(key, segments, memory)}",
+            f"{_users(key, segments, memory)}{_replicas(memory)}",
             _quota_hint(key, segments),
         )
-    pending = sum(
-        max(0, promised - sum(s.total_bytes for s in segments if s.key == other))
-        for other, promised in memory.promised.items()
-        if other != key
-    )
+    pending = _pending(key, segments, memory)
     missing = needed_bytes - own
     if missing > memory.fs_available_bytes - pending:
         return Rejected(
@@ -219,6 +220,13 @@ def reject_if_too_large(
             "a larger emptyDir with medium Memory), or set CKPTD_SEGMENT_DIR to a larger tmpfs",
         )
     return None
+
+
+def room_beside_ranks(segments: Sequence[SegmentFacts], memory: MemoryFacts) -> int:
+    """What is neither in use nor promised to a rank: bytes that a replica may take."""
+    in_quota = memory.quota_bytes - _taken_by_others(None, segments, memory)
+    in_fs = memory.fs_available_bytes - _pending(None, segments, memory)
+    return max(0, min(in_quota, in_fs))
 
 
 def _rank_taken(key: RankKey, owner_pid: int | None, open_in: Collection[int]) -> Rejected:
@@ -260,12 +268,28 @@ def _other_run_hint(key: RankKey) -> str:
     )
 
 
-def _taken_by_others(key: RankKey, segments: Sequence[SegmentFacts], memory: MemoryFacts) -> int:
-    return sum(size for _, size in _ranks(key, segments, memory))
+def _taken_by_others(
+    key: RankKey | None, segments: Sequence[SegmentFacts], memory: MemoryFacts
+) -> int:
+    return memory.replica_bytes + sum(size for _, size in _ranks(key, segments, memory))
+
+
+def _pending(but: RankKey | None, segments: Sequence[SegmentFacts], memory: MemoryFacts) -> int:
+    """What was promised to other ranks and is not taken from the filesystem yet."""
+    return sum(
+        max(0, promised - sum(s.total_bytes for s in segments if s.key == other))
+        for other, promised in memory.promised.items()
+        if other != but
+    )
+
+
+def _replicas(memory: MemoryFacts) -> str:
+    size = memory.replica_bytes
+    return f", {format_bytes(size)} of it by replicas of other nodes' ranks" if size else ""
 
 
 def _ranks(
-    but: RankKey, segments: Sequence[SegmentFacts], memory: MemoryFacts
+    but: RankKey | None, segments: Sequence[SegmentFacts], memory: MemoryFacts
 ) -> list[tuple[RankKey, int]]:
     """Every other rank with what it has or was promised, whichever is more."""
     has: dict[RankKey, int] = dict.fromkeys(memory.promised, 0)

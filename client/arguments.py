@@ -10,7 +10,7 @@ from ckptd.client import values
 from ckptd.client.binding import Binding
 from ckptd.client.operators import Grouping, Member, Operator, discover_operators
 from ckptd.client.planning import MAX_WINDOW, operator_costs
-from ckptd.client.recorder import MIN_SCALARS
+from ckptd.client.provision import MIN_SCALARS
 from ckptd.client.scalars import Stateful
 from ckptd.schedule import OperatorKind, Ordering
 

@@ -38,6 +38,9 @@ __all__ = ["Capture", "Fill"]
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 1.0
+# Buffers up to this size are copied by the training thread: a native kernel may change them in the forward without
+# counting up their version (batch norm does), so that a copy beside it could be torn and nobody would notice.
+_SMALL_BUFFER_BYTES = 1 << 20
 
 
 class Fill:
@@ -92,7 +95,8 @@ class Capture:
         finish: runs a closure off the training thread (the session's thread); False if it cannot take it.
         drain: waits until what ``finish`` was given is done, at most so many seconds.
         filled: called, off the training thread, when a slot is filled.
-        restless: names of what is known to change before the optimizer's step (buffers that a forward updates); added to.
+        connected: whether the daemon is there: while it is away, it cannot tell what the other ranks still need.
+        restless: names of what is known to change before the optimizer's step (large buffers that a forward updates); added to.
     """
 
     def __init__(
@@ -106,23 +110,30 @@ class Capture:
         finish: Callable[[Callable[[], None]], bool],
         drain: Callable[[float], object],
         filled: Callable[[MappedSegment, int, int], None],
+        connected: Callable[[], bool],
         restless: set[str],
     ) -> None:
         self._binding, self._table, self._engine = binding, table, engine
         self._num_operators, self._stats = num_operators, stats
         self._finish, self._drain, self._filled = finish, drain, filled
+        self._connected = connected
         self._fill: Fill | None = None
         self._sequence = table.next_sequence()
         self._sources: dict[int, LiveSources] = {}
         self._state_size = -1
         # Buffers seen to change while they were copied are copied by the training thread instead.
         self._restless = restless
+        self._small = {
+            name
+            for name, buffer in binding.buffers().items()
+            if buffer.numel() * buffer.element_size() <= _SMALL_BUFFER_BYTES
+        }
         self._claimed: tuple[MappedSegment, int] | None = None
         self._broken = False
         self.need_generation = ""
         self.outgrown = 0
-        # How many snapshots were given away that a recovery together with the other ranks may have needed.
-        self.floor_overrides = 0
+        # The ring was filled up by what the other ranks need: the next snapshot may find no slot.
+        self.crowded = False
 
     def begin(self, step: int, plan: PhasePlan, previous: int, scalars: dict[str, Any]) -> bool:
         """Start the snapshot of ``step``; False if no slot can be had (``need_generation`` may say why)."""
@@ -278,6 +289,8 @@ class Capture:
         busy: set[tuple[int, int]] = set()
         drained = False
         self.need_generation = ""
+        hint = self._table.ring_hint
+        hard = hint.sole and self._connected()
         for _ in range(segment.geometry.num_slots + 2):
             records = self._table.records()
             choice = choose_slot(
@@ -285,7 +298,8 @@ class Capture:
                 self._num_operators,
                 busy=busy,
                 generation=segment.generation,
-                protect_from=self._table.protect_from,
+                protected=self._table.promised(records, self._num_operators),
+                hard=hard,
                 epochs=self._table.epochs,
             )
             if choice.index is None:
@@ -309,7 +323,8 @@ class Capture:
                 self.need_generation = choice.reason
                 return None
             if segment.try_lock_slot(choice.index):
-                self.floor_overrides += choice.overrides_floor
+                self._stats.floor_overrides += choice.overrides_floor
+                self.crowded = hard and not choice.left
                 return choice.index
             busy.add((segment.generation, choice.index))
         self._stats.no_slot += 1
@@ -326,13 +341,14 @@ class Capture:
         fill.scalars["absent"] = sources.absent
         self._zero_missing(sources, fill)
         named = sources.named
-        if self._restless:
-            restless = {local(t).data_ptr() for t, n in named if n in self._restless}
+        at_once = self._restless | self._small
+        if at_once:
+            addresses = {local(t).data_ptr() for t, n in named if n in at_once}
             items = [
-                replace(i, tensor=i.tensor.clone()) if i.tensor.data_ptr() in restless else i
+                replace(i, tensor=i.tensor.clone()) if i.tensor.data_ptr() in addresses else i
                 for i in items
             ]
-            named = [(t, n) for t, n in named if n not in self._restless]
+            named = [(t, n) for t, n in named if n not in at_once]
         fill.versions = [(t, t._version, n) for t, n in named]
         return items, sources
 

@@ -11,14 +11,17 @@ import atexit
 import contextlib
 import importlib.metadata
 import logging
+import platform
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from ckptd.client.agreement import all_or_none, exchange
 from ckptd.client.arguments import all_operators, check_options, check_state, needed_memory
 from ckptd.client.binding import Binding, local
 from ckptd.client.certificate import Certificate, DenseState
@@ -33,7 +36,8 @@ from ckptd.client.planning import operator_costs
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.probe import unwrap_optimizer
-from ckptd.client.recorder import Options, Recorder
+from ckptd.client.provision import Options
+from ckptd.client.recorder import Recorder
 from ckptd.client.recovery import Recovery, Resumption
 from ckptd.client.replay import Replay, SnapshotImage
 from ckptd.client.scalars import Stateful
@@ -167,19 +171,22 @@ class Checkpointer:
             freezing_reason=why,
             on_mismatch=on_mismatch,
         )
+        self._meet = partial(exchange, self._identity)
         needed, text = needed_memory(self._binding, self._operators, policy, window)
         try:
-            self._memory = RankMemory(
-                self._identity,
-                ensure_daemon if daemon == "auto" else lambda: str(daemon),
-                needed_bytes=needed,
-                needed_text=text,
-                topology=topology,
-                version=importlib.metadata.version("ckptd"),
-                replicas=replicas,
-                timeout_s=timeout_s,
-                stats=self._stats,
-            )
+            # A rank that is refused must not leave the others waiting for it.
+            with all_or_none(self._meet, platform.node()):
+                self._memory = RankMemory(
+                    self._identity,
+                    ensure_daemon if daemon == "auto" else lambda: str(daemon),
+                    needed_bytes=needed,
+                    needed_text=text,
+                    topology=topology,
+                    version=importlib.metadata.version("ckptd"),
+                    replicas=replicas,
+                    timeout_s=timeout_s,
+                    stats=self._stats,
+                )
             self._precision = PrecisionProbe(self._binding.params)
             # Hooks within a compiled graph would break it: its experts are anchored in the order of the model.
             counted = self._operators if inner is model else []
@@ -267,6 +274,21 @@ class Checkpointer:
         self._batches.append(found)
         return found
 
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """While the body runs (a large all-to-all, say), this node's daemon sends no snapshots to its peers.
+
+        A hint: it holds for half a second at most, so that replication cannot starve. Costs about a microsecond.
+        """
+        table = self._memory.table if self._memory is not None else None
+        if table is not None:
+            table.ask_quiet(True)
+        try:
+            yield
+        finally:
+            if table is not None:
+                table.ask_quiet(False)
+
     # -- looking ---------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
@@ -326,7 +348,7 @@ class Checkpointer:
             self._replay = self._resume = self._first = None
             self._left_in_replay = True
         if self._recorder is not None:
-            self._recorder.finish()
+            self._recorder.close()
             self._recorder = None
         if not self.off:
             self._engine.close()
@@ -508,7 +530,8 @@ class Checkpointer:
         if found is None:
             return
         replay = found.replay
-        replay.load_first()
+        with all_or_none(self._meet, memory.session.node_id):
+            replay.load_first()
         self._operators = found.plan.operators
         self._resume = self._first = self._replay = replay
         self._resumed = found

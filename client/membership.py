@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
-from ckptd.client.session import Session
+from ckptd.client.agreement import Exchange, Failure, raise_together
 from ckptd.held import HeldRecords, from_wire, to_wire
 from ckptd.holdings import held_from_segments
-from ckptd.transport.messages import Member, NodeCard
+from ckptd.transport.messages import Member, NodeCard, RunSeen
 
-__all__ = ["Exchange", "RunView", "agree_that_any", "see_run"]
+__all__ = ["RunView", "SeesRun", "see_run"]
 
-# Gives what this rank says, gets what every rank said, in the order of ranks. A collective call.
-Exchange = Callable[[bytes], list[bytes]]
 
-_NO, _YES = b"n", b"y"
+class SeesRun(Protocol):
+    """This rank's session with its daemon, as far as it is asked here."""
+
+    card: NodeCard
+
+    def see_run(self, job: str, run: str, known: tuple[str, ...]) -> RunSeen: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +29,18 @@ class RunView:
     """The same on every rank."""
 
     cards: tuple[NodeCard, ...]  # by rank
+    ring_bytes: tuple[int, ...]  # by rank: what its snapshots take
     held: tuple[HeldRecords, ...]
-    idle: tuple[NodeCard, ...] = ()  # nodes that hold something and have no rank now
+    idle: tuple[NodeCard, ...] = ()  # nodes that answered and have no rank now
+    silent: tuple[str, ...] = ()  # nodes that took part before and did not answer
     clock_s: int = 0  # unix time, as rank 0 has it
+    known_epoch: int = (
+        -1
+    )  # the highest that any node knows of; nothing may have been sealed in it yet
 
     def next_epoch(self, highest: int) -> int:
-        """Above every epoch that was seen, and above those that lie on a node that did not answer."""
-        return max(1 + highest, self.clock_s)
+        """Above every epoch that was seen or is known, and above those that lie on a node that did not answer."""
+        return max(1 + highest, 1 + self.known_epoch, self.clock_s)
 
     @property
     def homes(self) -> dict[int, str]:
@@ -45,7 +53,10 @@ class RunView:
         ranks: dict[str, list[int]] = {}
         for rank, card in enumerate(self.cards):
             ranks.setdefault(card.node, []).append(rank)
-        working = [Member(self.cards[of[0]], tuple(of)) for of in ranks.values()]
+        working = [
+            Member(self.cards[of[0]], tuple(of), tuple(self.ring_bytes[rank] for rank in of))
+            for of in ranks.values()
+        ]
         return (*working, *(Member(card, ()) for card in self.idle))
 
     @property
@@ -54,51 +65,81 @@ class RunView:
         return tuple(member.card for member in self.members)
 
 
-def see_run(session: Session, job: str, run: str, rank: int, exchange: Exchange) -> RunView:
-    """Every rank's node, and what all these nodes hold; one rank per node asks its daemon.
+class _Here(msgspec.Struct, frozen=True):
+    """Where a rank is, and what its snapshots take."""
 
-    Raises:
-        DaemonUnavailable: this node's daemon is away.
-        RemoteProtocolError: a node tells what cannot be.
-    """
-    told = exchange(msgspec.msgpack.encode(session.card))
-    cards = tuple(msgspec.msgpack.decode(card, type=NodeCard) for card in told)
-    speaks = min(r for r, card in enumerate(cards) if card.node == session.card.node)
-    now_s = int(time.time())
-    mine, idle = _Told(now_s, [], []), list[NodeCard]()
-    if rank == speaks:
-        seen = session.see_run(job, run, tuple(sorted({card.node for card in cards})))
-        mine = _Told(
-            now_s,
-            [msgspec.msgpack.encode(card) for card in seen.cards],
-            [to_wire(held_from_segments(h.node, h.segments)) for h in seen.holdings],
-        )
-    held: dict[tuple[str, str], HeldRecords] = {}
-    everybody = [
-        msgspec.msgpack.decode(data, type=_Told) for data in exchange(msgspec.msgpack.encode(mine))
-    ]
-    for theirs in everybody:
-        idle += [msgspec.msgpack.decode(card, type=NodeCard) for card in theirs.cards]
-        for records in theirs.held:
-            held.update({(h.node, h.segment): h for h in from_wire(records)})
-    # Several nodes may know of the same idle one.
-    apart = {card.node: card for card in idle}
-    return RunView(
-        cards,
-        tuple(held.values()),
-        tuple(apart[name] for name in sorted(apart)),
-        everybody[0].clock_s,
-    )
+    card: NodeCard
+    ring_bytes: int
 
 
 class _Told(msgspec.Struct, frozen=True):
     """What one rank tells of its node and of idle ones."""
 
     clock_s: int
-    cards: list[bytes]
-    held: list[bytes]
+    failure: Failure
+    cards: list[NodeCard] = []
+    held: list[bytes] = []
+    epoch: int = -1
+    wanted: list[str] = []  # nodes that took part before, or were asked
 
 
-def agree_that_any(exchange: Exchange, mine: bool) -> bool:
-    """Whether it is so on any rank."""
-    return _YES in exchange(_YES if mine else _NO)
+def see_run(
+    session: SeesRun, job: str, run: str, rank: int, exchange: Exchange, *, ring_bytes: int = 0
+) -> RunView:
+    """Every rank's node, and what all these nodes hold; one rank per node asks its daemon. A collective call.
+
+    Args:
+        ring_bytes: what this rank's snapshots take, as far as it is known.
+    Raises:
+        DaemonUnavailable: a node's daemon is away; on every rank.
+        RemoteProtocolError: a node tells what cannot be.
+    """
+    told = exchange(msgspec.msgpack.encode(_Here(session.card, ring_bytes)))
+    here = [msgspec.msgpack.decode(data, type=_Here) for data in told]
+    cards = tuple(h.card for h in here)
+    speaks = min(r for r, card in enumerate(cards) if card.node == session.card.node)
+    mine, failed = _Told(int(time.time()), Failure()), None
+    if rank == speaks:
+        try:
+            mine = _ask(session, job, run, cards)
+        except Exception as error:  # noqa: BLE001 - the others wait to hear of it; raised below
+            failed = error
+            mine = _Told(int(time.time()), Failure.of(session.card.node, error))
+    everybody = [
+        msgspec.msgpack.decode(data, type=_Told) for data in exchange(msgspec.msgpack.encode(mine))
+    ]
+    raise_together([theirs.failure for theirs in everybody], failed)
+    return _view(cards, tuple(h.ring_bytes for h in here), everybody)
+
+
+def _ask(session: SeesRun, job: str, run: str, cards: tuple[NodeCard, ...]) -> _Told:
+    seen = session.see_run(job, run, tuple(sorted({card.node for card in cards})))
+    return _Told(
+        int(time.time()),
+        Failure(session.card.node),
+        list(seen.cards),
+        [to_wire(held_from_segments(h.node, h.segments)) for h in seen.holdings],
+        max((h.epoch for h in seen.holdings), default=-1),
+        [*(member.card.node for member in seen.members), *seen.silent],
+    )
+
+
+def _view(
+    cards: tuple[NodeCard, ...], ring_bytes: tuple[int, ...], everybody: list[_Told]
+) -> RunView:
+    held: dict[tuple[str, str], HeldRecords] = {}
+    for theirs in everybody:
+        for records in theirs.held:
+            held.update({(h.node, h.segment): h for h in from_wire(records)})
+    # Several nodes may know of the same idle one.
+    idle = {card.node: card for theirs in everybody for card in theirs.cards}
+    wanted = {name for theirs in everybody for name in theirs.wanted}
+    return RunView(
+        cards,
+        ring_bytes,
+        tuple(held.values()),
+        tuple(idle[name] for name in sorted(idle)),
+        tuple(sorted(wanted - set(idle) - {card.node for card in cards})),
+        everybody[0].clock_s,
+        max(theirs.epoch for theirs in everybody),
+    )

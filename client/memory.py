@@ -1,28 +1,25 @@
-"""This rank's memory: the session with the daemon and the segments it grants, from attach to recovery.
-
-Generations whose operator tables differ (a replanned window may split operators differently) cannot share a suffix, so the
-ring sees only those that agree with the newest; older ones are kept until the newest holds a complete suffix by itself.
-"""
+"""This rank's memory: the session with the daemon and the segments it grants, from attach to recovery."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from itertools import count
 
+from ckptd.client.agreement import Exchange, all_or_none, vote
+from ckptd.client.arrival import Arrivals
+from ckptd.client.generations import Generations
 from ckptd.client.identity import Identity
-from ckptd.client.membership import Exchange, RunView, agree_that_any, see_run
+from ckptd.client.membership import RunView, see_run
 from ckptd.client.replay import SnapshotImage
+from ckptd.client.retrieval import Attempt, Retrieval
 from ckptd.client.segment import MappedSegment, RankTaken, SlotTable
 from ckptd.client.session import Session
 from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.held import HeldRecords
-from ckptd.holdings import fetch_piece, operators_id
-from ckptd.recovery import NoRecovery, Piece, RecoveryPlan, plan_recovery
+from ckptd.recovery import NoRecovery, Piece, RecoveryPlan, complete_ranks, plan_recovery
 from ckptd.ring import (
     NoSuffix,
     SlotRecord,
@@ -35,12 +32,11 @@ from ckptd.segment_format import (
     SegmentDescriptor,
     encode_descriptor,
 )
-from ckptd.storage.image import DigestMismatch, ImageError, ImageView, verify
+from ckptd.storage.image import ImageView
 from ckptd.transport.messages import (
     Attach,
     Join,
     Member,
-    RefusalCode,
     SegmentInfo,
 )
 
@@ -50,8 +46,7 @@ logger = logging.getLogger(__name__)
 
 LAYOUT_VERSION = 1
 _PLANS = 5  # nodes may come and go while a plan is made
-_ASK_S = 0.5
-_STALLED_S = 60.0
+_NODES_TOLD = 8
 
 
 class RankMemory:
@@ -76,8 +71,9 @@ class RankMemory:
         stats: Stats | None = None,
     ) -> None:
         self.identity, self.topology, self._replicas = identity, topology, replicas
-        self._segments: list[MappedSegment] = []
-        self._stats, self._asked_s = stats or Stats(), 0.0
+        self._segments = Generations()
+        self._stats = stats or Stats()
+        self._needed_bytes = needed_bytes
         begun = time.perf_counter()
         attach = Attach(
             identity.job,
@@ -99,12 +95,13 @@ class RankMemory:
         )
         try:
             for info in self.session.segments:
-                self._segments.append(MappedSegment(info.path, info.generation))
+                self._segments.add(MappedSegment(info.path, info.generation))
         except RankTaken as error:
             self.session.close()
             raise AttachRefused("rank_taken", str(error)) from error
+        self._retrieval = Retrieval(self.session, self._segments)
         self.epoch, self.epoch_start = 0, -1
-        self.table = self._table(self._current())
+        self.table = self._table(self._segments.current())
         self._stats.attach_s = time.perf_counter() - begun
 
     # -- recovery --------------------------------------------------------------------------------
@@ -112,7 +109,8 @@ class RankMemory:
     @property
     def descriptor(self) -> SegmentDescriptor | None:
         """The newest generation's; None before the first one is reserved."""
-        return self._segments[-1].descriptor if self._segments else None
+        newest = self._segments.newest
+        return None if newest is None else newest.descriptor
 
     @property
     def slack(self) -> int:
@@ -126,7 +124,7 @@ class RankMemory:
     def settle_filled(self, timeout_s: float) -> None:
         """Wait until what a dead trainer left filled is sealed; seal it here if the daemon takes longer."""
         deadline = time.monotonic() + timeout_s
-        everything = SlotTable(self._segments)
+        everything = SlotTable(list(self._segments))
         while any(r.state is SlotState.FILLED for r in everything.records()):
             if time.monotonic() > deadline:
                 self._seal_waiting()
@@ -144,34 +142,40 @@ class RankMemory:
 
         What lies here is verified before use: a slot that fails its digests is quarantined and reported, and the ranks plan
         anew without it. What lies elsewhere is being brought here when this returns; its images are waited for when needed.
+        A collective call: it returns on all ranks, or raises on all.
 
         Raises:
-            AttachRefused: there is no memory for what must be brought here.
-            DaemonUnavailable: the daemon went away.
+            AttachRefused: there is no memory for what must be brought here, or the run was recovered again meanwhile.
+            DaemonUnavailable: a daemon is away, or so was refused on another rank, or nodes are missing without which the
+                run would have to begin anew.
         """
+        recoverable_before = False
         for _ in range(_PLANS):
             begun = time.perf_counter()
             view = see_run(
-                self.session, self.identity.job, self.identity.run, self.identity.rank, exchange
+                self.session,
+                self.identity.job,
+                self.identity.run,
+                self.identity.rank,
+                exchange,
+                ring_bytes=max(self._needed_bytes, self._segments.total_bytes),
             )
             plan = plan_recovery(view.held, self.identity.world_size, homes=view.homes)
             self._stats.recover_plan_s += time.perf_counter() - begun
             if isinstance(plan, NoRecovery):
-                self.begin_epoch(view.next_epoch(plan.epoch), -1, view.members)
+                self._refuse_to_forget(
+                    plan, view, recoverable_before or bool(complete_ranks(view.held))
+                )
+                self._tell_start(plan, view)
+                with all_or_none(exchange, self.session.node_id):
+                    self.begin_epoch(view.next_epoch(plan.epoch), -1, view.members)
                 return plan.reason
-            pieces = plan.per_rank[self.identity.rank]
-            here = [self._here(piece) for piece in pieces]
-            bad = self._verify([record for record in here if record is not None])
-            missing = [p for p, record in zip(pieces, here, strict=True) if record is None]
-            fetched, error = (None, None) if bad or not missing else self._fetch(missing, view)
-            # Every rank must see the same outcome: what one rank lacks changes the plan of all.
-            again = agree_that_any(exchange, bad or error is not None)
-            if not again:
-                return self._resume(plan, view, pieces, here, fetched), plan.reason
-            if fetched is not None:
-                self._forsake(fetched)
-            if isinstance(error, AttachRefused) and error.code != RefusalCode.NOT_FOUND:
-                raise error
+            recoverable_before = True  # it may be no more, when what is damaged here is quarantined
+            attempt = self._retrieval.attempt(plan.per_rank[self.identity.rank], view.everybody)
+            if not self._again(exchange, attempt):
+                with all_or_none(exchange, self.session.node_id):
+                    images = self._resume(plan, view, attempt)
+                return images, plan.reason
         # Every rank comes here together. Starting over would free what the others hold safely.
         raise DaemonUnavailable(
             f"no plan for the recovery held after {_PLANS} attempts",
@@ -179,77 +183,95 @@ class RankMemory:
             "lost: start again when it can, or `ckptctl forget` the run to begin anew",
         )
 
-    def _resume(
-        self,
-        plan: RecoveryPlan,
-        view: RunView,
-        pieces: Sequence[Piece],
-        here: Sequence[SlotRecord | None],
-        fetched: SegmentInfo | None,
-    ) -> list[SnapshotImage]:
-        """Map what was fetched, drop what belongs to an abandoned history, and begin the new one."""
-        self._keep_table_of(pieces[0], view.held)
-        arriving: MappedSegment | None = None
-        if fetched is not None:
-            arriving = self._map(fetched)
-            self._segments.append(arriving)
-        self.table = self._table(self._current())
+    def _refuse_to_forget(self, plan: NoRecovery, view: RunView, recoverable_before: bool) -> None:
+        """A run that got somewhere does not begin anew because a node is late: what is missing may lie there.
+
+        Raises:
+            DaemonUnavailable: so it is; every rank decides this from the same data.
+        """
+        job, run = self.identity.job, self.identity.run
+        if plan.apart:
+            raise DaemonUnavailable(
+                plan.reason,
+                operation="recover",
+                ids={"job": job, "run": run},
+                hint="Nothing was lost, but no replay of it would be exact. Were the ranks of this run started with different "
+                f"versions of ckptd? `ckptctl forget {job} {run}` on every node, or pass run= a new name, to begin anew",
+            )
+        if not view.silent or not recoverable_before:
+            return
+        raise DaemonUnavailable(
+            f"{plan.reason}; {_nodes(view.silent)} took part in the run before and did not answer",
+            operation="recover",
+            ids={"job": job, "run": run},
+            hint="Nothing was lost: start again when they are back. If they will not be, "
+            f"`ckptctl forget {job} {run}` on every node, or pass run= a new name, to begin anew",
+        )
+
+    def _tell_start(self, plan: NoRecovery, view: RunView) -> None:
+        """Normal for a new run, worth a word for one of which something was held, an error where there is damage."""
+        damaged = sum(r.state is SlotState.QUARANTINED for r in self.table.records())
+        if not damaged and self.descriptor is None and not view.held:
+            logger.info("starting from the beginning: %s", plan.reason)
+            return
+        why = f"{damaged} slots are damaged; {plan.reason}" if damaged else plan.reason
+        if view.silent:
+            why += f" ({_nodes(view.silent)} did not answer)"
+        text = f"starting over from the beginning: {why}"
+        logger.log(logging.ERROR if damaged else logging.WARNING, "%s", text)
+        self.session.notice("error" if damaged else "warning", "starting_over", text)
+
+    def _again(self, exchange: Exchange, attempt: Attempt) -> bool:
+        """Whether all ranks must plan anew: what one rank lacks changes the plan of all."""
+        again = True
+        try:
+            again = vote(exchange, self.session.node_id, again=attempt.again, fatal=attempt.fatal)
+        finally:
+            if again:
+                self._retrieval.forsake(attempt)
+        return again
+
+    def _resume(self, plan: RecoveryPlan, view: RunView, attempt: Attempt) -> list[SnapshotImage]:
+        """Map what was fetched, begin the new history, and drop what belongs to an abandoned one."""
+        pieces = plan.per_rank[self.identity.rank]
+        unlike = self._newer_than_table_of(pieces[0], view.held)
+        arriving = None if attempt.fetched is None else self._map(attempt.fetched)
+        if arriving is not None:
+            self._segments.add(arriving)
+        # What may be refused comes before what cannot be undone.
         self.begin_epoch(view.next_epoch(plan.epoch), plan.end, view.members)
+        self._give_up(unlike)
+        self.table = self._table(self._segments.current())
         for record in truncate(self.table.records(), plan.end):
             self._release(record)
-        images = []
-        index = 0
-        for piece, lies_here in zip(pieces, here, strict=True):
-            if lies_here is not None:
-                images.append(self._image(lies_here))
-                continue
-            assert arriving is not None
-            images.append(self._coming(arriving, index, piece.record))
-            index += 1
-        return images
+        if arriving is None:
+            return self.images([own for own in attempt.own if own is not None])
+        arrivals = Arrivals(self.session, arriving, self._stats, asked_s=attempt.asked_s)
+        slots = count()  # pieces that do not lie here were asked for in this order
+        return [
+            self._image(own) if own is not None else arrivals.image(next(slots), piece.record)
+            for piece, own in zip(pieces, attempt.own, strict=True)
+        ]
 
     def begin_epoch(self, epoch: int, start: int, members: tuple[Member, ...] = ()) -> None:
-        """What is filled from now on belongs to this epoch, which goes on from iteration ``start`` (-1: the beginning)."""
-        self.epoch, self.epoch_start = epoch, start
-        self.table.epoch, self.table.epoch_start = epoch, start
+        """What is filled from now on belongs to this epoch, which goes on from iteration ``start`` (-1: the beginning).
+
+        Raises:
+            AttachRefused: the run was recovered again since the plan was made; nothing has begun.
+        """
         if members:
             replicas = -1 if self._replicas is None else self._replicas
             self.session.join(Join(epoch, start, members, replicas))
+        self.epoch, self.epoch_start = epoch, start
+        self.table.epoch, self.table.epoch_start = epoch, start
 
-    def _here(self, piece: Piece) -> SlotRecord | None:
-        """The record of this rank's own copy of a piece, if it is mapped."""
-        own = {_name(segment): segment for segment in self._segments}
-        for at in piece.sources:
-            if at.node == self.session.node_id and at.segment in own:
-                return replace(piece.record, generation=own[at.segment].generation, index=at.index)
-        return None
-
-    def _keep_table_of(self, piece: Piece, held: Iterable[HeldRecords]) -> None:
-        """Give up own generations that are newer than the plan's and of another operator table."""
+    def _newer_than_table_of(
+        self, piece: Piece, held: Iterable[HeldRecords]
+    ) -> list[MappedSegment]:
+        """Own generations that are newer than the plan's and of another operator table."""
         at = piece.sources[0]
         told = next(h for h in held if (h.node, h.segment) == (at.node, at.segment))
-        newer: list[MappedSegment] = []
-        for segment in reversed(self._segments):
-            if _operators_id(segment) == (told.num_operators, told.operators_id):
-                break
-            newer.append(segment)
-        if len(newer) < len(self._segments):
-            self._give_up(newer)
-
-    def _fetch(
-        self, pieces: Sequence[Piece], view: RunView
-    ) -> tuple[SegmentInfo | None, Exception | None]:
-        """Have pieces brought here; what went wrong is for the vote."""
-        wanted = tuple(fetch_piece(piece, sealed_at_ns=time.time_ns()) for piece in pieces)
-        try:
-            return self.session.fetch(wanted, view.everybody), None
-        except (AttachRefused, DaemonUnavailable) as error:
-            logger.error("snapshots could not be brought to this node: %s", error)
-            self.session.notice("error", "fetch_failed", str(error))
-            return None, error
-
-    def _forsake(self, fetched: SegmentInfo) -> None:
-        self.session.drop(fetched.generation)
+        return self._segments.newer_than_table((told.num_operators, told.operators_id))
 
     def _map(self, info: SegmentInfo) -> MappedSegment:
         try:
@@ -258,73 +280,6 @@ class RankMemory:
             raise DaemonUnavailable(
                 f"its new segment cannot be used: {error}", operation="reserve"
             ) from error
-
-    def _coming(self, segment: MappedSegment, index: int, record: SlotRecord) -> SnapshotImage:
-        """An image that is still on its way."""
-
-        def view() -> ImageView:
-            self._wait_for(segment, index, record)
-            self._stats.fetch_last_s = time.perf_counter() - self._asked_s
-            self._stats.fetch_first_s = self._stats.fetch_first_s or self._stats.fetch_last_s
-            return ImageView(segment.slot(index)[: record.image_len])
-
-        return SnapshotImage(
-            record.iteration, view, segment.memory, segment.slot_base(index), record.phase
-        )
-
-    def _wait_for(self, segment: MappedSegment, index: int, record: SlotRecord) -> None:
-        """Until the daemon has sealed it.
-
-        Raises:
-            DaemonUnavailable: it cannot be brought here any more; a restart of the job plans anew.
-        """
-        asked_at, seen, moved_at = time.monotonic(), -1, time.monotonic()
-        while True:
-            header = segment.header(index)
-            if header is not None and header.state is SlotState.SEALED:
-                return
-            now = time.monotonic()
-            if now >= asked_at + _ASK_S:
-                asked_at = now
-                try:
-                    state = self.session.fetch_state(segment.generation)
-                except AttachRefused as error:
-                    raise DaemonUnavailable(str(error), operation="fetch") from error
-                if state.state == "failed":
-                    raise DaemonUnavailable(
-                        f"iteration {record.iteration} could not be brought here: {state.reason}",
-                        operation="fetch",
-                    )
-                if state.bytes_done != seen:
-                    seen, moved_at = state.bytes_done, now
-                elif now > moved_at + _STALLED_S:
-                    raise DaemonUnavailable(
-                        f"iteration {record.iteration}: nothing arrived for {_STALLED_S:.0f} s",
-                        operation="fetch",
-                    )
-            time.sleep(0.002)
-
-    def _verify(self, records: Sequence[SlotRecord]) -> bool:
-        """Check every digest of these slots; True if one failed (it is quarantined)."""
-        bad = False
-        with ThreadPoolExecutor(2, thread_name_prefix="ckptd-verify") as pool:
-            for record in records:
-                # Not the table's: the plan may be of older generations than the newest operator table.
-                segment = next(s for s in self._segments if s.generation == record.generation)
-                header = segment.header(record.index)
-                slot = segment.slot(record.index)[: record.image_len]
-                try:
-                    if header is None:
-                        raise ImageError("the slot header is damaged")
-                    verify(slot, header.header_digest, map_fn=pool.map)
-                except ImageError as error:
-                    what = error.tensor if isinstance(error, DigestMismatch) else str(error)
-                    text = f"slot {record.index} (iteration {record.iteration}) is damaged: {what}; quarantined, an older suffix is used"
-                    logger.error("%s", text)
-                    self.session.notice("error", "digest_mismatch", text)
-                    segment.set_state(record.index, SlotState.QUARANTINED)
-                    bad = True
-        return bad
 
     def _image(self, record: SlotRecord) -> SnapshotImage:
         segment = self.table.segment(record.generation)
@@ -391,62 +346,56 @@ class RankMemory:
         info = self.session.reserve(slot_bytes, num_slots, encode_descriptor(descriptor))
         segment = self._map(info)
         segment.hint = max((s.hint for s in self._segments), default=0)
-        self._segments.append(segment)
-        self.table = self._table(self._current())
+        self._segments.add(segment)
+        self.table = self._table(self._segments.current())
         return segment
 
     def drop_unneeded(self) -> list[MappedSegment]:
         """Give back generations that no suffix needs; returns them (still mapped) so that an engine can release them."""
         if len(self._segments) < 2:
             return []
-        current = self._segments[-1].generation
+        current = self._segments.current()[-1].generation
         records = self.table.records()
         epochs = self.table.epochs
-        unneeded = droppable_generations(records, self.num_operators, current, epochs=epochs)
+        hint = SlotTable(list(self._segments)).ring_hint
+        # What the other ranks may have to go back to stays (while the daemon is away nobody can tell).
+        keeps = hint.sole and self.session.connected
+        unneeded = droppable_generations(
+            records,
+            self.num_operators,
+            current,
+            protected=self.table.promised(records, self.num_operators) if keeps else (),
+            epochs=epochs,
+        )
         if not isinstance(find_suffix(records, self.num_operators, epochs=epochs), NoSuffix):
-            unneeded |= {s.generation for s in self._segments} - {
-                s.generation for s in self.table.segments
-            }
+            older = [s for s in self._segments if s not in self.table.segments]
+            unneeded |= {s.generation for s in older if not (keeps and _holds_from(s, hint.floor))}
         dropped = [s for s in self._segments if s.generation in unneeded]
         self._give_up(dropped)
         if dropped:
-            self.table.segments = self._current()
+            self.table.segments = self._segments.current()
         return dropped
 
     def _table(self, segments: Sequence[MappedSegment]) -> SlotTable:
         return SlotTable(segments, epoch=self.epoch, epoch_start=self.epoch_start)
 
-    def _groups(self) -> list[list[MappedSegment]]:
-        """Runs of consecutive generations with the same operator table, oldest first."""
-        groups: list[list[MappedSegment]] = []
-        for segment in self._segments:
-            if groups and _operators_id(groups[-1][-1]) == _operators_id(segment):
-                groups[-1].append(segment)
-            else:
-                groups.append([segment])
-        return groups
-
-    def _current(self) -> list[MappedSegment]:
-        groups = self._groups()
-        return groups[-1] if groups else []
-
     def _seal_waiting(self) -> None:
         """Seal what is filled while the daemon is away (on the session's thread)."""
-        for segment in list(self._segments):
+        for segment in self._segments:
             for index in range(segment.geometry.num_slots):
                 segment.seal(index)
 
     def close(self, *, final: bool = False) -> None:
         """Detach and give up ownership; the daemon keeps the memory."""
         self.session.close(final=final)
-        for segment in self._segments:
-            segment.close()
-        self._segments = []
+        self._segments.close()
 
 
-def _operators_id(segment: MappedSegment) -> tuple[int, str]:
-    return segment.descriptor.num_operators, operators_id(segment.descriptor)
+def _nodes(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NODES_TOLD]) + (", …" if len(names) > _NODES_TOLD else "")
+    return f"node {shown}" if len(names) == 1 else f"nodes {shown}"
 
 
-def _name(segment: MappedSegment) -> str:
-    return os.path.basename(segment.path)
+def _holds_from(segment: MappedSegment, iteration: int) -> bool:
+    """Whether it holds a snapshot of that iteration or a later one."""
+    return any(r.sealed and r.iteration >= iteration for r in SlotTable([segment]).records())

@@ -86,6 +86,8 @@ class Plan:
     num_slots: int = 0
     # Slots beyond what one node needs, for snapshots that wait for peers.
     slack: int = 0
+    # What may be copied per step, as it was measured (or agreed on); it decides where large operators are split.
+    budget_bytes: int | None = None
     _policy: SnapshotPolicy | None = None
     _phases: dict[int, tuple[PhasePlan, bool] | None] = field(default_factory=dict)
     _state: StateTable | None = None
@@ -177,6 +179,7 @@ class Plan:
                 "phases": [list(p) for p in self.schedule.phases],
                 "policy": self.policy_name,
                 "every": self.every,
+                "budget_bytes": self.budget_bytes,
                 "compute_dtypes": {k: str(v)[6:] for k, v in self.compute_dtypes.items()},
                 "scalars_capacity": self.scalars_capacity,
                 "torch": str(torch.__version__),
@@ -322,7 +325,7 @@ def _plan_once(
                 window=window,
             )
     plan = Plan(parts, costs, schedule, policy, compute_dtypes, identity, scalars_capacity, every)
-    plan.slack = slack
+    plan.slack, plan.budget_bytes = slack, budget_bytes
     plan.measure_slots(binding)
     return plan
 
@@ -398,6 +401,7 @@ def plan_from_payload(
         told["every"],
         geometry.slot_bytes,
         geometry.num_slots,
+        budget_bytes=told["budget_bytes"],
     )
 
 

@@ -14,63 +14,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptd.client import values
-from ckptd.client.binding import Binding, local
+import torch
+from torch import Tensor
+
+from ckptd.client.binding import Binding
 from ckptd.client.capture import Capture
 from ckptd.client.copymode import CopyModeChooser
 from ckptd.client.freeze import Tape
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
 from ckptd.client.pace import Pace
-from ckptd.client.planning import MAX_WINDOW, Plan, TrainingSpeed, make_plan
+from ckptd.client.planning import Plan
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
+from ckptd.client.provision import Options, Provision
 from ckptd.client.rng import capture_rng
 from ckptd.client.scalars import Stateful, gather_groups, gather_state, grad_flags, python_state
 from ckptd.client.segment import MappedSegment
 from ckptd.client.stats import Stats
-from ckptd.cuda.engine import CopyEngine, CpuEngine, measure_bandwidth
-from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.schedule import Ordering
+from ckptd.cuda.engine import CopyEngine, CpuEngine
 
-__all__ = ["Options", "Recorder"]
+__all__ = ["Recorder"]
 
 logger = logging.getLogger(__name__)
 
-MIN_SCALARS = 64 << 10
-_MEASURED_STEPS = 3
 _WATCHED_STEPS = 4
-_RETRY_STEPS = 50
-_REORDER_STEPS = 50
 _REPORT_S = 1.0
 _PENDING_LIMIT = 100
-# A median stall above this share of a step is not noise.
-_TOLERATED_STALL = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the user may set about cadence and size."""
-
-    policy: str = "sliding"
-    window: int | None = None
-    every: int = 1
-    ordering: Ordering = Ordering.HARD
-    capacities: Mapping[str, float] | None = None
-    # On CPU, copies take the trainer's own cores: at most this share of an iteration may go into them.
-    max_overhead: float = 0.01
-    nan_check_every: int = 16
-    # Copy in the training thread (True), beside it (False), or whichever is measured to be faster (None); CPU only.
-    inline_copy: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """The newest snapshot: its step, its predecessor, its place in the window, and the tape it was given."""
+    """The newest snapshot: its step, its predecessor, and the tape it was given."""
 
     step: int = -1
     previous: int = -1
-    ordinal: int = 0
     tape: tuple[tuple[str, Any], ...] = ()
 
 
@@ -99,27 +77,46 @@ class Recorder:
         )
         self._stateful, self._tape, self._stats, self._options = stateful, tape, stats, options
         self._counter, self._precision = counter, precision
-        self.plan: Plan | None = None
         self._capture: Capture | None = None
-        self._ordinal = 0
+        # Which boundary of the schedule this is. With several ranks every clean boundary counts, whether or not its
+        # snapshot came about: all ranks must be in the same phase.
+        self._ordinal = -1
+        self._counted = -1
+        self._alone = memory.identity.world_size == 1
         self._previous = -1
         self._stepped = False
-        self._updates_missed = False
         self._pace = Pace()
-        self._retry_at = 0
         self._reported_at = 0.0
-        # Buffers that a forward changes cannot be copied beside it: found while measuring, by version counter.
-        self._buffer_versions: dict[str, tuple[int, int]] = {}
+        # Buffers that a forward changes cannot be copied beside it: found while measuring.
+        self._watched: list[_WatchedBuffer] = []
         self._restless: set[str] = set()
-        self._coming: Plan | None = None
-        self._coming_why = ""
         self._last = _Taken()
         self._chooser = CopyModeChooser() if options.inline_copy is None else None
         self._updates: dict[int, int] = {}
-        self._uncaptured = self._announced = ""
-        self._policy = options.policy
-        self._group_key = binding.group_key()
-        self._widen_at = 0
+        self._in_a_row = 0  # steps whose snapshot found no slot
+        self._provision = Provision(
+            binding,
+            operators,
+            memory,
+            engine,
+            stats=stats,
+            options=options,
+            counter=counter,
+            precision=precision,
+            pace=self._pace,
+            scalars_sample=self._scalars_sample,
+            switched=self._switched,
+        )
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is captured when; None before the first steps are measured."""
+        return self._provision.plan
+
+    def close(self) -> None:
+        """Finish, and stop waiting for other ranks."""
+        self.finish()
+        self._provision.close()
 
     # -- the life of a step ----------------------------------------------------------------------
 
@@ -178,10 +175,10 @@ class Recorder:
             self._pace.optimizer_begins(time.perf_counter())
 
     def _note_restless(self) -> None:
-        if self._buffer_versions:
-            now = _versions(self._binding)
-            self._restless |= {n for n, v in now.items() if self._buffer_versions.get(n) != v}
-            self._buffer_versions = {}
+        if self._watched:
+            now = self._binding.buffers()
+            self._restless |= {w.name for w in self._watched if w.changed(now.get(w.name))}
+            self._watched = []
 
     def after_optimizer_step(self, optimizer: int) -> None:
         """Optimizer number ``optimizer`` has updated its parameters."""
@@ -201,8 +198,8 @@ class Recorder:
 
     def resume(self, plan: Plan, *, last: int, phase: int) -> None:
         """Go on after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
-        self.plan = plan
-        self._previous, self._ordinal = last, phase + 1
+        self._provision.plan = plan
+        self._previous, self._ordinal = last, phase
         self._start_capture()
 
     def replayed(self) -> None:
@@ -217,7 +214,7 @@ class Recorder:
 
     def watch(self) -> None:
         """The top of a step without a snapshot: see which buffers change before the optimizer's step."""
-        self._buffer_versions = _versions(self._binding)
+        self._watched = [_WatchedBuffer(n, b) for n, b in self._binding.buffers().items()]
 
     # -- taking ----------------------------------------------------------------------------------
 
@@ -236,23 +233,25 @@ class Recorder:
         if self._stepped:
             self._previous = -1
             self._tape.take()
-            if self._policy != "dense":
-                # Between two clean boundaries one optimizer steps several times, as in a step with several updates.
-                self._policy = "dense"
-                self._uncaptured = "gradients that wait while another optimizer steps (only dense snapshots can be exact)"
+            # Between two clean boundaries one optimizer steps several times, as in a step with several updates.
+            self._provision.only_dense(
+                "gradients that wait while another optimizer steps (only dense snapshots can be exact)"
+            )
         if self._stats.pending_gradients == _PENDING_LIMIT and not self._stats.snapshots:
             text = f"no snapshot in {_PENDING_LIMIT} steps: at the top of each, an optimizer holds gradients that it has not used; call zero_grad() within the step"
             logger.error("%s", text)
             self._memory.session.notice("error", "not_protected", text)
 
     def _take(self, step: int) -> None:
-        self._collect(step)
+        provision = self._provision
+        self._count(step)
+        provision.collect(step)
         if self._capture is None and not self._prepare(step):
             return
         assert self.plan is not None
         if self._ordinal % self.plan.schedule.window == 0:
-            self._maybe_reorder(self.plan)
-            self._maybe_widen(self.plan, step)
+            provision.maybe_reorder()
+            provision.maybe_widen(step)
         if not self._captures_everything(step):
             self._tape.take()
             self._previous = -1
@@ -263,23 +262,29 @@ class Recorder:
         assert capture is not None
         phase = plan.phase_plan(self._binding, self._ordinal)
         if phase is None:  # a policy that skips steps: its snapshots need no chain
-            self._ordinal += 1
             self._tape.take()
             return
         layout, begins = phase
         previous = -1 if begins else self._previous
         if capture.begin(step, layout, previous, self._scalars(plan)):
-            self._last = _Taken(step, previous, self._ordinal, self._tape.last)
+            self._last = _Taken(step, previous, self._tape.last)
             self._previous = step
-            self._ordinal += 1
+            self._in_a_row = 0
             self._after_begin()
+            provision.maybe_grow(step, crowded=capture.crowded)
             return
         self._missed(step, capture.need_generation)
+
+    def _count(self, step: int) -> None:
+        """This is a clean boundary; one that is seen again counts once."""
+        if step != self._counted:
+            self._counted = step
+            self._ordinal += 1
 
     def _take_again(self) -> None:
         """The loop was left and entered again at the same step: its snapshot is taken anew, in the place of the first."""
         last = self._last
-        self._previous, self._ordinal = last.previous, last.ordinal
+        self._previous = last.previous
         self._tape.put_back(last.tape)
 
     def _after_begin(self) -> None:
@@ -291,14 +296,11 @@ class Recorder:
         self._previous = -1
         self._stats.chain_breaks += 1
         self._tape.take()
-        logger.warning("no snapshot of step %d: %s", step, reason)
-        if self._coming is not None or self._previous_generation_pending() or step < self._retry_at:
-            return
-        assert self.plan is not None
-        self._begin_generation(self.plan, step, reason)
-
-    def _previous_generation_pending(self) -> bool:
-        return len(self._memory.table.segments) > 1
+        self._in_a_row += 1
+        # A rank that lags behind for long would fill the log: 1, 2, 4, 8, … tell as much.
+        if self._in_a_row & (self._in_a_row - 1) == 0:
+            logger.warning("no snapshot of step %d (%d in a row): %s", step, self._in_a_row, reason)
+        self._provision.missed(step, reason)
 
     def _scalars(self, plan: Plan) -> dict[str, Any]:
         return {
@@ -314,119 +316,11 @@ class Recorder:
     # -- getting ready ---------------------------------------------------------------------------
 
     def _prepare(self, step: int) -> bool:
-        """Choose the window and reserve the ring, once enough was measured; True if snapshots can be taken."""
-        needed = (
-            1
-            if self._options.window is not None or self._options.policy == "dense"
-            else _MEASURED_STEPS
-        )
-        if max(self._updates.values(), default=0) > 1:
-            self._policy = (
-                "dense"  # between two updates in a step, frozen operators would have to change
-            )
-        if (
-            self._pace.steps <= needed
-            or step < self._retry_at
-            # After the first update the state that the optimizer keeps is there (plain SGD keeps none).
-            or not (self._stepped or any(self._binding.state(n) for n in self._binding.owner))
-        ):
-            self._tape.take()
-            return False
+        """Whether snapshots can be taken; what came before the first one has no use."""
         self._tape.take()
-        if self._coming is None and not self._replan("no ring yet", step):
-            return False
-        return self._capture is not None
-
-    def _replan(self, why: str, step: int, *, window: int | None = None) -> bool:
-        """Make a new plan and ask for its memory; False if there can be none now."""
-        if step < self._retry_at or not self._memory.session.connected:
-            return False
-        try:
-            plan = self._make_plan(window=window)
-        except ValueError as error:
-            self._no_generation(step, why, error)
-            return False
-        self._begin_generation(plan, step, why)
-        return True
-
-    def _begin_generation(self, plan: Plan, step: int, why: str) -> None:
-        """Ask for a further generation of slots; it is used from the boundary on at which it is there."""
-        self._coming, self._coming_why = plan, why
-        self._collect(step)
-
-    def _collect(self, step: int) -> None:
-        """Go over to the generation that was asked for, if it is there."""
-        if self._coming is None or self._memory.session.reserving:
-            return
-        coming = self._coming
-        try:
-            self._reserve(coming)
-        except TimeoutError as error:
-            logger.info("new slots come later: %s", error)
-            return
-        except (AttachRefused, DaemonUnavailable) as error:
-            self._coming = None
-            self._no_generation(step, self._coming_why, error)
-            return
-        self._coming, self._uncaptured, self._announced = None, "", ""
-
-    def _no_generation(self, step: int, why: str, error: Exception) -> None:
-        """No memory for new slots: what is complete stays recoverable, what comes is not protected."""
-        # A daemon that went away is worth another try as soon as it is back; a refusal is not.
-        self._retry_at = step + (1 if isinstance(error, DaemonUnavailable) else _RETRY_STEPS)
-        kept = (
-            "the last complete suffix is kept, newer steps are not protected"
-            if self._capture
-            else "nothing is protected yet"
-        )
-        text = f"no slots ({why}): {error}; {kept}; trying again at step {self._retry_at}"
-        logger.error("%s", text)
-        self._memory.session.notice("error", "not_protected", text)
-
-    def _make_plan(self, window: int | None = None) -> Plan:
-        started = time.perf_counter()
-        options = self._options
-        speed = self.speed()
-        on_cpu = all(local(p).device.type == "cpu" for p in self._binding.params.values())
-        budget = speed.budget_bytes(options.max_overhead if on_cpu else None)
-        packed = len(values.pack(self._scalars_sample(), "step scalars"))
-        available = self._memory.session.available_bytes
-        plan = make_plan(
-            self._binding,
-            self._operators,
-            policy=self._policy,
-            window=None if self._policy == "dense" else window or options.window,
-            every=options.every,
-            budget_bytes=budget,
-            available_bytes=available,
-            popularity=self._counter.popularity(self._operators),
-            ordering=options.ordering,
-            compute_dtypes=self._precision.sufficient(),
-            identity=self._memory.identity.metadata(),
-            scalars_capacity=max(MIN_SCALARS, 2 * packed),
-            slack=self._memory.slack,
-        )
-        logger.info(
-            "window W=%d, %d slots of %.1f MiB (dense %.1f MiB); measured %.1f ms to the optimizer's step, %.1f GB/s; %s",
-            plan.schedule.window,
-            plan.num_slots,
-            plan.slot_bytes / 2**20,
-            plan.schedule.dense_bytes / 2**20,
-            speed.copy_window_s * 1e3,
-            speed.bandwidth / 1e9,
-            plan.schedule.reason,
-        )
-        self._note_prepared(started)
-        return plan
-
-    def speed(self) -> TrainingSpeed:
-        """Medians of what was measured so far."""
-        tensors = [local(p) for p in self._binding.params.values()]
-        return TrainingSpeed(
-            copy_window_s=self._pace.copy_window_s,
-            iteration_s=self._pace.iteration_s,
-            bandwidth=measure_bandwidth(tensors),
-        )
+        most_updates = max(self._updates.values(), default=0)
+        ready = self._provision.prepare(step, stepped=self._stepped, most_updates=most_updates)
+        return ready and self._capture is not None
 
     def _scalars_sample(self) -> dict[str, Any]:
         return {
@@ -437,27 +331,13 @@ class Recorder:
             "phases": list(range(len(self._operators) * 2)),
         }
 
-    def _reserve(self, plan: Plan) -> None:
-        started = time.perf_counter()
-        segment = self._memory.reserve(
-            plan.slot_bytes,
-            plan.num_slots,
-            window=plan.schedule.window,
-            num_operators=len(plan.operators),
-            payload=plan.payload(self._binding),
-        )
-        self._engine.register(segment.memory, segment.regions())
-        if plan is not self.plan:
-            self._ordinal, self._previous = 0, -1
-        self.plan = plan
+    def _switched(self, other_plan: bool) -> None:
+        """A further generation is in use."""
+        if other_plan:
+            self._previous = -1
+            if self._alone:
+                self._ordinal = 0
         self._start_capture()
-        self._note_prepared(started)
-        logger.info("protected once %d snapshots from here on are sealed", plan.policy.window)
-
-    def _note_prepared(self, started: float) -> None:
-        took = time.perf_counter() - started
-        self._pace.prepared(took)
-        self._stats.prepare_ms += took * 1e3
 
     def _start_capture(self) -> None:
         plan = self.plan
@@ -474,6 +354,7 @@ class Recorder:
             finish=session.submit,
             drain=session.flush,
             filled=self._was_filled,
+            connected=lambda: session.connected,
             restless=self._restless,
         )
 
@@ -504,72 +385,14 @@ class Recorder:
                 f"step {step}: {len(found)} tensors hold NaN, first {found[0]}",
             )
 
-    def _maybe_reorder(self, plan: Plan) -> None:
-        if plan.schedule.window == 1 or plan.policy_name == "dense":
-            return
-        schedule = self._counter.reordered(plan, plan.slot_bytes, every=_REORDER_STEPS)
-        if schedule is not None:
-            plan.use(schedule)
-            self._stats.reorders += 1
-
     def _captures_everything(self, step: int) -> bool:
-        """Whether the plan knows all state there is; plans anew where an optimizer began to keep or to update more.
-
-        False while that is not possible: an inexact snapshot is worse than none.
-        """
-        assert self.plan is not None
         assert self._capture is not None
-        key = self._binding.group_key()
-        outgrown = self._capture.outgrown
-        found = (
-            self._uncaptured
-            or self._capture.unknown_state()
-            or (f"step scalars of {outgrown} bytes" if outgrown else "")
+        return self._provision.captures_everything(
+            step,
+            unknown=self._capture.unknown_state(),
+            outgrown=self._capture.outgrown,
+            most_updates=max(self._updates.values(), default=0),
         )
-        if key != self._group_key:
-            found = "a parameter group"
-            self._binding.refresh()
-        if self._policy != "dense" and max(self._updates.values(), default=0) > 1:
-            # Frozen operators would need the weights between the two updates, which no snapshot holds.
-            found, self._policy = (
-                "a second update by one optimizer within a step (only dense snapshots can be exact)",
-                "dense",
-            )
-        if not found:
-            return True
-        if found != self._announced:
-            self._announced = found
-            self._coming = None  # what is on its way was planned without it
-            logger.warning("found %s after the snapshots were planned: planning anew", found)
-        self._uncaptured, self._group_key = found, key
-        if self._coming is None:
-            dense = self._policy == "dense"
-            self._replan(found, step, window=None if dense else self.plan.schedule.window)
-        return not self._uncaptured
-
-    def _maybe_widen(self, plan: Plan, step: int) -> None:
-        """Copies that stall the trainer mean that the window was chosen too small: widen it (DESIGN 5.3)."""
-        if self._options.window is not None or plan.policy_name == "dense" or step < self._widen_at:
-            return
-        self._widen_at = step + _RETRY_STEPS
-        share = self._pace.stall_share
-        if share <= _TOLERATED_STALL or self._previous_generation_pending():
-            return
-        wider = plan.schedule.window + max(1, plan.schedule.window // 2)
-        try:
-            wide = self._make_plan(window=min(wider, MAX_WINDOW))
-        except ValueError as error:
-            logger.warning("the window stays at %d: %s", plan.schedule.window, error)
-            return
-        if wide.schedule.window > plan.schedule.window and wide.slot_bytes < plan.slot_bytes:
-            logger.info(
-                "copies stall training for %.1f %% of a step: window %d -> %d",
-                share * 1e2,
-                plan.schedule.window,
-                wide.schedule.window,
-            )
-            self._pace.forget_stalls()
-            self._begin_generation(wide, step, "a wider window")
 
     def _report(self, step: int) -> None:
         now = time.monotonic()
@@ -579,6 +402,16 @@ class Recorder:
             self._memory.session.report(step, self._stats.as_dict())
 
 
-def _versions(binding: Binding) -> dict[str, tuple[int, int]]:
-    """Identity and version counter of every buffer."""
-    return {n: (id(b), b._version) for n, b in binding.buffers().items()}
+class _WatchedBuffer:
+    """A buffer as it was at the top of a step.
+
+    Its version counter is not enough: batch norm's kernel updates the running statistics without counting them up.
+    """
+
+    def __init__(self, name: str, buffer: Tensor) -> None:
+        self.name, self._buffer, self._version = name, buffer, buffer._version
+        self._was = buffer.detach().clone()
+
+    def changed(self, now: Tensor | None) -> bool:
+        same = now is self._buffer and self._buffer._version == self._version
+        return not same or not torch.equal(self._was, self._buffer)

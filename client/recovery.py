@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ckptd.client import values
-from ckptd.client.agreement import exchange
+from ckptd.client.agreement import all_or_none, exchange
 from ckptd.client.binding import Binding
 from ckptd.client.freeze import Tape
 from ckptd.client.identity import Identity
@@ -20,7 +20,6 @@ from ckptd.client.replay import Replay, ReplayMismatch, SnapshotImage
 from ckptd.client.scalars import Stateful
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused
-from ckptd.ring import SlotState
 from ckptd.segment_format import HINT_DROP_GRADIENTS
 
 __all__ = ["Recovery", "Resumption"]
@@ -66,17 +65,27 @@ class Recovery:
         self.freezing, self.freezing_reason = freezing, freezing_reason
 
     def find(self, memory: RankMemory) -> Resumption | None:
-        """The newest state that every rank can be brought back to; None to start from the beginning.
+        """The newest state that every rank can be brought back to; None to start from the beginning. A collective call.
 
         Raises:
-            AttachRefused: the snapshots are of another model; nothing was lost.
+            AttachRefused: the snapshots are of another model, or it is refused by the daemon; nothing was lost.
+            DaemonUnavailable: a daemon is away, or another rank cannot go on.
         """
         memory.settle_filled(_SEAL_WAIT_S)
-        found = memory.recover(lambda payload: exchange(self._identity, payload))
+
+        def meet(payload: bytes) -> list[bytes]:
+            return exchange(self._identity, payload)
+
+        found = memory.recover(meet)
         if isinstance(found, str):
-            _start_over(memory, found)
+            memory.forget_everything()
             return None
-        images, reason = found
+        with all_or_none(meet, memory.session.node_id):
+            return self._resumption(memory, *found)
+
+    def _resumption(
+        self, memory: RankMemory, images: Sequence[SnapshotImage], reason: str
+    ) -> Resumption:
         if memory.hint == HINT_DROP_GRADIENTS and self.freezing == "inputs":
             self.freezing = "drop"
             self.freezing_reason = (
@@ -88,6 +97,8 @@ class Recovery:
             self._binding, newest.descriptor.client, self._identity.metadata(), newest.geometry
         )
         replay = self.replay_of(images, plan.operators)
+        # What is loaded first must have arrived. The rest is waited for in replay.
+        _ = images[0].view
         return Resumption(replay, plan, images[-1].phase, reason)
 
     def replay_of(
@@ -147,19 +158,3 @@ class Recovery:
                     before,
                     now,
                 )
-
-
-def _start_over(memory: RankMemory, why: str) -> None:
-    """Nothing can be recovered: normal for a new run, worth a word for an old one, an error where there is damage."""
-    damaged = sum(r.state is SlotState.QUARANTINED for r in memory.table.records())
-    if damaged:
-        text = f"starting over from the beginning: {damaged} slots are damaged; {why}"
-        logger.error("%s", text)
-        memory.session.notice("error", "starting_over", text)
-    elif memory.descriptor is not None:
-        text = f"starting over from the beginning: {why}"
-        logger.warning("%s", text)
-        memory.session.notice("warning", "starting_over", text)
-    else:
-        logger.info("starting from the beginning: %s", why)
-    memory.forget_everything()

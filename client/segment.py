@@ -17,15 +17,18 @@ from dataclasses import replace
 
 from ckptd import locks
 from ckptd.cuda.engine import HostMemory
+from ckptd.replicas import Promise, promised
 from ckptd.ring import SlotRecord, SlotState
 from ckptd.segment_format import (
     HINT_OFFSET,
     OWNER_LOCK_BYTE,
+    QUIET_OFFSET,
+    RingHint,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
     read_prologue,
-    read_protect,
+    read_ring_hint,
     read_slot_header,
     set_slot_state,
     slot_lock_byte,
@@ -129,9 +132,9 @@ class MappedSegment:
         self.buffer[HINT_OFFSET] = value
 
     @property
-    def protect_from(self) -> int:
-        """From which iteration on the daemon asks to keep sealed snapshots; -1 for none."""
-        return read_protect(self.buffer)
+    def ring_hint(self) -> RingHint:
+        """What the daemon knows of the other ranks."""
+        return read_ring_hint(self.buffer)
 
     def regions(self) -> list[tuple[int, int]]:
         """(offset, length) of every slot in the mapping."""
@@ -203,9 +206,23 @@ class SlotTable:
         return {self.epoch: self.epoch_start}
 
     @property
-    def protect_from(self) -> int:
-        """The oldest iteration from which on any of the segments should keep its snapshots; -1 for none."""
-        return min((p for s in self.segments if (p := s.protect_from) >= 0), default=-1)
+    def ring_hint(self) -> RingHint:
+        """What the daemon told last; a segment that is new has not been told yet."""
+        told = [hint for s in self.segments if (hint := s.ring_hint).span]
+        return max(told, key=lambda hint: (hint.floor, hint.horizon), default=RingHint())
+
+    def promised(self, records: Sequence[SlotRecord], num_operators: int) -> set[tuple[int, int]]:
+        """The slots that a recovery together with the other ranks may need (docs/replication.md §6)."""
+        hint = self.ring_hint
+        if not hint.span:
+            return set()
+        promise = Promise(hint.floor, hint.horizon)
+        return promised(records, num_operators, promise=promise, epochs=self.epochs, span=hint.span)
+
+    def ask_quiet(self, quiet: bool) -> None:
+        """Ask the daemon to leave the network to training, or take that back."""
+        for segment in self.segments:
+            segment.buffer[QUIET_OFFSET] = quiet
 
     def segment(self, generation: int) -> MappedSegment:
         return next(s for s in self.segments if s.generation == generation)

@@ -9,15 +9,16 @@ closed. All traffic after the attach is one-way from the training thread's point
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
+from ckptd.client.lanes import LOOK_S, Lane
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.transport.messages import (
     Attach,
@@ -50,95 +51,13 @@ from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, Wi
 __all__ = ["Session"]
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _PING_S = 1.0
 _ANSWER_S = 5.0
-_QUEUE_LIMIT = 1024
 _RANK_PATIENCE_S = 5.0
 _RESERVE_WAIT_S = 2.0
 _RESERVE_LIMIT_S = 600.0
-_LOOK_S = 0.5
 _FAILURES = (RequestTimeout, WireError, DaemonUnavailable, OSError)
-
-
-class _Lane:
-    """One thread that works off a bounded queue, and calls ``look`` after each piece of work and about twice a second."""
-
-    def __init__(
-        self,
-        name: str,
-        look: Callable[[], None],
-        failed: Callable[[Exception], None],
-        closed: threading.Event,
-    ) -> None:
-        self._look, self._failed, self._closed = look, failed, closed
-        self._work: queue.Queue[tuple[Callable[[], Any], Future[Any] | None]] = queue.Queue(
-            _QUEUE_LIMIT
-        )
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def submit(self, work: Callable[[], Any]) -> bool:
-        """Have ``work`` done; False if the queue is full (the work is dropped)."""
-        try:
-            self._work.put_nowait((work, None))
-        except queue.Full:
-            return False
-        return True
-
-    def begin(self, work: Callable[[], T]) -> Future[T]:
-        """Have ``work`` done and its result kept.
-
-        Raises:
-            DaemonUnavailable: the queue is full.
-        """
-        future: Future[T] = Future()
-        try:
-            self._work.put_nowait((work, future))
-        except queue.Full as error:
-            raise DaemonUnavailable("session", hint="its queue is full") from error
-        return future
-
-    def call(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Have ``work`` done and wait for its result."""
-        return self.begin(work).result(timeout_s)
-
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            try:
-                work, future = self._work.get(timeout=_LOOK_S)
-            except queue.Empty:
-                pass
-            else:
-                self._perform(work, future)
-            self._look_around()
-        self._look_around()
-
-    def _look_around(self) -> None:
-        try:
-            self._look()
-        except Exception:
-            logger.exception("in the session's thread")  # it must live: snapshots are finished here
-
-    def _perform(self, work: Callable[[], Any], future: Future[Any] | None) -> None:
-        try:
-            result = work()
-        # The work is the caller's: the thread must survive it and hand the error back.
-        except Exception as error:
-            self._failed(error)
-            if future is not None:
-                future.set_exception(error)
-            else:
-                logger.exception("in the session's thread")
-        else:
-            if future is not None:
-                future.set_result(result)
 
 
 class Session:
@@ -169,8 +88,8 @@ class Session:
         self._while_lost, self._held = while_lost, held
         self._client: ControlClient | None = None
         self._closed = threading.Event()
-        self._link = _Lane("ckptd-link", self._look_for_daemon, self._link_failed, self._closed)
-        self._desk = _Lane("ckptd-desk", self._look_at_slots, lambda error: None, self._closed)
+        self._link = Lane("ckptd-link", self._look_for_daemon, self._link_failed, self._closed)
+        self._desk = Lane("ckptd-desk", self._look_at_slots, lambda error: None, self._closed)
         self._next_ping = self._next_try = self._next_look = 0.0
         self._reserving: tuple[Reserve, Future[SegmentInfo]] | None = None
         self._joined: Join | None = None
@@ -245,9 +164,18 @@ class Session:
         return reply
 
     def join(self, message: Join) -> None:
-        """Tell the daemon who takes part in the run, now and after each of its restarts; nobody waits for it."""
+        """Tell the daemon who takes part in the run, now and after each of its restarts.
+
+        A daemon that is away is told when it is back: snapshots of this node go on, and have no second home until then.
+
+        Raises:
+            AttachRefused: the run has been recovered again since this was planned (``stale_epoch``).
+        """
         self._joined = message
-        self._link.submit(self._join)
+        try:
+            self._link.call(self._join, 2 * _ANSWER_S)
+        except (DaemonUnavailable, TimeoutError) as error:  # the link is busy
+            self._join_later(error)
 
     def fetch(self, pieces: tuple[FetchPiece, ...], cards: tuple[NodeCard, ...]) -> SegmentInfo:
         """Have these snapshots brought here, into a new generation; they are sealed one after the other.
@@ -315,7 +243,7 @@ class Session:
     def _look_at_slots(self) -> None:
         now = time.monotonic()
         if not self.connected and now >= self._next_look and not self._closed.is_set():
-            self._next_look = now + _LOOK_S
+            self._next_look = now + LOOK_S
             self._while_lost()
 
     # -- on the link -----------------------------------------------------------------------------
@@ -330,7 +258,7 @@ class Session:
             self._next_ping = now + _PING_S
             self._ping()
         elif not self.connected and now >= self._next_try:
-            self._next_try = now + _LOOK_S
+            self._next_try = now + LOOK_S
             self._try_again()
 
     def _link_failed(self, error: Exception) -> None:
@@ -358,15 +286,31 @@ class Session:
             raise DaemonUnavailable(str(error), operation=operation) from error
 
     def _join(self) -> None:
+        """Raises AttachRefused if it never will be welcome; anything else is tried again."""
         if self._joined is None:
             return
         try:
             self._request(self._joined, _ANSWER_S)
             self._join_again = False
-        except (AttachRefused, *_FAILURES) as error:
-            self._join_again = True
-            # Snapshots of this node go on; they have no second home until the daemon is back.
-            logger.warning("the daemon was not told who takes part in the run: %s", error)
+        except AttachRefused as error:
+            if error.code == RefusalCode.STALE_EPOCH:
+                self._joined, self._join_again = None, False
+                text = f"snapshots are not replicated: {error}"
+                logger.error("%s", text)
+                self._send(Notice("error", str(RefusalCode.STALE_EPOCH), text[:4000]))
+                raise
+            self._join_later(error)
+        except _FAILURES as error:
+            self._join_later(error)
+
+    def _join_later(self, error: Exception) -> None:
+        self._join_again = True
+        logger.warning("the daemon was not told who takes part in the run: %s", error)
+
+    def _rejoin(self) -> None:
+        """Tell a daemon that was away. Training goes on whatever it says."""
+        with contextlib.suppress(AttachRefused):  # logged there
+            self._join()
 
     def _send(self, message: Filled | Report | Notice) -> None:
         if self.connected and self._client is not None and not self._client.send(message):
@@ -395,7 +339,7 @@ class Session:
         if not isinstance(pong, Pong) or not pong.attached:
             self._lose("it was restarted")
         elif self._join_again:
-            self._join()
+            self._rejoin()
 
     def _lose(self, why: str) -> None:
         if not self.connected:
@@ -411,7 +355,7 @@ class Session:
             logger.debug("still no daemon: %s", error)
             return
         logger.warning("ckptd is back (node %s)", self.node_id)
-        self._join()
+        self._rejoin()
 
     def _open_within(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

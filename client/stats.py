@@ -15,6 +15,9 @@ class Stats:
     agree, `fetch_first_s` and `fetch_last_s` from asking the daemon for what lies elsewhere until the first and the last
     snapshot of it were seen here (0 if nothing was; replay asks for a snapshot when it needs it), `restore_s` for all of the start
     up to the first replayed iteration, `replay_s` from there until the state was dense.
+
+    `floor_overrides`: snapshots given away that a recovery together with the other ranks may have needed; `grown`: how often the
+    ring was made larger because another rank lagged behind or had a longer window.
     """
 
     snapshots: int = 0
@@ -26,6 +29,8 @@ class Stats:
     no_slot: int = 0
     pending_gradients: int = 0
     chain_breaks: int = 0
+    floor_overrides: int = 0
+    grown: int = 0
     sealed_here: int = 0
     daemon_outages: int = 0
     nan_snapshots: int = 0

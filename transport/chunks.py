@@ -18,7 +18,7 @@ from ckptd.transport.frames import digest_of
 from ckptd.transport.regions import bytes_of
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey
 
-__all__ = ["Chunk", "ChunkedTransfer", "Hold"]
+__all__ = ["Chunk", "ChunkUse", "ChunkedTransfer", "Hold"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,45 @@ class Chunk:
         return self.digest
 
 
+class ChunkUse:
+    """What a thread of an engine does with a chunk's part of the buffer; ``lock`` is the engine's.
+
+    It is WAITING, BUSY while the thread touches the buffer, and OVER; a transfer that wants its buffer back makes a waiting
+    one OVER, and waits for a busy one.
+    """
+
+    __slots__ = ("_busy", "_lock", "_over", "chunk", "view")
+
+    def __init__(self, chunk: Chunk, lock: threading.Lock) -> None:
+        self.chunk = chunk
+        self.view = chunk.view()
+        self._lock = lock
+        self._busy = False
+        self._over = False
+        chunk.transfer.hold(Hold(self.view, self._let_go))
+
+    def claim(self) -> bool:
+        """Begin to touch the buffer; false if that is not wanted any more."""
+        with self._lock:
+            self._busy = not self._over
+            return self._busy
+
+    def finish(self) -> None:
+        """The buffer is not touched any more, nor ever again."""
+        with self._lock:
+            self._busy, self._over = False, True
+
+    def revoke(self) -> bool:
+        """Whether the buffer is free; from now on if it was not begun."""
+        with self._lock:
+            self._over = self._over or not self._busy
+            return self._over
+
+    def _let_go(self) -> bool:
+        """For the transfer: only one that has ended takes its buffer away."""
+        return self._over or (self.chunk.transfer.outcome is not None and self.revoke())
+
+
 class ChunkedTransfer:
     """One put or get. ``on_cancel`` is called in the canceller's thread and has to end it on the fabric's."""
 
@@ -92,6 +131,7 @@ class ChunkedTransfer:
         self.outcome: tuple[Fault | None, str] | None = None
         self.ended_at = 0.0
         self.broken_off = False  # its connections were closed, so that its buffer becomes free
+        self.network_only = key.file is None  # or the short cut was tried in vain
         self._offset = offset
         self._chunk_bytes = chunk_bytes
         self._next = 0

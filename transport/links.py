@@ -1,7 +1,7 @@
 """One peer, as seen by the side that asks: its transfers and requests, and the connections that carry them.
 
 One connection is for control messages alone, so that they never wait behind data; chunks are dealt out to the others, to
-whichever has the most room. Connections are made when there is something to carry. All state belongs to the fabric's
+whichever has the most room; those that can take the short cut within this host need no connection at all. Connections are made when there is something to carry. All state belongs to the fabric's
 thread; the public methods hand over to it. A request is sent at most once: if its connection breaks it ends with
 ``DEADLINE`` at once, and whether the peer acted on it is not known.
 """
@@ -17,6 +17,7 @@ import zmq
 
 from ckptd.transport import frames as f
 from ckptd.transport.chunks import Chunk, ChunkedTransfer
+from ckptd.transport.copying import Copier, CopyLane
 from ckptd.transport.data_lanes import ChunkEvents, ChunkLane, ZmqChunkLane
 from ckptd.transport.garbage import GarbageLog
 from ckptd.transport.lanes import Lane, LaneEvents, LaneState, Wiring
@@ -51,6 +52,7 @@ class LinkParts:
     counters: FabricCounters
     garbage: GarbageLog
     pacer: Pacer
+    copier: Copier | None  # None: no short cuts
     call: Callable[[Callable[[], None]], bool]
     vouch: Callable[[PeerAddress], str]  # why this address is not to be trusted; empty if it is
     chunk_bytes: int
@@ -74,6 +76,9 @@ class PeerLink:
         )
         self._control = self._make_lane(data=False)
         self._chunk_lanes = [self._make_chunk_lane(index) for index in range(parts.connections)]
+        self._copies = CopyLane(
+            parts.wiring.node, parts.copier, parts.counters, parts.call, self._chunk_done
+        )
         self._requests = Requests()
         self._transfers = Transfers()
         self._not_before = 0.0  # after a refusal
@@ -245,6 +250,12 @@ class PeerLink:
 
     def _send_chunks(self, now_s: float) -> float:
         while (transfer := self._transfers.next()) is not None:
+            if self._copies.takes(transfer):
+                if self._copies.room == 0:
+                    break  # the end of a copy wakes us
+                self._copies.send(transfer.next_chunk())
+                self._transfers.turn()
+                continue
             if not all(self._ensure(lane, now_s) for lane in self._chunk_lanes):
                 return LANE_RETRY_S
             lane = max(self._chunk_lanes, key=_room)

@@ -44,6 +44,7 @@ __all__ = [
     "PeerRefused",
     "PeerWelcome",
     "ReadOpened",
+    "RegionFile",
     "ReplicaOpened",
     "SealSlot",
     "SlotGranted",
@@ -78,7 +79,11 @@ class PeerWelcome(Struct, frozen=True, tag=True):
 
 
 class OpenReplica(Struct, frozen=True, tag=True):
-    """Make (or find) the replica of a segment. ``epoch`` and ``epoch_start`` free what belongs to an abandoned history."""
+    """Make (or find) the replica of a segment, with room for two suffixes of ``span`` snapshots.
+
+    ``epoch`` and ``epoch_start`` free what belongs to an abandoned history. ``boot_id`` is the sender's (`PeerHello`): what
+    another boot of it had begun ends when it is known to be gone.
+    """
 
     job: Name
     run: Name
@@ -89,6 +94,8 @@ class OpenReplica(Struct, frozen=True, tag=True):
     num_slots: Annotated[int, Meta(ge=1, le=1 << 16)]
     epoch: Count
     epoch_start: int
+    span: Annotated[int, Meta(ge=1, le=1 << 15)] = 1
+    boot_id: ShortText = ""
 
 
 class ReplicaOpened(Struct, frozen=True, tag=True):
@@ -113,6 +120,15 @@ class BeginSlot(Struct, frozen=True, tag=True):
     span: int = 1
 
 
+class RegionFile(Struct, frozen=True):
+    """Where a region lies, for a peer that may be on the same host (`ckptd.transport.short_cut`)."""
+
+    path: Text
+    device: Annotated[int, Meta(ge=0)]
+    inode: Annotated[int, Meta(ge=0)]
+    offset: Count
+
+
 class SlotGranted(Struct, frozen=True, tag=True):
     """Put the image into this region, then seal."""
 
@@ -120,6 +136,7 @@ class SlotGranted(Struct, frozen=True, tag=True):
     region: Ticket
     token: Token
     length: Count
+    file: RegionFile | None = None
 
 
 class SealSlot(Struct, frozen=True, tag=True):
@@ -135,13 +152,14 @@ class AbortSlot(Struct, frozen=True, tag=True):
 
 
 class OpenRead(Struct, frozen=True, tag=True):
-    """I want to get a sealed snapshot: by segment name, slot and sequence number."""
+    """I want to get a sealed snapshot: by segment name, slot and sequence number. ``boot_id`` as in `OpenReplica`."""
 
     job: Name
     run: Name
     name: ShortText
     slot: SlotIndex
     sequence: Count
+    boot_id: ShortText = ""
 
 
 class ReadOpened(Struct, frozen=True, tag=True):
@@ -151,6 +169,7 @@ class ReadOpened(Struct, frozen=True, tag=True):
     token: Token
     length: Count
     header: HeaderBytes
+    file: RegionFile | None = None
 
 
 class GetDescriptor(Struct, frozen=True, tag=True):
@@ -195,7 +214,8 @@ class EndRun(Struct, frozen=True, tag=True):
 class Floor(Struct, frozen=True, tag=True):
     """What the nodes of a run agree on, up or down a tree (`ckptd.floor`).
 
-    ``members_id`` names the tree, ``kind`` is below (to the parent) or floor (to a child).
+    ``members_id`` names the tree, ``kind`` is below (to the parent) or floor (to a child); ``counted`` and what is
+    carried go up only.
     """
 
     job: Name
@@ -206,6 +226,9 @@ class Floor(Struct, frozen=True, tag=True):
     sequence: Count
     horizon: int = -1
     span: int = 1
+    counted: Count = 65_535
+    carried_epoch: int = -1
+    carried_floor: int = -1
 
 
 class PeerDone(Struct, frozen=True, tag=True):

@@ -1,7 +1,9 @@
 """Registered buffers, as the side that owns them sees them: who may touch which bytes, and until when.
 
-A region is OPEN until `LocalRegion.close`, which first makes it unknown to peers and then waits for operations that
-are touching its buffer. Checks are made in one place, `Regions.use`, and an operation holds the region while it runs.
+A region is OPEN, then REVOKED: unknown to peers, while operations that began before may still touch its buffer; `LocalRegion.close`
+waits for them, and ends those that wait for a peer. Checks are made in one place, `Regions.use`, and an operation holds
+the region while it runs. A copy by a peer of this host (`ckptd.transport.short_cut`) is such an operation, too: it is found by its
+locks.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
-from ckptd.transport.verbs import Access, Fault, RegionKey, Scope
+from ckptd.transport.short_cut import FileLease
+from ckptd.transport.verbs import Access, Fault, FileRange, RegionKey, Scope
 
 __all__ = ["LocalRegion", "Refusal", "Regions", "bytes_of"]
 
 logger = logging.getLogger(__name__)
 
 SETTLE_POLL_S = 0.001  # between two looks at sends that libzmq has not finished
+COPY_POLL_S = 0.005  # between two looks at copies that another process has not finished
 WARN_AFTER_S = 10.0
 BREAK_AFTER_S = 0.5  # a chunk that takes longer to end is broken off when its region is closed
 
@@ -53,13 +58,20 @@ class LocalRegion:
     """A buffer of ours that peers may reach. A hold is released once, from any thread."""
 
     def __init__(
-        self, key: RegionKey, buffer: memoryview, access: Access, scope: Scope, owner: Regions
+        self,
+        key: RegionKey,
+        buffer: memoryview,
+        access: Access,
+        scope: Scope,
+        owner: Regions,
+        lease: FileLease | None = None,
     ) -> None:
         self.key = key
         self.access = access
         self.scope = scope
         self.buffer = buffer
         self._owner = owner
+        self._lease = lease
         self._changed = threading.Condition()
         self._holds: list[Callable[[], None]] = []
         self._closed = False
@@ -86,31 +98,57 @@ class LocalRegion:
             self._leaving = [entry for entry in self._leaving if not _left(*entry)]
             self._leaving.append((view, gone))
 
-    def close(self) -> None:
-        """Refuse every further request; returns when none is touching the buffer any more.
-
-        A peer that reads and has stopped taking bytes delays this until its connection is found dead.
-        """
+    def revoke(self) -> bool:
+        """Refuse every further request from now on; whether nothing touches the buffer any more. Never waits."""
         self._owner.remove(self)
         with self._changed:
             self._closed = True
+            if self._lease is not None:
+                self._lease.end()
+            return self._let_go()
+
+    def end_lease(self) -> None:
+        """No peer copies by itself any more; other requests are as before."""
+        with self._changed:
+            if self._lease is not None:
+                self._lease.end()
+
+    def close(self) -> None:
+        """Revoke, and wait until nothing touches the buffer any more.
+
+        An operation that takes long is broken off; what libzmq sends to a peer that has stopped taking bytes ends
+        only when its connection is found dead.
+        """
+        if self.revoke():
+            return
+        with self._changed:
             if not self._changed.wait_for(lambda: not self._holds, BREAK_AFTER_S):
                 for break_off in self._holds:
                     break_off()
-            while not self._changed.wait_for(lambda: not self._holds, WARN_AFTER_S):
-                logger.warning("region %d is still in use", self.key.region)
-        self._wait_until_left()
-        self.buffer = memoryview(b"")
+            warn_at = time.monotonic() + WARN_AFTER_S
+            while not self._let_go():
+                self._changed.wait(self._poll_s())
+                if time.monotonic() > warn_at:
+                    logger.warning("region %d is still in use", self.key.region)
+                    warn_at += WARN_AFTER_S
 
-    def _wait_until_left(self) -> None:
-        warn_at = time.monotonic() + WARN_AFTER_S
-        while self._leaving:
-            self._leaving = [entry for entry in self._leaving if not _left(*entry)]
-            if self._leaving:
-                time.sleep(SETTLE_POLL_S)  # libzmq offers no wait for several messages
-            if time.monotonic() > warn_at:
-                logger.warning("region %d is still being sent", self.key.region)
-                warn_at += WARN_AFTER_S
+    def _let_go(self) -> bool:
+        """Give up the buffer if nobody uses it; with the lock held."""
+        self._leaving = [entry for entry in self._leaving if not _left(*entry)]
+        if self._holds or self._leaving or (self._lease is not None and self._lease.in_use):
+            return False
+        self.buffer = memoryview(b"")
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+        return True
+
+    def _poll_s(self) -> float:
+        """How long to wait for what does not wake us: libzmq's sends, and other processes. The end of a hold does."""
+        if self._leaving:
+            return SETTLE_POLL_S
+        copied = self._lease is not None and self._lease.in_use
+        return COPY_POLL_S if copied else WARN_AFTER_S
 
 
 def _left(view: memoryview, gone: Callable[[], bool]) -> bool:
@@ -134,16 +172,29 @@ class Regions:
         self._lock = threading.Lock()
         self._regions: dict[int, LocalRegion] = {}
 
-    def register(self, buffer: memoryview, access: Access, scope: Scope) -> LocalRegion:
+    def register(
+        self, buffer: memoryview, access: Access, scope: Scope, file: FileRange | None = None
+    ) -> LocalRegion:
+        """With a ``file``, peers of this host may copy by themselves."""
         view = bytes_of(buffer, writable=Access.WRITE in access)
         with self._lock:
             number = secrets.randbits(62)
             while number in self._regions:
                 number = secrets.randbits(62)
-            key = RegionKey(number, secrets.token_bytes(16), len(view))
-            region = LocalRegion(key, view, access, scope, self)
+            key = RegionKey(number, secrets.token_bytes(16), len(view), file)
+            lease = _lease(key, access, scope)
+            if lease is None:
+                key = replace(key, file=None)
+            region = LocalRegion(key, view, access, scope, self, lease)
             self._regions[number] = region
         return region
+
+    def end_leases(self) -> None:
+        """No peer copies by itself any more."""
+        with self._lock:
+            regions = list(self._regions.values())
+        for region in regions:
+            region.end_lease()
 
     def remove(self, region: LocalRegion) -> None:
         with self._lock:
@@ -181,3 +232,14 @@ class Regions:
             yield region, region.buffer[offset : offset + length]
         finally:
             region.release(break_off)
+
+
+def _lease(key: RegionKey, access: Access, scope: Scope) -> FileLease | None:
+    """None if peers of this host cannot copy by themselves: then everything goes over the network."""
+    if key.file is None:
+        return None
+    try:
+        return FileLease(key, access, scope.peer)
+    except OSError as error:
+        logger.info("peers of this host must use the network: %s", error)
+        return None

@@ -2,8 +2,6 @@
 
 The sender connects, shows the ticket, and sends what it is given, in that order; the receiver reads the answers, payloads
 directly into the buffers that they are for. The stream is OVER when both have ended, and refers to no buffer then.
-An operation is WAITING, BUSY while a thread touches its buffer, and OVER; who wants the buffer back makes a waiting one
-OVER (`Operation.revoke`), and waits for a busy one.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ckptd.transport import streams
-from ckptd.transport.chunks import Chunk, Hold
+from ckptd.transport.chunks import Chunk, ChunkUse
 from ckptd.transport.frames import Ticket
 from ckptd.transport.stream_frames import (
     ANSWER_BYTES,
@@ -48,41 +46,15 @@ class Verdict(StrEnum):
     SKIPPED = "skipped"  # its transfer had ended before
 
 
-class Operation:
+class Operation(ChunkUse):
     """A chunk under way on one stream; ``lock`` is the stream's."""
 
-    __slots__ = ("_busy", "_lock", "_over", "chunk", "digest", "number", "view")
+    __slots__ = ("digest", "number")
 
     def __init__(self, number: int, chunk: Chunk, lock: threading.Lock) -> None:
+        super().__init__(chunk, lock)
         self.number = number
-        self.chunk = chunk
-        self.view = chunk.view()
         self.digest = streams.PayloadDigest(chunk.transfer.key.region, chunk.offset, chunk.length)
-        self._lock = lock
-        self._busy = False
-        self._over = False
-        chunk.transfer.hold(Hold(self.view, self._let_go))
-
-    def claim(self) -> bool:
-        """Begin to touch the buffer; false if that is not wanted any more."""
-        with self._lock:
-            self._busy = not self._over
-            return self._busy
-
-    def finish(self) -> None:
-        """The buffer is not touched any more, nor ever again."""
-        with self._lock:
-            self._busy, self._over = False, True
-
-    def revoke(self) -> bool:
-        """Whether the buffer is free; from now on if it was not begun."""
-        with self._lock:
-            self._over = self._over or not self._busy
-            return self._over
-
-    def _let_go(self) -> bool:
-        """For the transfer: only one that has ended takes its buffer away."""
-        return self._over or (self.chunk.transfer.outcome is not None and self.revoke())
 
 
 @dataclass(frozen=True, slots=True)

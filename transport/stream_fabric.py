@@ -56,6 +56,7 @@ class StreamFabric(ZmqFabric):
         credits: int = DEFAULT_CREDITS,
         rate_bytes_per_s: float | None = None,
         gate: Callable[[], bool] | None = None,
+        short_cut: bool = True,
         data_port: int = 0,
     ) -> None:
         if not 0 <= data_port < 1 << 16:
@@ -74,6 +75,7 @@ class StreamFabric(ZmqFabric):
             credits=credits,
             rate_bytes_per_s=rate_bytes_per_s,
             gate=gate,
+            short_cut=short_cut,
         )
 
     @property

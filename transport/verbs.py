@@ -12,10 +12,14 @@ Contract, held by ``tests/transport/contract.py`` for every fabric:
 * A chunk whose digest does not match is not acknowledged. It is asked for again a few times, then the transfer fails with
   ``DIGEST``. The owner of a region shows its content to others only after the transfer, never before (a slot is ``filling``).
 * A request outside of the region, without its token, from another peer than the one it was registered for, or after
-  `Region.close`, touches no byte and is refused: ``REGION``, ``BOUNDS`` or ``ACCESS``. It is counted; it closes nothing.
+  `Region.revoke`, touches no byte and is refused: ``REGION``, ``BOUNDS`` or ``ACCESS``. It is counted; it closes nothing.
 * Completions come exactly once, on a thread of the fabric, in any order. `Transfer.cancel` completes with ``CANCELLED``
   unless the transfer was complete already; after the completion no byte of the caller's buffer is touched any more.
 * Chunks in flight are bounded by credits that the receiving side grants, so a slow receiver costs its peers no memory.
+
+Where both ends are on one host, and the region lies in a file that the peer can open, the bytes need not go over a network:
+`ckptd.transport.short_cut`. All of the above holds for such transfers, too, except that nothing is digested on a way that they
+do not take, and that what the network is spared does not count against its limits.
 
 Control messages are two-sided and opaque here: bytes in, bytes out. They are authenticated like everything else.
 """
@@ -33,6 +37,7 @@ __all__ = [
     "Fabric",
     "FabricCounters",
     "Fault",
+    "FileRange",
     "Peer",
     "PeerAddress",
     "Region",
@@ -74,12 +79,26 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
+class FileRange:
+    """Where a buffer begins in a file, and which file that is: ``device`` and ``inode`` as `os.stat` has them."""
+
+    path: str
+    device: int
+    inode: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class RegionKey:
-    """What a peer must know to reach a region; ``token`` is 16 random bytes, new with each registration."""
+    """What a peer must know to reach a region; ``token`` is 16 random bytes, new with each registration.
+
+    ``file``, if it lies in one, lets a peer on the same host copy by itself.
+    """
 
     region: int
     token: bytes
     length: int
+    file: FileRange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +131,9 @@ class FabricCounters:
 
     put_bytes: int = 0
     got_bytes: int = 0
-    received_bytes: int = 0  # written by peers into our regions
-    served_bytes: int = 0  # read by peers out of our regions
+    received_bytes: int = 0  # written by peers into our regions, over the network
+    served_bytes: int = 0  # read by peers out of our regions, over the network
+    short_cut_bytes: int = 0  # of put_bytes and got_bytes: copied within this host, over no network
     chunk_retries: int = 0
     refused: int = 0  # requests refused: region, bounds, access
     bad_digests: int = 0
@@ -128,8 +148,14 @@ class Region(Protocol):
     @property
     def key(self) -> RegionKey: ...
 
+    def revoke(self) -> bool:
+        """Refuse every further request from now on; returns at once, with whether nothing touches the buffer any more.
+
+        Otherwise operations that began before may still read and write it, until `close` has returned.
+        """
+
     def close(self) -> None:
-        """Refuse every further request; returns when none is touching the buffer any more."""
+        """Revoke, and wait until nothing touches the buffer any more: while a peer has stopped, that may take long."""
 
 
 class Transfer(Protocol):
@@ -201,7 +227,10 @@ class Fabric(Protocol):
     def address(self) -> PeerAddress:
         """What peers must be told to reach us."""
 
-    def register(self, buffer: memoryview, *, access: Access, scope: Scope) -> Region: ...
+    def register(
+        self, buffer: memoryview, *, access: Access, scope: Scope, file: FileRange | None = None
+    ) -> Region:
+        """Let peers reach a buffer; ``file`` says where its bytes lie, if they are mapped from a file."""
 
     def peer(self, address: PeerAddress) -> Peer:
         """The peer behind an address; the same object for the same address until it is closed."""

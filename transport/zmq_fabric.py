@@ -18,6 +18,7 @@ import zmq
 from zmq.auth.base import Authenticator
 from zmq.utils.monitor import recv_monitor_message
 
+from ckptd.transport.copying import Copier
 from ckptd.transport.frames import MAX_BODY_BYTES, MAX_CHUNK_BYTES
 from ckptd.transport.garbage import GarbageLog
 from ckptd.transport.keys import Keys, check_security
@@ -37,6 +38,7 @@ from ckptd.transport.verbs import (
     CHUNK_BYTES,
     Access,
     FabricCounters,
+    FileRange,
     PeerAddress,
     Scope,
     Serve,
@@ -65,6 +67,7 @@ class ZmqFabric:
         credits: how many chunks may be under way towards us, all peers together (at least one per connection).
         rate_bytes_per_s: limit of what we put, all peers together.
         gate: called before each chunk that is put; while it returns false chunks wait, for half a second at most.
+        short_cut: copy within this host where a region lies in a file that we can open, and let peers do so.
     Raises:
         ValueError: the endpoint is none, is not safe, or cannot be listened at.
     """
@@ -83,6 +86,7 @@ class ZmqFabric:
         credits: int = DEFAULT_CREDITS,
         rate_bytes_per_s: float | None = None,
         gate: Callable[[], bool] | None = None,
+        short_cut: bool = True,
     ) -> None:
         security = "plain" if keys is None else "curve"
         check_security(endpoint, security, advertise=advertise, allow_plain=allow_plain)
@@ -95,6 +99,7 @@ class ZmqFabric:
         self._regions = Regions()
         self._garbage = GarbageLog(self.counters)
         self._pacer = Pacer(rate_bytes_per_s, gate)
+        self._copier = Copier(f"copies-{node}") if short_cut else None
         self._loop = Loop(f"fabric-{node}", self._tick, self._end)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: dict[PeerAddress, PeerLink] = {}
@@ -122,13 +127,18 @@ class ZmqFabric:
         """What peers must be told to reach us."""
         return self._address
 
-    def register(self, buffer: memoryview, *, access: Access, scope: Scope) -> LocalRegion:
+    def register(
+        self, buffer: memoryview, *, access: Access, scope: Scope, file: FileRange | None = None
+    ) -> LocalRegion:
         """Let peers reach ``buffer``, which stays the caller's and must outlive the region.
+
+        ``file`` says where its bytes lie, if they are mapped from a file. The key that comes back names it only if peers on
+        this host may use it.
 
         Raises:
             ValueError: not contiguous, or to be written and read-only.
         """
-        return self._regions.register(buffer, access, scope)
+        return self._regions.register(buffer, access, scope, file if self._copier else None)
 
     def peer(self, address: PeerAddress) -> PeerLink:
         """The peer behind an address; the same object for the same address until it is closed."""
@@ -172,6 +182,7 @@ class ZmqFabric:
             counters=self.counters,
             garbage=self._garbage,
             pacer=self._pacer,
+            copier=self._copier,
             call=self._loop.call,
             vouch=self._vouch,
             chunk_bytes=chunk_bytes,
@@ -300,6 +311,7 @@ class ZmqFabric:
     def _end(self) -> None:
         """Close everything, wait a moment for buffers that libzmq holds, and complete what is left."""
         self._stop_serving()
+        self._regions.end_leases()
         links = self._links()
         for link in links:
             link.shut()
@@ -311,6 +323,8 @@ class ZmqFabric:
         for link in links:
             logger.error("buffers of transfers with %s could not be freed", link.address.node)
             link.complete_all()
+        if self._copier is not None:
+            self._copier.close()
         self._context.term()
 
     def _stop_serving(self) -> None:

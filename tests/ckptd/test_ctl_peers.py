@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.ckptd.peers_harness import IMAGE_BYTES, Job, Net, Node
+from tests.ckptd.nodes import Net, Node
+from tests.ckptd.peers_harness import Job
 from tests.ckptd.running import eventually
+from tests.ckptd.snapshots import IMAGE_BYTES
 
 pytestmark = pytest.mark.timeout(90)
 WINDOW = 2

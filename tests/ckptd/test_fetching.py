@@ -9,20 +9,25 @@ import pytest
 
 from ckptd.client.replay import SnapshotImage
 from ckptd.errors import DaemonUnavailable
-from tests.ckptd.peers_harness import Job, Net, Node, flip
+from tests.ckptd.nodes import Net, Node
+from tests.ckptd.peers_harness import Job
 from tests.ckptd.running import eventually
+from tests.ckptd.snapshots import flip
 
 pytestmark = pytest.mark.timeout(90)
+both = pytest.mark.parametrize("data", ["stream", "zmq"])
 
 SIZE = 600_000
-SLOW = 150_000.0  # bytes per second: an image takes four seconds
+SLOW = 250_000.0  # bytes per second: an image takes more than two seconds
 
 
 @contextmanager
-def recorded(copies: int, *, window: int = 1, curve: bool = False) -> Iterator[tuple[Net, Job]]:
+def recorded(
+    copies: int, data: str, *, window: int = 1, curve: bool = False
+) -> Iterator[tuple[Net, Job]]:
     """A job on three nodes with proxies, replicated up to iteration 2 * window, whose node 0 is lost and empty again."""
     # Longer than connecting takes on a busy machine: who is lost meanwhile delivers nothing.
-    with Net(3, proxied=True, curve=curve, peer_deadline_s="2.5").up() as net:
+    with Net(3, data=data, proxied=True, curve=curve, peer_deadline_s="2.5").up() as net:
         job = Job(net, net.nodes, replicas=copies, window=window)
         job.start()
         for iteration in range(2 * window + 1):
@@ -48,9 +53,11 @@ def fetched(node: Node) -> str:
     return event.message
 
 
-@pytest.mark.parametrize(("curve", "window"), [(True, 3), (False, 1)])
-def test_a_lost_node_gets_its_snapshots_back(curve: bool, window: int) -> None:
-    with recorded(2, window=window, curve=curve) as (net, job):
+@pytest.mark.parametrize(
+    ("data", "curve", "window"), [("stream", True, 3), ("zmq", True, 1), ("stream", False, 1)]
+)
+def test_a_lost_node_gets_its_snapshots_back(curve: bool, window: int, data: str) -> None:
+    with recorded(2, data, window=window, curve=curve) as (net, job):
         assert job.resume() == 2 * window
         assert f"{window} snapshots" in fetched(net[0])
         job.check_all()
@@ -61,11 +68,12 @@ def test_a_lost_node_gets_its_snapshots_back(curve: bool, window: int) -> None:
         job.end()
 
 
-def test_a_liar_is_found_out_and_another_delivers() -> None:
+@both
+def test_a_liar_is_found_out_and_another_delivers(data: str) -> None:
     """The liar is the one that answers first."""
-    with recorded(2) as (net, job):
+    with recorded(2, data) as (net, job):
         here, liar, honest = net.nodes
-        assert flip(liar, 0, [2]) == 1
+        assert flip(liar.replicas(0), [2]) == 1
         net.path(here, honest).delay_s = 0.02
         job.check_images(0, wanted(job))
         assert here.saw("fetch_damaged", f"delivered by {liar.name}")
@@ -73,11 +81,12 @@ def test_a_liar_is_found_out_and_another_delivers() -> None:
         job.end()
 
 
-def test_a_damaged_replica_that_is_the_only_one_is_never_restored() -> None:
-    with recorded(1) as (net, job):
+@both
+def test_a_damaged_replica_that_is_the_only_one_is_never_restored(data: str) -> None:
+    with recorded(1, data) as (net, job):
         here = net[0]
         (holder,) = job.holders(0, 2)
-        assert flip(holder, 0, [2]) == 1
+        assert flip(holder.replicas(0), [2]) == 1
         (image,) = wanted(job)
         with pytest.raises(DaemonUnavailable, match="iteration 2 could not be brought here"):
             _ = image.view
@@ -89,18 +98,20 @@ def test_a_damaged_replica_that_is_the_only_one_is_never_restored() -> None:
         job.end()
 
 
-def test_a_slow_holder_is_taken_over_from() -> None:
-    with recorded(2) as (net, job):
+@both
+def test_a_slow_holder_is_taken_over_from(data: str) -> None:
+    with recorded(2, data) as (net, job):
         here, slow, quick = net.nodes
         net.path(here, quick).delay_s = 0.02  # it is asked second
-        net.path(here, slow).bytes_per_s = SLOW / 10
+        net.path(here, slow).bytes_per_s = SLOW / 20
         job.check_images(0, wanted(job))
         assert f"from {quick.name}" in fetched(here)
         job.end()
 
 
-def test_a_holder_dies_while_it_delivers() -> None:
-    with recorded(2) as (net, job):
+@both
+def test_a_holder_dies_while_it_delivers(data: str) -> None:
+    with recorded(2, data) as (net, job):
         here, dying, other = net.nodes
         net.path(here, other).delay_s = 0.02
         net.path(here, dying).bytes_per_s = SLOW
@@ -114,7 +125,7 @@ def test_a_holder_dies_while_it_delivers() -> None:
 
 
 def test_a_holder_that_notices_our_restart_late_still_delivers() -> None:
-    """It takes the read of our new life for one of the old life and ends it, before a byte was asked for."""
+    """It ends what our old life had open there, and not the read that the new one has opened already."""
     with Net(3, proxied=True, peer_deadline_s="4").up() as net:
         here, slow, quick = net.nodes
         job = Job(net, net.nodes, replicas=2)
@@ -132,18 +143,21 @@ def test_a_holder_that_notices_our_restart_late_still_delivers() -> None:
         here.lose()
         here.launch()
         net.path(here, quick).delay_s = 0.02
-        net.path(here, slow).bytes_per_s = SLOW / 10
+        net.path(here, slow).bytes_per_s = SLOW / 20
         images = wanted(job)
         back.heal()
         job.check_images(0, images)
         assert quick.saw("peer_restarted", here.name)
-        assert here.counters().get("fetch.region", 0) > 0
+        assert here.counters().get("fetch.region", 0) == 0
         assert f"from {quick.name}" in fetched(here)
         job.end()
 
 
-def test_without_any_holder_left_there_is_a_reason_and_a_restart_finds_them_again() -> None:
-    with recorded(1) as (net, job):
+@both
+def test_without_any_holder_left_there_is_a_reason_and_a_restart_finds_them_again(
+    data: str,
+) -> None:
+    with recorded(1, data) as (net, job):
         here = net[0]
         (holder,) = job.holders(0, 2)
         net.path(here, holder).bytes_per_s = SLOW
@@ -160,8 +174,9 @@ def test_without_any_holder_left_there_is_a_reason_and_a_restart_finds_them_agai
         job.end()
 
 
-def test_the_fetching_daemon_dies_and_the_job_plans_anew() -> None:
-    with recorded(1) as (net, job):
+@both
+def test_the_fetching_daemon_dies_and_the_job_plans_anew(data: str) -> None:
+    with recorded(1, data) as (net, job):
         here = net[0]
         (holder,) = job.holders(0, 2)
         net.path(here, holder).bytes_per_s = SLOW
@@ -178,9 +193,10 @@ def test_the_fetching_daemon_dies_and_the_job_plans_anew() -> None:
         job.end()
 
 
-def test_memory_that_is_given_back_while_it_is_filled_ends_the_fetch() -> None:
+@both
+def test_memory_that_is_given_back_while_it_is_filled_ends_the_fetch(data: str) -> None:
     """A rank that cannot follow the plan makes all plan anew: the fetch of the others is in vain, and harms nobody."""
-    with recorded(1) as (net, job):
+    with recorded(1, data) as (net, job):
         here = net[0]
         (holder,) = job.holders(0, 2)
         net.path(here, holder).bytes_per_s = SLOW

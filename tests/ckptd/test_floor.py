@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import LocalProtocolError, RemoteProtocolError
-from ckptd.floor import FAN_OUT, NO_RANKS, FloorKind, FloorMessage, FloorTree
+from ckptd.floor import FAN_OUT, NO_RANKS, Carried, FloorKind, FloorMessage, FloorTree
 
 BELOW, FLOOR = FloorKind.BELOW, FloorKind.FLOOR
 
@@ -79,13 +79,29 @@ def test_numbers_out_of_range_are_refused(options: dict[str, Any]) -> None:
 
 def test_a_leaf_reports_changes_only() -> None:
     leaf = FloorTree(["a", "b"], "b", ranks=[2, 3], started=100)
-    assert leaf.set_rank(2, 4) == [FloorMessage("a", BELOW, -1, 101)]
-    assert leaf.set_rank(3, 9) == [FloorMessage("a", BELOW, 4, 102)]
+    assert leaf.set_rank(2, 4) == [FloorMessage("a", BELOW, -1, 101, counted=1)]
+    assert leaf.set_rank(3, 9) == [FloorMessage("a", BELOW, 4, 102, counted=1)]
     assert leaf.set_rank(3, 10) == []
-    assert leaf.set_rank(2, None) == [FloorMessage("a", BELOW, 10, 103)]
-    assert leaf.set_rank(2, 3) == [FloorMessage("a", BELOW, 3, 104)]
-    assert leaf.drop_rank(2) == [FloorMessage("a", BELOW, 10, 105)]
-    assert leaf.drop_rank(3) == [FloorMessage("a", BELOW, NO_RANKS, 106)]
+    assert leaf.set_rank(2, None) == [FloorMessage("a", BELOW, 10, 103, counted=1)]
+    assert leaf.set_rank(2, 3) == [FloorMessage("a", BELOW, 3, 104, counted=1)]
+    assert leaf.set_rank(2, None) == [FloorMessage("a", BELOW, 10, 105, counted=1)]
+    assert leaf.set_rank(3, None) == [FloorMessage("a", BELOW, NO_RANKS, 106)]
+
+
+def test_nothing_is_announced_on_the_word_of_suffixes_that_are_too_short() -> None:
+    """A rank that had not heard of another's longer window counted suffixes of one snapshot; a floor rested on one."""
+    root = FloorTree(["a", "b"], "a", ranks=[0])
+    leaf = FloorTree(["a", "b"], "b", ranks=[1])
+    root.set_rank(0, 5, first=2, span=3)
+    (short,) = leaf.set_rank(1, 4, first=4)
+    (told,) = root.on_below("b", short.value, short.sequence, horizon=short.horizon, counted=1)
+    assert (told.value, told.span, root.floor) == (-1, 3, -1)
+    leaf.on_floor(told.value, horizon=told.horizon, span=told.span)
+    (long,) = leaf.set_rank(1, 6, first=6)
+    root.on_below("b", long.value, long.sequence, horizon=long.horizon, counted=long.counted)
+    assert (long.counted, root.floor) == (3, -1)
+    root.set_rank(0, 6, first=2, span=3)
+    assert root.floor == 6
 
 
 def test_a_node_with_a_silent_child_says_nothing() -> None:
@@ -141,7 +157,8 @@ def test_the_heartbeat_repeats_everything_once_per_period() -> None:
     inner = FloorTree(["a", "b", "c"], "b", fan_out=1, resend_s=1.0, started=10)
     inner.on_below("c", 5, 1)
     inner.on_floor(4)
-    expected = [FloorMessage("a", BELOW, 5, 11), FloorMessage("c", FLOOR, 4, 11)]
+    up = FloorMessage("a", BELOW, 5, 12, carried=Carried(0, 4))  # 11 was the report of 5 alone
+    expected = [up, FloorMessage("c", FLOOR, 4, 12)]
     assert inner.resend(now_s=100.0) == expected
     assert inner.resend(now_s=100.9) == []
     assert inner.resend(now_s=101.0) == expected
@@ -347,3 +364,31 @@ def test_horizon_and_span_only_grow_and_travel_both_ways() -> None:
     assert (again.to_node, again.kind, again.horizon, again.span) == ("n000", BELOW, 7, 5)
     assert inner.on_floor(-1, horizon=6, span=4) == []
     assert (inner.horizon, inner.span) == (7, 5)
+
+
+def test_a_restarted_root_takes_up_the_floor_before_it_tells_the_horizon() -> None:
+    """It once told a horizon beyond a floor that it had announced itself in its life before: that floor was given away."""
+    leaf = FloorTree(["a", "b"], "b", ranks=[1])
+    leaf.set_rank(1, 9)
+    leaf.on_floor(7)
+    (report,) = leaf.resend(now_s=0.0)
+    again = FloorTree(["a", "b"], "a", ranks=[0])
+    assert again.set_rank(0, 12, first=11) == []
+    (told,) = again.on_below("b", report.value, report.sequence, carried=report.carried)
+    assert (told.value, told.horizon) == (7, 11)
+
+
+def test_a_floor_of_the_epoch_before_is_carried_to_the_root_and_the_later_epoch_counts() -> None:
+    inner = FloorTree(names(7), "n001", fan_out=2, epoch=9, carried=Carried(5, 30))
+    inner.on_below("n003", 40, 1, horizon=35, carried=Carried(8, 20))
+    (up,) = inner.on_below("n004", 50, 1)
+    assert up.carried == Carried(8, 20)
+    root = FloorTree(names(2), "n000", epoch=9)
+    (down,) = root.on_below("n001", up.value, up.sequence, horizon=45, carried=up.carried)
+    assert (down.value, down.horizon) == (20, 45)
+
+
+def test_what_is_carried_must_be_a_floor() -> None:
+    root = FloorTree(["a", "b"], "a")
+    with pytest.raises(RemoteProtocolError, match="report of 3"):
+        root.on_below("b", 3, 1, carried=Carried(1, -2))

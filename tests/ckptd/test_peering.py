@@ -8,25 +8,19 @@ from pathlib import Path
 import pytest
 import zmq
 
+from ckptd.errors import AttachRefused
 from ckptd.ring import SlotState
 from ckptd.transport.keys import Keys, trust
 from ckptd.transport.messages import GetHoldings, Holdings, Join
 from ckptd.transport.peer_messages import PeerDone, PeerRefused, SealSlot, SlotGranted
-from tests.ckptd.peers_harness import (
-    PORT,
-    Job,
-    Net,
-    Node,
-    Puppet,
-    Snapshot,
-    Trainer,
-    flip,
-    snapshot_of,
-    states_in,
-)
+from tests.ckptd.nodes import PORT, Net, Node
+from tests.ckptd.peers_harness import Job, Trainer
+from tests.ckptd.puppet import Puppet
 from tests.ckptd.running import eventually
+from tests.ckptd.snapshots import Snapshot, flip, snapshot_of, states_in
 
 pytestmark = pytest.mark.timeout(90)
+both = pytest.mark.parametrize("data", ["stream", "zmq"])
 
 
 def is_filling(node: Node, rank: int = 0) -> bool:
@@ -73,6 +67,22 @@ def test_after_every_seal_the_replicas_equal_the_primary(
             assert not node.saw("internal")
 
 
+def test_replicas_have_room_for_the_suffix_of_the_rank_with_the_largest_window() -> None:
+    """All ranks load from one start, so a rank with a small window must keep as much as the one with the largest."""
+    with Net(2).up() as net:
+        job = Job(net, net.nodes, window=[1, 5], replicas=1)
+        job.start()
+        for iteration in range(14):
+            job.record(iteration)
+            job.await_replicas(iteration, 1)
+        rings = [slots for path in net[1].replicas(0) if (slots := len(states_in(path))) >= 10]
+        assert rings, "room for two suffixes of five"
+        job.end()
+        assert job.resume() == 13
+        job.check_all()
+        job.end()
+
+
 def test_an_abandoned_history_is_freed_on_every_holder() -> None:
     """One rank went further than the others before all were restarted: that iteration happens again, differently."""
     with Net(3).up() as net:
@@ -96,9 +106,10 @@ def test_an_abandoned_history_is_freed_on_every_holder() -> None:
 # -- deaths in the middle ------------------------------------------------------------------------
 
 
-def test_the_receiver_dies_while_it_receives() -> None:
+@both
+def test_the_receiver_dies_while_it_receives(data: str) -> None:
     """Its half-filled slot is free in its next life, its sealed ones are adopted, and it gets what it missed."""
-    with Net(2, proxied=True).up() as net:
+    with Net(2, data=data, proxied=True).up() as net:
         here, there = net.nodes
         job = Job(net, net.nodes, replicas=1)
         job.start()
@@ -122,9 +133,10 @@ def test_the_receiver_dies_while_it_receives() -> None:
         job.end()
 
 
-def test_the_sender_dies_while_it_sends() -> None:
+@both
+def test_the_sender_dies_while_it_sends(data: str) -> None:
     """Its slot there is free after the deadline; its next life goes on, for a trainer that never stopped."""
-    with Net(2, proxied=True, curve=True).up() as net:
+    with Net(2, data=data, proxied=True, curve=True).up() as net:
         here, there = net.nodes
         job = Job(net, net.nodes, replicas=1)
         job.start()
@@ -155,8 +167,9 @@ def filled() -> Snapshot:
     return snapshot_of(5)
 
 
-def test_the_receiver_dies_between_the_last_byte_and_the_seal(filled: Snapshot) -> None:
-    with Net(1).up() as net, Puppet("p") as puppet:
+@both
+def test_the_receiver_dies_between_the_last_byte_and_the_seal(filled: Snapshot, data: str) -> None:
+    with Net(1, data=data).up() as net, Puppet("p", data) as puppet:
         (node,) = net.nodes
         granted = puppet.begin(node, puppet.open(node).lease, filled)
         assert isinstance(granted, SlotGranted)
@@ -176,9 +189,10 @@ def test_the_receiver_dies_between_the_last_byte_and_the_seal(filled: Snapshot) 
         assert len(puppet.open(node).held) == 1
 
 
-def test_the_sender_never_seals(filled: Snapshot) -> None:
+@both
+def test_the_sender_never_seals(filled: Snapshot, data: str) -> None:
     """What it has put is never shown, and its slot is free after the deadline."""
-    with Net(1).up() as net, Puppet("p") as puppet:
+    with Net(1, data=data).up() as net, Puppet("p", data) as puppet:
         (node,) = net.nodes
         lease = puppet.open(node).lease
         granted = puppet.begin(node, lease, filled)
@@ -196,9 +210,10 @@ def test_the_sender_never_seals(filled: Snapshot) -> None:
         assert not puppet.put(node, filled.image, granted).ok, "the region went with the ticket"
 
 
-def test_a_replayed_put_changes_nothing(filled: Snapshot) -> None:
+@both
+def test_a_replayed_put_changes_nothing(filled: Snapshot, data: str) -> None:
     """The key of a region is worth nothing once its slot is sealed."""
-    with Net(1).up() as net, Puppet("p") as puppet, Puppet("q") as other:
+    with Net(1, data=data).up() as net, Puppet("p", data) as puppet, Puppet("q", data) as other:
         (node,) = net.nodes
         lease = puppet.open(node).lease
         granted = puppet.begin(node, lease, filled)
@@ -217,8 +232,9 @@ def test_a_replayed_put_changes_nothing(filled: Snapshot) -> None:
         assert node.replicas()[0].read_bytes() == before
 
 
-def test_an_image_that_is_not_what_was_announced_is_not_sealed(filled: Snapshot) -> None:
-    with Net(1).up() as net, Puppet("p") as puppet:
+@both
+def test_an_image_that_is_not_what_was_announced_is_not_sealed(filled: Snapshot, data: str) -> None:
+    with Net(1, data=data).up() as net, Puppet("p", data) as puppet:
         (node,) = net.nodes
         lease = puppet.open(node).lease
         granted = puppet.begin(node, lease, filled)
@@ -236,9 +252,11 @@ def test_an_image_that_is_not_what_was_announced_is_not_sealed(filled: Snapshot)
 # -- partitions ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["blackhole", "refuse"])
-def test_a_partition_makes_replicas_elsewhere_and_heals(how: str) -> None:
-    with Net(3, proxied=True).up() as net:
+@pytest.mark.parametrize(
+    ("how", "data"), [("blackhole", "stream"), ("blackhole", "zmq"), ("refuse", "stream")]
+)
+def test_a_partition_makes_replicas_elsewhere_and_heals(how: str, data: str) -> None:
+    with Net(3, data=data, proxied=True).up() as net:
         job = Job(net, net.nodes, replicas=1)
         job.start()
         job.record(0)
@@ -314,7 +332,7 @@ def test_garbage_on_the_port_disturbs_nobody() -> None:
         job.end()
 
 
-def test_a_join_of_an_older_epoch_is_ignored() -> None:
+def test_a_join_of_an_older_epoch_is_refused() -> None:
     with Net(2).up() as net:
         job = Job(net, net.nodes, replicas=1)
         job.start()
@@ -322,7 +340,8 @@ def test_a_join_of_an_older_epoch_is_ignored() -> None:
         job.await_replicas(0, 1)
         joined = len(net[0].events("run_joined"))
         memory = job[0].memory
-        memory.session.join(Join(memory.epoch - 1, -1, (), 0))
+        with pytest.raises(AttachRefused, match=r"stale_epoch.*epoch \d+ has begun here"):
+            memory.session.join(Join(memory.epoch - 1, -1, (), 0))
         job.record(1, 2)
         job.await_replicas(2, 1)
         assert len(net[0].events("run_joined")) == joined
@@ -334,13 +353,16 @@ def test_a_join_of_an_older_epoch_is_ignored() -> None:
 
 
 def test_a_node_without_memory_refuses_with_numbers_and_the_others_replicate() -> None:
-    with Net(3, of={"n2": {"memory": "9MiB"}}).up() as net:
+    """What another job has taken of it is not known to those who choose their targets."""
+    with Net(3, of={"n2": {"memory": "24MiB"}}).up() as net:
         full = net[2]
+        other = Job(net, [full], run="other", replicas=0, slot_bytes=2 << 20)
+        other.start()
         job = Job(net, net.nodes, replicas=2)
         job.start()
         job.record(0, 1, 2, 3)
         job.await_replicas(3, 1)
-        eventually(lambda: full.saw("replica_refused", "of 9 MiB here"), "it says why")
+        eventually(lambda: full.saw("replica_refused", "of 24 MiB here"), "it says why")
         for node in net.nodes[:2]:
             eventually(lambda n=node: n.saw("replication_refused", full.name), "and its peers know")  # type: ignore[misc]
         assert not full.replicas()
@@ -348,6 +370,7 @@ def test_a_node_without_memory_refuses_with_numbers_and_the_others_replicate() -
         job.await_replicas(11, 1)
         job.check_all()
         job.end()
+        other.end()
 
 
 def test_a_damaged_replica_is_quarantined_and_sent_again() -> None:
@@ -358,7 +381,7 @@ def test_a_damaged_replica_is_quarantined_and_sent_again() -> None:
         job.start()
         job.record(0, 1)
         job.await_replicas(1, 1)
-        assert flip(there, 0, [1]) == 1
+        assert flip(there.replicas(0), [1]) == 1
         eventually(lambda: there.saw("slot_quarantined", "rank 0"), "the scrub finds it")
         assert not job.holders(0, 1)
         job.record(2)
@@ -380,9 +403,12 @@ def test_a_run_that_is_over_leaves_no_replicas() -> None:
             eventually(lambda n=node: not n.files(), "everything of the run is gone")  # type: ignore[misc]
 
 
-def test_a_job_that_starts_while_a_member_cannot_be_reached_goes_on_with_the_others() -> None:
+@both
+def test_a_job_that_starts_while_a_member_cannot_be_reached_goes_on_with_the_others(
+    data: str,
+) -> None:
     """Who was lost before the new epoch began is still lost in it."""
-    with Net(3, proxied=True).up() as net:
+    with Net(3, data=data, proxied=True).up() as net:
         job = Job(net, net.nodes, replicas=1)
         job.start()
         job.record(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -20,6 +20,7 @@ from ckptd.recovery import (
     Piece,
     RecoveryPlan,
     Source,
+    complete_ranks,
     from_wire,
     plan_recovery,
     to_wire,
@@ -127,6 +128,22 @@ def test_a_short_rank_must_still_hold_the_common_start() -> None:
     assert (plan.start, plan.end) == (8, 9)
 
 
+def test_ranks_replay_together_only_what_they_recorded_in_the_same_phases() -> None:
+    """An operator that is frozen on one rank and not on the other would get half a gradient."""
+
+    def phased(shift: Callable[[int], int]) -> list[SlotRecord]:
+        return [replace(r, phase=(r.iteration + shift(r.iteration)) % 3) for r in chain(3, 2, 9)]
+
+    apart = held(1, phased(lambda t: t > 6), window=3)
+    plan = planned([held(0, phased(lambda t: 0), window=3), apart])
+    assert (plan.start, plan.end) == (4, 6)
+    out = held(1, phased(lambda t: 1), window=3)
+    none = plan_recovery([held(0, phased(lambda t: 0), window=3), out], 2)
+    assert isinstance(none, NoRecovery)
+    assert none.apart
+    assert "different phases of their schedules" in none.reason
+
+
 def test_dense_ranks_resume_where_all_have_a_snapshot() -> None:
     plan = planned([held(r, [snap(t, 1, previous=-1) for t in (0, 4, 8)]) for r in (0, 1)])
     assert (plan.start, plan.end) == (8, 8)
@@ -165,6 +182,19 @@ def test_ranks_one_snapshot_apart_still_have_a_common_suffix(window: int, last: 
     """Rank 0 is filling one snapshot more than rank 1 when all are killed."""
     plan = planned([ring_after(0, window, last), ring_after(1, window, last - 1)])
     assert (plan.start, plan.end) == (last - 1 - window, last - 2)
+
+
+def test_whose_suffix_is_complete_does_not_depend_on_the_other_ranks() -> None:
+    """It tells a run that got somewhere, and misses a node, from one that never did."""
+    assert complete_ranks([]) == []
+    half = rank(1, 4, 0, 2)
+    assert complete_ranks([half]) == []
+    assert complete_ranks([rank(2, 3, 0, 9), half]) == [2]
+    assert isinstance(plan_recovery([rank(2, 3, 0, 9), half], 3), NoRecovery)
+    # Scattered over nodes it counts; where another history began anew, it does not.
+    assert complete_ranks([held(1, chain(4, 3, 3), node="b", own=False, window=4), half]) == [1]
+    begun_anew = held(0, [snap(0, 1, epoch=1, epoch_start=-1)], window=2)
+    assert complete_ranks([rank(1, 2, 0, 9), begun_anew]) == []
 
 
 # -- scattered copies ----------------------------------------------------------------------------

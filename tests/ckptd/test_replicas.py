@@ -12,7 +12,6 @@ from ckptd.replicas import (
     Promise,
     admit,
     promised,
-    protect_from,
     removable,
     spanning_suffix,
     stale_slots,
@@ -159,14 +158,6 @@ def test_stale_slots_are_those_a_later_epoch_left_behind() -> None:
     assert stale_slots(records) == [(0, 2)]
     assert stale_slots(ring(2, 3, 4), {1: 2}) == [(0, 1), (0, 2)]
     assert stale_slots(ring(2, 3, 4)) == []
-
-
-def test_a_primary_keeps_from_the_start_of_the_suffix_of_the_floor() -> None:
-    assert protect_from(ring(2, 3, 4, 5), W, promise=Promise(4, 2)) == 3
-    assert protect_from(ring(2, 3, 4, 5), W, promise=Promise(4, 2), span=3) == 2
-    assert protect_from(ring(4, 5, 6), W, promise=Promise(1, 6)) == 5
-    assert protect_from(ring(2, 3), W, promise=Promise()) == -1
-    assert protect_from([], W, promise=Promise(4, 4)) == -1
 
 
 def test_a_spanning_suffix_is_as_long_as_asked() -> None:

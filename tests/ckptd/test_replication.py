@@ -202,7 +202,7 @@ class TestHolding:
         core.handle(Granted("a", key(3), 1), now_s=0)
         effects = core.handle(PeerLost("a", "deadline"), now_s=1)
         assert [type(effect) for effect in effects] == [Note, Abort]
-        assert core.replicated is None
+        assert core.sole
         assert core.handle(PutEnded("a", key(3), False, "cancelled"), now_s=2) == [Release(key(3))]
         assert core.handle(PeerBack("a"), now_s=3) == [Open("a", 0)]
 
@@ -262,7 +262,7 @@ class TestRefusals:
         core.handle(Slots((snapshot(3),), W), now_s=0)
         effects = core.handle(OpenRefused("a", 0, "quota", "1 GiB short"), now_s=0)
         assert [effect.level for effect in effects if isinstance(effect, Note)] == ["warning"]
-        assert core.replicated is None
+        assert core.sole
         assert core.handle(Tick(), now_s=CONFIG.quota_s) == [Open("a", 0)]
         assert core.handle(OpenRefused("a", 0, "quota", "still"), now_s=6) == []
         core.handle(Tick(), now_s=100)
@@ -304,7 +304,7 @@ class TestRefusals:
             now_s += 1.0
             kinds += core.handle(Tick(), now_s=now_s)
         assert [e.kind for e in kinds if isinstance(e, Note)] == ["replication_stalled"] * 2
-        assert core.replicated is None
+        assert core.sole
 
 
 class TestStaleAnswers:
@@ -351,11 +351,20 @@ class TestEpochs:
         assert driven.core.replicated_up_to == 3
 
 
-def test_without_targets_a_rank_cannot_be_replicated() -> None:
+def test_without_targets_the_primary_is_the_promised_copy() -> None:
     core = Replicator(CONFIG)
-    assert core.replicated is None
-    assert core.replicated_up_to is None
+    assert core.sole
+    assert core.replicated == Interval(-1, -1)
     assert core.current_up_to("a") == -1
+    ring = [snapshot(t) for t in range(3, 9)]
+    core.handle(Slots(tuple(ring), W), now_s=0)
+    assert core.replicated == Interval(4, 8)
+    core.handle(Slots(tuple(ring[2:]), W), now_s=0)
+    assert core.replicated == Interval(6, 8)  # it has given 3 and 4 away
+    core.handle(Joined(0, -1, span=4), now_s=0)
+    assert core.replicated == Interval(8, 8)  # another rank needs four
+    core.handle(Joined(0, -1, span=5), now_s=0)
+    assert core.replicated == Interval(-1, -1)
     assert core.wake_at_s is None
 
 

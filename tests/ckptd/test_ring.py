@@ -391,57 +391,54 @@ def test_slack_is_what_the_floor_may_be_behind() -> None:
     assert slots_for_window(4, slack=2) == 8
 
 
-def test_what_is_protected_is_given_away_last_and_only_by_a_trainer() -> None:
+def keys(*indices: int, generation: int = 0) -> set[tuple[int, int]]:
+    return {(generation, index) for index in indices}
+
+
+def test_what_is_protected_is_given_away_last_and_never_where_it_is_the_only_copy() -> None:
     records = run(0, 5, 2)
-    assert choose_slot(records, 2, generation=0, protect_from=2).releases == 0
-    soft = choose_slot(records[2:], 2, generation=0, protect_from=2)
+    assert choose_slot(records, 2, generation=0, protected=keys(2, 3)).releases == 0
+    soft = choose_slot(records[2:], 2, generation=0, protected=keys(2, 3))
     assert (soft.releases, soft.overrides_floor) == (2, True)
-    assert "the floor needs what is there from 2 on" in soft.reason
-    hard = choose_slot(records[2:], 2, generation=0, protect_from=2, hard=True)
+    assert "the other ranks may need it" in soft.reason
+    hard = choose_slot(records[2:], 2, generation=0, protected=keys(2, 3), hard=True)
     assert (hard.index, hard.remedy) == (None, Remedy.WAIT)
     assert "the floor has not moved" in hard.reason
-    moved = choose_slot(records[2:], 2, generation=0, protect_from=3, hard=True)
+    moved = choose_slot(records[2:], 2, generation=0, protected=keys(3), hard=True)
     assert (moved.releases, moved.overrides_floor) == (2, False)
+
+
+def test_how_many_slots_are_left_tells_when_it_is_time_to_grow() -> None:
+    records = [*run(0, 4, 2), free(5), free(6)]
+    assert choose_slot(records, 2, generation=0).left == 4  # 0 to 2 could go
+    assert choose_slot(records, 2, generation=0, protected=keys(0, 1, 2), hard=True).left == 1
+    last = choose_slot(records[:-1], 2, generation=0, protected=keys(0, 1, 2), hard=True)
+    assert (last.index, last.left) == (5, 0)
 
 
 def test_without_a_floor_nothing_is_protected() -> None:
     for hard in (False, True):
-        choice = choose_slot(run(0, 5, 2), 2, generation=0, protect_from=-1, hard=hard)
+        choice = choose_slot(run(0, 5, 2), 2, generation=0, hard=hard)
         assert (choice.releases, choice.overrides_floor) == (0, False)
 
 
-def test_a_floor_does_not_protect_an_abandoned_history() -> None:
+def test_an_abandoned_history_goes_first() -> None:
     records = [*run(0, 5, 2), snap(4, 1, index=8, epoch=1, epoch_start=3)]
-    choice = choose_slot(records, 2, generation=0, protect_from=0, hard=True)
+    choice = choose_slot(records, 2, generation=0, protected=keys(0, 1, 2, 3), hard=True)
     assert (choice.releases, choice.overrides_floor) == (4, False)
-
-
-def test_what_a_break_left_incomplete_is_not_worth_protecting() -> None:
-    """Two breaks in a row: were 4 and 5 kept, 9 would find no slot, and the floor could never move."""
-    records = [*run(0, 2, 3), *run(4, 5, 3), *run(7, 8, 3)]
-    choice = choose_slot(records, 3, generation=0, protect_from=0, hard=True)
-    assert (choice.releases, choice.overrides_floor) == (4, False)
-
-
-def test_protection_reaches_back_over_more_than_the_shortest_suffix() -> None:
-    """Another rank may need an older start: everything from ``protect_from`` on stays."""
-    choice = choose_slot(run(0, 5, 2), 2, generation=0, protect_from=1, hard=True)
-    assert choice.releases == 0
-    choice = choose_slot(run(1, 5, 2), 2, generation=0, protect_from=1, hard=True)
-    assert (choice.index, choice.remedy) == (None, Remedy.WAIT)
 
 
 def test_a_moving_floor_is_no_remedy_for_a_ring_that_is_too_small() -> None:
     """What is promised to the suffix alone fills it: only a new generation helps."""
-    choice = choose_slot(run(0, 2, 3), 3, generation=0, protect_from=0, hard=True)
+    choice = choose_slot(run(0, 2, 3), 3, generation=0, protected=keys(0, 1, 2), hard=True)
     assert (choice.index, choice.remedy) == (None, Remedy.GROW)
 
 
 def test_a_generation_that_the_floor_needs_stays() -> None:
     records = [*run(0, 3, 2), *run(4, 7, 2, generation=1)]
     assert droppable_generations(records, 2, 1) == {0}
-    assert droppable_generations(records, 2, 1, protect_from=3) == set()
-    assert droppable_generations(records, 2, 1, protect_from=4) == {0}
+    assert droppable_generations(records, 2, 1, protected=keys(3)) == set()
+    assert droppable_generations(records, 2, 1, protected=keys(4, generation=1)) == {0}
 
 
 @pytest.mark.parametrize("window", range(1, 6))
@@ -453,11 +450,10 @@ def test_a_replica_ring_takes_in_its_slack_before_the_floor_must_move(
     slots = {i: free(i) for i in range(slots_for_window(window, slack))}
     floor, taken = window - 1, 0
     for t in range(6 * window):
-        protect_from = floor - window + 1 if t > floor else -1
+        protect_from = floor - window + 1 if t > floor else 99
         while True:
-            choice = choose_slot(
-                slots.values(), window, generation=0, protect_from=protect_from, hard=True
-            )
+            needed = {r.key for r in slots.values() if r.sealed and r.iteration >= protect_from}
+            choice = choose_slot(slots.values(), window, generation=0, protected=needed, hard=True)
             if choice.index is not None:
                 break
             assert choice.remedy is Remedy.WAIT, choice.reason
@@ -466,7 +462,7 @@ def test_a_replica_ring_takes_in_its_slack_before_the_floor_must_move(
         slots[choice.index] = snap(t, 1 << t % window, index=choice.index)
         taken = max(taken, t - floor)
         held = {r.iteration for r in slots.values() if r.sealed}
-        assert held >= set(range(max(0, protect_from), t + 1))
+        assert held >= set(range(protect_from, t + 1))
     assert taken == slack + 2
 
 
@@ -542,14 +538,24 @@ def kept_whole(before: Suffix, after: Suffix | NoSuffix, left: list[SlotRecord])
 
 
 @settings(max_examples=500, deadline=None)
-@given(RECORDS, st.sets(st.integers(0, 8)), st.integers(0, 1), st.integers(-1, 7), st.booleans())
+@given(
+    RECORDS,
+    st.sets(st.integers(0, 8)),
+    st.integers(0, 1),
+    st.sets(st.tuples(st.integers(0, 1), st.integers(0, 8))),
+    st.booleans(),
+)
 def test_choose_slot_on_any_table(
-    records: list[SlotRecord], read: set[int], gen: int, protect_from: int, hard: bool
+    records: list[SlotRecord],
+    read: set[int],
+    gen: int,
+    protected: set[tuple[int, int]],
+    hard: bool,
 ) -> None:
     """Whatever the table: what is given was free to give, and no promise is hurt by it."""
     busy = {(gen, index) for index in read}
     choice = choose_slot(
-        records, NUM_OPERATORS, busy=busy, generation=gen, protect_from=protect_from, hard=hard
+        records, NUM_OPERATORS, busy=busy, generation=gen, protected=protected, hard=hard
     )
     assert choice.reason
     assert not (choice.overrides_floor and hard)
@@ -561,9 +567,9 @@ def test_choose_slot_on_any_table(
     assert given_away.key not in busy
     check_transition(given_away.state, FILLING)
     assert (choice.releases is None) is not given_away.sealed
-    protected = given_away.sealed and 0 <= protect_from <= given_away.iteration
-    useful = any(given_away in chosen for chosen in brute_suffixes(records))
-    assert choice.overrides_floor is (protected and useful)
+    # An abandoned snapshot is of no use to the others either.
+    useful = given_away.sealed and given_away in live(records)
+    assert choice.overrides_floor is (useful and given_away.key in protected)
     before = find_suffix(records, NUM_OPERATORS)
     left = [r for r in records if r is not given_away]
     # Its header may have been the last witness of its epoch; whoever fills the slot knows that epoch.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ckptd.errors import SegmentError
 from ckptd.ring import SlotState
 from ckptd.segment_format import (
+    RingHint,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
@@ -26,7 +27,7 @@ from ckptd.segment_format import (
     parse_segment_file_name,
     plan_geometry,
     read_prologue,
-    read_protect,
+    read_ring_hint,
     read_slot_header,
     replica_file_name,
     segment_file_name,
@@ -35,7 +36,7 @@ from ckptd.segment_format import (
     slot_view,
     unpack_slot_header,
     write_prologue,
-    write_protect,
+    write_ring_hint,
     write_slot_header,
 )
 
@@ -161,27 +162,41 @@ def test_the_state_word_alone_changes_the_state_alone() -> None:
 
 def test_a_fresh_segment_protects_nothing() -> None:
     buf, _ = make()
-    assert read_protect(buf) == -1
-    assert bytes(buf[4080:4096]) == b"\xff" * 8 + bytes(8)
+    assert read_ring_hint(buf) == RingHint(-1, -1, 0, False, 0, 0)
+    assert bytes(buf[4068:4096]) == bytes(4) + b"\xff" * 16 + bytes(8)
 
 
 def test_the_protection_hint_is_the_specified_bytes_and_outside_every_checksum() -> None:
     buf, geometry = make()
     buf[4095] = 1  # the trainer's own hint stays
-    for iteration in (0, 41, 2**62, -1):
-        write_protect(buf, iteration)
-        assert bytes(buf[4080:4088]) == struct.pack("<q", iteration)
-        assert read_protect(buf) == iteration
+    buf[4091] = 1  # and its wish for quiet
+    for hint in (
+        RingHint(0, 3, 1),
+        RingHint(41, 40, 64, sole=True, behind=7, epoch=1_800_000_000),
+        RingHint(2**62, 2**62, 65535, behind=65535),
+        RingHint(),
+    ):
+        write_ring_hint(buf, hint)
+        packed = struct.pack("<IqqHBBH", hint.epoch, *hint[:4], 1, hint.behind)
+        assert bytes(buf[4068:4094]) == packed
+        assert read_ring_hint(buf) == hint
         assert read_prologue(buf) == (geometry, DESCRIPTOR)
     assert buf[4095] == 1
-    with pytest.raises(ValueError, match="iteration -2"):
-        write_protect(buf, -2)
+    for wrong in (
+        RingHint(-2),
+        RingHint(0, -2),
+        RingHint(span=-1),
+        RingHint(behind=1 << 16),
+        RingHint(epoch=-1),
+    ):
+        with pytest.raises(ValueError, match="cannot be"):
+            write_ring_hint(buf, wrong)
 
 
 def test_a_protection_hint_that_cannot_be_means_none() -> None:
     buf, _ = make()
     buf[4080:4088] = struct.pack("<q", -(2**63))
-    assert read_protect(buf.toreadonly()) == -1
+    assert read_ring_hint(buf.toreadonly()) == RingHint()
 
 
 class Recorder:

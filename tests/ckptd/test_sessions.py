@@ -17,6 +17,7 @@ from ckptd.sessions import (
     SessionTable,
     decide_attach,
     reject_if_too_large,
+    room_beside_ranks,
 )
 
 GIB = 1 << 30
@@ -140,6 +141,34 @@ def test_promises_to_other_ranks_count_before_they_reserve() -> None:
     decision = decide_attach(WISH, [], memory)
     assert isinstance(decision, Rejected)
     assert "8 GiB is in use by moe/run7 (8 GiB)" in decision.message
+
+
+def test_replicas_of_others_count_as_used_and_are_named() -> None:
+    memory = dataclasses.replace(MEMORY, replica_bytes=6 * GIB)
+    decision = decide_attach(WISH, [], memory)
+    assert isinstance(decision, Admitted)
+    assert decision.available_bytes == 2 * GIB
+    memory = dataclasses.replace(MEMORY, replica_bytes=7 * GIB)
+    decision = decide_attach(WISH, [], memory)
+    assert isinstance(decision, Rejected)
+    assert decision.code == "quota"
+    assert decision.message == (
+        "moe/run7 rank 3 needs 2 GiB (4 slots of 512 MiB); the quota is 8 GiB, of which 7 GiB is "
+        "in use, 7 GiB of it by replicas of other nodes' ranks"
+    )
+
+
+def test_room_for_replicas_is_what_is_neither_in_use_nor_promised() -> None:
+    other = RankKey("moe", "run7", 0)
+    own = [segment(other, total_bytes=GIB)]
+    assert room_beside_ranks([], MEMORY) == 8 * GIB
+    assert room_beside_ranks(own, MEMORY) == 7 * GIB
+    memory = dataclasses.replace(MEMORY, promised={other: 3 * GIB}, replica_bytes=GIB)
+    assert room_beside_ranks(own, memory) == 4 * GIB
+    memory = dataclasses.replace(memory, fs_available_bytes=5 * GIB)
+    assert room_beside_ranks(own, memory) == 3 * GIB
+    memory = dataclasses.replace(memory, quota_bytes=2 * GIB)
+    assert room_beside_ranks(own, memory) == 0
 
 
 def test_a_promise_and_its_segment_are_not_counted_twice() -> None:

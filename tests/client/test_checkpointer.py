@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from ckptd.client import Checkpointer
 from ckptd.client.rng import capture_rng
+from ckptd.cuda import engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.ring import SlotState
 
 AdamW = torch.optim.AdamW
 
@@ -489,3 +491,58 @@ def test_leaving_the_loop_early_counts_the_body_that_was_done() -> None:
             break
     seen += list(ckpt.steps(10))
     assert seen == list(range(10))
+
+
+# -- buffers that change without telling -----------------------------------------------------------
+
+
+class Normalised(nn.Module):
+    """Batch norm updates its statistics in the forward, and their version counters do not move."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, features)
+        self.norm = nn.BatchNorm1d(features)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.embed(tokens))
+        return out
+
+
+@pytest.mark.parametrize("features", [4, (1 << 18) + 1])
+def test_a_buffer_that_a_kernel_changes_unseen_is_never_torn(
+    make: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch, features: int
+) -> None:
+    """Copies are held back until the optimizer's step: whatever is copied beside training is copied too late."""
+    held_back = threading.Event()
+    copy_now = engine._to_host
+
+    def late(*args: Any) -> None:
+        held_back.wait(20)
+        copy_now(*args)
+
+    monkeypatch.setattr(engine, "_to_host", late)
+    torch.manual_seed(0)
+    model = Normalised(features)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    optimizer.register_step_pre_hook(lambda *_: held_back.set())  # before that of the checkpointer
+    ckpt = make(model, optimizer, inline_copy=False)
+    tops: dict[int, Tensor] = {}
+    for step in ckpt.steps(9):
+        tops[step] = dict(model.named_buffers())["norm.running_var"].clone()
+        model(TOKENS).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step < 8:
+            held_back.clear()
+    memory = ckpt._memory
+    assert memory is not None
+    memory.settle_filled(5)
+    sealed = [
+        r for r in memory.table.records() if r.state is SlotState.SEALED and r.iteration in tops
+    ]
+    assert len(sealed) >= 2
+    for image in memory.images(sealed):
+        (name,) = (n for n in image.view.names() if n.endswith("norm.running_var"))
+        found = torch.frombuffer(bytearray(image.view.data(name)), dtype=torch.float32)
+        assert torch.equal(found, tops[image.iteration]), image.iteration

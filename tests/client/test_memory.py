@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from ckptd.client.agreement import Exchange
 from ckptd.client.identity import Identity
-from ckptd.client.membership import Exchange
 from ckptd.client.memory import RankMemory
+from ckptd.client.replay import SnapshotImage
 from ckptd.client.segment import MappedSegment
+from ckptd.client.stats import Stats
+from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.ring import SlotState
 from ckptd.segments import Segment
-from tests.ckptd.running import MIB, fill
+from ckptd.transport.messages import Events, GetEvents, Join, Member, NodeCard, RefusalCode
+from ckptd.transport.wire import ControlClient, RefusedError
+from tests.ckptd.running import MIB, eventually, fill
+from tests.client.meeting import outcomes
+
+Found = tuple[list[SnapshotImage], str] | str
 
 
 @pytest.fixture
@@ -28,15 +37,16 @@ def alone(said: bytes) -> list[bytes]:
 
 
 @contextmanager
-def attached(endpoint: str, run: str) -> Iterator[RankMemory]:
+def attached(endpoint: str, run: str, rank: int = 0, world_size: int = 1) -> Iterator[RankMemory]:
     memory = RankMemory(
-        Identity("job", run, 0, 1),
+        Identity("job", run, rank, world_size),
         lambda: endpoint,
         needed_bytes=MIB,
         needed_text="for a test",
         topology="dp1",
         version="test",
         timeout_s=20,
+        stats=Stats(),
     )
     try:
         yield memory
@@ -46,6 +56,24 @@ def attached(endpoint: str, run: str) -> Iterator[RankMemory]:
 
 def reserved(memory: RankMemory) -> MappedSegment:
     return memory.reserve(MIB, 4, window=2, num_operators=2, payload=b"\x80")
+
+
+@contextmanager
+def two_ranks(endpoint: str, run: str) -> Iterator[list[RankMemory]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(attached(endpoint, run, rank, 2)) for rank in range(2)]
+
+
+def together(memories: Sequence[RankMemory]) -> list[Found | Exception]:
+    """What the recovery of all ranks returned or raised."""
+    return outcomes([memory.recover for memory in memories])
+
+
+def events(endpoint: str, run: str, kind: str) -> list[tuple[str, str]]:
+    """Level and message, of this run's or ("") of those that belong to no rank."""
+    with ControlClient(endpoint, timeout_s=20) as client:
+        page = client.ask(GetEvents(limit=10_000), Events)
+    return [(e.level, e.message) for e in page.events if (e.run, e.kind) == (run, kind)]
 
 
 def record(memory: RankMemory, iteration: int) -> None:
@@ -124,3 +152,213 @@ def test_what_comes_after_the_restored_iteration_is_freed(endpoint: str, run: st
         states = {r.iteration: r.state for r in memory.table.records()}
         assert states[6] is SlotState.FREE
         assert states[4] is SlotState.SEALED
+
+
+# -- not beginning anew when a node is merely late -----------------------------------------------
+
+
+def take_part(memory: RankMemory, *others: str, rank: int = 0) -> None:
+    """Tell the daemon that these nodes, which are not there, take part in the run."""
+    here = Member(memory.session.card, (rank,))
+    lent = (Member(NodeCard(name), ()) for name in others)
+    memory.begin_epoch(memory.epoch + 1, -1, (here, *lent))
+
+
+def recorded_by_rank_0(endpoint: str, run: str, *others: str) -> None:
+    """Rank 0 has a complete suffix here; what rank 1 had lay elsewhere."""
+    with attached(endpoint, run, 0, 2) as memory:
+        take_part(memory, *others)
+        reserved(memory)
+        for iteration in (3, 4):
+            record(memory, iteration)
+
+
+def test_a_run_does_not_begin_anew_because_a_node_is_late(endpoint: str, run: str) -> None:
+    """Days of training would be lost: what a rank misses may lie on the node that did not answer in time."""
+    recorded_by_rank_0(endpoint, run, "late", "later")
+    with two_ranks(endpoint, run) as memories:
+        found = together(memories)
+        assert all(isinstance(error, DaemonUnavailable) for error in found)
+        assert str(found[0]) == str(found[1])
+        assert "no node holds a snapshot of rank 1" in str(found[0])
+        assert "nodes late, later took part in the run before" in str(found[0])
+        assert f"`ckptctl forget job {run}`" in str(found[0])
+        sealed = [r for r in memories[0].table.records() if r.state is SlotState.SEALED]
+        assert {r.iteration for r in sealed} == {3, 4}, "nothing was freed"
+    assert not events(endpoint, run, "starting_over")
+
+
+def test_it_begins_anew_when_everybody_has_answered(endpoint: str, run: str) -> None:
+    """What rank 1 had is nowhere; the operator is told why."""
+    recorded_by_rank_0(endpoint, run)
+    with two_ranks(endpoint, run) as memories:
+        found = together(memories)
+        assert found == ["no node holds a snapshot of rank 1 (world size 2)"] * 2
+        assert len({history(memory) for memory in memories}) == 1
+    for level, text in events(endpoint, run, "starting_over"):
+        assert level == "warning"
+        assert "no node holds a snapshot of rank 1" in text
+    assert len(events(endpoint, run, "starting_over")) == 2
+
+
+def test_a_run_that_never_got_anywhere_begins_anew_whoever_is_late(endpoint: str, run: str) -> None:
+    with attached(endpoint, run) as memory:
+        take_part(memory, "late")
+        reserved(memory)
+        record(memory, 3)  # half of what a suffix needs
+    with attached(endpoint, run) as memory:
+        assert "no node holds a complete suffix" in str(memory.recover(alone))
+    ((level, text),) = events(endpoint, run, "starting_over")
+    assert level == "warning"
+    assert text.endswith("(node late did not answer)")
+
+
+def test_a_new_run_is_no_news(endpoint: str, run: str) -> None:
+    with attached(endpoint, run) as memory:
+        assert isinstance(memory.recover(alone), str)
+    assert not events(endpoint, run, "starting_over")
+
+
+def test_damage_here_is_no_reason_to_forget_what_a_late_node_may_hold(
+    endpoint: str, run: str
+) -> None:
+    """All that is here is damaged, and quarantined while the ranks plan; the late node may hold replicas of it."""
+    with attached(endpoint, run) as memory:
+        take_part(memory, "late")
+        segment = reserved(memory)
+        for iteration in (3, 4):
+            record(memory, iteration)
+            header = segment.header(iteration % 4)
+            assert header is not None
+            segment.slot(iteration % 4)[header.image_len - 1] ^= 1
+    with attached(endpoint, run) as memory:
+        with pytest.raises(DaemonUnavailable, match="node late took part in the run before"):
+            memory.recover(alone)
+        assert events(endpoint, run, "digest_mismatch")
+
+
+# -- epochs --------------------------------------------------------------------------------------
+
+
+def test_an_epoch_in_which_nothing_was_sealed_is_never_begun_twice(endpoint: str, run: str) -> None:
+    """Its trainer died before its first snapshot was sealed, or the clock of rank 0 went back since."""
+    with attached(endpoint, run) as memory:
+        take_part(memory)
+        memory.begin_epoch(4_000_000_000, -1, (Member(memory.session.card, (0,)),))
+    with attached(endpoint, run) as memory:
+        memory.recover(alone)
+        assert history(memory) == (4_000_000_001, -1)
+
+
+def test_a_join_of_an_epoch_that_is_over_is_refused(endpoint: str, run: str) -> None:
+    with attached(endpoint, run) as memory:
+        members = (Member(memory.session.card, (0,)),)
+        memory.begin_epoch(9, 4, members)
+        with pytest.raises(AttachRefused, match="stale_epoch"):
+            memory.begin_epoch(8, 6, members)
+        assert history(memory) == (9, 4), "it has not begun"
+    ((level, text),) = events(endpoint, run, "stale_epoch")
+    assert level == "error"
+    assert "snapshots are not replicated" in text
+
+
+def test_a_join_that_is_refused_on_one_rank_stops_all(
+    endpoint: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other would go on, and wait for this rank in its first collective."""
+
+    def refuse(message: Join) -> None:
+        raise AttachRefused(RefusalCode.STALE_EPOCH, "epoch 9 has begun", "end the other trainers")
+
+    with two_ranks(endpoint, run) as memories:
+        monkeypatch.setattr(memories[1].session, "join", refuse)
+        first, second = together(memories)
+        assert isinstance(first, DaemonUnavailable)
+        assert "rank 1 on node" in str(first)
+        assert "epoch 9 has begun. end the other trainers" in str(first)
+        assert isinstance(second, AttachRefused)
+        assert second.code == "stale_epoch"
+
+
+def test_a_daemon_that_is_away_when_the_run_begins_is_told_later(
+    endpoint: str, run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with attached(endpoint, run) as memory:
+        memory.session.connected = False  # as its link says when the daemon does not answer
+        memory.begin_epoch(9, 4, (Member(memory.session.card, (0,)),))
+        assert history(memory) == (9, 4)
+        assert "the daemon was not told who takes part in the run" in caplog.text
+        eventually(
+            lambda: any(
+                f"job/{run}: epoch 9" in text for _, text in events(endpoint, "", "run_joined")
+            ),
+            "it is told",
+        )
+
+
+def test_a_join_that_fails_for_another_reason_is_tried_again(
+    endpoint: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attached(endpoint, run) as memory:
+        client = memory.session._client
+        assert client is not None
+        request, refused = client.request, list[object]()
+
+        def refuse_once(message: Any, **options: Any) -> Any:
+            if isinstance(message, Join) and not refused:
+                refused.append(message)
+                raise RefusedError("internal", "a bug", "")
+            return request(message, **options)
+
+        monkeypatch.setattr(client, "request", refuse_once)
+        memory.begin_epoch(9, 4, (Member(memory.session.card, (0,)),))
+        assert refused
+        eventually(
+            lambda: any(
+                f"job/{run}: epoch 9" in text for _, text in events(endpoint, "", "run_joined")
+            ),
+            "it is told",
+        )
+
+
+# -- failing together ----------------------------------------------------------------------------
+
+
+def recorded_by_both(endpoint: str, run: str) -> None:
+    with two_ranks(endpoint, run) as memories:
+        assert all(isinstance(found, str) for found in together(memories))
+        for memory in memories:
+            reserved(memory)
+            for iteration in (3, 4):
+                record(memory, iteration)
+
+
+def test_two_ranks_come_back_together(endpoint: str, run: str) -> None:
+    recorded_by_both(endpoint, run)
+    with two_ranks(endpoint, run) as memories:
+        for found in together(memories):
+            assert isinstance(found, tuple), found
+            assert [image.iteration for image in found[0]] == [3, 4]
+        assert history(memories[0]) == history(memories[1])
+
+
+def test_whatever_goes_wrong_on_one_rank_is_raised_on_all(
+    endpoint: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the vote and after it: verification, and the beginning of the new history."""
+    recorded_by_both(endpoint, run)
+
+    def broken(*_: object) -> None:
+        raise OSError("bad memory")
+
+    with two_ranks(endpoint, run) as memories:
+        for owner, name in ((memories[1]._retrieval, "_verify"), (memories[1], "_release")):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, broken)
+                if name == "_release":
+                    record(memories[1], 6)  # is to be freed, since rank 0 has none
+                first, second = together(memories)
+            assert isinstance(first, DaemonUnavailable), name
+            assert str(first).startswith("recover: rank 1 on node ")
+            assert "bad memory" in str(first)
+            assert isinstance(second, OSError), name

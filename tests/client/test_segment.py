@@ -14,9 +14,10 @@ from ckptd.client.segment import MappedSegment, RankTaken, SlotTable
 from ckptd.ring import SlotState
 from ckptd.segment_format import (
     OWNER_LOCK_BYTE,
+    RingHint,
     encode_descriptor,
     slot_lock_byte,
-    write_protect,
+    write_ring_hint,
 )
 from ckptd.segments import Segment
 from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
@@ -145,11 +146,11 @@ def test_records_tell_their_history_and_their_digest(path: str) -> None:
 def test_what_the_daemon_asks_to_keep_is_read_at_once(path: str) -> None:
     segment = MappedSegment(path, 1)
     table = SlotTable([segment], epoch=2, epoch_start=4)
-    assert (table.protect_from, table.epochs) == (-1, {2: 4})
-    for iteration in (5, 0, -1):
-        write_protect(segment.buffer, iteration)
-        assert segment.protect_from == table.protect_from == iteration
-    assert SlotTable([]).protect_from == -1
+    assert (table.ring_hint, table.epochs) == (RingHint(), {2: 4})
+    for hint in (RingHint(5, 6, 3, sole=True), RingHint(0, span=1), RingHint()):
+        write_ring_hint(segment.buffer, hint)
+        assert segment.ring_hint == table.ring_hint == hint
+    assert SlotTable([]).ring_hint == RingHint()
     segment.close()
 
 

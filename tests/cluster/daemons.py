@@ -64,6 +64,8 @@ class HostDaemon:
         if peers:
             values["peer_listen"] = f"tcp://{host.address}:{PEER_PORT}"
             values["peer_security"] = "curve"
+            # All hosts are this machine; what they send each other is to go over their networks.
+            values["peer_short_cut"] = "false"
         if not str(host.segment_dir).startswith("/dev/shm/"):
             values["allow_disk_segments"] = "true"
         values |= settings or {}

@@ -85,6 +85,14 @@ class FaultProxy:
             thread.join(JOIN_TIMEOUT_S)
             assert not thread.is_alive(), "a thread of the proxy does not end"
 
+    def take(self, near: socket.socket, target: tuple[str, int]) -> None:
+        """Forward a connection that was accepted elsewhere to `target`, subject to the same switches."""
+        self.num_connections += 1
+        if self.refuse:
+            _reset(near)
+        else:
+            self._spawn(self._connect, near, target)
+
     def cut(self) -> None:
         """Reset all connections that exist now."""
         with self._lock:
@@ -110,15 +118,11 @@ class FaultProxy:
                 near, _ = self._listener.accept()
             except OSError:
                 return  # closed
-            self.num_connections += 1
-            if self.refuse:
-                _reset(near)
-            else:
-                self._spawn(self._connect, near)
+            self.take(near, self.target)
 
-    def _connect(self, near: socket.socket) -> None:
+    def _connect(self, near: socket.socket, target: tuple[str, int]) -> None:
         try:
-            far = socket.create_connection(self.target, timeout=CONNECT_TIMEOUT_S)
+            far = socket.create_connection(target, timeout=CONNECT_TIMEOUT_S)
         except OSError:
             _reset(near)  # as the target would have done itself
             return

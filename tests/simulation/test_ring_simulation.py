@@ -138,7 +138,7 @@ class Simulation:
                 len(self.costs),
                 busy=self.pinned,
                 generation=self.generation,
-                protect_from=-1 if self.floor is None else self.floor.start,
+                protected=self._protected(),
                 hard=self.hard,
                 epochs=self.epochs,
             )
@@ -279,12 +279,15 @@ class Simulation:
             self.seen["floor moved"] += 1
             self.floor = to
 
+    def _protected(self) -> set[Key]:
+        return set() if self.floor is None else {record.key for record in self.floor.records}
+
     def drop(self) -> None:
         unneeded = droppable_generations(
             self.slots.values(),
             len(self.costs),
             self.generation,
-            protect_from=-1 if self.floor is None else self.floor.start,
+            protected=self._protected(),
             epochs=self.epochs,
         )
         for old in unneeded:

@@ -40,7 +40,8 @@ from ckptd.transport.verbs import (
     Transfer,
 )
 from ckptd.transport.zmq_fabric import ZmqFabric
-from tests.transport.contract import CHUNK, WAIT_S, FabricContract, Make, Pair, TcpProxy, until
+from tests.transport.contract import FabricContract
+from tests.transport.fabric_pairs import CHUNK, WAIT_S, Make, Pair, TcpProxy, until
 
 LOOPBACK = "tcp://127.0.0.1:0"
 BOTH = Access.READ | Access.WRITE

@@ -14,7 +14,8 @@ import zmq
 from ckptd.transport.keys import Keys, trust
 from ckptd.transport.verbs import Access, Fabric, Fault, RegionKey, Scope, Serve
 from ckptd.transport.zmq_fabric import ZmqFabric
-from tests.transport.contract import CHUNK, WAIT_S, FabricContract, Make, Pair, echo, until
+from tests.transport.contract import FabricContract
+from tests.transport.fabric_pairs import CHUNK, WAIT_S, Make, Pair, echo, until
 
 LOOPBACK = "tcp://127.0.0.1:0"
 

@@ -1,0 +1,89 @@
+"""Snapshots that the daemon brings here from other nodes: mapped at once, waited for when replay needs them."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from ckptd.client.replay import SnapshotImage
+from ckptd.client.segment import MappedSegment
+from ckptd.client.stats import Stats
+from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.ring import SlotRecord, SlotState
+from ckptd.storage.image import ImageView
+from ckptd.transport.messages import FetchState
+
+__all__ = ["Arrivals", "KnowsFetches"]
+
+_ASK_S = 0.5
+_STALLED_S = 60.0
+
+
+class KnowsFetches(Protocol):
+    """This rank's session with its daemon, as far as it is asked here."""
+
+    def fetch_state(self, generation: int) -> FetchState: ...
+
+
+class Arrivals:
+    """What is being fetched into one segment.
+
+    Args:
+        asked_s: when the daemon was asked for it, by the performance counter.
+    """
+
+    def __init__(
+        self, session: KnowsFetches, segment: MappedSegment, stats: Stats, *, asked_s: float
+    ) -> None:
+        self._session, self._segment, self._stats = session, segment, stats
+        self._asked_s = asked_s
+
+    def image(self, index: int, record: SlotRecord) -> SnapshotImage:
+        """The snapshot that comes into this slot; looking at it waits until it is there."""
+        segment = self._segment
+
+        def view() -> ImageView:
+            self._wait_for(index, record)
+            self._stats.fetch_last_s = time.perf_counter() - self._asked_s
+            self._stats.fetch_first_s = self._stats.fetch_first_s or self._stats.fetch_last_s
+            return ImageView(segment.slot(index)[: record.image_len])
+
+        return SnapshotImage(
+            record.iteration, view, segment.memory, segment.slot_base(index), record.phase
+        )
+
+    def _wait_for(self, index: int, record: SlotRecord) -> None:
+        """Until the daemon has sealed it.
+
+        Raises:
+            DaemonUnavailable: it cannot be brought here any more; a restart of the job plans anew.
+        """
+        asked_at, seen, moved_at = time.monotonic(), -1, time.monotonic()
+        while True:
+            header = self._segment.header(index)
+            if header is not None and header.state is SlotState.SEALED:
+                return
+            now = time.monotonic()
+            if now >= asked_at + _ASK_S:
+                asked_at = now
+                done = self._bytes_done(record)
+                if done != seen:
+                    seen, moved_at = done, now
+                elif now > moved_at + _STALLED_S:
+                    raise DaemonUnavailable(
+                        f"iteration {record.iteration}: nothing arrived for {_STALLED_S:.0f} s",
+                        operation="fetch",
+                    )
+            time.sleep(0.002)
+
+    def _bytes_done(self, record: SlotRecord) -> int:
+        try:
+            state = self._session.fetch_state(self._segment.generation)
+        except AttachRefused as error:
+            raise DaemonUnavailable(str(error), operation="fetch") from error
+        if state.state == "failed":
+            raise DaemonUnavailable(
+                f"iteration {record.iteration} could not be brought here: {state.reason}",
+                operation="fetch",
+            )
+        return state.bytes_done

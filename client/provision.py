@@ -1,0 +1,464 @@
+"""What the recorder takes snapshots with: the plan, and the generations of slots that it needs; made once enough was measured.
+
+Planning and reserving happen in the training thread and take milliseconds; memory is made by the daemon meanwhile, and is used
+from the boundary on at which it is there. Several ranks first agree on what their plans follow from (see ``Together``), so
+that all have one window.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd.client import values
+from ckptd.client.binding import Binding, local
+from ckptd.client.memory import RankMemory
+from ckptd.client.operators import Operator
+from ckptd.client.pace import Pace
+from ckptd.client.planning import MAX_WINDOW, Plan, TrainingSpeed, make_plan
+from ckptd.client.popularity import TokenCounter
+from ckptd.client.precision import PrecisionProbe
+from ckptd.client.stats import Stats
+from ckptd.client.together import Together, job_store
+from ckptd.cuda.engine import CopyEngine, measure_bandwidth
+from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.schedule import Ordering
+
+__all__ = ["MIN_SCALARS", "Options", "Provision"]
+
+logger = logging.getLogger(__name__)
+
+MIN_SCALARS = 64 << 10
+_MEASURED_STEPS = 3
+_RETRY_STEPS = 50
+_REORDER_STEPS = 50
+# What one rank has sealed the others hear of a little later: slots for the meantime, where no peers ask for some anyway.
+_RANKS_SLACK = 2
+_MORE_SLOTS = 2
+# A peer that is behind by more than a window that often in a row, _RETRY_STEPS apart, cannot keep up.
+_LAGGING_LOOKS = 2
+# A median stall above this share of a step is not noise.
+_TOLERATED_STALL = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user may set about cadence and size."""
+
+    policy: str = "sliding"
+    window: int | None = None
+    every: int = 1
+    ordering: Ordering = Ordering.HARD
+    capacities: Mapping[str, float] | None = None
+    # On CPU, copies take the trainer's own cores: at most this share of an iteration may go into them.
+    max_overhead: float = 0.01
+    nan_check_every: int = 16
+    # Copy in the training thread (True), beside it (False), or whichever is measured to be faster (None); CPU only.
+    inline_copy: bool | None = None
+
+
+class Provision:
+    """Plans and reserves.
+
+    Args:
+        scalars_sample: step scalars of the size that they will have.
+        switched: called when a further generation is in use; told whether its plan is another than before.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        operators: Sequence[Operator],
+        memory: RankMemory,
+        engine: CopyEngine,
+        *,
+        stats: Stats,
+        options: Options,
+        counter: TokenCounter,
+        precision: PrecisionProbe,
+        pace: Pace,
+        scalars_sample: Callable[[], dict[str, Any]],
+        switched: Callable[[bool], None],
+    ) -> None:
+        self._binding, self._operators, self._memory, self._engine = (
+            binding,
+            list(operators),
+            memory,
+            engine,
+        )
+        self._stats, self._options, self._counter, self._precision = (
+            stats,
+            options,
+            counter,
+            precision,
+        )
+        self._pace, self._scalars_sample, self._switched = pace, scalars_sample, switched
+        self.plan: Plan | None = None
+        self._policy = options.policy
+        self._coming: Plan | None = None
+        self._coming_why = ""
+        self._retry_at = self._widen_at = 0
+        self._uncaptured = self._announced = ""
+        self._group_key = binding.group_key()
+        self._ranks = memory.identity.world_size
+        self._together: Together | None = None
+        self._own_plan: Plan | None = None
+        # The agreement on a wider window that may come next, and this rank's part in it.
+        self._round, self._wish = 1, 0
+        self._listening = self._proposed = False
+        self._lagging = 0
+        self._budget: int | None = None
+        self._available: int | None = None
+
+    def close(self) -> None:
+        """Stop waiting for other ranks."""
+        if self._together is not None:
+            self._together.close()
+
+    # -- the first plan --------------------------------------------------------------------------
+
+    def prepare(self, step: int, *, stepped: bool, most_updates: int) -> bool:
+        """Choose the window and reserve the ring, once enough was measured; True if snapshots can be taken."""
+        fixed = self._options.window is not None or self._options.policy == "dense"
+        if most_updates > 1:
+            self._policy = (
+                "dense"  # between two updates in a step, frozen operators would have to change
+            )
+        if (
+            self._pace.steps <= (1 if fixed else _MEASURED_STEPS)
+            or step < self._retry_at
+            # After the first update the state that the optimizer keeps is there (plain SGD keeps none).
+            or not (stepped or any(self._binding.state(n) for n in self._binding.owner))
+        ):
+            return False
+        if self._coming is None and not self._plan_first(step):
+            return False
+        return self.plan is not None
+
+    def _plan_first(self, step: int) -> bool:
+        why = "no ring yet"
+        if self._ranks == 1:
+            return self._replan(why, step)
+        if self._together is None:
+            available = self._memory.session.available_bytes
+            self._met().propose("budget", (-self._measured_budget(), -available))
+        together = self._met()
+        # What all ranks can copy per step, and the memory that all have: equal models then have equal plans.
+        if self._budget is None and (budget := together.largest("budget")) is not None:
+            self._budget, self._available = -budget[0], -budget[1]
+        if self._budget is None:
+            return False
+        if self._own_plan is None:
+            self._own_plan = self._try_plan(why, step, window=None)
+            if self._own_plan is None:
+                return False
+            together.propose("window", (self._own_plan.schedule.window,))
+        window = together.largest("window")
+        if window is None:
+            return False
+        plan: Plan | None = self._own_plan
+        if window[0] != self._own_plan.schedule.window:
+            logger.info("another rank needs a window of %d: all use it", window[0])
+            plan = self._try_plan(why, step, window=window[0])
+        if plan is None:
+            return False
+        self._begin_generation(plan, step, why)
+        return True
+
+    def _met(self) -> Together:
+        """Where the ranks of this epoch agree."""
+        if self._together is None:
+            identity = self._memory.identity
+            prefix = f"ckptd/{identity.job}/{identity.run}/{self._memory.epoch}"
+            self._together = Together(job_store(), identity, prefix=prefix)
+        return self._together
+
+    def _measured_budget(self) -> int:
+        on_cpu = all(local(p).device.type == "cpu" for p in self._binding.params.values())
+        return self.speed().budget_bytes(self._options.max_overhead if on_cpu else None)
+
+    def speed(self) -> TrainingSpeed:
+        """Medians of what was measured so far."""
+        tensors = [local(p) for p in self._binding.params.values()]
+        return TrainingSpeed(
+            copy_window_s=self._pace.copy_window_s,
+            iteration_s=self._pace.iteration_s,
+            bandwidth=measure_bandwidth(tensors),
+        )
+
+    # -- plans -----------------------------------------------------------------------------------
+
+    def _replan(self, why: str, step: int, *, window: int | None = None) -> bool:
+        """Make a new plan and ask for its memory; False if there can be none now."""
+        plan = self._try_plan(why, step, window=window)
+        if plan is None:
+            return False
+        self._begin_generation(plan, step, why)
+        return True
+
+    def _try_plan(self, why: str, step: int, *, window: int | None) -> Plan | None:
+        if step < self._retry_at or not self._memory.session.connected:
+            return None
+        try:
+            return self._make_plan(window)
+        except ValueError as error:
+            self._no_generation(step, why, error)
+            return None
+
+    def _make_plan(self, window: int | None = None) -> Plan:
+        started = time.perf_counter()
+        options, alone = self._options, self._ranks == 1
+        budget = self._budget
+        if budget is None and not alone and self.plan is not None:  # agreed on in an earlier life
+            budget = self.plan.budget_bytes
+        if budget is None:
+            budget = self._measured_budget()
+        packed = len(values.pack(self._scalars_sample(), "step scalars"))
+        available = self._memory.session.available_bytes
+        if self._available is not None and self.plan is None:
+            available = min(available, self._available)
+        plan = make_plan(
+            self._binding,
+            self._operators,
+            policy=self._policy,
+            window=None if self._policy == "dense" else window or options.window,
+            every=options.every,
+            budget_bytes=budget,
+            available_bytes=available,
+            # Each rank counts its own tokens, and all must have one order.
+            popularity=self._counter.popularity(self._operators) if alone else None,
+            ordering=options.ordering,
+            compute_dtypes=self._precision.sufficient(),
+            identity=self._memory.identity.metadata(),
+            scalars_capacity=max(MIN_SCALARS, 2 * packed),
+            slack=max(self._memory.slack, 0 if alone else _RANKS_SLACK),
+        )
+        logger.info(
+            "window W=%d, %d slots of %.1f MiB (dense %.1f MiB); %.1f MiB may be copied per step; %s",
+            plan.schedule.window,
+            plan.num_slots,
+            plan.slot_bytes / 2**20,
+            plan.schedule.dense_bytes / 2**20,
+            budget / 2**20,
+            plan.schedule.reason,
+        )
+        self._note_prepared(started)
+        return plan
+
+    def maybe_reorder(self) -> None:
+        """Where a window begins: go one step closer to today's popularity."""
+        plan = self.plan
+        if plan is None or self._ranks > 1:
+            return
+        if plan.schedule.window == 1 or plan.policy_name == "dense":
+            return
+        schedule = self._counter.reordered(plan, plan.slot_bytes, every=_REORDER_STEPS)
+        if schedule is not None:
+            plan.use(schedule)
+            self._stats.reorders += 1
+
+    def maybe_widen(self, step: int) -> None:
+        """A wider window makes snapshots smaller: where copies stall the trainer, or peers cannot keep up (DESIGN 5.3)."""
+        plan = self.plan
+        if plan is None or self._options.window is not None or plan.policy_name == "dense":
+            return
+        if self._coming is not None or self._previous_generation_pending():
+            return
+        wide = None
+        if step >= self._widen_at:
+            self._widen_at = step + _RETRY_STEPS
+            wide = self._worth_widening(plan)
+        if self._ranks > 1:
+            wide = self._widen_together(plan, wide, step)
+        if wide is not None:
+            logger.info("window %d -> %d", plan.schedule.window, wide.schedule.window)
+            self._pace.forget_stalls()
+            self._begin_generation(wide, step, "a wider window")
+
+    def _worth_widening(self, plan: Plan) -> Plan | None:
+        """The plan of a wider window, if there is a reason for one, and it helps."""
+        behind = self._memory.table.ring_hint.behind
+        self._lagging = self._lagging + 1 if behind > plan.schedule.window else 0
+        share = self._pace.stall_share
+        if share > _TOLERATED_STALL:
+            why = f"copies stall training for {share:.1%} of a step"
+        elif self._lagging >= _LAGGING_LOOKS:
+            why = f"a peer is {behind} iterations behind, and was when last looked at"
+        else:
+            return None
+        wider = plan.schedule.window + max(1, plan.schedule.window // 2)
+        try:
+            wide = self._make_plan(min(wider, MAX_WINDOW))
+        except ValueError as error:
+            logger.warning("%s, but the window stays: %s", why, error)
+            return None
+        if wide.schedule.window <= plan.schedule.window or wide.slot_bytes >= plan.slot_bytes:
+            return None
+        logger.info("%s: a wider window would help", why)
+        self._lagging = 0
+        return wide
+
+    def _widen_together(self, plan: Plan, wide: Plan | None, step: int) -> Plan | None:
+        """All ranks go over to the widest window that one of them needs, each as soon as it can."""
+        together, what = self._met(), f"wider window {self._round}"
+        if not self._listening:
+            self._listening = True
+            together.listen(what)
+        if wide is not None:
+            self._wish = max(self._wish, wide.schedule.window)
+            if not together.called(what):
+                together.call_for(what)
+        if together.called(what) and not self._proposed:
+            self._proposed = True
+            together.propose(what, (max(self._wish, plan.schedule.window),))
+        agreed = together.largest(what)
+        if agreed is None:
+            return None
+        if agreed[0] > plan.schedule.window:
+            return self._try_plan("a wider window", step, window=agreed[0])  # else again later
+        self._round += 1
+        self._listening = self._proposed = False
+        return None
+
+    def captures_everything(
+        self, step: int, *, unknown: str, outgrown: int, most_updates: int
+    ) -> bool:
+        """Whether the plan knows all state there is; plans anew where an optimizer began to keep or to update more.
+
+        False while that is not possible: an inexact snapshot is worse than none.
+
+        Args:
+            unknown: optimizer state that no plan captures.
+            outgrown: the size of step scalars that no longer fit, or 0.
+            most_updates: how often one optimizer updated within the last step.
+        """
+        assert self.plan is not None
+        key = self._binding.group_key()
+        found = (
+            self._uncaptured or unknown or (f"step scalars of {outgrown} bytes" if outgrown else "")
+        )
+        if key != self._group_key:
+            found = "a parameter group"
+            self._binding.refresh()
+        if self._policy != "dense" and most_updates > 1:
+            # Frozen operators would need the weights between the two updates, which no snapshot holds.
+            found, self._policy = (
+                "a second update by one optimizer within a step (only dense snapshots can be exact)",
+                "dense",
+            )
+        if not found:
+            return True
+        if found != self._announced:
+            self._announced = found
+            self._coming = None  # what is on its way was planned without it
+            logger.warning("found %s after the snapshots were planned: planning anew", found)
+        self._uncaptured, self._group_key = found, key
+        if self._coming is None:
+            dense = self._policy == "dense"
+            self._replan(found, step, window=None if dense else self.plan.schedule.window)
+        return not self._uncaptured
+
+    def only_dense(self, why: str) -> None:
+        """From the next plan on: no sparse snapshot could be exact."""
+        if self._policy != "dense":
+            self._policy, self._uncaptured = "dense", why
+
+    # -- generations -----------------------------------------------------------------------------
+
+    def missed(self, step: int, reason: str) -> None:
+        """No slot was free. With a new generation the old suffix can stay while a new one is built."""
+        if self._coming is not None or self._previous_generation_pending() or step < self._retry_at:
+            return
+        assert self.plan is not None
+        self._begin_generation(self.plan, step, reason)
+
+    def maybe_grow(self, step: int, *, crowded: bool) -> None:
+        """More slots, before there are too few, where this ring must hold more than its own suffix.
+
+        That is so while another rank lags behind, and where another rank's window is longer: all ranks replay from one
+        start (docs/replication.md §6).
+
+        Args:
+            crowded: the ring is full of what the other ranks need.
+        """
+        plan = self.plan
+        if plan is None or step < self._retry_at:
+            return
+        needed = self._memory.table.ring_hint.span + 2 + plan.slack
+        longer = needed > self._memory.table.segments[-1].geometry.num_slots
+        if not (longer or crowded) or self._coming is not None:
+            return
+        if self._previous_generation_pending():
+            return
+        # Never more than two suffixes need: a floor that is further behind is stuck, and a further generation helps then.
+        most = max(plan.num_slots, 2 * plan.schedule.window + 2 + plan.slack)
+        plan.num_slots = needed if longer else min(plan.num_slots + _MORE_SLOTS, most)
+        why = "another rank's window is longer" if longer else "another rank lags behind"
+        logger.info("%s: a ring of %d slots", why, plan.num_slots)
+        self._stats.grown += 1
+        self._begin_generation(plan, step, why)
+
+    def collect(self, step: int) -> None:
+        """Go over to the generation that was asked for, if it is there."""
+        if self._coming is None or self._memory.session.reserving:
+            return
+        coming = self._coming
+        try:
+            self._reserve(coming)
+        except TimeoutError as error:
+            logger.info("new slots come later: %s", error)
+            return
+        except (AttachRefused, DaemonUnavailable) as error:
+            self._coming = None
+            self._no_generation(step, self._coming_why, error)
+            return
+        self._coming, self._uncaptured, self._announced = None, "", ""
+
+    def _begin_generation(self, plan: Plan, step: int, why: str) -> None:
+        """Ask for a further generation of slots; it is used from the boundary on at which it is there."""
+        self._coming, self._coming_why = plan, why
+        self.collect(step)
+
+    def _reserve(self, plan: Plan) -> None:
+        started = time.perf_counter()
+        segment = self._memory.reserve(
+            plan.slot_bytes,
+            plan.num_slots,
+            window=plan.schedule.window,
+            num_operators=len(plan.operators),
+            payload=plan.payload(self._binding),
+        )
+        self._engine.register(segment.memory, segment.regions())
+        other = plan is not self.plan
+        self.plan = plan
+        self._switched(other)
+        self._note_prepared(started)
+        logger.info("protected once %d snapshots from here on are sealed", plan.policy.window)
+
+    def _no_generation(self, step: int, why: str, error: Exception) -> None:
+        """No memory for new slots: what is complete stays recoverable, what comes is not protected."""
+        # A daemon that went away is worth another try as soon as it is back; a refusal is not.
+        self._retry_at = step + (1 if isinstance(error, DaemonUnavailable) else _RETRY_STEPS)
+        kept = (
+            "the last complete suffix is kept, newer steps are not protected"
+            if self.plan is not None
+            else "nothing is protected yet"
+        )
+        text = f"no slots ({why}): {error}; {kept}; trying again at step {self._retry_at}"
+        logger.error("%s", text)
+        self._memory.session.notice("error", "not_protected", text)
+
+    def _previous_generation_pending(self) -> bool:
+        """Whether there are as many generations as may be.
+
+        With several ranks one may hold what they agreed on, one what they may agree on next, and one the chain that is built.
+        """
+        return len(self._memory.table.segments) >= (2 if self._ranks == 1 else 3)
+
+    def _note_prepared(self, started: float) -> None:
+        took = time.perf_counter() - started
+        self._pace.prepared(took)
+        self._stats.prepare_ms += took * 1e3

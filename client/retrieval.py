@@ -1,0 +1,97 @@
+"""Getting this rank the snapshots of a plan: those that lie here are verified, the daemon is asked for the others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ckptd.client.generations import Generations
+from ckptd.client.session import Session
+from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.holdings import fetch_piece
+from ckptd.recovery import Piece
+from ckptd.ring import SlotRecord, SlotState
+from ckptd.storage.image import DigestMismatch, ImageError, verify
+from ckptd.transport.messages import NodeCard, RefusalCode, SegmentInfo
+
+__all__ = ["Attempt", "Retrieval"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What came of trying a plan, for the vote: ``again`` if another plan may do, ``fatal`` if none can."""
+
+    own: Sequence[SlotRecord | None]  # this rank's own copies, by piece
+    fetched: SegmentInfo | None = None
+    asked_s: float = 0.0  # when, by the performance counter
+    again: bool = False
+    fatal: Exception | None = None
+
+
+class Retrieval:
+    """Tries plans. What is damaged here is quarantined, so that the next plan does without it."""
+
+    def __init__(self, session: Session, segments: Generations) -> None:
+        self._session, self._segments = session, segments
+
+    def attempt(self, pieces: Sequence[Piece], cards: tuple[NodeCard, ...]) -> Attempt:
+        """Have the pieces here, or on their way; never raises, since the other ranks wait for our vote."""
+        node = self._session.node_id
+        found = Attempt([self._segments.own_copy(node, piece) for piece in pieces])
+        missing = [p for p, own in zip(pieces, found.own, strict=True) if own is None]
+        try:
+            if self._verify([record for record in found.own if record is not None]):
+                found.again = True
+            elif missing:
+                found.asked_s = time.perf_counter()
+                found.fetched = self._fetch(missing, cards)
+        except AttachRefused as error:
+            # Where its holders are gone, others may be there. Where there is no memory for it, there will be none.
+            found.again = error.code == RefusalCode.NOT_FOUND
+            found.fatal = None if found.again else error
+        except DaemonUnavailable:
+            found.again = True
+        except Exception as error:  # noqa: BLE001 - raised after the vote
+            found.fatal = error
+        return found
+
+    def forsake(self, attempt: Attempt) -> None:
+        """Another plan is made, or none: give back what was fetched for this one."""
+        if attempt.fetched is not None:
+            self._session.drop(attempt.fetched.generation)
+
+    def _fetch(self, pieces: Sequence[Piece], cards: tuple[NodeCard, ...]) -> SegmentInfo:
+        wanted = tuple(fetch_piece(piece, sealed_at_ns=time.time_ns()) for piece in pieces)
+        try:
+            return self._session.fetch(wanted, cards)
+        except (AttachRefused, DaemonUnavailable) as error:
+            logger.error("snapshots could not be brought to this node: %s", error)
+            self._session.notice("error", "fetch_failed", str(error))
+            raise
+
+    def _verify(self, records: Sequence[SlotRecord]) -> bool:
+        """Check every digest of these slots; True if one failed (it is quarantined)."""
+        bad = False
+        with ThreadPoolExecutor(2, thread_name_prefix="ckptd-verify") as pool:
+            for record in records:
+                # Not the table's: the plan may be of older generations than the newest operator table.
+                segment = self._segments.of(record)
+                header = segment.header(record.index)
+                slot = segment.slot(record.index)[: record.image_len]
+                try:
+                    if header is None:
+                        raise ImageError("the slot header is damaged")
+                    verify(slot, header.header_digest, map_fn=pool.map)
+                except ImageError as error:
+                    what = error.tensor if isinstance(error, DigestMismatch) else str(error)
+                    text = f"slot {record.index} (iteration {record.iteration}) is damaged: {what}; quarantined, an older suffix is used"
+                    logger.error("%s", text)
+                    self._session.notice("error", "digest_mismatch", text)
+                    segment.set_state(record.index, SlotState.QUARANTINED)
+                    bad = True
+        return bad

@@ -1,0 +1,110 @@
+"""Snapshots as tests compare them: what a segment file holds, and ones that no trainer made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ckptd.ring import SlotState
+from ckptd.segment_format import SlotHeader
+from ckptd.segments import open_segment
+from ckptd.storage.image import ImageLayout, TensorEntry, seal
+
+__all__ = [
+    "IMAGE_BYTES",
+    "Snapshot",
+    "content_of",
+    "flip",
+    "sealed_in",
+    "snapshot_of",
+    "states_in",
+]
+
+IMAGE_BYTES = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A sealed slot: its header without what differs between copies, and its image."""
+
+    header: SlotHeader
+    image: bytes
+
+    @property
+    def name(self) -> tuple[int, int, int]:
+        return self.header.iteration, self.header.epoch, self.header.sequence
+
+
+def sealed_in(path: Path) -> dict[tuple[int, int, int], Snapshot]:
+    """What a segment file holds sealed, by iteration, epoch and sequence; read as it is now."""
+    found = {}
+    try:
+        segment = open_segment(path)
+    except FileNotFoundError:
+        return {}
+    try:
+        for index, header in segment.headers():
+            if header.state is SlotState.SEALED:
+                image = bytes(segment.image(index, header))
+                if segment.header(index) == header:  # else it was reused while we looked
+                    found[header.iteration, header.epoch, header.sequence] = Snapshot(header, image)
+    finally:
+        segment.close()
+    return found
+
+
+def content_of(header: SlotHeader) -> tuple[object, ...]:
+    """What every copy of a snapshot has in common."""
+    h = header
+    identity = (h.iteration, h.previous, h.epoch, h.epoch_start, h.sequence, h.phase)
+    return (*identity, h.image_len, h.layout_id, h.header_digest)
+
+
+def snapshot_of(iteration: int, *, size: int = IMAGE_BYTES) -> Snapshot:
+    """A sealed snapshot that no trainer made, of an epoch 1."""
+    layout = ImageLayout.build(
+        [TensorEntry("w", "U8", (size,))], identity={"job": "job"}, num_operators=1, anchors=1
+    )
+    image = bytearray(layout.image_len)
+    layout.write_header(memoryview(image), iteration=iteration, previous=-1, scalars_len=0)
+    offset = layout.offset_of("w")
+    image[offset : offset + size] = np.random.default_rng(iteration).bytes(size)
+    digest = seal(memoryview(image))
+    header = SlotHeader(
+        state=SlotState.SEALED,
+        iteration=iteration,
+        previous=-1,
+        image_len=layout.image_len,
+        sequence=iteration + 1,
+        layout_id=layout.layout_id,
+        writer_pid=os.getpid(),
+        header_digest=digest,
+        epoch=1,
+    )
+    return Snapshot(header, bytes(image))
+
+
+def states_in(path: Path) -> list[SlotState]:
+    """The state of every readable slot of a segment file."""
+    segment = open_segment(path)
+    try:
+        return [SlotState(header.state) for _, header in segment.headers()]
+    finally:
+        segment.close()
+
+
+def flip(paths: Sequence[Path], iterations: Sequence[int]) -> int:
+    """Change a byte in the middle of these snapshots in these segment files; returns how many were changed."""
+    changed = 0
+    for path in paths:
+        segment = open_segment(path)
+        for index, header in segment.headers():
+            if header.state is SlotState.SEALED and header.iteration in iterations:
+                segment.image(index, header)[header.image_len // 2] ^= 1
+                changed += 1
+        segment.close()
+    return changed

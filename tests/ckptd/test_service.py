@@ -1,0 +1,157 @@
+"""What the service tells the rest of the daemon, in one process and without a socket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from ckptd.config import DaemonConfig
+from ckptd.events import EventLog
+from ckptd.housekeeping import Housekeeper
+from ckptd.peering import Peering
+from ckptd.segment_format import SegmentDescriptor, encode_descriptor
+from ckptd.segments import Segment, SegmentStore
+from ckptd.service import Service
+from ckptd.sessions import RankKey
+from ckptd.transport import messages as m
+from ckptd.units import format_bytes
+from ckptd.workers import Workers
+from tests.ckptd.running import eventually
+
+MIB = 1 << 20
+RANK = RankKey("job", "run", 0)
+
+
+class Watched(Peering):
+    """Remembers whose snapshots it was told to have changed, and how many generations there were then."""
+
+    store: SegmentStore
+    told: list[tuple[RankKey, int]]
+
+    def changed(self, key: RankKey) -> None:
+        self.told.append((key, len(self.store.of_rank(key))))
+        super().changed(key)
+
+
+class NoWatcher:
+    """Processes cannot be watched here."""
+
+    def watch(self, pid: int, ended: Callable[[], None]) -> bool:
+        return False
+
+    def has_ended(self, pid: int) -> bool:
+        return False
+
+    def forget(self, pid: int) -> None:
+        """There is nothing."""
+
+
+@dataclass
+class Setting:
+    service: Service
+    peering: Watched
+    store: SegmentStore
+    workers: Workers
+    answers: list[m.Reply] = field(default_factory=list)
+
+    def ask(self, message: m.Message) -> m.Reply:
+        self.service.handle(b"t", message, self.answers.append)
+
+        def answered() -> bool:
+            self.workers.collect()
+            return bool(self.answers)
+
+        eventually(answered, "an answer")
+        return self.answers.pop()
+
+    def attach(self, needed_bytes: int = 8 * MIB) -> m.Reply:
+        self.ask(m.Hello("1", os.getpid()))
+        return self.ask(m.Attach("job", "run", 0, 1, "dp1", 1, needed_bytes, "2 slots"))
+
+    def reserve(self) -> Segment:
+        descriptor = encode_descriptor(descriptor_of("job", "run"))
+        reply = self.ask(m.Reserve(MIB, 2, descriptor))
+        assert isinstance(reply, m.Reserved), reply
+        segment = self.store.get(RANK, reply.segment.generation)
+        assert segment is not None
+        return segment
+
+
+def descriptor_of(job: str, run: str) -> SegmentDescriptor:
+    return SegmentDescriptor(
+        job=job,
+        run=run,
+        rank=0,
+        world_size=1,
+        topology="dp1",
+        layout_version=1,
+        generation=0,
+        node_id="",
+        created_at_ns=0,
+        window=1,
+        num_operators=1,
+    )
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Iterator[Setting]:
+    config, events = DaemonConfig(), EventLog(100)
+    store = SegmentStore(tmp_path, 64 * MIB, "here", mlock="off", hugepages="off")
+    workers = Workers("test", 1, 100, lambda: None)
+    housekeeper = Housekeeper(config, store, events, workers, workers, None)
+    peering = Watched(
+        config, store, events, sealers=workers, slow=workers, pool=None, post=lambda work: work()
+    )
+    peering.store, peering.told = store, []
+    service = Service(config, store, events, housekeeper, workers, NoWatcher(), peering)
+    yield Setting(service, peering, store, workers)
+    peering.close()
+    workers.close(5.0)
+
+
+def test_a_generation_that_is_given_back_is_told_at_once(setting: Setting) -> None:
+    """Else a target is sent it until the next tick, and the floor believes in it."""
+    setting.attach()
+    setting.reserve()
+    dropped = setting.reserve()
+    assert isinstance(setting.ask(m.Drop(dropped.generation)), m.Done)
+    assert setting.peering.told == [(RANK, 1)]
+
+
+def test_a_join_of_an_older_epoch_is_refused_and_changes_nothing(setting: Setting) -> None:
+    setting.attach()
+    members = (m.Member(m.NodeCard("here"), (0,)),)
+    assert isinstance(setting.ask(m.Join(7, 3, members)), m.Done)
+    refused = setting.ask(m.Join(6, 1, members))
+    assert isinstance(refused, m.Refused)
+    assert refused.code is m.RefusalCode.STALE_EPOCH
+    assert "epoch 7 has begun here" in refused.message
+    assert refused.hint
+    assert setting.peering.holdings("job", "run").epoch == 7
+    assert setting.peering.holdings("job", "other").epoch == -1
+
+
+def test_what_is_promised_at_attach_is_kept_from_replicas(setting: Setting) -> None:
+    before = setting.peering.replicas.free_bytes
+    setting.attach(12 * MIB)
+    assert before - setting.peering.replicas.free_bytes == 12 * MIB
+    setting.reserve()
+    assert before - setting.peering.replicas.free_bytes == 12 * MIB, "it is a part of its promise"
+
+
+def test_a_rank_that_does_not_fit_beside_replicas_is_told_so(setting: Setting) -> None:
+    replicas = setting.peering.replicas
+    replicas.promise(setting.store.plan(descriptor_of("job", "other"), 30, MIB))
+    refused = setting.attach(40 * MIB)
+    assert isinstance(refused, m.Refused)
+    assert refused.code is m.RefusalCode.QUOTA
+    assert f"{format_bytes(replicas.used_bytes)} of it by replicas" in refused.message
+    assert isinstance(setting.attach(4 * MIB), m.Attached)
+    assert isinstance(setting.reserve(), Segment)
+    again = setting.ask(m.Reserve(MIB, 40, encode_descriptor(descriptor_of("job", "run"))))
+    assert isinstance(again, m.Refused)
+    assert again.code is m.RefusalCode.QUOTA

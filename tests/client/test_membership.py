@@ -1,0 +1,154 @@
+"""What all ranks learn at the start of a recovery, and that they learn of a failure together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from ckptd.client.agreement import Exchange
+from ckptd.client.membership import RunView, see_run
+from ckptd.errors import DaemonUnavailable, RemoteProtocolError
+from ckptd.transport.messages import HeldSegment, HeldSlot, Holdings, Member, NodeCard, RunSeen
+from tests.client.meeting import outcomes
+
+
+@dataclass
+class Asks:
+    """A session whose daemon sees this, or is away."""
+
+    card: NodeCard
+    sees: RunSeen | Exception
+    known: list[tuple[str, ...]] = field(default_factory=list)
+
+    def see_run(self, job: str, run: str, known: tuple[str, ...]) -> RunSeen:
+        assert (job, run) == ("job", "run")
+        self.known.append(known)
+        if isinstance(self.sees, Exception):
+            raise self.sees
+        return self.sees
+
+
+def member(name: str, *ranks: int) -> Member:
+    return Member(NodeCard(name), ranks)
+
+
+def seen(
+    *nodes: str, members: tuple[Member, ...] = (), silent: tuple[str, ...] = (), epoch: int = -1
+) -> RunSeen:
+    """What the daemon of the first node tells; the others answered it."""
+    return RunSeen(
+        tuple(Holdings(node, (), epoch) for node in nodes),
+        tuple(NodeCard(node) for node in nodes[1:]),
+        members,
+        silent,
+    )
+
+
+def views(*sessions: Asks) -> list[RunView | Exception]:
+    def ask(rank: int, exchange: Exchange) -> RunView:
+        return see_run(sessions[rank], "job", "run", rank, exchange)
+
+    return outcomes([lambda e, r=r: ask(r, e) for r in range(len(sessions))])  # type: ignore[misc]
+
+
+def view(*sessions: Asks) -> RunView:
+    """The one that all ranks have."""
+    found = views(*sessions)
+    assert isinstance(found[0], RunView), found[0]
+    assert all(other == found[0] for other in found)
+    return found[0]
+
+
+def test_one_rank_per_node_asks_and_all_hear_it() -> None:
+    a, b = NodeCard("a"), NodeCard("b")
+    sessions = [Asks(a, seen("a")), Asks(a, seen("a")), Asks(b, seen("b", "idle"))]
+    found = view(*sessions)
+    assert found.cards == (a, a, b)
+    assert found.idle == (NodeCard("idle"),)
+    assert found.silent == ()
+    assert [s.known for s in sessions] == [[("a", "b")], [], [("a", "b")]]
+    assert found.members == (
+        Member(a, (0, 1), (0, 0)),
+        Member(b, (2,), (0,)),
+        Member(NodeCard("idle"), ()),
+    )
+
+
+def test_who_took_part_and_does_not_answer_is_silent() -> None:
+    """Whoever knows of them: here the daemon of node a has just been restarted, and only that of b remembers."""
+    before = (member("a", 0), member("b"), member("gone", 1), member("idle"), member("lent"))
+    found = view(
+        Asks(NodeCard("a"), seen("a")),
+        Asks(NodeCard("b"), seen("b", "idle", members=before, silent=("lent", "asked"))),
+    )
+    assert found.silent == ("asked", "gone", "lent")
+
+
+def test_who_answered_anybody_is_not_silent() -> None:
+    before = (member("x"), member("y"))
+    found = view(
+        Asks(NodeCard("a"), seen("a", "x", members=before, silent=("y",))),
+        Asks(NodeCard("b"), seen("b", "y", members=before, silent=("x",))),
+    )
+    assert found.silent == ()
+
+
+def test_an_epoch_in_which_nothing_was_sealed_is_known() -> None:
+    found = view(
+        Asks(NodeCard("a"), seen("a", epoch=3)),
+        Asks(NodeCard("b"), seen("b", "idle", epoch=4_000_000_000)),
+    )
+    assert found.known_epoch == 4_000_000_000
+    assert found.next_epoch(2) == 4_000_000_001, "whatever the clock says"
+    assert found.next_epoch(4_000_000_005) == 4_000_000_006
+
+
+def test_epochs_begin_at_the_time_of_rank_0() -> None:
+    view = RunView((), (), (), clock_s=1_800_000_000, known_epoch=7)
+    assert view.next_epoch(-1) == 1_800_000_000
+    assert view.next_epoch(1_800_000_000) == 1_800_000_001, "twice in one second"
+
+
+def test_a_daemon_that_is_away_is_every_ranks_error() -> None:
+    """The others would wait for this rank in the next exchange until their process group times out."""
+    away = DaemonUnavailable("no answer within 10 s", operation="see run")
+    found = views(Asks(NodeCard("a"), seen("a")), Asks(NodeCard("b"), away))
+    assert [str(error) for error in found] == [
+        "recover: rank 1 on node b: see run: no answer within 10 s"
+    ] * 2
+    assert all(isinstance(error, DaemonUnavailable) for error in found)
+
+
+def test_a_node_that_tells_what_cannot_be_is_every_ranks_error() -> None:
+    slot = HeldSlot(0, bytes(112), b"")
+    wrong = HeldSegment(
+        name="s",
+        rank=0,
+        own=True,
+        origin="",
+        generation=0,
+        world_size=2,
+        window=1,
+        num_operators=1,
+        operators_id="t",
+        slot_bytes=1,
+        num_slots=1,
+        slots=(slot,),
+    )
+    lies = RunSeen((Holdings("b", (wrong,)),), ())
+    first, second = views(Asks(NodeCard("a"), seen("a")), Asks(NodeCard("b"), lies))
+    assert isinstance(first, DaemonUnavailable)
+    assert "rank 1 on node b: plan recovery [node=b" in str(first)
+    assert isinstance(second, RemoteProtocolError)
+
+
+def test_alone_the_daemons_absence_is_told_as_it_is() -> None:
+    with pytest.raises(DaemonUnavailable, match=r"^see run: away$"):
+        see_run(
+            Asks(NodeCard("a"), DaemonUnavailable("away", operation="see run")),
+            "job",
+            "run",
+            0,
+            lambda said: [said],
+        )

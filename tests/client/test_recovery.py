@@ -1,0 +1,164 @@
+"""The end of a start: what was found is looked at on every rank before any goes on."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from ckptd.client import recovery
+from ckptd.client.agreement import Exchange
+from ckptd.client.binding import Binding
+from ckptd.client.freeze import Tape
+from ckptd.client.identity import Identity
+from ckptd.client.memory import RankMemory
+from ckptd.client.operators import discover_operators
+from ckptd.client.planning import make_plan
+from ckptd.client.recovery import Recovery, Resumption
+from ckptd.client.scalars import Stateful
+from ckptd.cuda.engine import CopyEngine
+from ckptd.cuda.select import make_engine
+from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.schedule import Ordering
+from ckptd.segment_format import HINT_DROP_GRADIENTS
+from tests.ckptd.running import MIB
+from tests.client.meeting import outcomes
+from tests.client.test_memory import attached, record
+
+NO_STATE: dict[str, Stateful] = {}
+
+
+def bound(width: int) -> Binding:
+    model = nn.Linear(width, 2)
+    return Binding(model, [torch.optim.SGD(model.parameters())], None)
+
+
+def payload(width: int) -> bytes:
+    """What a trainer of such a model writes into its descriptor."""
+    binding = bound(width)
+    plan = make_plan(
+        binding,
+        discover_operators(binding.model, rows_allowed=binding.rows_allowed),
+        policy="sliding",
+        window=2,
+        every=1,
+        budget_bytes=None,
+        available_bytes=None,
+        popularity=None,
+        ordering=Ordering.HARD,
+        compute_dtypes={},
+        identity={},
+        scalars_capacity=4096,
+    )
+    return plan.payload(binding)
+
+
+@pytest.fixture
+def engine() -> Iterator[CopyEngine]:
+    found = make_engine(torch.device("cpu"), inline=False)
+    yield found
+    found.close()
+
+
+@contextmanager
+def two_ranks(endpoint: str, run: str) -> Iterator[list[RankMemory]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(attached(endpoint, run, rank, 2)) for rank in range(2)]
+
+
+@pytest.fixture
+def run(endpoint: str) -> str:
+    """A run of which both ranks have recorded a suffix."""
+    run = uuid.uuid4().hex[:8]
+    with two_ranks(endpoint, run) as memories:
+        outcomes([memory.recover for memory in memories])
+        for memory in memories:
+            memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
+            for iteration in (3, 4):
+                record(memory, iteration)
+    return run
+
+
+def find(
+    memories: list[RankMemory],
+    engine: CopyEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    widths: tuple[int, int],
+) -> list[Resumption | Exception | None]:
+    """What ranks with models of these widths find, or raise."""
+
+    exchanges: dict[int, Exchange] = {}
+
+    def work(rank: int, exchange: Exchange) -> Resumption | None:
+        exchanges[rank] = exchange
+        return Recovery(
+            bound(widths[rank]),
+            engine,
+            identity=Identity("job", "run", rank, 2),
+            stateful=NO_STATE,
+            tape=Tape(),
+            freezing="inputs",
+            freezing_reason="",
+            on_mismatch="raise",
+        ).find(memories[rank])
+
+    monkeypatch.setattr(recovery, "exchange", lambda identity, said: exchanges[identity.rank](said))
+    return outcomes([lambda e, r=r: work(r, e) for r in range(2)])  # type: ignore[misc]
+
+
+def test_both_find_the_same(
+    endpoint: str, run: str, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_ranks(endpoint, run) as memories:
+        memories[1].leave_hint(HINT_DROP_GRADIENTS)
+        first, second = find(memories, engine, monkeypatch, widths=(4, 4))
+        assert isinstance(first, Resumption), first
+        assert isinstance(second, Resumption), second
+        assert (first.replay.start, first.replay.end) == (3, 4)
+        assert (second.replay.start, second.replay.end) == (3, 4)
+        assert (first.replay.freezing, second.replay.freezing) == ("inputs", "drop")
+
+
+def test_another_model_on_one_rank_stops_both(
+    endpoint: str, run: str, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 could go on, and would wait for rank 1 in its first step."""
+    with two_ranks(endpoint, run) as memories:
+        first, second = find(memories, engine, monkeypatch, widths=(4, 5))
+        assert isinstance(second, AttachRefused)
+        assert second.code == "model_changed"
+        assert isinstance(first, DaemonUnavailable)
+        assert "rank 1 on node" in str(first)
+        assert "are of another model" in str(first)
+    with two_ranks(endpoint, run) as memories:
+        found = find(memories, engine, monkeypatch, widths=(4, 4))
+        assert all(isinstance(one, Resumption) for one in found), "nothing was lost"
+
+
+def test_a_snapshot_that_does_not_arrive_on_one_rank_stops_both(
+    endpoint: str, run: str, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was damaged on the way, say: the other must not begin its replay alone."""
+    with two_ranks(endpoint, run) as memories:
+        recover = memories[1].recover
+
+        def without_the_first(exchange: Exchange) -> object:
+            found = recover(exchange)
+            assert isinstance(found, tuple)
+
+            def gone() -> None:
+                raise DaemonUnavailable("iteration 3 could not be brought here", operation="fetch")
+
+            found[0][0]._view = gone  # type: ignore[assignment]
+            return found
+
+        monkeypatch.setattr(memories[1], "recover", without_the_first)
+        found = find(memories, engine, monkeypatch, widths=(4, 4))
+        assert all(isinstance(error, DaemonUnavailable) for error in found), found
+        assert str(found[0]) == str(found[1])
+        assert "fetch: iteration 3 could not be brought here" in str(found[0])

@@ -1,0 +1,71 @@
+"""Ranks that do not hold the same: one lost its chain, or needs a longer window. What all of them hold must stay."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.compare import differences
+from tests.e2e.harness import DaemonProcess, Jobs
+from tests.e2e.test_distributed import KILL_AT, Ranks, run
+
+__all__ = ["run"]
+
+_BROKEN_AT = KILL_AT - 3
+
+
+def _resumed(jobs: Jobs, run: str, life: Ranks, *options: str, daemon: DaemonProcess) -> int:
+    """Restart after the death of rank 0; returns the iteration to which both came back, at the exact bits."""
+    references = Ranks(jobs, run, *options, daemon="none").end()
+    life.end_by_the_death_of(0)
+    outs = Ranks(jobs, run, "--seed", "7", *options).end()
+    resumed = {jobs.report(out)["resumed_from"] for out in outs}
+    logs = "\n".join(jobs.log(out) for _, out in life.started) + str(
+        daemon.events("placement", run)
+    )
+    assert len(resumed) == 1, (resumed, logs)
+    for reference, out in zip(references, outs, strict=True):
+        assert differences(reference, out) == []
+    (iteration,) = resumed
+    assert iteration is not None, logs
+    return int(iteration)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [0, 1])
+def test_where_one_rank_lost_its_chain_the_others_keep_what_it_still_has(
+    jobs: Jobs, daemon: DaemonProcess, run: str, broken: int
+) -> None:
+    """Its newest suffix ends at the break; the other rank's ring would have moved on by now."""
+    life = Ranks(
+        jobs, run, killed=0, each={broken: ("--break-at", str(_BROKEN_AT)), 1 - broken: ()}
+    )
+    assert _resumed(jobs, run, life, daemon=daemon) in (_BROKEN_AT - 1, _BROKEN_AT)
+
+
+@pytest.mark.slow
+def test_ranks_with_different_windows_come_back_together(
+    jobs: Jobs, daemon: DaemonProcess, run: str
+) -> None:
+    """The one with the short window keeps as much as the one with the long window needs to replay."""
+    windows = {0: ("--set", "window=5"), 1: ("--set", "window=1")}
+    life = Ranks(jobs, run, each=windows, killed=0)
+    assert _resumed(jobs, run, life, daemon=daemon) in range(KILL_AT - 5, KILL_AT + 1)
+
+
+@pytest.mark.slow
+def test_one_rank_that_wants_a_wider_window_takes_all_along(
+    jobs: Jobs, daemon: DaemonProcess, run: str
+) -> None:
+    """Both go over to it beside training, at different steps; what they recorded before stays until both are over."""
+    slow = ("--total", "110", "--step-ms", "50", "--set", "window=null")
+    each = {0: ("--kill-at", "100", "--widen-at", "12")}
+    life = Ranks(jobs, run, *slow, killed=0, each=each)
+    life.end_by_the_death_of(0)
+    outs = Ranks(jobs, run, "--seed", "7", *slow).end()
+    reports = [jobs.report(out) for out in outs]
+    assert {r["window"] for r in reports} == {3.0}, jobs.log(life.started[1][1])
+    assert {r["resumed_from"] for r in reports} <= set(range(95, 101)), jobs.log(life.started[1][1])
+    assert len({r["resumed_from"] for r in reports}) == 1
+    references = Ranks(jobs, run, *slow, daemon="none").end()
+    for reference, out in zip(references, outs, strict=True):
+        assert differences(reference, out) == []

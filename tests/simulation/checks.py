@@ -1,0 +1,201 @@
+"""What ``docs/replication.md`` promises, asserted on the cluster as it is.
+
+(a) A sealed copy is the primary's snapshot, byte by byte.
+(b) A plan's pieces are one history.
+(c) The promise of the floor F. When F was announced, each rank had *holders*: the targets that its replicator
+    counted, or its own primary where none counted; its latest word on F counts. As long as a daemon of the run knows
+    of F, no newer floor is announced and no recovery went below F: every holder whose memory still exists holds the rank's complete suffix that ends at F. Lose any nodes, of
+    which at most r have not been lost yet: if each rank is left one such holder, or its own node with a suffix
+    that ends at F, then a plan exists for the job killed now, and ends at F or later. A node that is cut off
+    is lost for the time being. A primary that gave the suffix away while its daemon or another node of the
+    run was away holds it no longer.
+(d) No host gives a slot away that it promised to keep.
+(e) What is not needed goes; (f) when all is calm, the floor follows the job. See `World.settle`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+
+from ckptd.recovery import HeldRecords, NoRecovery, RecoveryPlan, plan_recovery
+from ckptd.replicas import spanning_suffix
+from ckptd.ring import newest_by_iteration
+from tests.simulation.model import Announced, Content, Holder, Segment, State, Trainer, Vouched
+from tests.simulation.network import Network
+
+__all__ = ["Checks"]
+
+_CHECKED = 0.3  # of the changes: the rest is seen at the next one, as a rule
+_VOUCHED_MAX = 64
+
+
+class Checks(Network):
+    """The job, as somebody sees it who sees everything."""
+
+    homes: dict[int, str]
+    trainers: dict[int, Trainer]
+    replicas: int
+    span: int
+
+    def _init_job(self) -> None:
+        self.epoch, self.epoch_start = 0, -1
+        self.epochs: dict[int, int] = {0: -1}
+        self.parents: dict[State, State | None] = {}  # state: the one before
+        self.truth: dict[tuple[int, int, int, int], Content] = {}  # fill: content
+        self.announced: Announced | None = None
+        self.highest = -1  # of all floors of the live history
+        self.vouched: dict[int, list[Vouched]] = {}
+        self.waived: dict[int, int] = {}  # rank: what was given away, rightly
+        self.changed = True
+
+    # What was said.
+
+    def vouch(self, rank: int, fresh: Vouched) -> None:
+        """A rank tells the tree how far it is: from now on its word is that of these holders."""
+        known = self.vouched.setdefault(rank, [])
+        if not known or known[-1] != fresh:
+            known.append(fresh)
+            del known[:-_VOUCHED_MAX]
+            told = self.announced
+            if told is not None and self._covers(fresh, told.floor):
+                told.holders[rank] = fresh.holders
+                self.changed = True
+
+    def _covers(self, said: Vouched, floor: int) -> bool:
+        """Whether it was said of this floor, in a history that goes on from there or later."""
+        left = any(e > said.epoch and start < floor for e, start in self.epochs.items())
+        return said.first <= floor <= said.last and not left
+
+    def known_floor(self) -> int:
+        """The newest floor that a daemon of the run knows."""
+        daemons = [self.nodes[name].daemon for name in set(self.homes.values())]
+        runs = [daemon.run for daemon in daemons if daemon is not None]
+        return max((max(r.promise.floor, r.carried.floor) for r in runs), default=-1)
+
+    def announce(self, floor: int, epoch: int) -> None:
+        """Some node has learned of this floor."""
+        left = any(e > epoch and start < floor for e, start in self.epochs.items())
+        if left or floor <= self.highest:
+            return  # somebody heard late of what was announced before
+        holders: dict[int, tuple[Holder, ...]] = {}
+        for rank in self.homes:
+            said = [v for v in self.vouched.get(rank, ()) if self._covers(v, floor)]
+            assert said, f"(c) floor {floor}, of which rank {rank} has never told"
+            holders[rank] = said[-1].holders
+        self.announced, self.highest = Announced(floor, holders), floor
+        self.changed = True
+        self.seen["floor moved"] += 1
+        self.tell(f"floor {floor}")
+
+    # What there is.
+
+    def own_segments(self, rank: int) -> list[Segment]:
+        node = self.nodes[self.homes[rank]]
+        found = [s for s in node.segments.values() if s.own and s.rank == rank]
+        return sorted(found, key=lambda s: s.generation)
+
+    def holdings(self, without: Collection[str] = ()) -> list[HeldRecords]:
+        return [
+            HeldRecords(
+                name, segment.name, segment.own, segment.rank, segment.num_operators, "ops", 128,
+                tuple([r for r in segment.records if r.sealed]),
+            )
+            for name, node in sorted(self.nodes.items())
+            if node.up and name not in without
+            for segment in node.segments.values()
+        ]  # fmt: skip
+
+    def holds(self, name: str, rank: int, end: int, *, own: bool) -> bool:
+        """Whether the suffix of the rank that ends there is on the node."""
+        records = [
+            slot.record
+            for segment in self.nodes[name].segments.values()
+            if segment.rank == rank and segment.own is own
+            for slot in segment.slots
+        ]
+        newest = newest_by_iteration(records, self.epochs)
+        window = self.trainers[rank].window
+        return spanning_suffix(newest, window, self.span, end=end) is not None
+
+    def stands(self, holder: Holder) -> bool:
+        """Whether the memory of then still exists."""
+        node = self.nodes[holder.node]
+        return node.up and node.life == holder.life
+
+    def waives(self, rank: int, floor: int) -> bool:
+        return floor - self.span < self.waived.get(rank, -1)
+
+    # The checks.
+
+    def watch(self) -> None:
+        if not self.changed:
+            return
+        self.changed = False
+        if self.announced is not None and self.known_floor() < self.announced.floor:
+            self.announced = None  # it is as if it had not been announced
+        self.check_holders()
+        if self.announced is not None and self.rng.random() < _CHECKED:
+            lost = self.rng.sample(sorted(self.nodes), self.rng.randint(0, self.replicas))
+            lost += self.cut
+            plan = plan_recovery(self.holdings(lost), len(self.homes))
+            self.check_promise(lost, plan)
+            if isinstance(plan, RecoveryPlan):
+                self.check_plan(plan)
+
+    def check_copy(self, segment: Segment, index: int) -> None:
+        """(a)"""
+        slot = segment.slots[index]
+        record = slot.record
+        fill = segment.rank, record.iteration, record.epoch, record.sequence
+        assert record.sealed
+        assert slot.content == self.truth[fill], f"(a) {segment.name} slot {index}: {slot.content}"
+
+    def check_plan(self, plan: RecoveryPlan) -> None:
+        """(b): at each iteration one state of all ranks, each the next one's past."""
+        states: dict[int, set[State]] = {}
+        for rank, pieces in plan.per_rank.items():
+            for iteration, piece in enumerate(pieces, start=plan.start):
+                for source in piece.sources:
+                    slot = self.nodes[source.node].segments[source.segment].slots[source.index]
+                    assert slot.content[:2] == (rank, iteration), f"(b) {source}: {slot.content}"
+                    states.setdefault(iteration, set()).add(slot.content[2])  # type: ignore[arg-type]
+        path = []
+        for iteration in range(plan.start, plan.end + 1):
+            assert len(states[iteration]) == 1, f"(b) mixed at {iteration}: {states[iteration]}"
+            path.append(states[iteration].pop())
+        for before, after in itertools.pairwise(path):
+            assert self.parents[after] == before, f"(b) {after} does not follow {before}"
+
+    def check_holders(self) -> None:
+        """(c): who vouched for the floor holds its suffix."""
+        told = self.announced
+        if told is None:
+            return
+        for rank, holders in told.holders.items():
+            for holder in holders:
+                if not self.stands(holder) or (holder.own and self.waives(rank, told.floor)):
+                    continue
+                assert self.holds(holder.node, rank, told.floor, own=holder.own), (
+                    f"(c) {holder} does not hold rank {rank} up to the floor {told.floor}"
+                )
+
+    def check_promise(self, lost: Collection[str], plan: RecoveryPlan | NoRecovery) -> None:
+        """(c): the job killed now, without these nodes."""
+        told = self.announced
+        if told is None or not all(self._is_left(told, rank, lost) for rank in self.homes):
+            return
+        self.seen["promise checked"] += 1
+        assert isinstance(plan, RecoveryPlan), f"(c) floor {told.floor}, but {plan.reason}"
+        assert plan.end >= told.floor, f"(c) floor {told.floor}, but only {plan.end}: {plan.reason}"
+
+    def _is_left(self, told: Announced, rank: int, lost: Collection[str]) -> bool:
+        home = self.homes[rank]
+        there = home not in lost and self.nodes[home].up
+        if there and self.holds(home, rank, told.floor, own=True):
+            return True
+        return any(self._counts(holder, rank, told.floor, lost) for holder in told.holders[rank])
+
+    def _counts(self, holder: Holder, rank: int, floor: int, lost: Collection[str]) -> bool:
+        waived = holder.own and self.waives(rank, floor)
+        return self.stands(holder) and holder.node not in lost and not waived

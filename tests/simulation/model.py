@@ -1,0 +1,242 @@
+"""What there is in the simulated cluster: machines, daemons, segments, and what a snapshot's content is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ckptd import replication as rep
+from ckptd.floor import NOTHING_CARRIED, Carried, FloorTree
+from ckptd.known_runs import KnownRuns
+from ckptd.placement import Placement
+from ckptd.replicas import Promise
+from ckptd.replication import Replicator, SnapshotKey
+from ckptd.ring import SlotRecord, SlotState, check_transition
+
+__all__ = [
+    "DEADLINE_S", "FAN_OUT", "JOB", "LEASE_IDLE_S", "NO_PLACEMENT", "REPLICATION", "SLACK", "STEP_S", "TICKET_S",
+    "TICK_S", "TORN", "Announced", "Content", "Daemon", "Hint", "Holder", "Lease", "Node", "RunSide", "Segment",
+    "Sender", "Slot", "State", "Ticket", "Trainer", "Transfer", "Vouched", "WorldConfig", "digest_of",
+]  # fmt: skip
+
+SLACK = 2
+DEADLINE_S = 4.0
+TICKET_S = 5.0
+LEASE_IDLE_S = 8.0
+STEP_S = 1.0
+TICK_S = 1.0
+FAN_OUT = 2  # so that a handful of nodes is a tree of some depth
+TORN = ("torn",)
+JOB = ("job", "run")
+REPLICATION = rep.ReplicationConfig(answer_s=2.0, retry_max_s=2.0, quota_s=1.0, quota_max_s=2.0)
+NO_PROMISE = Promise()
+NO_PLACEMENT = Placement({}, {}, (), "nobody has joined yet")
+
+Content = tuple[object, ...]
+State = tuple[int, int]  # the state of the model after an iteration of an epoch
+
+
+def digest_of(content: Content) -> bytes:
+    return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class WorldConfig:
+    """What a seed is played with; the defaults are what the tests play."""
+
+    chaos_s: float = 25.0
+    quiet_s: float = 15.0
+    unique_epochs: bool = True
+    "False: one more than the highest epoch seen (shows why it may not be)."
+    carries: bool = True
+    "False: a new epoch, and a restarted root, know nothing of a floor (and span) of before."
+    hard_until_held: bool = True
+    "False: a primary is soft as soon as some target counts, whatever that holds."
+    reads_anew: bool = True
+    "False: a primary vouches for what its slots were told to hold last, not for what they hold now."
+    counts_span: bool = True
+    "False: what was counted with a shorter span than the run's counts, too."
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One slot of a segment: its header and its bytes."""
+
+    record: SlotRecord
+    content: Content = TORN
+    readers: int = 0
+
+
+class Hint(NamedTuple):
+    """What the daemon wrote beside a primary's slots: see `ckptd.segment_format.RingHint`."""
+
+    floor: int = -1
+    horizon: int = -1
+    span: int = 0
+    sole: bool = False
+    epoch: int = 0
+
+
+NO_HINT = Hint()
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A segment file; a replica's ``primary`` is the name of what it is a copy of."""
+
+    name: str
+    rank: int
+    own: bool
+    primary: str
+    generation: int
+    slots: list[Slot]
+    num_operators: int
+    hint: Hint = NO_HINT
+
+    @property
+    def records(self) -> tuple[SlotRecord, ...]:
+        return tuple([slot.record for slot in self.slots])
+
+    def move(self, index: int, state: SlotState, **header: object) -> None:
+        slot = self.slots[index]
+        check_transition(slot.record.state, state)
+        slot.record = replace(slot.record, state=state, **header)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A replica that one boot of a peer has open."""
+
+    peer: str
+    boot: int
+    segment: Segment
+    used_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A granted slot; it dies with its daemon, its peer, or the deadline."""
+
+    peer: str
+    boot: int
+    segment: Segment
+    index: int
+    lease: int
+    record: SlotRecord
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A put of a sender."""
+
+    key: SnapshotKey
+    node: str
+    over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Sender:
+    """The replication of one rank in one epoch: what `ckptd.replicating` has around the core."""
+
+    core: Replicator
+    leases: dict[tuple[str, int], int] = field(default_factory=dict)
+    lives: dict[str, int] = field(default_factory=dict)  # of the target that told what it holds
+    holds: dict[SnapshotKey, Slot] = field(default_factory=dict)
+    puts: dict[str, Transfer] = field(default_factory=dict)
+    granted: set[tuple[str, int]] = field(default_factory=set)
+    woken_s: float = -1.0
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RunSide:
+    """The run as one daemon sees it: the state of `ckptd.runs.Run`."""
+
+    epoch: int = -1
+    epoch_start: int = -1
+    members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    senders: dict[int, Sender] = field(default_factory=dict)
+    dead: set[str] = field(default_factory=set)
+    placement: Placement = NO_PLACEMENT
+    promise: Promise = NO_PROMISE
+    carried: Carried = NOTHING_CARRIED
+    span: int = 1
+    tree: FloorTree | None = None
+    apart_s: float = -1e9  # when this daemon or another node was away last
+
+    @property
+    def members_id(self) -> str:
+        return "" if self.tree is None else f"{self.epoch}/{self.tree.members_id}"
+
+
+@dataclass(slots=True, eq=False)
+class Daemon:
+    """What one start of a daemon has in its memory."""
+
+    boot: int
+    known: KnownRuns
+    run: RunSide = field(default_factory=RunSide)
+    leases: dict[int, Lease] = field(default_factory=dict)
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    peers: dict[str, int] = field(default_factory=dict)  # node: the boot that was heard of last
+    lost: set[str] = field(default_factory=set)
+
+    @classmethod
+    def start(cls, boot: int, now_s: float) -> Daemon:
+        run = RunSide(apart_s=now_s)
+        return cls(boot, KnownRuns(lambda job, name: (run.epoch, run.promise, run.span)), run)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A machine. Its segments survive its daemon."""
+
+    name: str
+    labels: Mapping[str, str]
+    capacity: int | None = None
+    up: bool = True
+    life: int = 0
+    daemon: Daemon | None = None
+    segments: dict[str, Segment] = field(default_factory=dict)
+    delay_s: float = 0.1
+    full: bool = False
+    corrupts: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Trainer:
+    """One rank's process: what `ckptd.client` remembers from step to step."""
+
+    window: int
+    num_slots: int
+    previous: int = -1
+    sequence: int = 0
+    coming: int = 0  # slots of the generation that was asked for
+    retry_at: int = 0
+
+
+class Holder(NamedTuple):
+    """A promised copy: of which machine, in which of its lives, and whether it is the primary."""
+
+    node: str
+    life: int
+    own: bool
+
+
+class Vouched(NamedTuple):
+    """What a rank told the tree at some time, and in whose name."""
+
+    epoch: int
+    first: int
+    last: int
+    holders: tuple[Holder, ...]
+
+
+@dataclass(slots=True)
+class Announced:
+    """A floor, and by rank who vouched for it last."""
+
+    floor: int
+    holders: dict[int, tuple[Holder, ...]]

@@ -1,0 +1,236 @@
+"""The trainers of a job in lockstep: snapshots, generations, broken chains (`ckptd.client`, in short)."""
+
+from __future__ import annotations
+
+from ckptd.replicas import Promise, promised
+from ckptd.ring import (
+    SlotChoice,
+    SlotRecord,
+    SlotState,
+    choose_slot,
+    droppable_generations,
+    slots_for_window,
+)
+from tests.simulation.model import (
+    SLACK,
+    STEP_S,
+    TICK_S,
+    TORN,
+    Content,
+    Hint,
+    Segment,
+    Slot,
+    State,
+    Trainer,
+    digest_of,
+)
+from tests.simulation.runs import Runs
+
+__all__ = ["Training"]
+
+_MORE_SLOTS = 2
+_RETRY_STEPS = 6
+
+
+class Training(Runs):
+    """One iteration of all ranks after another."""
+
+    growth_refused: float
+
+    def _init_training(self) -> None:
+        self.iteration = 0
+        self.run_id = 0
+        self.history: list[State] = []  # by iteration, of the live history
+
+    def step(self, run_id: int) -> None:
+        """One iteration of all ranks."""
+        if run_id != self.run_id or not self.running:
+            return
+        if self.iteration > self.epoch_start:
+            state = (self.epoch, self.iteration)
+            self.parents[state] = self.history[-1] if self.history else None
+            self.history.append(state)
+            for rank in self.homes:
+                self._boundary(rank, state)
+        self.iteration += 1
+        self.later(STEP_S, lambda: self.step(run_id))
+
+    def _boundary(self, rank: int, state: State) -> None:
+        trainer = self.trainers[rank]
+        self._collect(rank, trainer)
+        if self.chance(0.012):
+            self.seen["missed"] += 1
+            trainer.previous = -1
+            return
+        segment = self.own_segments(rank)[-1]
+        hint = self._hint(rank)
+        hard = hint.sole and self.nodes[self.homes[rank]].daemon is not None
+        choice = self._claim(rank, segment, hint, hard)
+        if choice.index is None:
+            self.seen["skipped"] += 1
+            trainer.previous = -1
+            if not self._pending(rank, trainer) and state[1] >= trainer.retry_at:
+                trainer.coming = trainer.num_slots
+            return
+        self.seen["overrode"] += choice.overrides_floor
+        if choice.releases is not None and not hard:
+            self._waive(rank, choice.releases)
+        self._fill(rank, segment, choice.index, state)
+        self._drop_unneeded(rank)
+        self._maybe_grow(rank, trainer, crowded=hard and not choice.left)
+
+    def _hint(self, rank: int) -> Hint:
+        told = [segment.hint for segment in self.own_segments(rank) if segment.hint.span]
+        return max(told, key=lambda hint: (hint.floor, hint.horizon), default=Hint())
+
+    def _promised(self, rank: int, hint: Hint) -> set[tuple[int, int]]:
+        records = [record for s in self.own_segments(rank) for record in s.records]
+        if not hint.span:
+            return set()
+        return promised(
+            records,
+            self.trainers[rank].window,
+            promise=Promise(hint.floor, hint.horizon),
+            epochs={self.epoch: self.epoch_start},
+            span=hint.span,
+        )
+
+    def _claim(self, rank: int, segment: Segment, hint: Hint, hard: bool) -> SlotChoice:
+        window = self.trainers[rank].window
+        while True:
+            segments = self.own_segments(rank)
+            choice = choose_slot(
+                [record for s in segments for record in s.records],
+                window,
+                busy={slot.record.key for s in segments for slot in s.slots if slot.readers},
+                generation=segment.generation,
+                protected=self._promised(rank, hint),
+                hard=hard,
+                epochs={self.epoch: self.epoch_start},
+            )
+            if choice.index is not None or not self._seal_filled(rank):
+                return choice
+
+    def _waive(self, rank: int, iteration: int) -> None:
+        """This is given away. Where no floor can move a primary may do so, even if nobody else holds it."""
+        daemon = self.nodes[self.homes[rank]].daemon
+        alone = len(self.homes) == 1
+        if alone or daemon is None or self.now_s - daemon.run.apart_s <= 1.5 * TICK_S:
+            self.waived[rank] = max(self.waived.get(rank, -1), iteration)
+
+    def _fill(self, rank: int, segment: Segment, index: int, state: State) -> None:
+        iteration, trainer = self.iteration, self.trainers[rank]
+        trainer.sequence += 1
+        content: Content = (rank, iteration, state)
+        segment.slots[index].content = TORN
+        if segment.slots[index].record.sealed:
+            self.changed = True
+            segment.move(index, SlotState.FREE)  # stale, or given away
+        segment.move(
+            index, SlotState.FILLING, iteration=iteration, previous=trainer.previous,
+            sequence=trainer.sequence, image_len=100, anchors=1 << iteration % trainer.window,
+            epoch=self.epoch, epoch_start=self.epoch_start, header_digest=digest_of(content),
+        )  # fmt: skip
+        segment.slots[index].content = content
+        segment.move(index, SlotState.FILLED)
+        self.truth[rank, iteration, self.epoch, trainer.sequence] = content
+        trainer.previous = iteration
+        run_id = self.run_id
+        slow = 0.3 if self.calm else self.rng.choice((0.2, 0.5, 0.9))
+        self.later(
+            self.rng.uniform(0.01, slow), lambda: self.seal_own(rank, segment, index, run_id)
+        )
+
+    def seal_own(self, rank: int, segment: Segment, index: int, run_id: int) -> None:
+        filled = segment.slots[index].record.state is SlotState.FILLED
+        if run_id == self.run_id and filled and self.nodes[self.homes[rank]].up:
+            segment.move(index, SlotState.SEALED)
+            self._tell_daemon(rank)
+
+    def _seal_filled(self, rank: int) -> bool:
+        """Seal what is filled, as a trainer does that needs the slots; whether there was anything."""
+        found = False
+        for segment in self.own_segments(rank):
+            for slot in segment.slots:
+                if slot.record.state is SlotState.FILLED:
+                    segment.move(slot.record.index, SlotState.SEALED)
+                    found = True
+        if found:
+            self._tell_daemon(rank)
+        return found
+
+    def _tell_daemon(self, rank: int) -> None:
+        home = self.homes[rank]
+        daemon = self.nodes[home].daemon
+        if daemon is not None and rank in daemon.run.senders:
+            self.tell_slots(home, daemon, rank, daemon.run.senders[rank])
+
+    # Generations.
+
+    def _pending(self, rank: int, trainer: Trainer) -> bool:
+        most = 2 if len(self.homes) == 1 else 3
+        return bool(trainer.coming) or len(self.own_segments(rank)) >= most
+
+    def _maybe_grow(self, rank: int, trainer: Trainer, *, crowded: bool) -> None:
+        needed = self._hint(rank).span + 2 + self.slack
+        longer = needed > len(self.own_segments(rank)[-1].slots)
+        asks = (longer or crowded) and not self._pending(rank, trainer)
+        if asks and self.iteration >= trainer.retry_at:
+            most = max(trainer.num_slots, 2 * trainer.window + 2 + self.slack)
+            more = needed if longer else min(trainer.num_slots + _MORE_SLOTS, most)
+            trainer.num_slots = trainer.coming = more
+            self.seen["grown"] += 1
+
+    def _collect(self, rank: int, trainer: Trainer) -> None:
+        """Go over to the generation that was asked for, if there is memory for it."""
+        if not trainer.coming:
+            return
+        if self.chance(self.growth_refused) or self.nodes[self.homes[rank]].daemon is None:
+            self.seen["growth refused"] += 1
+            trainer.retry_at = self.iteration + _RETRY_STEPS
+        else:
+            self.reserve(rank, trainer.coming)
+        trainer.coming = 0
+
+    def reserve(self, rank: int, num_slots: int) -> Segment:
+        name, segments = self.homes[rank], self.own_segments(rank)
+        generation = segments[-1].generation + 1 if segments else 0
+        slots = [Slot(SlotRecord(generation, i, SlotState.FREE)) for i in range(num_slots)]
+        file = f"r{rank}~g{generation}~{name}.{next(self.count)}"
+        segment = Segment(file, rank, True, file, generation, slots, self.trainers[rank].window)
+        self.nodes[name].segments[file] = segment
+        self.seen["reserved"] += 1
+        return segment
+
+    def _drop_unneeded(self, rank: int) -> None:
+        segments = self.own_segments(rank)
+        if len(segments) < 2:
+            return
+        hint, home = self._hint(rank), self.nodes[self.homes[rank]]
+        records = [record for s in segments for record in s.records]
+        window, epochs = self.trainers[rank].window, {self.epoch: self.epoch_start}
+        keeps = hint.sole and home.daemon is not None
+        unneeded = droppable_generations(
+            records,
+            window,
+            segments[-1].generation,
+            protected=self._promised(rank, hint) if keeps else (),
+            epochs=epochs,
+        )
+        for segment in segments:
+            if segment.generation in unneeded and not any(s.readers for s in segment.slots):
+                self._waive(
+                    rank, max([r.iteration for r in segment.records if r.sealed], default=-1)
+                )
+                del home.segments[segment.name]
+                self.changed = True
+                self.seen["generation dropped"] += 1
+        self._tell_daemon(rank)
+
+    @property
+    def slack(self) -> int:
+        """A single rank without peers needs none."""
+        return SLACK if len(self.nodes) > 1 or len(self.homes) > 1 else 0
+
+    def first_size(self, rank: int) -> int:
+        return slots_for_window(self.trainers[rank].window, self.slack)

@@ -1,0 +1,100 @@
+"""What anybody says to a daemon and hears from it: who one is, yes and no, and what is held of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from ckptd.transport.message_parts import (
+    Holdings,
+    Member,
+    Name,
+    NodeCard,
+    ShortText,
+)
+
+__all__ = [
+    "Done",
+    "GetHoldings",
+    "Hello",
+    "Ping",
+    "Pong",
+    "Refused",
+    "RunSeen",
+    "SeeRun",
+    "Welcome",
+]
+
+
+class Hello(Struct, frozen=True, tag=True):
+    """First words of a connection: software version, process id, and what one is.
+
+    `pid_namespace` is the target of the link /proc/self/ns/pid. With another one than the
+    daemon's the pid means nothing there, and the trainer is watched by its owner lock.
+    """
+
+    version: ShortText
+    pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    role: ShortText = "trainer"
+    pid_namespace: ShortText = ""
+
+
+class Ping(Struct, frozen=True, tag=True):
+    """Are you there, and do you still know me?"""
+
+
+class GetHoldings(Struct, frozen=True, tag=True):
+    """What does this node hold of a run, its own ranks' and others'? (Between daemons.)"""
+
+    job: Name
+    run: Name
+
+
+class SeeRun(Struct, frozen=True, tag=True):
+    """What is held of a run, here and on the nodes that took part in it before and are not among ``known``?"""
+
+    job: Name
+    run: Name
+    known: Annotated[tuple[Name, ...], Meta(max_length=1 << 20)] = ()
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    """Who answers. `boot_id` is new at every start of the daemon."""
+
+    version: str
+    node_id: str
+    pid: int
+    segment_dir: str
+    boot_id: str = ""
+    card: NodeCard | None = None
+
+
+class RunSeen(Struct, frozen=True, tag=True):
+    """The holdings of this node and of others that answered in time, with how to reach these others."""
+
+    holdings: tuple[Holdings, ...]
+    cards: tuple[NodeCard, ...]
+    members: tuple[Member, ...] = ()  # of the run, as far as this daemon was told
+    silent: tuple[Name, ...] = ()  # were asked and did not answer in time
+
+
+class Done(Struct, frozen=True, tag=True):
+    """It is done; `message` says what was done where that is not obvious."""
+
+    message: str = ""
+
+
+class Pong(Struct, frozen=True, tag=True):
+    """I am here. `attached` is false when this connection has no session (attach again)."""
+
+    boot_id: str
+    attached: bool
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """No, and why, and what to do about it."""
+
+    code: str
+    message: str
+    hint: str = ""

@@ -1,0 +1,282 @@
+"""What `ckptctl` and a daemon say to each other."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from ckptd.transport.message_parts import (
+    Count,
+    Name,
+    Rank,
+    ShortText,
+)
+
+__all__ = [
+    "Drill",
+    "DrillReport",
+    "EventInfo",
+    "Events",
+    "Forget",
+    "GetEvents",
+    "GetPeers",
+    "GetSnapshots",
+    "GetStatus",
+    "HostedReplica",
+    "PeerStatus",
+    "Peers",
+    "RankSnapshots",
+    "ReplicationStatus",
+    "SegmentStatus",
+    "SessionStatus",
+    "SlotInfo",
+    "Snapshots",
+    "Status",
+    "TargetStatus",
+]
+
+# -- ckptctl -> daemon ---------------------------------------------------------------------------
+
+
+class GetStatus(Struct, frozen=True, tag=True):
+    """Ask for everything `ckptctl status` shows."""
+
+
+class GetSnapshots(Struct, frozen=True, tag=True):
+    """Ask for the slot tables; empty `job` or `run` and rank -1 mean all.
+
+    `operators` adds the operator names of each rank (large for many experts).
+    """
+
+    job: ShortText = ""
+    run: ShortText = ""
+    rank: Annotated[int, Meta(ge=-1, lt=1 << 24)] = -1
+    operators: bool = False
+
+
+class GetEvents(Struct, frozen=True, tag=True):
+    """Ask for events with a sequence number above `since`, oldest first, at most `limit`."""
+
+    since: Count = 0
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 1000
+
+
+class Forget(Struct, frozen=True, tag=True):
+    """Free the memory of a run that no trainer owns."""
+
+    job: Name
+    run: Name
+
+
+class GetPeers(Struct, frozen=True, tag=True):
+    """Ask for everything `ckptctl peers` shows."""
+
+
+class Drill(Struct, frozen=True, tag=True):
+    """Rehearse: bring what a recovery of this rank would need here, from other nodes than its own, verify it, and drop it."""
+
+    job: Name
+    run: Name
+    rank: Rank
+
+
+# -- daemon -> ckptctl ---------------------------------------------------------------------------
+
+
+class SegmentStatus(Struct, frozen=True, tag=True):
+    """One segment as the daemon sees it."""
+
+    job: str
+    run: str
+    rank: int
+    world_size: int
+    generation: int
+    path: str
+    total_bytes: int
+    slot_bytes: int
+    num_slots: int
+    states: dict[str, int]  # slot state -> number of slots
+    newest_iteration: int  # -1: none
+    window: int
+    num_operators: int
+    owned: bool  # a live process holds the owner lock
+    mlocked: bool
+    detached_s: float  # for how long no trainer has owned it; 0 while owned
+    node_id: str
+    created_at_ns: int
+
+
+class SessionStatus(Struct, frozen=True, tag=True):
+    """One attached trainer."""
+
+    job: str
+    run: str
+    rank: int
+    world_size: int
+    pid: int
+    step: int
+    metrics: dict[str, float]
+    segments: int
+    segment_bytes: int
+    promised_bytes: int
+    attached_s: float
+    watched_by: str  # "pidfd" or "owner-lock"
+
+
+class Status(Struct, frozen=True, tag=True):
+    """What `ckptctl status` shows."""
+
+    version: str
+    node_id: str
+    boot_id: str
+    pid: int
+    uptime_s: float
+    endpoint: str
+    runtime_dir: str
+    segment_dir: str
+    quota_bytes: int
+    used_bytes: int
+    promised_bytes: int
+    fs_total_bytes: int
+    fs_available_bytes: int
+    rss_anon_bytes: int  # the daemon's own memory
+    rss_file_bytes: int  # libraries
+    rss_shmem_bytes: int  # segment pages mapped at this moment; shared, counted once by the kernel
+    seal_queue: int
+    sessions: tuple[SessionStatus, ...]
+    segments: tuple[SegmentStatus, ...]
+    counters: dict[str, int]
+
+
+class SlotInfo(Struct, frozen=True, tag=True):
+    """One slot's header, with the anchors of its image (little-endian bitmap over operators)."""
+
+    generation: int
+    slot: int
+    state: str
+    iteration: int
+    previous: int
+    sequence: int
+    image_len: int
+    phase: int
+    filled_at_ns: int
+    sealed_at_ns: int
+    digest_ns: int
+    writer_pid: int
+    anchors: bytes
+
+
+class RankSnapshots(Struct, frozen=True, tag=True):
+    """The slots of one rank (over all its generations) and what can be recovered from them."""
+
+    job: str
+    run: str
+    rank: int
+    world_size: int
+    window: int
+    num_operators: int
+    slots: tuple[SlotInfo, ...]
+    suffix: tuple[int, int]  # first and last iteration of the recoverable suffix; (-1, -1): none
+    reason: str
+    operators: tuple[str, ...] = ()
+
+
+class Snapshots(Struct, frozen=True, tag=True):
+    """What `ckptctl snapshots` shows."""
+
+    ranks: tuple[RankSnapshots, ...]
+
+
+class TargetStatus(Struct, frozen=True, tag=True):
+    """One target of a rank's replication. ``current_up_to`` is the end of its newest complete suffix (-1: none)."""
+
+    node: str
+    phase: str
+    alive: bool
+    counted: bool  # whether the floor waits for it
+    held: int
+    current_up_to: int
+    lag_iterations: int
+    lag_bytes: int
+    reason: str
+
+
+class ReplicationStatus(Struct, frozen=True, tag=True):
+    """One local rank's replication, and the floor of its run (-1: none yet)."""
+
+    job: str
+    run: str
+    rank: int
+    epoch: int
+    floor: int
+    targets: tuple[TargetStatus, ...]
+
+
+class PeerStatus(Struct, frozen=True, tag=True):
+    """One other node."""
+
+    node: str
+    endpoint: str
+    labels: dict[str, str]
+    alive: bool
+    silent_s: float
+    free_bytes: int
+
+
+class HostedReplica(Struct, frozen=True, tag=True):
+    """One replica that lies here."""
+
+    name: str
+    job: str
+    run: str
+    rank: int
+    total_bytes: int
+    sealed: int
+    newest_iteration: int
+
+
+class Peers(Struct, frozen=True, tag=True):
+    """What `ckptctl peers` shows. ``endpoint`` is "" where this daemon has no peer listener."""
+
+    node: str
+    endpoint: str
+    public_key: str
+    peers: tuple[PeerStatus, ...]
+    ranks: tuple[ReplicationStatus, ...]
+    replicas: tuple[HostedReplica, ...]
+    counters: dict[str, int]
+
+
+class DrillReport(Struct, frozen=True, tag=True):
+    """How a drill went. ``compared`` counts bytes that were also compared with the primary, where that lies on this node."""
+
+    recoverable: bool
+    reason: str
+    start: int = -1
+    end: int = -1
+    seconds: float = 0.0
+    bytes: int = 0
+    compared: int = 0
+    by_node: dict[str, int] = {}
+
+
+class EventInfo(Struct, frozen=True, tag=True):
+    """One thing that happened; `seq` grows by one with each."""
+
+    seq: int
+    time_ns: int
+    level: str
+    kind: str
+    message: str
+    job: str = ""
+    run: str = ""
+    rank: int = -1
+
+
+class Events(Struct, frozen=True, tag=True):
+    """A page of events; `first_seq` is the oldest one still kept."""
+
+    events: tuple[EventInfo, ...]
+    first_seq: int
+    last_seq: int

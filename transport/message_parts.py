@@ -1,0 +1,131 @@
+"""What the words of the control protocol are made of: bounded fields, cards of nodes, and what is held where."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+__all__ = [
+    "Blob",
+    "Count",
+    "Generation",
+    "HeaderBytes",
+    "HeldSegment",
+    "HeldSlot",
+    "Holdings",
+    "Iteration",
+    "Labels",
+    "Member",
+    "Metrics",
+    "Name",
+    "NodeCard",
+    "NumSlots",
+    "Rank",
+    "RefusalCode",
+    "SegmentInfo",
+    "ShortText",
+    "SlotIndex",
+    "Text",
+]
+
+Name = Annotated[str, Meta(pattern=r"^(?!\.\.?\Z)[A-Za-z0-9._-]{1,64}\Z")]
+Rank = Annotated[int, Meta(ge=0, lt=1 << 24)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Generation = Annotated[int, Meta(ge=0, lt=1 << 31)]
+SlotIndex = Annotated[int, Meta(ge=0, lt=1 << 16)]
+NumSlots = Annotated[int, Meta(ge=1, le=1 << 16)]
+Iteration = Annotated[int, Meta(ge=-1, lt=1 << 62)]
+Text = Annotated[str, Meta(max_length=4096)]
+ShortText = Annotated[str, Meta(max_length=256)]
+Metrics = Annotated[dict[ShortText, float], Meta(max_length=256)]
+Blob = Annotated[bytes, Meta(max_length=16 << 20)]
+HeaderBytes = Annotated[bytes, Meta(min_length=112, max_length=112)]
+Labels = Annotated[dict[ShortText, ShortText], Meta(max_length=32)]
+
+
+class RefusalCode(StrEnum):
+    """Why the daemon says no. `Refused.code` is one of these words."""
+
+    PROTOCOL = "protocol"  # another protocol version
+    BAD_MESSAGE = "bad_message"  # not one of ours, or its values are out of range
+    NO_SESSION = "no_session"  # attach first (the daemon was restarted, or never knew you)
+    RANK_TAKEN = "rank_taken"  # a live process owns this rank
+    TOPOLOGY = "topology"  # same job, run and rank, but another world size or topology
+    LAYOUT_VERSION = "layout_version"  # the segments were written by another client layout
+    QUOTA = "quota"  # the daemon's memory quota is too small
+    SEGMENT_FS = "segment_fs"  # the filesystem under the segments is too small
+    BAD_DESCRIPTOR = "bad_descriptor"  # a segment descriptor that contradicts the session
+    NOT_FOUND = "not_found"  # no such job, run or generation
+    IN_USE = "in_use"  # a live trainer still owns it
+    STALE_EPOCH = "stale_epoch"  # the run has been recovered again since
+    CLOSING = "closing"  # the daemon is shutting down
+    INTERNAL = "internal"  # a bug of ours; the daemon's log has the traceback
+
+
+class NodeCard(Struct, frozen=True, tag=True):
+    """How peers reach a node, and its memory quota (0: unknown).
+
+    ``endpoint`` is "" where its daemon has no peer listener; ``public_key`` is Z85 or "".
+    """
+
+    node: Name
+    endpoint: Text = ""
+    public_key: ShortText = ""
+    labels: Labels = {}
+    boot_id: ShortText = ""
+    memory_bytes: Count = 0
+
+
+class Member(Struct, frozen=True, tag=True):
+    """One node of a run and the ranks that live on it, with the bytes of each rank's ring."""
+
+    card: NodeCard
+    ranks: tuple[Rank, ...]
+    ring_bytes: tuple[Count, ...] = ()
+
+
+class HeldSlot(Struct, frozen=True, tag=True):
+    """One sealed snapshot: where it lies, its header, and which operators it anchors (bitmap, little-endian)."""
+
+    slot: SlotIndex
+    header: HeaderBytes
+    anchors: Blob
+
+
+class HeldSegment(Struct, frozen=True, tag=True):
+    """A segment of one rank. ``own`` is false for a replica; ``origin`` names the primary that it copies (or is)."""
+
+    name: ShortText
+    rank: Rank
+    own: bool
+    origin: ShortText
+    generation: Generation
+    world_size: int
+    window: int
+    num_operators: Count
+    operators_id: ShortText
+    slot_bytes: Count
+    num_slots: NumSlots
+    slots: tuple[HeldSlot, ...]
+
+
+class SegmentInfo(Struct, frozen=True, tag=True):
+    """One segment file that the trainer may map."""
+
+    path: Text
+    generation: Generation
+    slot_bytes: Count
+    num_slots: NumSlots
+
+
+class Holdings(Struct, frozen=True, tag=True):
+    """Everything sealed that this node holds of a run, and the highest epoch of it that the node knows (-1: none).
+
+    An epoch may have begun and nothing have been sealed in it: then no segment tells of it.
+    """
+
+    node: Name
+    segments: tuple[HeldSegment, ...]
+    epoch: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1

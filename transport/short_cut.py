@@ -1,0 +1,185 @@
+"""The short cut on one host: a peer that can open the file under a region copies by itself, and no byte takes a socket.
+
+Whoever registers a region may say in which file its buffer lies (`FileRange`). A peer that holds the key and finds that very file
+under that path (same device, inode and user) reads or writes its bytes with one system call a chunk. Where it
+cannot, the chunk goes over the network as ever, and what the key does not grant is refused there.
+
+Nothing is written down for this. The two sides agree by open-file-description locks on bytes far beyond the end of
+the file; the kernel drops them with their holder, so a process that dies leaves nothing behind:
+
+* A **lease** byte for each operation that is allowed: locked by the owner from `register` to `revoke`. Its number is a digest of
+  all that was granted (region, token, peer, operation, place, length). So whoever has anything wrong finds it unlocked, and
+  so does a peer on another host that has a file of this name, and everybody after the owner has revoked or died.
+* A **copy** byte beside it: held (shared) by the peer for one chunk, taken *before* it looks for the lease. The owner
+  looks at it *after* it gave up the lease. So either the peer finds no lease, or the owner finds the copy and waits.
+* For puts, the **bytes of the file** themselves, moved beyond its end: an owner that was killed and started again does not know
+  its old leases; before it grants a slot it asks whether somebody still writes there (`is_being_filled`).
+
+Files are read and written, not mapped: a file that somebody cut short is an error then, and not the end of the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckptd.transport.verbs import Access, FileRange, RegionKey
+
+__all__ = ["FileLease", "copy_chunk", "is_being_filled"]
+
+logger = logging.getLogger(__name__)
+
+# No file is as large as the first, so no lock below it is ever taken here.
+_RANGES = 1 << 61
+_LEASES = 1 << 62
+_GRANT = struct.Struct("<QQQ")
+# struct flock on 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid; l_pid must be 0 for these locks.
+_FLOCK = struct.Struct("@hhqqi4x")
+
+
+class FileLease:
+    """The owner's side: while it lasts, ``peer`` ("" for any) may copy. Any thread; the region's lock is held.
+
+    Raises:
+        OSError: the file is not (any more) where the key says, or cannot be locked.
+    """
+
+    def __init__(self, key: RegionKey, access: Access, peer: str) -> None:
+        assert key.file is not None
+        self._bytes = [_lease_byte(key, key.file, one, peer) for one in access]
+        self._fd = _open(key.file, writable=True)
+        try:
+            for byte in self._bytes:
+                _set_lock(self._fd, fcntl.F_WRLCK, byte)
+        except OSError:
+            os.close(self._fd)
+            raise
+
+    def end(self) -> None:
+        """No copy begins any more."""
+        for byte in self._bytes:
+            _set_lock(self._fd, fcntl.F_UNLCK, byte)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a copy that began before is still going on."""
+        return any(_is_locked(self._fd, byte + 1) for byte in self._bytes)
+
+    def close(self) -> None:
+        """Forget the file."""
+        os.close(self._fd)
+
+
+def is_being_filled(fd: int, offset: int, length: int) -> bool:
+    """Whether a peer still copies into this part of a file, though its lease may have ended with an earlier process."""
+    return length > 0 and _is_locked(fd, _RANGES + offset, length)
+
+
+def copy_chunk(node: str, key: RegionKey, access: Access, offset: int, view: memoryview) -> bool:
+    """Fill the region from ``view``, or the other way round; false if this is for the network to do, or to refuse.
+
+    Args:
+        node: who we are, as far as the key is concerned.
+        access: WRITE puts, READ gets.
+        offset: from the start of the region.
+    """
+    if key.file is None or not 0 <= offset <= key.length - len(view):
+        return False
+    at = key.file.offset + offset
+    try:
+        fd = _open(key.file, writable=access is Access.WRITE)
+        try:
+            for peer in (node, ""):
+                with _copying(fd, _lease_byte(key, key.file, access, peer)) as allowed:
+                    if allowed:
+                        return _copy(fd, access, at, view)
+            return False
+        finally:
+            os.close(fd)
+    except (
+        OSError,
+        ValueError,
+        struct.error,
+    ) as error:  # the last two: a path or number that is none
+        logger.debug("region %d is not copied: %s", key.region, error)
+        return False
+
+
+@contextmanager
+def _copying(fd: int, lease: int) -> Iterator[bool]:
+    """Whether the lease is there; while the context lasts, its owner knows of us."""
+    _set_lock(fd, fcntl.F_RDLCK, lease + 1)
+    try:
+        yield _is_locked(fd, lease)
+    finally:
+        _set_lock(fd, fcntl.F_UNLCK, lease + 1)
+
+
+def _copy(fd: int, access: Access, at: int, view: memoryview) -> bool:
+    """All of it; false if the file ends before. The lock of the range goes with the descriptor."""
+    if access is Access.WRITE and len(view):
+        if at + len(view) > os.fstat(fd).st_size:
+            return False
+        _set_lock(fd, fcntl.F_RDLCK, _RANGES + at, len(view))
+    done = 0
+    while done < len(view):
+        with view[done:] as rest:
+            if access is Access.WRITE:
+                moved = os.pwritev(fd, [rest], at + done)
+            else:
+                moved = os.preadv(fd, [rest], at + done)
+        if moved == 0:
+            return False
+        done += moved
+    return True
+
+
+def _open(file: FileRange, *, writable: bool) -> int:
+    """That very file, of our own user: what a peer says of paths is not to be believed.
+
+    Raises:
+        OSError: there is none.
+    """
+    _check(
+        file, os.stat(file.path, follow_symlinks=False)
+    )  # before it is opened: devices have effects
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(file.path, flags)
+    try:
+        _check(file, os.fstat(fd))
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check(file: FileRange, found: os.stat_result) -> None:
+    if (found.st_dev, found.st_ino) != (file.device, file.inode):
+        raise FileNotFoundError(f"{file.path} is another file here")
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(f"{file.path} is not a file of this user")
+
+
+def _lease_byte(key: RegionKey, file: FileRange, access: Access, peer: str) -> int:
+    """The byte that stands for one operation of one grant; the next one is its copy byte."""
+    grant = _GRANT.pack(key.region, file.offset, key.length) + key.token
+    text = grant + bytes([access.value]) + peer.encode()
+    digest = hashlib.blake2b(text, digest_size=8, person=b"ckptd lease").digest()
+    return _LEASES + (int.from_bytes(digest, "little") >> 3) * 2
+
+
+def _set_lock(fd: int, kind: int, first: int, length: int = 1) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, first, length, 0))
+
+
+def _is_locked(fd: int, first: int, length: int = 1) -> bool:
+    """Whether another description has a lock there, of either kind."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, length, 0)
+    found: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
+    return found != fcntl.F_UNLCK

@@ -1,0 +1,188 @@
+"""What a trainer and its daemon say to each other."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from ckptd.transport.message_parts import (
+    Blob,
+    Count,
+    Generation,
+    HeaderBytes,
+    Iteration,
+    Member,
+    Metrics,
+    Name,
+    NodeCard,
+    NumSlots,
+    Rank,
+    SegmentInfo,
+    ShortText,
+    SlotIndex,
+    Text,
+)
+
+__all__ = [
+    "Attach",
+    "Attached",
+    "Detach",
+    "Drop",
+    "Fetch",
+    "FetchPiece",
+    "FetchSource",
+    "FetchState",
+    "Filled",
+    "GetFetch",
+    "Join",
+    "Notice",
+    "Report",
+    "Reserve",
+    "Reserved",
+]
+
+# -- trainer -> daemon ---------------------------------------------------------------------------
+
+
+class Attach(Struct, frozen=True, tag=True):
+    """Ask to own one rank of a run.
+
+    `needed_bytes` is all the segment memory the rank expects to hold and `needed_text` says how
+    that sum comes about ("34 slots of 1.2 GiB"); `held` lists the generations whose owner lock
+    the asking process already holds, as it does when the daemon was restarted under it.
+    """
+
+    job: Name
+    run: Name
+    rank: Rank
+    world_size: Annotated[int, Meta(ge=1, lt=1 << 24)]
+    topology: Text
+    layout_version: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    needed_bytes: Count
+    needed_text: Text = ""
+    held: Annotated[tuple[Generation, ...], Meta(max_length=4096)] = ()
+
+
+class Reserve(Struct, frozen=True, tag=True):
+    """Ask for the next generation: `num_slots` slots of `slot_bytes`, ready to be mapped.
+
+    `descriptor` is the msgpack of a `ckptd.segment_format.SegmentDescriptor`; the daemon checks
+    its identity against the session and fills in generation, node id and creation time.
+    """
+
+    slot_bytes: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    num_slots: NumSlots
+    descriptor: Blob
+
+
+class Filled(Struct, frozen=True, tag=True):
+    """A slot is filled; the daemon may digest and seal it."""
+
+    generation: Generation
+    slot: SlotIndex
+    iteration: Iteration
+
+
+class Drop(Struct, frozen=True, tag=True):
+    """The trainer no longer needs this generation."""
+
+    generation: Generation
+
+
+class Report(Struct, frozen=True, tag=True):
+    """The trainer's own counters, shown by `ckptctl status`."""
+
+    step: Iteration
+    metrics: Metrics
+
+
+class Notice(Struct, frozen=True, tag=True):
+    """Something worth keeping in the daemon's event log; level is info, warning or error."""
+
+    level: Annotated[str, Meta(pattern="^(info|warning|error)$")]
+    kind: ShortText
+    message: Text
+
+
+class Detach(Struct, frozen=True, tag=True):
+    """Orderly end of a session; `final` says that the run is over and its memory may be freed."""
+
+    final: bool = False
+
+
+class Join(Struct, frozen=True, tag=True):
+    """Who takes part in the run that this session's rank is of; the same from every rank.
+
+    ``epoch`` counts the recoveries of the run; its history goes back to ``epoch_start`` and no further into older ones
+    (-1: to nothing). ``replicas`` is how many copies the trainer asks for; -1 leaves it to the daemon's configuration.
+    """
+
+    epoch: Count
+    epoch_start: Iteration
+    members: Annotated[tuple[Member, ...], Meta(max_length=1 << 20)]
+    replicas: Annotated[int, Meta(ge=-1, le=64)] = -1
+
+
+class FetchSource(Struct, frozen=True, tag=True):
+    """Who holds a snapshot, and where."""
+
+    node: Name
+    segment: ShortText
+    slot: SlotIndex
+
+
+class FetchPiece(Struct, frozen=True, tag=True):
+    """One snapshot to bring here, and its holders, the preferred one first."""
+
+    header: HeaderBytes
+    sources: Annotated[tuple[FetchSource, ...], Meta(min_length=1, max_length=256)]
+
+
+class Fetch(Struct, frozen=True, tag=True):
+    """Bring these snapshots of the session's rank here, into a new generation: piece i into slot i, in this order.
+
+    Answered by `Reserved` as soon as the segment is there; each slot is sealed when its image is complete and verified.
+    """
+
+    pieces: Annotated[tuple[FetchPiece, ...], Meta(min_length=1, max_length=1 << 16)]
+    cards: Annotated[tuple[NodeCard, ...], Meta(max_length=1 << 20)] = ()
+
+
+class GetFetch(Struct, frozen=True, tag=True):
+    """How far is the fetch into this generation?"""
+
+    generation: Generation
+
+
+# -- daemon -> trainer ---------------------------------------------------------------------------
+
+
+class FetchState(Struct, frozen=True, tag=True):
+    """``state`` is running, done or failed (``reason`` says why); bytes per node they came from."""
+
+    state: str
+    reason: str
+    pieces_done: int
+    bytes_done: int
+    bytes_total: int
+    by_node: dict[str, int]
+
+
+class Attached(Struct, frozen=True, tag=True):
+    """The rank is yours: its segments, oldest generation first, and the memory left for it.
+
+    ``replication_slack``: slots that its ring should have beyond what one node needs.
+    """
+
+    segments: tuple[SegmentInfo, ...]
+    quota_bytes: int
+    available_bytes: int
+    replication_slack: int = 0
+
+
+class Reserved(Struct, frozen=True, tag=True):
+    """The new generation, pre-touched; `mlocked` says whether it is also locked in memory."""
+
+    segment: SegmentInfo
+    mlocked: bool = False
