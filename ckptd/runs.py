@@ -208,7 +208,7 @@ class Run:
 
     def _begin(self, message: Join) -> None:
         if self.epoch < 0:
-            self._remember()
+            self._remember(alone=sum(len(member.ranks) for member in message.members) == 1)
         if self.promise.floor >= 0:
             self._carried = max(self._carried, Carried(self.epoch, self.promise.floor))
         if message.epoch != self.epoch:
@@ -216,6 +216,8 @@ class Run:
             left = self._carried.epoch < message.epoch
             if left and self._carried.floor > message.epoch_start:
                 self._carried, self.span = NOTHING_CARRIED, 1  # that history was left before it
+            # It is a floor of this history, too, and the largest that anybody knows counts.
+            self._carried = Carried(message.epoch, self._carried.floor)
             # The horizon is unknown, so that every complete suffix from the floor on is kept until the new tree has agreed.
             self.promise = Promise(self._carried.floor)
         self.epoch, self.epoch_start = message.epoch, message.epoch_start
@@ -230,12 +232,12 @@ class Run:
             + (", …" if len(names) > 8 else ""),
         )
 
-    def _remember(self) -> None:
+    def _remember(self, *, alone: bool) -> None:
         """What a daemon before this one knew of the floor stands beside the slots of our ranks."""
         for segment in self._store.of_run(self.job, self.run):
             hint = segment.ring_hint
             self._carried = max(self._carried, Carried(hint.epoch, hint.floor))
-            self.span = max(self.span, hint.span)
+            self.span = 1 if alone else max(self.span, hint.span)
 
     def _plant(self, names: list[str]) -> FloorTree | None:
         ranks = [r for m in self.members if m.card.node == self._store.node_id for r in m.ranks]
@@ -298,8 +300,14 @@ class Run:
         self._protect_rank(rank)
 
     def _window(self, rank: int) -> int:
+        if self._num_ranks == 1:
+            return 1  # there is nobody whose start it must have
         segments = self._store.of_rank(RankKey(self.job, self.run, rank))
         return max((s.descriptor.window for s in segments), default=1)
+
+    @property
+    def _num_ranks(self) -> int:
+        return sum(len(member.ranks) for member in self.members)
 
     def _send(self, messages: Iterable[FloorMessage]) -> None:
         for told in messages:
@@ -356,7 +364,7 @@ class Run:
         away = [m.card.node for m in self.members if m.ranks and m.card.node != self._store.node_id]
         if any(node in self.dead or self._link(node) is None for node in away):
             return False
-        return sum(len(member.ranks) for member in self.members) > 1
+        return self._num_ranks > 1
 
 
 def _capacity(member: Member) -> int | None:

@@ -399,14 +399,15 @@ class RingHint(NamedTuple):
 
 def read_ring_hint(buf: memoryview) -> RingHint:
     """The daemon's hint; nonsense counts as none."""
-    floor, horizon = (max(-1, int(buf[at].cast("q")[0])) for at in (_FLOOR_AT, _HORIZON_AT))
+    # Against the order of writing: a mixture of two hints has the older horizon or the newer span, and keeps more.
+    horizon, floor = (max(-1, int(buf[at].cast("q")[0])) for at in (_HORIZON_AT, _FLOOR_AT))
     span, behind = (int(buf[at].cast("H")[0]) for at in (_SPAN_AT, _BEHIND_AT))
     epoch: int = buf[_EPOCH_AT].cast("I")[0]
     return RingHint(floor, horizon, span, bool(buf[_SOLE_AT]), behind, epoch)
 
 
 def write_ring_hint(buf: memoryview, hint: RingHint) -> None:
-    """Store the daemon's hint. Each part is one store: a reader may see a mixture of two, and each part of it is true.
+    """Store the daemon's hint. Each part is one store, in the order in which a mixture of two hints keeps more, not less.
 
     Raises:
         ValueError: a number is out of range.
@@ -415,11 +416,11 @@ def write_ring_hint(buf: memoryview, hint: RingHint) -> None:
     numbers_fit = numbers_fit and 0 <= hint.epoch < 1 << 32
     if min(hint.floor, hint.horizon) < -1 or not numbers_fit:
         raise ValueError(f"{hint} cannot be")
+    buf[_SPAN_AT].cast("H")[0] = hint.span
+    buf[_SOLE_AT] = hint.sole
     buf[_EPOCH_AT].cast("I")[0] = hint.epoch
     buf[_FLOOR_AT].cast("q")[0] = hint.floor
     buf[_HORIZON_AT].cast("q")[0] = hint.horizon
-    buf[_SPAN_AT].cast("H")[0] = hint.span
-    buf[_SOLE_AT] = hint.sole
     buf[_BEHIND_AT].cast("H")[0] = hint.behind
 
 

@@ -139,6 +139,10 @@ class Capture:
         """Start the snapshot of ``step``; False if no slot can be had (``need_generation`` may say why)."""
         self.settle()
         segment = self._table.segments[-1]
+        if plan.layout.image_len > segment.geometry.slot_bytes:
+            self._stats.no_slot += 1
+            self.need_generation = f"a snapshot of {plan.layout.image_len} bytes does not fit slots of {segment.geometry.slot_bytes}"
+            return False
         index = self._claim(segment)
         if index is None:
             return False

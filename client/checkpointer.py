@@ -187,12 +187,12 @@ class Checkpointer:
                     timeout_s=timeout_s,
                     stats=self._stats,
                 )
-            self._precision = PrecisionProbe(self._binding.params)
-            # Hooks within a compiled graph would break it: its experts are anchored in the order of the model.
-            counted = self._operators if inner is model else []
-            self._counter = TokenCounter(inner, counted, self._options.ordering, capacities)
-            self._cleanup.callback(self._counter.close)
-            self._recorder = self._make_recorder()
+                self._precision = PrecisionProbe(self._binding.params)
+                # Hooks within a compiled graph would break it: its experts are anchored in the order of the model.
+                counted = self._operators if inner is model else []
+                self._counter = TokenCounter(inner, counted, self._options.ordering, capacities)
+                self._cleanup.callback(self._counter.close)
+                self._recorder = self._make_recorder()
             self._restore()
             self._install(model)
             atexit.register(_close, weakref.ref(self))

@@ -63,6 +63,15 @@ class Generations:
             newer.append(segment)
         return []
 
+    def of_another_window(self, used: MappedSegment) -> list[MappedSegment]:
+        """Those newer than ``used`` that were made for another window: what goes on from there would not fit their slots."""
+
+        def made_for(segment: MappedSegment) -> tuple[int, int]:
+            return segment.descriptor.window, segment.geometry.slot_bytes
+
+        newer = self._segments[self._segments.index(used) + 1 :]
+        return [segment for segment in newer if made_for(segment) != made_for(used)]
+
     def own_copy(self, node: str, piece: Piece) -> SlotRecord | None:
         """The record of this rank's own copy of a piece, if it is mapped."""
         by_name = {os.path.basename(segment.path): segment for segment in self._segments}

@@ -235,6 +235,9 @@ class RankMemory:
         """Map what was fetched, begin the new history, and drop what belongs to an abandoned one."""
         pieces = plan.per_rank[self.identity.rank]
         unlike = self._newer_than_table_of(pieces[0], view.held)
+        mine = [record for record in attempt.own if record is not None]
+        if mine and not unlike:
+            unlike = self._segments.of_another_window(self._segments.of(mine[-1]))
         arriving = None if attempt.fetched is None else self._map(attempt.fetched)
         if arriving is not None:
             self._segments.add(arriving)
@@ -320,7 +323,14 @@ class RankMemory:
     # -- growing and shrinking -------------------------------------------------------------------
 
     def reserve(
-        self, slot_bytes: int, num_slots: int, *, window: int, num_operators: int, payload: bytes
+        self,
+        slot_bytes: int,
+        num_slots: int,
+        *,
+        window: int,
+        num_operators: int,
+        payload: bytes,
+        patient: bool = True,
     ) -> MappedSegment:
         """A new generation, which is filled from now on.
 
@@ -343,7 +353,8 @@ class RankMemory:
             num_operators=num_operators,
             client=payload,
         )
-        info = self.session.reserve(slot_bytes, num_slots, encode_descriptor(descriptor))
+        told = encode_descriptor(descriptor)
+        info = self.session.reserve(slot_bytes, num_slots, told, patient=patient)
         segment = self._map(info)
         segment.hint = max((s.hint for s in self._segments), default=0)
         self._segments.add(segment)

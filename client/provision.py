@@ -22,7 +22,7 @@ from ckptd.client.planning import MAX_WINDOW, Plan, TrainingSpeed, make_plan
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.stats import Stats
-from ckptd.client.together import Together, job_store
+from ckptd.client.windows import Windows
 from ckptd.cuda.engine import CopyEngine, measure_bandwidth
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.schedule import Ordering
@@ -99,24 +99,21 @@ class Provision:
         self.plan: Plan | None = None
         self._policy = options.policy
         self._coming: Plan | None = None
-        self._coming_why = ""
-        self._retry_at = self._widen_at = 0
+        self._coming_why, self._coming_slots, self._coming_optional = "", 0, False
+        self._retry_at = self._widen_at = self._optional_at = 0
         self._uncaptured = self._announced = ""
         self._group_key = binding.group_key()
         self._ranks = memory.identity.world_size
-        self._together: Together | None = None
+        self._windows = Windows(memory)
         self._own_plan: Plan | None = None
-        # The agreement on a wider window that may come next, and this rank's part in it.
-        self._round, self._wish = 1, 0
-        self._listening = self._proposed = False
+        self._longest = MAX_WINDOW
         self._lagging = 0
         self._budget: int | None = None
         self._available: int | None = None
 
     def close(self) -> None:
         """Stop waiting for other ranks."""
-        if self._together is not None:
-            self._together.close()
+        self._windows.close()
 
     # -- the first plan --------------------------------------------------------------------------
 
@@ -142,39 +139,39 @@ class Provision:
         why = "no ring yet"
         if self._ranks == 1:
             return self._replan(why, step)
-        if self._together is None:
-            available = self._memory.session.available_bytes
-            self._met().propose("budget", (-self._measured_budget(), -available))
-        together = self._met()
-        # What all ranks can copy per step, and the memory that all have: equal models then have equal plans.
-        if self._budget is None and (budget := together.largest("budget")) is not None:
-            self._budget, self._available = -budget[0], -budget[1]
+        windows = self._windows
         if self._budget is None:
-            return False
+            agreed = windows.limits(self._measured)
+            if agreed is None:
+                windows.waits(step)
+                return False
+            self._budget, self._available, self._longest = agreed
         if self._own_plan is None:
             self._own_plan = self._try_plan(why, step, window=None)
             if self._own_plan is None:
                 return False
-            together.propose("window", (self._own_plan.schedule.window,))
-        window = together.largest("window")
-        if window is None:
-            return False
         plan: Plan | None = self._own_plan
-        if window[0] != self._own_plan.schedule.window:
-            logger.info("another rank needs a window of %d: all use it", window[0])
-            plan = self._try_plan(why, step, window=window[0])
+        window = windows.first(min(self._own_plan.schedule.window, self._longest))
+        if window is None:
+            windows.waits(step)
+            return False
+        if window != self._own_plan.schedule.window:
+            logger.info("the ranks agreed on a window of %d", window)
+            plan = self._try_plan(why, step, window=window)
         if plan is None:
+            return False
+        if plan.schedule.window != window:
+            error = ValueError(
+                f"the ranks agreed on {window}, this one can only have {plan.schedule.window}"
+            )
+            self._no_generation(step, why, error)
             return False
         self._begin_generation(plan, step, why)
         return True
 
-    def _met(self) -> Together:
-        """Where the ranks of this epoch agree."""
-        if self._together is None:
-            identity = self._memory.identity
-            prefix = f"ckptd/{identity.job}/{identity.run}/{self._memory.epoch}"
-            self._together = Together(job_store(), identity, prefix=prefix)
-        return self._together
+    def _measured(self) -> tuple[int, int, int]:
+        budget, available = self._measured_budget(), self._memory.session.available_bytes
+        return budget, available, len(self._operators)
 
     def _measured_budget(self) -> int:
         on_cpu = all(local(p).device.type == "cpu" for p in self._binding.params.values())
@@ -265,18 +262,18 @@ class Provision:
         plan = self.plan
         if plan is None or self._options.window is not None or plan.policy_name == "dense":
             return
+        if self._ranks > 1:  # see `ckptd.client.windows`
+            return
         if self._coming is not None or self._previous_generation_pending():
             return
         wide = None
         if step >= self._widen_at:
             self._widen_at = step + _RETRY_STEPS
             wide = self._worth_widening(plan)
-        if self._ranks > 1:
-            wide = self._widen_together(plan, wide, step)
         if wide is not None:
             logger.info("window %d -> %d", plan.schedule.window, wide.schedule.window)
             self._pace.forget_stalls()
-            self._begin_generation(wide, step, "a wider window")
+            self._begin_generation(wide, step, "a wider window", optional=True)
 
     def _worth_widening(self, plan: Plan) -> Plan | None:
         """The plan of a wider window, if there is a reason for one, and it helps."""
@@ -300,28 +297,6 @@ class Provision:
         logger.info("%s: a wider window would help", why)
         self._lagging = 0
         return wide
-
-    def _widen_together(self, plan: Plan, wide: Plan | None, step: int) -> Plan | None:
-        """All ranks go over to the widest window that one of them needs, each as soon as it can."""
-        together, what = self._met(), f"wider window {self._round}"
-        if not self._listening:
-            self._listening = True
-            together.listen(what)
-        if wide is not None:
-            self._wish = max(self._wish, wide.schedule.window)
-            if not together.called(what):
-                together.call_for(what)
-        if together.called(what) and not self._proposed:
-            self._proposed = True
-            together.propose(what, (max(self._wish, plan.schedule.window),))
-        agreed = together.largest(what)
-        if agreed is None:
-            return None
-        if agreed[0] > plan.schedule.window:
-            return self._try_plan("a wider window", step, window=agreed[0])  # else again later
-        self._round += 1
-        self._listening = self._proposed = False
-        return None
 
     def captures_everything(
         self, step: int, *, unknown: str, outgrown: int, most_updates: int
@@ -385,7 +360,12 @@ class Provision:
             crowded: the ring is full of what the other ranks need.
         """
         plan = self.plan
-        if plan is None or step < self._retry_at:
+        if (
+            plan is None
+            or step < self._optional_at
+            or plan.policy_name == "dense"
+            or self._ranks == 1
+        ):
             return
         needed = self._memory.table.ring_hint.span + 2 + plan.slack
         longer = needed > self._memory.table.segments[-1].geometry.num_slots
@@ -395,11 +375,11 @@ class Provision:
             return
         # Never more than two suffixes need: a floor that is further behind is stuck, and a further generation helps then.
         most = max(plan.num_slots, 2 * plan.schedule.window + 2 + plan.slack)
-        plan.num_slots = needed if longer else min(plan.num_slots + _MORE_SLOTS, most)
+        slots = needed if longer else min(plan.num_slots + _MORE_SLOTS, most)
         why = "another rank's window is longer" if longer else "another rank lags behind"
-        logger.info("%s: a ring of %d slots", why, plan.num_slots)
+        logger.info("%s: a ring of %d slots", why, slots)
         self._stats.grown += 1
-        self._begin_generation(plan, step, why)
+        self._begin_generation(plan, step, why, slots=slots, optional=True)
 
     def collect(self, step: int) -> None:
         """Go over to the generation that was asked for, if it is there."""
@@ -413,27 +393,40 @@ class Provision:
             return
         except (AttachRefused, DaemonUnavailable) as error:
             self._coming = None
-            self._no_generation(step, self._coming_why, error)
+            if self._coming_optional:
+                self._optional_at = step + _RETRY_STEPS
+                logger.info("%s: no memory for more slots (%s)", self._coming_why, error)
+            else:
+                self._no_generation(step, self._coming_why, error)
             return
         self._coming, self._uncaptured, self._announced = None, "", ""
 
-    def _begin_generation(self, plan: Plan, step: int, why: str) -> None:
-        """Ask for a further generation of slots; it is used from the boundary on at which it is there."""
+    def _begin_generation(
+        self, plan: Plan, step: int, why: str, *, slots: int | None = None, optional: bool = False
+    ) -> None:
+        """Ask for a further generation of slots; it is used from the boundary on at which it is there.
+
+        Args:
+            slots: how many, if not as many as the plan has.
+            optional: snapshots go on without it.
+        """
         self._coming, self._coming_why = plan, why
+        self._coming_slots, self._coming_optional = slots or plan.num_slots, optional
         self.collect(step)
 
     def _reserve(self, plan: Plan) -> None:
         started = time.perf_counter()
         segment = self._memory.reserve(
             plan.slot_bytes,
-            plan.num_slots,
+            self._coming_slots,
+            patient=self.plan is None,
             window=plan.schedule.window,
             num_operators=len(plan.operators),
             payload=plan.payload(self._binding),
         )
         self._engine.register(segment.memory, segment.regions())
         other = plan is not self.plan
-        self.plan = plan
+        self.plan, plan.num_slots = plan, self._coming_slots
         self._switched(other)
         self._note_prepared(started)
         logger.info("protected once %d snapshots from here on are sealed", plan.policy.window)

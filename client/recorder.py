@@ -131,12 +131,17 @@ class Recorder:
         if last is not None:
             self._stats.note_stall(*stall)
             self._choose_copy_mode(last)
+        pending = self._pending_gradients()
+        if not pending:
+            self._count(
+                step
+            )  # before anything that may fail: all ranks must stay in the same phase
         if self._capture is not None:
             pace.waited(self._capture.settle())
             if self._capture.take_broken():
                 self._previous = -1
                 self._stats.chain_breaks += 1
-        if self._pending_gradients():
+        if pending:
             self._pend()
         else:
             self._take(step)
@@ -244,7 +249,6 @@ class Recorder:
 
     def _take(self, step: int) -> None:
         provision = self._provision
-        self._count(step)
         provision.collect(step)
         if self._capture is None and not self._prepare(step):
             return

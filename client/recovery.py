@@ -71,11 +71,12 @@ class Recovery:
             AttachRefused: the snapshots are of another model, or it is refused by the daemon; nothing was lost.
             DaemonUnavailable: a daemon is away, or another rank cannot go on.
         """
-        memory.settle_filled(_SEAL_WAIT_S)
 
         def meet(payload: bytes) -> list[bytes]:
             return exchange(self._identity, payload)
 
+        with all_or_none(meet, memory.session.node_id):
+            memory.settle_filled(_SEAL_WAIT_S)
         found = memory.recover(meet)
         if isinstance(found, str):
             memory.forget_everything()

@@ -126,9 +126,13 @@ class Session:
         """Whether a generation that was asked for is still on its way."""
         return self._reserving is not None and not self._reserving[1].done()
 
-    def reserve(self, slot_bytes: int, num_slots: int, descriptor: bytes) -> SegmentInfo:
+    def reserve(
+        self, slot_bytes: int, num_slots: int, descriptor: bytes, *, patient: bool = True
+    ) -> SegmentInfo:
         """Ask for a new generation. Training does not wait long: a large one is pre-touched while it goes on.
 
+        Args:
+            patient: wait for a moment when asking for it; otherwise not at all.
         Raises:
             AttachRefused: it does not fit, with the numbers.
             DaemonUnavailable: the daemon is away.
@@ -137,7 +141,7 @@ class Session:
         wanted = Reserve(slot_bytes, num_slots, descriptor)
         patience_s = 0.0
         if self._reserving is None:
-            patience_s = _RESERVE_WAIT_S
+            patience_s = _RESERVE_WAIT_S if patient else 0.0
             self._reserving = wanted, self._link.begin(lambda: self._ask_for_memory(wanted))
         asked, future = self._reserving
         try:
@@ -151,7 +155,7 @@ class Session:
         if asked == wanted:
             return found
         self.drop(found.generation)  # asked for under another plan, and no longer wanted
-        return self.reserve(slot_bytes, num_slots, descriptor)
+        return self.reserve(slot_bytes, num_slots, descriptor, patient=patient)
 
     def see_run(self, job: str, run: str, known: tuple[str, ...]) -> RunSeen:
         """What is held of a run, on this node and on those that took part before and are not ``known``.

@@ -22,7 +22,6 @@ __all__ = ["Together", "job_store", "propose"]
 logger = logging.getLogger(__name__)
 
 _POLL_S, _POLL_MAX_S = 0.01, 0.5
-_LISTEN_S = 1.0
 
 
 class Together:
@@ -36,7 +35,6 @@ class Together:
     def __init__(self, store: Any, identity: Identity, *, prefix: str) -> None:
         self._store, self._identity, self._prefix = store, identity, prefix
         self._found: dict[str, tuple[int, ...]] = {}
-        self._called: set[str] = set()
         self._closed = threading.Event()
 
     def propose(self, what: str, mine: Sequence[int]) -> None:
@@ -46,18 +44,6 @@ class Together:
     def largest(self, what: str) -> tuple[int, ...] | None:
         """The largest of each number over all ranks; None until all have proposed theirs."""
         return self._found.get(what)
-
-    def call_for(self, what: str) -> None:
-        """Have every rank propose its numbers: not all see by themselves that it is time."""
-        self._beside(lambda store: store.set(self._call_key(what), "1"), f"call for the {what}")
-
-    def listen(self, what: str) -> None:
-        """Notice, within a second or so, when any rank calls for this agreement."""
-        self._beside(lambda store: self._listen(store, what), f"hear of the {what}")
-
-    def called(self, what: str) -> bool:
-        """Whether a rank has called for it, as far as ``listen`` has noticed."""
-        return what in self._called
 
     def close(self) -> None:
         """Stop waiting for other ranks."""
@@ -82,15 +68,6 @@ class Together:
                 return
             wait_s = min(2 * wait_s, _POLL_MAX_S)
         self._found[what] = _numbers(store.get(f"{key}/decided"))
-
-    def _listen(self, store: Any, what: str) -> None:
-        while not store.check([self._call_key(what)]):
-            if self._closed.wait(_LISTEN_S):
-                return
-        self._called.add(what)
-
-    def _call_key(self, what: str) -> str:
-        return f"{self._prefix}/{what}/called"
 
 
 def propose(store: Any, key: str, mine: Sequence[int], *, rank: int, world_size: int) -> None:

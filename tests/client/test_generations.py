@@ -61,3 +61,18 @@ def test_an_own_copy_is_one_on_this_node_that_is_mapped(memory: RankMemory) -> N
     assert (own.generation, own.index, own.iteration) == (segment.generation, 2, 5)
     assert found.of(own) is segment
     assert found.own_copy("here", Piece(record, (elsewhere,))) is None
+
+
+def test_a_run_goes_on_only_in_slots_that_were_made_for_its_window(memory: RankMemory) -> None:
+    """A wider window has smaller slots: what is recorded under the old one would not fit into them."""
+    payload = msgspec.msgpack.encode({"operators": ["a"]})
+
+    def made(slot_bytes: int, slots: int, window: int) -> MappedSegment:
+        return memory.reserve(slot_bytes, slots, window=window, num_operators=1, payload=payload)
+
+    used, grown, wider = made(MIB, 4, 2), made(MIB, 6, 2), made(MIB // 2, 5, 3)
+    found = Generations()
+    for segment in (used, grown, wider):
+        found.add(segment)
+    assert found.of_another_window(used) == [wider]
+    assert found.of_another_window(wider) == []

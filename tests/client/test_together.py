@@ -66,16 +66,6 @@ def test_another_epoch_is_another_agreement(store: Any) -> None:
     one.close()
 
 
-def test_one_rank_calls_and_all_hear_it(store: Any) -> None:
-    everybody = ranks(store)
-    for together in everybody:
-        together.listen("wider1")
-    assert not any(t.called("wider1") for t in everybody)
-    everybody[3].call_for("wider1")
-    eventually(lambda: all(t.called("wider1") for t in everybody), "heard")
-    assert not everybody[0].called("wider2")
-
-
 def test_a_store_that_fails_is_told_and_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     class Gone:
         def compare_set(self, *_: str) -> bytes:

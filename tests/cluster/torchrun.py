@@ -19,6 +19,7 @@ What was found with torch 2.13 (see `SETTINGS`), gloo, one rank per host:
   first gets in, once a second. If the destroyed host returns before the new round is complete, it competes with the survivors, and one
   of those may end as the spare. Bring hosts back after `wait_until_running`, unless that is what you test.
   A spare may replace a survivor in the same way when only a worker failed: all agents leave the round for that.
+* Keep to one spare: with more agents waiting than places free, the waiting ones and a new round can disturb each other for good.
 * torchrun reads unknown options as abbreviations of its own (`--log` is "ambiguous"): put `--` before the worker, as in
   `["-m", "--", "package.module", "--log", "x"]`.
 * Membership changes do not count as restarts, failed workers do: `--max-restarts` counts for each agent

@@ -17,16 +17,12 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from tests.e2e.cases import Job, find_case
-
-if TYPE_CHECKING:
-    from ckptd.client import Checkpointer
-    from ckptd.client.planning import Plan
 
 
 def final_state(job: Job) -> dict[str, Any]:
@@ -67,20 +63,6 @@ def distribute(job: Job, store: Path) -> None:
     job.state["data"].position = 10_000 * rank
 
 
-def want_wider(ckpt: Checkpointer) -> None:
-    """As when a peer cannot keep up: from the next window on, two more iterations are wanted, once."""
-    assert ckpt._recorder is not None
-    provision = ckpt._recorder._provision
-    judge = provision._worth_widening
-
-    def once(plan: Plan) -> Plan:
-        provision._worth_widening = judge  # type: ignore[method-assign]
-        return provision._make_plan(plan.schedule.window + 2)
-
-    provision._worth_widening = once  # type: ignore[method-assign]
-    provision._widen_at = 0
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("case", help="a name in cases.py or hf_cases.py")
@@ -100,9 +82,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--nan-at", type=int, default=-1, help="make a weight NaN after that step")
     parser.add_argument("--store", type=Path, help="train with DDP over gloo, meeting at this file")
     parser.add_argument("--break-at", type=int, default=-1, help="end the chain in that step")
-    parser.add_argument(
-        "--widen-at", type=int, default=-1, help="want a wider window from that step on"
-    )
     parser.add_argument("--verify-at", type=int, default=-1)
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--verify", action="store_true")
@@ -143,8 +122,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if step == args.break_at:
             assert ckpt._recorder is not None
             ckpt._recorder.break_chain()  # as when a snapshot found no slot
-        if step == args.widen_at:
-            want_wider(ckpt)
         if args.progress is not None:
             replace_text(args.progress, f"{step} {int(ckpt.replaying)}")
         if args.stats is not None:

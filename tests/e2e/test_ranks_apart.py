@@ -50,22 +50,3 @@ def test_ranks_with_different_windows_come_back_together(
     windows = {0: ("--set", "window=5"), 1: ("--set", "window=1")}
     life = Ranks(jobs, run, each=windows, killed=0)
     assert _resumed(jobs, run, life, daemon=daemon) in range(KILL_AT - 5, KILL_AT + 1)
-
-
-@pytest.mark.slow
-def test_one_rank_that_wants_a_wider_window_takes_all_along(
-    jobs: Jobs, daemon: DaemonProcess, run: str
-) -> None:
-    """Both go over to it beside training, at different steps; what they recorded before stays until both are over."""
-    slow = ("--total", "110", "--step-ms", "50", "--set", "window=null")
-    each = {0: ("--kill-at", "100", "--widen-at", "12")}
-    life = Ranks(jobs, run, *slow, killed=0, each=each)
-    life.end_by_the_death_of(0)
-    outs = Ranks(jobs, run, "--seed", "7", *slow).end()
-    reports = [jobs.report(out) for out in outs]
-    assert {r["window"] for r in reports} == {3.0}, jobs.log(life.started[1][1])
-    assert {r["resumed_from"] for r in reports} <= set(range(95, 101)), jobs.log(life.started[1][1])
-    assert len({r["resumed_from"] for r in reports}) == 1
-    references = Ranks(jobs, run, *slow, daemon="none").end()
-    for reference, out in zip(references, outs, strict=True):
-        assert differences(reference, out) == []

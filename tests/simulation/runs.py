@@ -65,6 +65,7 @@ class Runs(Senders):
             if run.carried.epoch < self.epoch and run.carried.floor > self.epoch_start:
                 run.carried = NOTHING_CARRIED  # that history was left before it
                 run.span = 1
+            run.carried = Carried(self.epoch, run.carried.floor)
             run.promise = Promise(run.carried.floor)
         run.epoch, run.epoch_start, run.members = self.epoch, self.epoch_start, self.members
         run.dead.clear()

@@ -1,0 +1,73 @@
+"""What the ranks of a job agree on before the first snapshot: what their window follows from, and the window.
+
+It then stays: were one rank to go over to another before the others, what they record meanwhile could not be replayed together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ckptd.client.memory import RankMemory
+from ckptd.client.together import Together, job_store
+
+__all__ = ["Windows"]
+
+logger = logging.getLogger(__name__)
+
+_WAIT_STEPS = 100
+
+
+class Windows:
+    """One rank's part; nothing here blocks, and None means that other ranks have yet to tell."""
+
+    def __init__(self, memory: RankMemory) -> None:
+        self._memory = memory
+        self._together: Together | None = None
+        self._proposed: set[str] = set()
+        self._waits_since: int | None = None
+
+    def limits(self, measure: Callable[[], tuple[int, int, int]]) -> tuple[int, int, int] | None:
+        """The smallest over all ranks of what can be copied per step, of the memory (bytes), and of the number of operators.
+
+        From equal limits equal models get equal plans; and no rank can have a window longer than its operators are many.
+
+        Args:
+            measure: the same of this rank, asked once.
+        """
+        if "limits" not in self._proposed:
+            self._propose("limits", *(-number for number in measure()))
+        found = self._met().largest("limits")
+        return None if found is None else (-found[0], -found[1], -found[2])
+
+    def first(self, mine: int) -> int | None:
+        """The first window of all ranks."""
+        self._propose("window", mine)
+        found = self._met().largest("window")
+        return None if found is None else found[0]
+
+    def waits(self, step: int) -> None:
+        """Tell once if other ranks take long: the reason stands in their logs, not here."""
+        self._waits_since = step if self._waits_since is None else self._waits_since
+        if step == self._waits_since + _WAIT_STEPS:
+            text = f"no snapshots for {_WAIT_STEPS} steps: not every rank has told yet which window it needs; the logs of the others say why"
+            logger.warning("%s", text)
+            self._memory.session.notice("warning", "not_protected", text)
+
+    def close(self) -> None:
+        """Stop waiting for other ranks."""
+        if self._together is not None:
+            self._together.close()
+
+    def _propose(self, what: str, *numbers: int) -> None:
+        if what not in self._proposed:
+            self._proposed.add(what)
+            self._met().propose(what, numbers)
+
+    def _met(self) -> Together:
+        """Where the ranks of this epoch agree."""
+        if self._together is None:
+            identity = self._memory.identity
+            prefix = f"ckptd/{identity.job}/{identity.run}/{self._memory.epoch}"
+            self._together = Together(job_store(), identity, prefix=prefix)
+        return self._together
