@@ -314,6 +314,12 @@ def test_withdrawals_and_restarts_never_take_a_floor_back(seed: int) -> None:
     """Ranks lose replicas, stop counting, and nodes restart; then everything grows beyond all that."""
     net = network(seed)
     disturb(net, 300, shrinking=True)
+    for node, ranks in net.ranks_of.items():
+        for rank in ranks:
+            if net.values[rank] is None:
+                # Until it is heard of that it counts again, the floor may pass whatever it has.
+                net.set_rank(node, rank, -1)
+    net.settle()
     announced = max(tree.floor for tree in net.trees.values())
     for node, ranks in net.ranks_of.items():
         for rank in ranks:
