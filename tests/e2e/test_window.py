@@ -11,11 +11,11 @@ from tests.e2e.harness import Jobs
 def test_a_window_that_stalls_training_is_widened(jobs: Jobs) -> None:
     """Dense snapshots of a large table stall each step; another generation with a larger window replaces them."""
     run = uuid.uuid4().hex[:8]
-    options = ("--total", "60", "--run", run, "--set", "window=null")
-    reference = jobs.run("large_table", "--total", "60", daemon="none")
-    jobs.run("large_table", *options, "--kill-at", "55", expect_killed=True)
+    options = ("--total", "70", "--run", run, "--set", "window=null")
+    reference = jobs.run("large_table", "--total", "70", daemon="none")
+    jobs.run("large_table", *options, "--kill-at", "65", expect_killed=True)
     resumed = jobs.run("large_table", *options, "--seed", "77")
     report = jobs.report(resumed)
     assert report["window"] >= 2, jobs.log(resumed)
-    assert report["resumed_from"] >= 53
+    assert report["resumed_from"] >= 63
     assert differences(reference, resumed) == []
