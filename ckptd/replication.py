@@ -384,8 +384,7 @@ class Replicator:
 
     def _begin_refused(self, target: Target, event: BeginRefused) -> None:
         if event.code == "unknown":
-            self._reopen(target, event.reason, at_once=target.unknowns == 0)
-            target.unknowns += 1
+            self._unknown(target, event.reason)
             return
         self._let_go(target, Phase.IDLE)
         if event.code == "held":
@@ -427,8 +426,7 @@ class Replicator:
 
     def _seal_refused(self, target: Target, event: SealRefused) -> None:
         if event.code == "unknown":
-            self._reopen(target, event.reason, at_once=target.unknowns == 0)
-            target.unknowns += 1
+            self._unknown(target, event.reason)
             return
         target.go(Phase.IDLE)
         target.record = target.grant = None
@@ -486,6 +484,13 @@ class Replicator:
             target.reason = reason
         else:
             self._back_off(target, "unknown", reason)
+
+    def _unknown(self, target: Target, reason: str) -> None:
+        """The lease means nothing there: it was restarted, and may have lost everything that it ever told of."""
+        target.held.clear()
+        self._recount(target)
+        self._reopen(target, reason, at_once=target.unknowns == 0)
+        target.unknowns += 1
 
     def _drop_if_done(self, target: Target) -> None:
         if not target.wanted and target.phase is not Phase.CANCELLING:

@@ -248,6 +248,16 @@ class TestRefusals:
         effects = core.handle(BeginRefused("a", key(3), "unknown", "again"), now_s=0)
         assert effects == [Release(key(3))]
 
+    def test_who_does_not_know_the_lease_holds_nothing_until_it_tells(self) -> None:
+        """It was restarted, perhaps on a machine that has nothing of what it told before."""
+        driven = Driven("a")
+        driven.table(2, 3, 4)
+        assert driven.core.current_up_to("a") == 4
+        driven.core.handle(Slots(tuple(snapshot(t) for t in range(2, 6)), W), now_s=0)
+        driven.core.handle(BeginRefused("a", key(5), "unknown", "restarted"), now_s=0)
+        assert driven.core.current_up_to("a") == -1
+        assert driven.core.replicated == Interval(-1, -1)
+
     def test_held_counts_as_sealed_and_stale_is_passed_over(self) -> None:
         core = opened("a")
         effects = core.handle(BeginRefused("a", key(3), "held", ""), now_s=0)
