@@ -77,10 +77,18 @@ class Keys:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         (folder / "trusted").mkdir(mode=0o700, exist_ok=True)
-        public, secret = (key.decode("ascii") for key in zmq.curve_keypair())
+        public, secret = _new_pair()
         _write_new(folder / "node.key_secret", _certificate(public, secret))
         _write_new(folder / "node.key", _certificate(public))
         return cls(folder, public, secret)
+
+
+def _new_pair() -> tuple[str, str]:
+    """A pair whose public key can be typed after a command: one that begins with a dash would be taken for an option."""
+    while True:
+        public, secret = (key.decode("ascii") for key in zmq.curve_keypair())
+        if not public.startswith("-"):
+            return public, secret
 
 
 def checked_key(key: str | bytes) -> str:

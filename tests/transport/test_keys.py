@@ -129,3 +129,12 @@ def test_places_that_are_not_safe(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         check_security(endpoint, security, advertise=advertise)
+
+
+def test_a_public_key_can_be_typed_after_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Z85 has a dash: one key in 85 would begin with it, and be taken for an option."""
+    pairs = iter([(b"-" * 40, b"s" * 40), zmq.curve_keypair()])
+    monkeypatch.setattr(zmq, "curve_keypair", lambda: next(pairs))
+    assert not Keys.create(tmp_path).public.startswith("-")
