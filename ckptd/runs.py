@@ -285,9 +285,8 @@ class Run:
         if self._tree is None or rank not in self.ranks:
             return
         replication = self.ranks[rank]
-        if (
-            replication.core.sole
-        ):  # nothing of what is told here goes from now on, so look once more at what is there
+        if replication.core.sole:
+            # Nothing of what is told here goes from now on, so look once more at what is there.
             self._protect_rank(rank)
             replication.read_slots()
         replicated = replication.core.replicated

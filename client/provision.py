@@ -1,7 +1,7 @@
 """What the recorder takes snapshots with: the plan, and the generations of slots that it needs; made once enough was measured.
 
 Planning and reserving happen in the training thread and take milliseconds; memory is made by the daemon meanwhile, and is used
-from the boundary on at which it is there. Several ranks first agree on what their plans follow from (see ``Together``), so
+from the boundary on at which it is there. Several ranks first agree on what their plans follow from (see ``Windows``), so
 that all have one window.
 """
 
@@ -262,14 +262,12 @@ class Provision:
         plan = self.plan
         if plan is None or self._options.window is not None or plan.policy_name == "dense":
             return
-        if self._ranks > 1:  # see `ckptd.client.windows`
+        if self._ranks > 1 or step < self._widen_at:  # several: see `ckptd.client.windows`
             return
         if self._coming is not None or self._previous_generation_pending():
             return
-        wide = None
-        if step >= self._widen_at:
-            self._widen_at = step + _RETRY_STEPS
-            wide = self._worth_widening(plan)
+        self._widen_at = step + _RETRY_STEPS
+        wide = self._worth_widening(plan)
         if wide is not None:
             logger.info("window %d -> %d", plan.schedule.window, wide.schedule.window)
             self._pace.forget_stalls()

@@ -26,6 +26,7 @@ class Windows:
         self._together: Together | None = None
         self._proposed: set[str] = set()
         self._waits_since: int | None = None
+        self._told = False
 
     def limits(self, measure: Callable[[], tuple[int, int, int]]) -> tuple[int, int, int] | None:
         """The smallest over all ranks of what can be copied per step, of the memory (bytes), and of the number of operators.
@@ -49,7 +50,8 @@ class Windows:
     def waits(self, step: int) -> None:
         """Tell once if other ranks take long: the reason stands in their logs, not here."""
         self._waits_since = step if self._waits_since is None else self._waits_since
-        if step == self._waits_since + _WAIT_STEPS:
+        if step >= self._waits_since + _WAIT_STEPS and not self._told:
+            self._told = True
             text = f"no snapshots for {_WAIT_STEPS} steps: not every rank has told yet which window it needs; the logs of the others say why"
             logger.warning("%s", text)
             self._memory.session.notice("warning", "not_protected", text)
