@@ -8,7 +8,7 @@ in another order; the heartbeat repairs what got lost.
 Two rules keep that safe:
 
 * **Upwards the newest word counts, not the largest.** What a rank has can shrink: a target dies and
-  its substitute holds nothing yet, or a rank counts again that could not be replicated. Taking the
+  its substitute holds nothing yet, or a primary that was the only copy gives way to targets. Taking the
   maximum would miss that and let the floor pass an iteration that was withdrawn before it was announced;
   taking whatever comes last would let a late copy of an old message do the same. So each report carries
   a sequence that grows with every change, and over restarts of its sender; an older one is ignored.
@@ -28,7 +28,7 @@ newest floor that is known in its subtree, with the epoch in which it was announ
 announces anything. Of two epochs the later one counts: a floor of the earlier one may be beyond where it ended.
 
 Hence the invariant: a floor never exceeds, for any rank, the newest iteration that this rank was ever
-replicated up to (a rank that does not count has no limit). Where nothing was withdrawn, that is the
+replicated up to. Where nothing was withdrawn, that is the
 smallest of what the ranks have at this moment. Nothing is announced before every node has reported:
 a node whose child is silent reports nothing itself.
 """
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 FAN_OUT = 16
-# What a subtree reports in which no rank counts: larger than any iteration, and an i64 on the wire.
+# What a subtree without ranks reports: larger than any iteration, and an i64 on the wire.
 NO_RANKS = (1 << 63) - 1
 ANY_SPAN = (1 << 16) - 1  # longer than any window
 
@@ -110,7 +110,7 @@ class FloorTree:
     Args:
         members: ids of the run's nodes, in any order; repetitions do not matter.
         node: the id of this node, one of the members.
-        ranks: the ranks of this node. They count from the start, with nothing replicated (-1), so
+        ranks: the ranks of this node. At the start they have nothing replicated (-1), so
             that no floor is announced before each was heard of.
         fan_out: children per node.
         started: where this node's sequence begins: larger than any it has used before, such as the
@@ -187,23 +187,21 @@ class FloorTree:
         return self._children
 
     def set_rank(
-        self, rank: int, replicated_up_to: int | None, *, first: int = -1, span: int = 1
+        self, rank: int, replicated_up_to: int, *, first: int = -1, span: int = 1
     ) -> list[FloorMessage]:
-        """A rank of this node is replicated up to an iteration; -1: nothing yet; None: it does not count.
+        """A rank of this node is replicated up to an iteration; -1: nothing yet.
 
         The value may decrease: that holds back the next floor, never the one announced.
 
         Args:
-            first: the oldest iteration at which a suffix ends that all its targets hold.
+            first: the oldest iteration at which a suffix ends that all its promised copies hold.
             span: its window. The other two were counted with the `span` of this tree.
         """
-        if replicated_up_to is not None and not -1 <= replicated_up_to < NO_RANKS:
+        if not -1 <= replicated_up_to < NO_RANKS:
             raise LocalProtocolError(
                 f"replicated up to {replicated_up_to}", operation="floor", ids={"rank": rank}
             )
-        below = NO_RANKS if replicated_up_to is None else replicated_up_to
-        counted = ANY_SPAN if replicated_up_to is None else self._span
-        self._ranks[rank] = _Standing(below, first, span, counted)
+        self._ranks[rank] = _Standing(replicated_up_to, first, span, self._span)
         return self._settle()
 
     def on_below(

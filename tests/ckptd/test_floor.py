@@ -33,10 +33,10 @@ def test_a_single_node_is_its_own_floor() -> None:
     assert tree.resend(now_s=0.0) == []
 
 
-def test_a_root_without_any_counting_rank_announces_nothing() -> None:
-    tree = FloorTree(["a"], "a", ranks=[0])
-    tree.set_rank(0, None)
-    assert tree.floor == -1
+def test_a_root_without_any_rank_announces_nothing() -> None:
+    root = FloorTree(["a", "b"], "a")
+    assert root.on_below("b", NO_RANKS, 1) == []
+    assert root.floor == -1
 
 
 def test_the_tree_follows_the_order_of_names() -> None:
@@ -82,10 +82,8 @@ def test_a_leaf_reports_changes_only() -> None:
     assert leaf.set_rank(2, 4) == [FloorMessage("a", BELOW, -1, 101, counted=1)]
     assert leaf.set_rank(3, 9) == [FloorMessage("a", BELOW, 4, 102, counted=1)]
     assert leaf.set_rank(3, 10) == []
-    assert leaf.set_rank(2, None) == [FloorMessage("a", BELOW, 10, 103, counted=1)]
-    assert leaf.set_rank(2, 3) == [FloorMessage("a", BELOW, 3, 104, counted=1)]
-    assert leaf.set_rank(2, None) == [FloorMessage("a", BELOW, 10, 105, counted=1)]
-    assert leaf.set_rank(3, None) == [FloorMessage("a", BELOW, NO_RANKS, 106)]
+    assert leaf.set_rank(2, 3) == [FloorMessage("a", BELOW, 3, 103, counted=1)]
+    assert leaf.set_rank(2, 12) == [FloorMessage("a", BELOW, 10, 104, counted=1)]
 
 
 def test_nothing_is_announced_on_the_word_of_suffixes_that_are_too_short() -> None:
@@ -193,7 +191,7 @@ class Network:
         self.fan_out = fan_out
         self.started = 0
         self.trees = {node: self.boot(node) for node in ranks_of}
-        self.values: dict[int, int | None] = {r: -1 for ranks in ranks_of.values() for r in ranks}
+        self.values = {rank: -1 for ranks in ranks_of.values() for rank in ranks}
         self.best = dict.fromkeys(self.values, -1)
         self.flying: list[tuple[str, FloorMessage]] = []
         self.floors = dict.fromkeys(ranks_of, -1)
@@ -220,9 +218,9 @@ class Network:
         self.flying += [(node, message) for message in messages]
         self.check()
 
-    def set_rank(self, node: str, rank: int, value: int | None) -> None:
+    def set_rank(self, node: str, rank: int, value: int) -> None:
         self.values[rank] = value
-        self.best[rank] = NO_RANKS if value is None else max(self.best[rank], value)
+        self.best[rank] = max(self.best[rank], value)
         self.send(node, self.trees[node].set_rank(rank, value))
 
     def deliver(self, *, faulty: bool) -> None:
@@ -259,7 +257,7 @@ class Network:
             self.deliver(faulty=False)
 
     def smallest(self) -> int | None:
-        return min((v for v in self.values.values() if v is not None), default=None)
+        return min(self.values.values(), default=None)
 
 
 def network(seed: int) -> Network:
@@ -289,11 +287,11 @@ def disturb(net: Network, steps: int, *, shrinking: bool) -> None:
             net.deliver(faulty=True)
 
 
-def new_value(net: Network, rank: int, *, shrinking: bool) -> int | None:
+def new_value(net: Network, rank: int, *, shrinking: bool) -> int:
     value = net.values[rank]
     if shrinking and net.random.random() < 0.2:
-        return net.random.choice([None, -1, 0 if value is None else value - 1 if value > 0 else -1])
-    return (-1 if value is None else value) + net.random.randint(0, 3)
+        return net.random.choice([-1, max(-1, value - 1)])
+    return value + net.random.randint(0, 3)
 
 
 @given(seed=st.integers(0, 1 << 32))
@@ -311,15 +309,9 @@ def test_the_floor_converges_to_the_minimum_and_never_exceeds_it(seed: int) -> N
 @given(seed=st.integers(0, 1 << 32))
 @settings(max_examples=60, deadline=None)
 def test_withdrawals_and_restarts_never_take_a_floor_back(seed: int) -> None:
-    """Ranks lose replicas, stop counting, and nodes restart; then everything grows beyond all that."""
+    """Ranks lose replicas, and nodes restart; then everything grows beyond all that."""
     net = network(seed)
     disturb(net, 300, shrinking=True)
-    for node, ranks in net.ranks_of.items():
-        for rank in ranks:
-            if net.values[rank] is None:
-                # Until it is heard of that it counts again, the floor may pass whatever it has.
-                net.set_rank(node, rank, -1)
-    net.settle()
     announced = max(tree.floor for tree in net.trees.values())
     for node, ranks in net.ranks_of.items():
         for rank in ranks:
