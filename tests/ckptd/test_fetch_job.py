@@ -7,19 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from ckptd.events import EventLog
 from ckptd.fetching import FetchJob
 from ckptd.peer_link import PeerLink
 from ckptd.ring import SlotState
-from ckptd.segment_format import SegmentDescriptor, pack_slot_header
+from ckptd.segment_format import pack_slot_header
 from ckptd.segments import SegmentStore
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import FetchPiece, FetchSource
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey
 from ckptd.workers import Workers
-from tests.ckptd.running import eventually
+from tests.ckptd.running import descriptor, eventually
 from tests.ckptd.snapshots import snapshot_of
 
 MIB = 1 << 20
@@ -80,20 +81,10 @@ def test_a_holder_that_took_us_for_lost_is_asked_again(
     store: SegmentStore, workers: Workers
 ) -> None:
     """It ended our reads while we heard of nothing. What it opens for us is of this boot."""
-    descriptor = SegmentDescriptor(
-        job="job",
-        run="run",
-        rank=0,
-        world_size=1,
-        topology="dp1",
-        layout_version=1,
-        generation=0,
-        node_id="here",
-        created_at_ns=1,
-        window=1,
-        num_operators=1,
+    told = msgspec.structs.replace(
+        descriptor(), node_id="here", created_at_ns=1, window=1, num_operators=1
     )
-    segment = store.create(descriptor, 2, MIB)
+    segment = store.create(told, 2, MIB)
     holder, over = Holder(ended=2), list[str]()
     source = FetchSource("away", "a.seg", 0)
     job = FetchJob(

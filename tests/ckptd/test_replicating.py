@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from ckptd import locks
@@ -14,11 +15,12 @@ from ckptd.events import EventLog
 from ckptd.peer_link import PeerLink
 from ckptd.replicating import RankReplication
 from ckptd.replication import Replicator
-from ckptd.segment_format import SegmentDescriptor, slot_lock_byte, write_slot_header
+from ckptd.segment_format import slot_lock_byte, write_slot_header
 from ckptd.segments import Segment, SegmentStore
 from ckptd.sessions import RankKey
 from ckptd.transport import peer_messages as p
 from ckptd.transport.verbs import Completion, Done, Fault
+from tests.ckptd.running import descriptor
 from tests.ckptd.snapshots import snapshot_of
 
 MIB = 1 << 20
@@ -115,20 +117,14 @@ class Sender:
 def sender(tmp_path: Path) -> Iterator[Sender]:
     """One sealed snapshot, to be sent to one target."""
     store = SegmentStore(tmp_path, 40 * MIB, "here", mlock="off", hugepages="off")
-    descriptor = SegmentDescriptor(
-        job="job",
-        run="run",
-        rank=0,
-        world_size=2,
-        topology="dp2",
-        layout_version=1,
-        generation=0,
+    told = msgspec.structs.replace(
+        descriptor(world_size=2, topology="dp2"),
         node_id="here",
         created_at_ns=1,
         window=1,
         num_operators=1,
     )
-    segment = store.create(descriptor, 3, MIB)
+    segment = store.create(told, 3, MIB)
     snapshot = snapshot_of(4)
     segment.image(0, snapshot.header)[:] = snapshot.image
     write_slot_header(segment.buffer, segment.geometry, 0, snapshot.header)
