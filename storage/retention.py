@@ -1,0 +1,269 @@
+"""What of a run may be deleted. Pure: the result is a plan with reasons, and nothing is done here.
+
+A plan is carried out in its order: all manifests, and only when they are gone the objects. A death in
+between leaves a checkpoint incomplete and never damaged, and the next plan goes on from there.
+
+Invariants, whatever the policy and wherever the last plan was cut short:
+
+* a committed checkpoint goes only if a newer one is committed *and verified*, so the newest verified one
+  stays, and is whole; and only some time after that one was committed;
+* an object goes only if no manifest that stays refers to it, and nobody can be about to write one that does
+  (``docs/format.md`` section 7). If a manifest that stays could not be read, no object goes.
+
+Time is the store's, as its listing tells it: nobody else's clock is compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptd.storage.catalog import Catalog, CheckpointState, ListedObject, StoredCheckpoint
+from ckptd.storage.manifest import RankManifest
+from ckptd.storage.names import CheckpointId
+
+__all__ = [
+    "CheckpointChoice",
+    "Deletion",
+    "References",
+    "RetentionPlan",
+    "RetentionPolicy",
+    "choose_checkpoints",
+    "plan_retention",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """Which committed checkpoints stay although newer ones are there; any one reason is enough."""
+
+    keep_last: int = 2
+    """So many of the newest."""
+    keep_every: int = 0
+    """Of every so many iterations the first one; 0: none for this reason."""
+    keep_younger_than_ns: int = 0
+    """Those written within this time."""
+    grace_ns: int = 24 * 3600 * 10**9
+    """How long a writer may take for one checkpoint: what is younger and unfinished is left alone."""
+    settle_ns: int = 600 * 10**9
+    """How long a checkpoint must have been committed to replace others: readers may be at those, and
+    writers that have not heard of it yet may be about to refer to them."""
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, is {self.keep_last}")
+        times = (self.keep_younger_than_ns, self.grace_ns, self.settle_ns)
+        if min(self.keep_every, *times) < 0:
+            raise ValueError("keep_every and the times of a retention policy must not be negative")
+
+
+class References(NamedTuple):
+    """What retention must know of a manifest."""
+
+    start: int
+    objects: frozenset[str]
+
+    @classmethod
+    def of(cls, manifest: RankManifest) -> References:
+        """Of a manifest that was read."""
+        return cls(manifest.start, manifest.object_keys)
+
+
+class Deletion(NamedTuple):
+    """A key that may go, how many bytes that frees, and why."""
+
+    key: str
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointChoice:
+    """Which checkpoints stay and which go, with reasons; ``kept`` are those whose manifests count."""
+
+    kept: Mapping[CheckpointId, str]
+    doomed: Mapping[CheckpointId, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPlan:
+    """First all of ``manifests`` go, then ``objects``; ``notes`` say what could not be decided."""
+
+    manifests: tuple[Deletion, ...]
+    objects: tuple[Deletion, ...]
+    kept: Mapping[CheckpointId, str]
+    notes: tuple[str, ...]
+
+    @property
+    def freed_bytes(self) -> int:
+        """What carrying it out frees."""
+        return sum(deletion.size for deletion in (*self.manifests, *self.objects))
+
+
+def choose_checkpoints(
+    catalog: Catalog,
+    policy: RetentionPolicy,
+    *,
+    verified: Collection[CheckpointId],
+    now_ns: int,
+) -> CheckpointChoice:
+    """Which checkpoints go, by the listing alone: only the manifests of the others must be read.
+
+    Args:
+        verified: those that were read and found whole.
+        now_ns: by the store's clock.
+    """
+    committed = catalog.committed
+    settled = [c for c in committed if now_ns - c.modified_ns >= policy.settle_ns]
+    anchor = next((c for c in settled if c.id in verified), None)
+    wanted = _wanted(committed, policy, now_ns)
+    kept: dict[CheckpointId, str] = {}
+    doomed: dict[CheckpointId, str] = {}
+    for checkpoint in catalog.checkpoints:
+        if checkpoint.pinned:
+            kept[checkpoint.id] = "pinned"
+        elif checkpoint.state is CheckpointState.COMMITTED:
+            goes, reason = _committed(checkpoint, anchor, wanted)
+            (doomed if goes else kept)[checkpoint.id] = reason
+        elif checkpoint.state is CheckpointState.STALE:
+            goes, reason = _stale(checkpoint, anchor, policy.grace_ns, now_ns)
+            (doomed if goes else kept)[checkpoint.id] = reason
+        else:
+            goes, reason = _incomplete(checkpoint, settled, policy.grace_ns, now_ns)
+            (doomed if goes else kept)[checkpoint.id] = reason
+    return CheckpointChoice(kept, doomed)
+
+
+def plan_retention(
+    catalog: Catalog,
+    policy: RetentionPolicy,
+    *,
+    verified: Collection[CheckpointId],
+    references: Mapping[str, References],
+    now_ns: int,
+) -> RetentionPlan:
+    """What goes.
+
+    Args:
+        verified: the checkpoints that were read and found whole.
+        references: by key what the manifests say that `choose_checkpoints` keeps.
+        now_ns: by the store's clock.
+    """
+    choice = choose_checkpoints(catalog, policy, verified=verified, now_ns=now_ns)
+    manifests = [
+        Deletion(info.key, info.size, choice.doomed[checkpoint.id])
+        for checkpoint in reversed(catalog.checkpoints)
+        if checkpoint.id in choice.doomed
+        for _, info in sorted(checkpoint.manifests.items())
+    ]
+    staying = [c for c in catalog.checkpoints if c.id in choice.kept]
+    unread = [
+        info.key for c in staying for info in c.manifests.values() if info.key not in references
+    ]
+    if unread:
+        note = (
+            f"no object is deleted: what {len(unread)} manifests refer to is not known "
+            f"({', '.join(sorted(unread)[:3])})"
+        )
+        return RetentionPlan(tuple(manifests), (), choice.kept, (note,))
+    used: set[str] = set()
+    for checkpoint in staying:
+        for info in checkpoint.manifests.values():
+            used |= references[info.key].objects
+    objects = _orphans(catalog, used, _begin(catalog, references), policy.grace_ns, now_ns)
+    return RetentionPlan(tuple(manifests), tuple(objects), choice.kept, ())
+
+
+def _wanted(
+    committed: Iterable[StoredCheckpoint], policy: RetentionPolicy, now_ns: int
+) -> dict[CheckpointId, str]:
+    """The committed checkpoints that the policy names."""
+    wanted: dict[CheckpointId, str] = {}
+    firsts: dict[int, CheckpointId] = {}
+    for number, checkpoint in enumerate(committed):
+        if number < policy.keep_last:
+            wanted[checkpoint.id] = f"one of the last {policy.keep_last}"
+        elif now_ns - checkpoint.modified_ns < policy.keep_younger_than_ns:
+            wanted[checkpoint.id] = "young"
+        if policy.keep_every:  # newest first, so the first one of each group comes last
+            firsts[checkpoint.id.end // policy.keep_every] = checkpoint.id
+    for first in firsts.values():
+        wanted.setdefault(first, f"the first of {policy.keep_every} iterations")
+    return wanted
+
+
+def _committed(
+    checkpoint: StoredCheckpoint,
+    anchor: StoredCheckpoint | None,
+    wanted: Mapping[CheckpointId, str],
+) -> tuple[bool, str]:
+    if checkpoint.id in wanted:
+        return False, wanted[checkpoint.id]
+    if anchor is None:
+        return False, "no newer one is verified (long enough ago)"
+    if checkpoint.id == anchor.id:
+        return False, "the newest verified one"
+    if checkpoint.id.end >= anchor.id.end:
+        return False, "no newer one is verified (long enough ago)"
+    return True, f"replaced by {anchor.id}"
+
+
+def _stale(
+    checkpoint: StoredCheckpoint, anchor: StoredCheckpoint | None, grace_ns: int, now_ns: int
+) -> tuple[bool, str]:
+    """The other history must have been in the store for a while: writers have learned of it."""
+    if anchor is None or anchor.id.epoch <= checkpoint.id.epoch:
+        return False, f"stale ({checkpoint.reason}), but of no later history one is verified"
+    since = checkpoint.stale_since_ns
+    if since is None or now_ns - max(since, checkpoint.modified_ns) < grace_ns:
+        return False, f"stale ({checkpoint.reason}), within the grace time"
+    return True, f"stale: {checkpoint.reason}"
+
+
+def _incomplete(
+    checkpoint: StoredCheckpoint,
+    settled: Iterable[StoredCheckpoint],
+    grace_ns: int,
+    now_ns: int,
+) -> tuple[bool, str]:
+    newer = [
+        c for c in settled if c.id.end > checkpoint.id.end and c.id.epoch >= checkpoint.id.epoch
+    ]
+    if not newer:
+        return False, "incomplete, and no newer one is committed (long enough ago)"
+    if now_ns - checkpoint.modified_ns < grace_ns:
+        return False, "incomplete, within the grace time"
+    return True, f"incomplete ({checkpoint.reason}), and {newer[0].id} is committed"
+
+
+def _begin(catalog: Catalog, references: Mapping[str, References]) -> int:
+    """Where the newest committed checkpoint begins; what is older is needed by no later one."""
+    newest = catalog.newest
+    if newest is None:
+        return -1
+    return min(references[info.key].start for info in newest.manifests.values())
+
+
+def _orphans(
+    catalog: Catalog, used: Collection[str], begin: int, grace_ns: int, now_ns: int
+) -> list[Deletion]:
+    orphans: list[Deletion] = []
+    for listed in catalog.objects.values():
+        for found in listed:
+            if found.info.key in used or now_ns - found.info.modified_ns < grace_ns:
+                continue
+            reason = _useless(catalog, found, begin, grace_ns, now_ns)
+            if reason:
+                orphans.append(Deletion(found.info.key, found.info.size, reason))
+    return sorted(orphans)
+
+
+def _useless(catalog: Catalog, found: ListedObject, begin: int, grace_ns: int, now_ns: int) -> str:
+    """Why nobody will refer to an object to which nobody does; "" if somebody may."""
+    if found.name.iteration < begin:
+        return f"no manifest refers to it, and the newest checkpoint begins at {begin}"
+    left = catalog.leaving(found.name.epoch, found.name.iteration)
+    if left is not None and left.since_ns is not None and now_ns - left.since_ns >= grace_ns:
+        return f"no manifest refers to it, and a later history began at {left.start}"
+    return ""

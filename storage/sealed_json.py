@@ -1,0 +1,90 @@
+"""JSON that people can read and that ends with its own digest. ``docs/format.md`` section 3.
+
+One spelling for one value: fields in the order given, one per line, indented by one blank; a list of
+numbers or strings on one line, a list of lists or objects one item per line; ASCII. The last field is
+``digest``, xxh3_128 of all the bytes before its line: a reader needs no canonical JSON of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+import xxhash
+
+__all__ = [
+    "MAX_TEXT",
+    "ManifestError",
+    "check_seal",
+    "decode_sealed",
+    "from_base64",
+    "in_range",
+    "seal_json",
+]
+
+MAX_TEXT = 256
+
+_T = TypeVar("_T")
+_TAIL = re.compile(rb' "digest": "([0-9a-f]{32})"\n\}\n')
+_TAIL_BYTES = len(' "digest": ""\n}\n') + 32
+
+
+class ManifestError(ValueError):
+    """The bytes are not a manifest (or not a ``run.json``), or one that contradicts itself."""
+
+
+def seal_json(fields: Mapping[str, object]) -> bytes:
+    """``fields`` (at least one), and their digest."""
+    head = f"{_text(fields, 1)[:-2]},\n".encode("ascii")  # without "\n}", which follows the digest
+    digest = xxhash.xxh3_128_hexdigest(head)
+    return head + f' "digest": "{digest}"\n}}\n'.encode("ascii")
+
+
+def check_seal(data: bytes) -> None:
+    """Return if ``data`` ends with the digest of what is before it; ManifestError otherwise."""
+    head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
+    found = _TAIL.fullmatch(tail)
+    if found is None:
+        raise ManifestError("it does not end with a digest: it is truncated, or not one of ours")
+    if xxhash.xxh3_128_hexdigest(head).encode("ascii") != found[1]:
+        raise ManifestError("its digest does not match: its bytes were changed")
+
+
+def decode_sealed(data: bytes, limit: int, decoder: msgspec.json.Decoder[_T]) -> _T:
+    """What ``decoder`` reads in ``data``, whose seal is whole; ManifestError in any other case."""
+    if len(data) > limit:
+        raise ManifestError(f"it has {len(data)} bytes, may have {limit}")
+    check_seal(data)
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"it cannot be read ({error})") from error
+
+
+def from_base64(what: str, text: str) -> bytes:
+    """The bytes; ManifestError if it is not base64."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise ManifestError(f"{what}: not base64 ({error})") from error
+
+
+def in_range(what: str, value: int, least: int, most: int) -> None:
+    """Return if ``value`` is one of these; ManifestError otherwise."""
+    if not least <= value <= most:
+        raise ManifestError(f"{what} must be from {least} to {most}, is {value}")
+
+
+def _text(value: object, depth: int) -> str:
+    pad, end = "\n" + " " * depth, "\n" + " " * (depth - 1)
+    if isinstance(value, Mapping) and value:
+        lines = [f"{pad}{json.dumps(key)}: {_text(item, depth + 1)}" for key, item in value.items()]
+        return "{" + ",".join(lines) + end + "}"
+    if isinstance(value, list) and value and isinstance(value[0], list | Mapping):
+        lines = [f"{pad}{_text(item, depth + 1)}" for item in value]
+        return "[" + ",".join(lines) + end + "]"
+    return json.dumps(value, separators=(",", ":"))
