@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import ckptd
 from ckptd import inventory, locks
-from ckptd.config import DaemonConfig
 from ckptd.events import EventLog
 from ckptd.housekeeping import Housekeeper
 from ckptd.peering import Peering
 from ckptd.segments import Segment, SegmentStore
 from ckptd.sessions import Session, SessionTable
+from ckptd.settings import DaemonConfig
 from ckptd.transport import messages as m
 from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 import ckptd
-from ckptd.config import ConfigError, DaemonConfig, field_docs, load_config, render_toml
+from ckptd.config import ConfigError, field_docs, load_config, render_toml
 from ckptd.daemon import Daemon
 from ckptd.logs import set_up_logging
 from ckptd.runtime_dir import AlreadyRunning, UnusableFolder
+from ckptd.settings import DaemonConfig
 
 __all__ = ["EXIT_ALREADY_RUNNING", "EXIT_UNUSABLE", "EXIT_USAGE", "main"]
 

@@ -20,7 +20,7 @@ import msgspec
 
 import ckptd
 from ckptd import render
-from ckptd.config import ConfigError, DaemonConfig, default_endpoint, load_config
+from ckptd.config import ConfigError, default_endpoint, load_config
 from ckptd.ctl_keys import add_keys_commands, run_keys
 from ckptd.ctl_peers import (
     as_json,
@@ -34,6 +34,7 @@ from ckptd.doctor import Grade, as_rows, diagnose
 from ckptd.errors import DaemonUnavailable
 from ckptd.export import DamagedSnapshot, ExportError, export
 from ckptd.launch import answers
+from ckptd.settings import DaemonConfig
 from ckptd.transport import messages as m
 from ckptd.transport.keys import KeysError
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError

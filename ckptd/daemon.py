@@ -25,15 +25,18 @@ from types import FrameType
 
 import zmq
 
-from ckptd.config import DaemonConfig, notify_settings, parse_memory
+from ckptd.config import notify_settings
+from ckptd.config_values import parse_memory
 from ckptd.events import EventLog
 from ckptd.housekeeping import Housekeeper
 from ckptd.pages import filesystem_kind, is_in_memory
 from ckptd.peering import Peering
+from ckptd.persistence.tier import StorageTier
 from ckptd.runtime_dir import UnusableFolder, claim, node_name, private_folder
 from ckptd.sdnotify import Notifier
-from ckptd.segments import SegmentStore
+from ckptd.segments import Segment, SegmentStore
 from ckptd.service import Service
+from ckptd.settings import DaemonConfig
 from ckptd.transport.messages import Message, RefusalCode, Refused, Reply
 from ckptd.transport.wire import MAX_BODY_BYTES, WireError, decode, encode
 from ckptd.units import format_bytes
@@ -95,7 +98,8 @@ class Daemon:
             pool=pool,
             post=self._post,
         )
-        self._housekeeper.sealed = self._peering.sealed
+        self._tier = self._make_tier(store) if config.store else None
+        self._housekeeper.sealed = self._sealed
         self._peering.scrub_with(self._housekeeper.doubt)
         self._housekeeper.damaged = self._peering.damaged
         self._housekeeper.replicas = lambda: self._peering.replicas
@@ -107,6 +111,7 @@ class Daemon:
             self._slow,
             self._watcher,
             self._peering,
+            self._tier,
         )
         address, watchdog_s = notify_settings()
         self._notifier = Notifier(address)
@@ -116,6 +121,27 @@ class Daemon:
         self._stop_reason = ""
         self._garbage_logged_s = float("-inf")
         logger.info("quota %s in %s, %d digest threads", format_bytes(quota), folder, digesters)
+
+    def _make_tier(self, store: SegmentStore) -> StorageTier:
+        peering = self._peering
+        tier = StorageTier(
+            self._config,
+            store,
+            self._events,
+            post=self._post,
+            ranks_of=lambda job, run: self._service.ranks_of(job, run),
+            span_of=peering.span_of,
+            replicas=lambda: peering.replicas,
+            boot_id=peering.boot_id,
+            clock=time.monotonic,
+        )
+        peering.use_store(tier.link)
+        return tier
+
+    def _sealed(self, segment: Segment) -> None:
+        self._peering.sealed(segment)
+        if self._tier is not None:
+            self._tier.changed(segment.key)
 
     def stop(self, why: str) -> None:
         """End the loop soon; safe in a signal handler."""
@@ -173,7 +199,7 @@ class Daemon:
         self._run_posted()
         self._guarded(self._sealers.collect)
         self._guarded(self._slow.collect)
-        self._watcher.run(ready)
+        self._watcher.run(ready, self._guarded)
         if self._socket in ready:
             self._receive()
 
@@ -271,16 +297,24 @@ class Daemon:
         self._socket = None
         deadline = time.monotonic() + self._config.drain_timeout_s
         self._housekeeper.seal_all()
-        while self._housekeeper.queued and time.monotonic() < deadline:
+        while self._busy() and time.monotonic() < deadline:
             self._wait(0.1)
         if left := self._housekeeper.queued:
             logger.warning("%d slots are not sealed yet; the next start does it", left)
+        if self._tier is not None:
+            if not self._tier.idle:
+                logger.warning("a checkpoint is not stored yet; after the next start it is")
+            self._tier.close()
         self._peering.close()
         self._sealers.close(timeout_s=1.0)
         self._slow.close(timeout_s=1.0)
         self._context.term()
         _remove_socket(self._config.listen)
         logger.info("stopped: %s", self._stop_reason)
+
+    def _busy(self) -> bool:
+        """Whether something is under way that an orderly stop waits for."""
+        return self._housekeeper.queued > 0 or not (self._tier is None or self._tier.idle)
 
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
@@ -328,13 +362,13 @@ class _PidfdWatcher:
             self._poller.unregister(fd)
             os.close(fd)
 
-    def run(self, ready: Container[object]) -> None:
-        """Call back for every process that has ended."""
+    def run(self, ready: Container[object], call: Callable[[Callable[[], None]], None]) -> None:
+        """Have everybody called back who waits for a process that has ended."""
         for fd in [fd for fd in self._by_fd if fd in ready]:
             pid, callbacks = self._by_fd[fd]
             self.forget(pid)
             for ended in callbacks:
-                ended()
+                call(ended)
 
 
 def physical_memory() -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptd.errors import SegmentError
-from ckptd.peer_link import PeerLink
+from ckptd.holder import Holder
 from ckptd.segment_format import SegmentDescriptor, decode_descriptor
 from ckptd.segments import Segment
 from ckptd.sessions import RankKey
@@ -37,7 +37,7 @@ class DescriptorSearch:
         node: str,
         key: RankKey,
         sources: Sequence[FetchSource],
-        link: Callable[[str], PeerLink | None],
+        link: Callable[[str], Holder | None],
         local: LocalSource,
         found: Callable[[FoundDescriptor | str], None],
     ) -> None:

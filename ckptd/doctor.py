@@ -17,11 +17,11 @@ from importlib import metadata
 from pathlib import Path
 
 import ckptd
-from ckptd.config import DaemonConfig
 from ckptd.daemon import physical_memory, quota_bytes
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import answers
 from ckptd.pages import filesystem_kind, is_in_memory
+from ckptd.settings import DaemonConfig
 from ckptd.units import format_bytes
 
 __all__ = ["Finding", "Grade", "as_rows", "diagnose"]

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckptd.config import DaemonConfig, parse_bytes, parse_peers
+from ckptd.config_values import parse_bytes, parse_peers
 from ckptd.runtime_dir import UnusableFolder
+from ckptd.settings import DaemonConfig
 from ckptd.transport.keys import Keys, KeysError, trusted
 from ckptd.transport.messages import NodeCard
 from ckptd.transport.stream_fabric import StreamFabric

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from ckptd.descriptor_search import DescriptorSearch, FoundDescriptor
 from ckptd.drill import DrillRun
 from ckptd.events import EventLog
+from ckptd.fetch_tools import Doubt
 from ckptd.fetching import FetchJob
-from ckptd.peer_link import PeerLink
+from ckptd.holder import Holder
 from ckptd.replica_store import ReplicaStore
 from ckptd.segments import Segment, SegmentStore
 from ckptd.sessions import RankKey
@@ -24,6 +25,7 @@ class Fetches:
 
     Args:
         link: the connection to a node, None if its address is not known.
+        doubt: told which slots of this node did not match their digests.
         verifiers: workers that digest; `map_fn`, if given, spreads one image over threads.
         slow: workers for making memory.
     """
@@ -34,14 +36,15 @@ class Fetches:
         replicas: ReplicaStore,
         events: EventLog,
         *,
-        link: Callable[[str], PeerLink | None],
+        link: Callable[[str], Holder | None],
+        doubt: Doubt,
         verifiers: Workers,
         slow: Workers,
         map_fn: MapFunction | None,
         clock: Callable[[], float],
     ) -> None:
         self._store, self._replicas, self._events = store, replicas, events
-        self._link, self._verifiers, self._slow = link, verifiers, slow
+        self._link, self._doubt, self._verifiers, self._slow = link, doubt, verifiers, slow
         self._map, self._clock = map_fn, clock
         self._jobs: dict[tuple[RankKey, int], FetchJob] = {}
         self._drills: list[FetchJob] = []
@@ -127,6 +130,7 @@ class Fetches:
             node=self._store.node_id,
             link=self._link,
             local=self._local_segment,
+            doubt=self._doubt,
             verifiers=self._verifiers,
             map_fn=self._map,
             events=self._events,

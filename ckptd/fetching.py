@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 from ckptd.descriptor_search import LocalSource
 from ckptd.events import EventLog
-from ckptd.fetch_piece import FetchedPiece, FetchTools, Job
-from ckptd.peer_link import PeerLink
+from ckptd.fetch_piece import FetchedPiece
+from ckptd.fetch_tools import Doubt, FetchTools, Job
+from ckptd.holder import Holder
 from ckptd.segment_format import unpack_slot_header
 from ckptd.segments import Segment
 from ckptd.storage.image import MapFunction
@@ -31,6 +32,7 @@ class FetchJob:
     Args:
         link: the connection to a node, None if its address is not known.
         local: segments of this very node.
+        doubt: told which of their slots did not match its digests.
         finished: called once, with "" or the reason of the failure.
         verifiers: workers that digest; `map_fn`, if given, spreads one image over threads.
     """
@@ -41,8 +43,9 @@ class FetchJob:
         pieces: Sequence[FetchPiece],
         *,
         node: str,
-        link: Callable[[str], PeerLink | None],
+        link: Callable[[str], Holder | None],
         local: LocalSource,
+        doubt: Doubt,
         verifiers: Workers,
         map_fn: MapFunction | None,
         events: EventLog,
@@ -55,16 +58,22 @@ class FetchJob:
         self._local, self._events = local, events
         self._clock, self._finished = clock, finished
         self._began_s = clock()
-        tools = FetchTools(segment, node, link, local, verifiers, map_fn, events, clock)
+        tools = FetchTools(segment, node, link, local, doubt, verifiers, map_fn, events, clock)
         us = Job(self._goes_on, lambda: self.over, self._go_on, self._end)
+        self._unfit = ""
         self._pieces: list[FetchedPiece] = []
         for index, piece in enumerate(pieces):
             header = unpack_slot_header(piece.header)
             assert header is not None, "checked by who made the job"
+            if not 0 < header.image_len <= segment.geometry.slot_bytes:  # a peer's header says so
+                self._unfit = f"an image of {header.image_len} bytes fits into no slot here"
+                break
             self._pieces.append(FetchedPiece(index, header, piece.sources, tools, us))
 
     def start(self) -> None:
         """Begin; afterwards everything happens in callbacks and `tick`."""
+        if self._unfit:
+            self._end(self._unfit)
         self._go_on()
 
     @property

@@ -29,10 +29,10 @@ from ckptd.segment_format import (
     write_slot_header,
 )
 from ckptd.segments import Segment
-from ckptd.slot_files import file_told, left_behind, slot_file
+from ckptd.slot_files import file_told, left_behind, lend_slot, slot_file
 from ckptd.storage.image import ImageError, MapFunction, verify
 from ckptd.transport import peer_messages as p
-from ckptd.transport.verbs import Access, Fabric, Scope
+from ckptd.transport.verbs import Access, Fabric, Region, Scope
 from ckptd.workers import Workers
 
 __all__ = ["SLOWEST_BYTES_PER_S", "Filling"]
@@ -180,15 +180,25 @@ class Filling:
     def _grant(
         self, peer: str, boot_id: str, segment: Segment, index: int, header: SlotHeader
     ) -> p.PeerReply:
-        fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
+        lent = lend_slot(segment, partial(self._lend, peer, segment, index, header), writable=True)
+        if isinstance(lent, p.PeerRefused):
+            return lent
+        fd, region = lent
+        number = next(self._ids)
+        until_s = self._clock() + self._deadline_s + header.image_len / SLOWEST_BYTES_PER_S
+        loan = Loan(segment, index, fd, region)
+        self._tickets[number] = _Ticket(peer, boot_id, loan, header, until_s)
+        key = region.key
+        return p.SlotGranted(number, key.region, key.token, key.length, file_told(key))
+
+    def _lend(
+        self, peer: str, segment: Segment, index: int, header: SlotHeader, fd: int
+    ) -> Region | p.PeerRefused:
+        """A region over the slot, locked by ``fd`` and marked as filling; the mark comes last, when nothing can fail any more."""
         if not locks.try_lock(fd, slot_lock_byte(index), exclusive=True):
-            os.close(fd)
             return p.PeerRefused("busy", f"slot {index} is being read")
         if left_behind(segment, index):
-            os.close(fd)
             return p.PeerRefused("busy", f"slot {index} is still being written")
-        filling = replace(header, state=SlotState.FILLING, writer_pid=os.getpid())
-        write_slot_header(segment.buffer, segment.geometry, index, filling)
         told = segment.descriptor
         region = self._fabric.register(
             segment.image(index, header),
@@ -196,12 +206,9 @@ class Filling:
             scope=Scope(peer, told.job, told.run),
             file=slot_file(segment, index),
         )
-        number = next(self._ids)
-        until_s = self._clock() + self._deadline_s + header.image_len / SLOWEST_BYTES_PER_S
-        loan = Loan(segment, index, fd, region)
-        self._tickets[number] = _Ticket(peer, boot_id, loan, header, until_s)
-        key = region.key
-        return p.SlotGranted(number, key.region, key.token, key.length, file_told(key))
+        filling = replace(header, state=SlotState.FILLING, writer_pid=os.getpid())
+        write_slot_header(segment.buffer, segment.geometry, index, filling)
+        return region
 
     def _verify(self, number: int, answer: AnswerPeer) -> None:
         ticket = self._tickets.get(number)

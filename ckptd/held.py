@@ -12,7 +12,9 @@ from msgspec import Meta
 from ckptd.errors import RemoteProtocolError
 from ckptd.ring import SlotRecord, SlotState
 
-__all__ = ["HeldRecords", "from_wire", "to_wire"]
+__all__ = ["STORE_NODE", "HeldRecords", "from_wire", "to_wire"]
+
+STORE_NODE = ".store"  # what is durable is told under this name, which no node can have
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,10 @@ __all__ = ["Host", "local_holdings"]
 
 logger = logging.getLogger(__name__)
 
+_MAX_DOUBTS = 16  # slots that peers may have looked at before their time, so that trainers' seals need not wait
+_DOUBT_S = 10.0
+_DOUBT_BYTES_PER_S = 64 << 20  # verifying a slot is not slower than this
+
 
 class Host:
     """What this node keeps and gives for its peers.
@@ -48,7 +52,7 @@ class Host:
         promise_of: what is known to be agreed on of a run: in which epoch, what, and the span.
         sealers: workers that verify; `map_fn`, if given, spreads one image over threads.
         slow: workers for making memory.
-        settlers: workers for waiting until peers touch nothing any more.
+        settlers: workers that break off what peers do.
         retain_s: how long a replica is kept that no peer has open; 0 for good.
     """
 
@@ -71,6 +75,9 @@ class Host:
         self._store, self._replicas, self._events = store, replicas, events
         self._slow, self._retain_s, self._clock = slow, retain_s, clock
         self._used_s: dict[str, float] = {}
+        self._doubts: dict[
+            tuple[str, int], float
+        ] = {}  # segment name, slot: until when it is looked at
         # Has a slot verified soon (and quarantined, if it is damaged).
         self.doubt: Callable[[Segment, int, int], None] = lambda segment, index, sequence: None
         # Not from 1: a lease or ticket of an earlier boot must mean nothing.
@@ -78,7 +85,9 @@ class Host:
         self._known = KnownRuns(promise_of)
         self._lending = Lending(settlers, still_here=self._is_here, failed=self._failed)
         self._reads = Reading(fabric, self._lending, clock=clock)
-        self._leases = Leasing(store, replicas, events, slow, ids=ids, clock=clock)
+        self._leases = Leasing(
+            store, replicas, events, slow, ids=ids, told_epoch=self._told_epoch, clock=clock
+        )
         self._tickets = Filling(
             fabric,
             replicas,
@@ -98,7 +107,6 @@ class Host:
     def serve(self, peer: str, message: p.PeerMessage, answer: AnswerPeer) -> bool:
         """Answer a message about snapshots, now or later; false if it is about something else."""
         if isinstance(message, p.OpenReplica):
-            self.note_epoch(message.job, message.run, message.epoch, message.epoch_start)
             self._leases.open(peer, message, answer)
         elif isinstance(message, p.BeginSlot):
             answer(self._tickets.begin(peer, message))
@@ -149,6 +157,10 @@ class Host:
         self._reads.peer_gone(peer, but_boot)
         self._leases.peer_gone(peer, but_boot)
 
+    def heard(self, peer: str, boot_id: str) -> None:
+        """A peer said hello: what it has open here is not forgotten, though it may have nothing to send for long."""
+        self._leases.heard(peer, boot_id)
+
     def damaged(self, segment: Segment) -> None:
         """A slot of a replica was quarantined: whoever fills it must learn that it is gone."""
         self._leases.damaged(segment)
@@ -179,6 +191,9 @@ class Host:
 
     # -- replicas --------------------------------------------------------------------------------
 
+    def _told_epoch(self, message: p.OpenReplica) -> None:
+        self.note_epoch(message.job, message.run, message.epoch, message.epoch_start)
+
     def _is_here(self, segment: Segment) -> bool:
         return self._replicas.get(segment.path.name) is segment
 
@@ -207,7 +222,8 @@ class Host:
     def _expired(self, now_s: float) -> list[tuple[Segment, str]]:
         """Replicas of runs that nobody has had to do with for long."""
         for segment in self._replicas:
-            if self._leases.is_open(segment) or segment.path.name not in self._used_s:
+            wanted = self._leases.is_open(segment, now_s) or self._tickets.slots_of(segment)
+            if wanted or segment.path.name not in self._used_s:
                 self._used_s[segment.path.name] = now_s
         limit_s = self._retain_s
         return [
@@ -226,9 +242,21 @@ class Host:
         return self._reads.open(peer, message, segment)
 
     def _doubted(self, message: p.DoubtSlot) -> None:
+        """Look at a slot, if it still holds that snapshot; each one once at a time, and few of them."""
         segment = self._find(message.job, message.run, message.name)
-        if segment is not None and message.slot < segment.geometry.num_slots:
-            self.doubt(segment, message.slot, message.sequence)
+        if segment is None or message.slot >= segment.geometry.num_slots:
+            return
+        header = segment.header(message.slot)
+        wanted = (SlotState.SEALED, message.sequence)
+        if header is None or (header.state, header.sequence) != wanted:
+            return
+        now_s, job = self._clock(), (message.name, message.slot)
+        self._doubts = {job: until_s for job, until_s in self._doubts.items() if now_s < until_s}
+        if job in self._doubts or len(self._doubts) >= _MAX_DOUBTS:
+            self._events.count("doubts_dropped")
+            return
+        self._doubts[job] = now_s + _DOUBT_S + header.image_len / _DOUBT_BYTES_PER_S
+        self.doubt(segment, message.slot, message.sequence)
 
     def _descriptor(self, message: p.GetDescriptor) -> p.PeerReply:
         segment = self._find(message.job, message.run, message.name)

@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from ckptd.config import DaemonConfig
 from ckptd.events import EventLog
 from ckptd.ring import SlotState
 from ckptd.sealer import Outcome, Verdict, scrub_slot, seal_slot
 from ckptd.segments import Segment, SegmentStore, settle
+from ckptd.settings import DaemonConfig
 from ckptd.units import format_age, format_bytes
 from ckptd.workers import Workers
 

@@ -185,9 +185,11 @@ def _anchors(segment: Segment, index: int, header: SlotHeader) -> int:
     if header.state not in _WITH_IMAGE:
         return 0
     try:
-        return ImageView(segment.image(index, header)).anchors
+        anchors = ImageView(segment.image(index, header)).anchors
     except ImageError:
         return 0  # damaged, or overwritten while we look; sealing and scrubbing report damage
+    # A peer may send an image that is intact and has more operators than its segment: then it is of no use here.
+    return 0 if anchors >> segment.descriptor.num_operators else anchors
 
 
 def _name_of(item: Any, number: int) -> str:

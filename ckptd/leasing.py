@@ -1,7 +1,8 @@
 """The replicas that peers have open here: made when they are asked for, named by leases (docs/replication.md §4, §5).
 
 A lease is good until its peer is gone, and means nothing to a later boot of either side. One that has not been used for a while
-does not keep a replica that nothing else needs: its peer opens it again.
+does not keep a replica that nothing else needs: its peer opens it again. One whose peer is silent does not keep a replica from
+expiring: nobody may ever tell that this peer is gone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = ["Leasing"]
 
 _MAX_LEASES = 65_536
 _IDLE_S = 60.0  # longer than a sender that has something to send waits before it asks again
+_SILENT_S = 60.0
 
 
 @dataclass(slots=True)
@@ -33,6 +35,7 @@ class _Lease:
     boot_id: str
     segment: Segment
     used_s: float
+    heard_s: float  # when its peer last used it or said hello
 
 
 class Leasing:
@@ -41,6 +44,7 @@ class Leasing:
     Args:
         slow: workers for making memory.
         ids: numbers that no earlier boot of ours has given.
+        told_epoch: called with each message that is what its descriptor says.
     """
 
     def __init__(
@@ -51,10 +55,11 @@ class Leasing:
         slow: Workers,
         *,
         ids: Iterator[int],
+        told_epoch: Callable[[p.OpenReplica], None],
         clock: Callable[[], float],
     ) -> None:
         self._store, self._replicas, self._events = store, replicas, events
-        self._slow, self._ids, self._clock = slow, ids, clock
+        self._slow, self._ids, self._told_epoch, self._clock = slow, ids, told_epoch, clock
         self._leases: dict[int, _Lease] = {}
         self._building: dict[str, list[tuple[str, p.OpenReplica, AnswerPeer]]] = {}
 
@@ -71,6 +76,7 @@ class Leasing:
         if told != (message.job, message.run, message.rank):
             answer(p.PeerRefused("bad_message", f"the descriptor is of {told}"))
             return
+        self._told_epoch(message)  # before it is told what is held: not what the epoch abandoned
         rings = self._replicas.rings_of(descriptor)
         wide = [ring for ring in rings if ring.geometry.num_slots >= num_slots]
         if wide:
@@ -86,12 +92,22 @@ class Leasing:
         lease = self._leases.get(number)
         if lease is None or lease.peer != peer:
             return None
-        lease.used_s = self._clock()
+        lease.used_s = lease.heard_s = self._clock()
         return lease.segment, lease.boot_id
 
-    def is_open(self, segment: Segment) -> bool:
-        """Whether a peer has a lease on it."""
-        return any(lease.segment is segment for lease in self._leases.values())
+    def heard(self, peer: str, boot_id: str) -> None:
+        """This boot of a peer is there."""
+        now_s = self._clock()
+        for lease in self._leases.values():
+            if (lease.peer, lease.boot_id) == (peer, boot_id):
+                lease.heard_s = now_s
+
+    def is_open(self, segment: Segment, now_s: float) -> bool:
+        """Whether a peer that was heard of lately has a lease on it."""
+        return any(
+            lease.segment is segment and now_s - lease.heard_s < _SILENT_S
+            for lease in self._leases.values()
+        )
 
     def in_use(self, segment: Segment, now_s: float) -> bool:
         """Whether a peer has a lease on it and has used it lately."""
@@ -134,7 +150,7 @@ class Leasing:
         held = tuple(slot for ring in rings for slot in held_slots(ring))
         for number, known in self._leases.items():
             if (known.peer, known.boot_id) == (peer, boot_id) and known.segment is segment:
-                known.used_s = self._clock()
+                known.used_s = known.heard_s = self._clock()
                 return p.ReplicaOpened(number, held)  # it asks again what is held
         # A ring that became too narrow is given up: it goes when no promise needs it.
         self._end(
@@ -143,7 +159,8 @@ class Leasing:
         if len(self._leases) >= _MAX_LEASES:
             return p.PeerRefused("busy", "too many replicas are open")
         number = next(self._ids)
-        self._leases[number] = _Lease(peer, boot_id, segment, self._clock())
+        now_s = self._clock()
+        self._leases[number] = _Lease(peer, boot_id, segment, now_s, now_s)
         return p.ReplicaOpened(number, held)
 
     # -- making one ------------------------------------------------------------------------------

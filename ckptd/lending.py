@@ -1,7 +1,9 @@
 """Slots that peers may touch through a region: locked while lent, and given back without waiting for anybody.
 
 A loan is LENT → ENDING (peers cannot reach it any more, but one of them may still be writing or reading a chunk) → over. Only
-then its slot is unlocked and gets its state: a peer that has stopped in the middle of a chunk holds up a worker, never the loop.
+then its slot is unlocked and gets its state. A worker breaks off what is in our hands, which takes a second at most; the rest
+(another process in the middle of a copy, libzmq) is looked at again at each tick: a peer that has stopped holds up neither the loop nor
+a worker.
 """
 
 from __future__ import annotations
@@ -29,11 +31,20 @@ class Loan:
     region: Region
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """What is to be done when nobody touches the slot any more."""
+
+    loan: Loan
+    then: Callable[[], None]
+    broken_off: bool = False  # a worker has it to do, or has done it
+
+
 class Lending:
     """All loans of this node that are ending.
 
     Args:
-        settlers: workers that wait for peers, and do nothing else: making memory must not wait behind them.
+        settlers: workers that break off what peers do, and do nothing else: making memory must not wait behind them.
         still_here: whether a segment has not been removed meanwhile.
         failed: told what did not work, and why.
     """
@@ -47,14 +58,16 @@ class Lending:
     ) -> None:
         self._settlers, self._still_here, self._failed = settlers, still_here, failed
         self._ending: set[Loan] = set()
-        self._postponed: list[tuple[Loan, Callable[[], None]]] = []
+        self._waiting: list[_Waiting] = []
 
     def quiet(self, loan: Loan, then: Callable[[], None]) -> None:
         """Let nobody reach the slot any more; ``then`` is called when nobody touches it, now or later."""
         if loan.region.revoke():
             then()
-        else:
-            self._wait(loan, then)
+            return
+        waiting = _Waiting(loan, then)
+        self._waiting.append(waiting)
+        self._break_off(waiting)
 
     def end(self, loan: Loan, state: SlotState | None) -> None:
         """Give the slot up in this state (None: as it is), and unlock it, as soon as nobody touches it."""
@@ -71,18 +84,25 @@ class Lending:
         return {loan.index for loan in self._ending if loan.segment is segment}
 
     def tick(self) -> None:
-        """Try again what found all workers taken."""
-        postponed, self._postponed = self._postponed, []
-        for loan, then in postponed:
-            self.quiet(loan, then)
+        """Look again; begin what found all workers taken."""
+        for waiting in list(self._waiting):
+            self._look(waiting)
+            if not waiting.broken_off and waiting in self._waiting:
+                self._break_off(waiting)
 
-    def _wait(self, loan: Loan, then: Callable[[], None]) -> None:
-        def failed(error: BaseException) -> None:
-            # The slot stays locked and filling: better lost until the next start than written under a reader.
-            self._failed("waiting for the end of a transfer", error)
+    def _break_off(self, waiting: _Waiting) -> None:
+        # An error leaves the slot locked and filling until nobody touches it: not written under a reader.
+        waiting.broken_off = self._settlers.submit(
+            waiting.loan.region.break_off,
+            lambda _: self._look(waiting),
+            lambda error: self._failed("breaking off a transfer", error),
+        )
 
-        if not self._settlers.submit(loan.region.close, lambda _: then(), failed):
-            self._postponed.append((loan, then))
+    def _look(self, waiting: _Waiting) -> None:
+        """Go on, once, if nobody touches the slot any more."""
+        if waiting in self._waiting and waiting.loan.region.revoke():
+            self._waiting.remove(waiting)
+            waiting.then()
 
     def _over(self, loan: Loan, state: SlotState | None) -> None:
         self._ending.discard(loan)

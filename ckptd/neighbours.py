@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import ckptd
-from ckptd.config import DaemonConfig, parse_labels
+from ckptd.config_values import parse_labels
 from ckptd.events import EventLog
 from ckptd.peer_link import PeerLink, Post
+from ckptd.settings import DaemonConfig
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import NodeCard, PeerStatus
 from ckptd.transport.verbs import Fabric, PeerAddress

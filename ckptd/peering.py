@@ -6,6 +6,7 @@ listener nothing is connected and snapshots stay on this node; fetching still wo
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,13 +16,16 @@ from functools import partial
 
 import msgspec
 
-from ckptd.config import DaemonConfig
 from ckptd.events import EventLog
 from ckptd.fabric import make_fabric, static_peers
+from ckptd.fetch_tools import Doubt
 from ckptd.fetches import Fetches
+from ckptd.held import STORE_NODE
+from ckptd.holder import Holder
 from ckptd.hosting import Host, local_holdings
 from ckptd.neighbours import NeighbourEvents, Neighbours
 from ckptd.peer_link import Post
+from ckptd.persistence.store_link import StoreLink
 from ckptd.quiet import QuietGate
 from ckptd.replica_store import ReplicaStore
 from ckptd.replicas import Promise
@@ -29,6 +33,7 @@ from ckptd.ring import SlotState
 from ckptd.runs import Run
 from ckptd.segments import Segment, SegmentStore
 from ckptd.sessions import MemoryFacts, RankKey
+from ckptd.settings import DaemonConfig
 from ckptd.survey import RunSurvey
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import (
@@ -48,6 +53,8 @@ from ckptd.transport.verbs import Fabric
 from ckptd.workers import Workers
 
 __all__ = ["Peering"]
+
+logger = logging.getLogger(__name__)
 
 _RUN_IDLE_S = 3600.0  # a run that joined and has had no segment here since
 _WAITS = 16_384  # more than tickets and reads together
@@ -92,11 +99,14 @@ class Peering:
             post=post,
             clock=clock,
         )
+        self._doubt: Doubt = lambda segment, index, sequence: None
+        self._stored: StoreLink | None = None
         self._fetches = Fetches(
             store,
             self.replicas,
             events,
-            link=self.neighbours.link,
+            link=self._holder,
+            doubt=lambda segment, index, sequence: self._doubt(segment, index, sequence),
             verifiers=sealers,
             slow=slow,
             map_fn=map_fn,
@@ -184,9 +194,41 @@ class Peering:
             GetHoldings(message.job, message.run),
             self.holdings(message.job, message.run),
             self.neighbours.to_ask(away),
-            answer,
+            partial(self._with_stored, message, answer) if message.storage else answer,
             run.members if run else (),
         )
+
+    def _with_stored(
+        self, message: SeeRun, answer: Callable[[RunSeen], None], seen: RunSeen
+    ) -> None:
+        """And what is durable."""
+        if self._stored is None:
+            answer(seen)
+            return
+
+        def failed(code: str, reason: str) -> None:
+            self._events.add("error", "store_silent", f"{message.job}/{message.run}: {reason}")
+            answer(msgspec.structs.replace(seen, silent=(*seen.silent, STORE_NODE)))
+
+        self._stored.ask(
+            GetHoldings(message.job, message.run),
+            Holdings,
+            lambda h: answer(msgspec.structs.replace(seen, holdings=(*seen.holdings, h))),
+            failed,
+        )
+
+    def use_store(self, link: StoreLink) -> None:
+        """What is durable can be had from there."""
+        self._stored = link
+
+    def span_of(self, job: str, run: str) -> int:
+        """How many snapshots the longest suffix of a run has, as far as it is known here."""
+        found = self.runs.get((job, run))
+        return 1 if found is None else found.span
+
+    def _holder(self, node: str) -> Holder | None:
+        """Whoever may hold snapshots: a node, or storage."""
+        return self._stored if node == STORE_NODE else self.neighbours.link(node)
 
     def drill(self, message: Drill, answer: Callable[[DrillReport], None]) -> None:
         """Rehearse the recovery of a rank from other nodes than its own."""
@@ -203,8 +245,9 @@ class Peering:
         if run is not None:
             run.sealed(key.rank)
 
-    def scrub_with(self, doubt: Callable[[Segment, int, int], None]) -> None:
-        """What verifies a slot that a peer found damaged."""
+    def scrub_with(self, doubt: Doubt) -> None:
+        """What verifies a slot that a peer, or a fetch of this node, found damaged."""
+        self._doubt = doubt
         if self.host is not None:
             self.host.doubt = doubt
 
@@ -223,8 +266,7 @@ class Peering:
         """End a run here and free its replicas; returns their bytes."""
         found = self.runs.pop((job, run), None)
         if found is not None:
-            found.close()
-            self.neighbours.tell_all(p.EndRun(job, run))
+            self._end(found)
         freed = 0
         for segment in self.replicas.of_run(job, run):
             freed += segment.file_bytes
@@ -266,24 +308,24 @@ class Peering:
 
     def adopt(self) -> None:
         """Take over the replicas that an earlier daemon left."""
-        found, bad = self.replicas.adopt()
+        found, bad, damaged = self.replicas.adopt()
         for path, why in bad:
             self._events.add("error", "bad_segment", f"{path.name} is put aside: {why}")
+        for segment, index in damaged:
+            text = f"{segment.path.name} slot {index} had a damaged header and is free now"
+            self._events.add("error", "slot_damaged", text, segment.key)
         for segment in found:
             self._events.add("info", "replica_adopted", segment.path.name, segment.key)
 
     def tick(self, now_s: float) -> None:
         """Hellos, deadlines, and what time brings to runs, replicas and fetches."""
-        self._quiet.watch(self._store)
-        self.neighbours.tick(now_s)
+        self._guarded("quiet", lambda: self._quiet.watch(self._store))
+        self._guarded("neighbours", lambda: self.neighbours.tick(now_s))
         for run in list(self.runs.values()):
-            run.tick()
-            if now_s - run.joined_at_s > _RUN_IDLE_S and not self._store.of_run(run.job, run.run):
-                # Its segments expired long ago. Replicas of others stay: the host knows when they may go.
-                self.runs.pop((run.job, run.run)).close()
+            self._guarded(f"run {run.job}/{run.run}", partial(self._tick_run, run, now_s))
         if self.host is not None:
-            self.host.tick(now_s)
-        self._fetches.tick()
+            self._guarded("replicas", partial(self.host.tick, now_s))
+        self._guarded("fetches", self._fetches.tick)
 
     def wake(self, now_s: float) -> float:
         """Between ticks: try again what is due; returns when to come back (infinity: at the next tick)."""
@@ -299,6 +341,26 @@ class Peering:
         if self.host is not None:  # last: nothing touches its slots any more
             self.host.close()
         self._settlers.close(timeout_s=0.0)
+
+    def _tick_run(self, run: Run, now_s: float) -> None:
+        run.tick()
+        if now_s - run.joined_at_s > _RUN_IDLE_S and not self._store.of_run(run.job, run.run):
+            # Its segments expired long ago. Replicas of others stay: the host knows when they may go.
+            del self.runs[run.job, run.run]
+            self._end(run)
+
+    def _end(self, run: Run) -> None:
+        """No longer replicate a run; peers need not keep its replicas for us."""
+        run.close()
+        self.neighbours.tell_all(p.EndRun(run.job, run.run))
+
+    def _guarded(self, what: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        # Trouble with one run or replica must not keep the others from being looked after.
+        except Exception as error:
+            logger.exception("the periodic work failed: %s", what)
+            self._events.add("error", "internal", f"periodic work, {what}: {error!r}")
 
     def _with_static_peers(self, message: Join) -> Join:
         """The configured nodes take part in every run, without ranks."""
@@ -340,6 +402,8 @@ class Peering:
             return
         reply = partial(_encoded, answer)
         if isinstance(message, p.PeerHello):
+            if self.host is not None:
+                self.host.heard(peer, message.boot_id)
             reply(self.neighbours.welcome(message, self.replicas.free_bytes))
         elif isinstance(message, p.Floor):
             run = self.runs.get((message.job, message.run))

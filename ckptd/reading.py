@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ckptd import locks
 from ckptd.filling import SLOWEST_BYTES_PER_S
@@ -12,9 +12,9 @@ from ckptd.lending import Lending, Loan
 from ckptd.ring import SlotState
 from ckptd.segment_format import slot_lock_byte
 from ckptd.segments import Segment
-from ckptd.slot_files import file_told, slot_file
+from ckptd.slot_files import file_told, lend_slot, slot_file
 from ckptd.transport import peer_messages as p
-from ckptd.transport.verbs import Access, Fabric, Scope
+from ckptd.transport.verbs import Access, Fabric, Region, Scope
 
 __all__ = ["Reading"]
 
@@ -45,7 +45,21 @@ class Reading:
         """A region over a slot, if it still holds that snapshot."""
         if message.slot >= segment.geometry.num_slots or len(self._reads) >= _MAX_READS:
             return p.PeerRefused("busy", f"slot {message.slot} cannot be read now")
-        fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+        lent = lend_slot(segment, partial(self._lend, peer, message, segment), writable=False)
+        if isinstance(lent, p.PeerRefused):
+            return lent
+        fd, region = lent
+        key = region.key
+        until_s = self._clock() + _IDLE_S + key.length / SLOWEST_BYTES_PER_S
+        loan = Loan(segment, message.slot, fd, region)
+        self._reads[key.region] = _Read(peer, message.boot_id, loan, until_s)
+        raw = segment.raw_header(message.slot)
+        return p.ReadOpened(key.region, key.token, key.length, raw, file_told(key))
+
+    def _lend(
+        self, peer: str, message: p.OpenRead, segment: Segment, fd: int
+    ) -> Region | p.PeerRefused:
+        """A region over the slot, locked by ``fd``."""
         header = None
         if locks.try_lock(fd, slot_lock_byte(message.slot), exclusive=False):
             header = segment.header(message.slot)
@@ -54,20 +68,13 @@ class Reading:
             or header.state is not SlotState.SEALED
             or header.sequence != message.sequence
         ):
-            os.close(fd)
             return p.PeerRefused("unknown", f"slot {message.slot} no longer holds that snapshot")
-        region = self._fabric.register(
+        return self._fabric.register(
             segment.image(message.slot, header),
             access=Access.READ,
             scope=Scope(peer, message.job, message.run),
             file=slot_file(segment, message.slot),
         )
-        until_s = self._clock() + _IDLE_S + header.image_len / SLOWEST_BYTES_PER_S
-        key = region.key
-        loan = Loan(segment, message.slot, fd, region)
-        self._reads[key.region] = _Read(peer, message.boot_id, loan, until_s)
-        raw = segment.raw_header(message.slot)
-        return p.ReadOpened(key.region, key.token, key.length, raw, file_told(key))
 
     def close_read(self, peer: str, region: int) -> None:
         """The peer has it."""

@@ -16,16 +16,20 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.errors import SegmentError
 from ckptd.holdings import operators_id
 from ckptd.inventory import slot_record
 from ckptd.ring import SlotRecord, SlotState
 from ckptd.segment_format import (
     SegmentDescriptor,
+    SlotHeader,
+    decode_descriptor,
     encode_descriptor,
     origin_of,
     plan_geometry,
     replica_file_name,
     set_slot_state,
+    write_slot_header,
 )
 from ckptd.segments import Segment, SegmentPlan, SegmentStore, open_segment
 from ckptd.sessions import MemoryFacts, RankKey, room_beside_ranks
@@ -75,20 +79,21 @@ class ReplicaStore:
     def of_run(self, job: str, run: str) -> list[Segment]:
         return [s for s in self if (s.descriptor.job, s.descriptor.run) == (job, run)]
 
-    def adopt(self) -> tuple[list[Segment], list[tuple[Path, str]]]:
-        """Take over the replicas of an earlier daemon; returns them and (bad file, why) pairs."""
+    def adopt(self) -> tuple[list[Segment], list[tuple[Path, str]], list[tuple[Segment, int]]]:
+        """Take over the replicas of an earlier daemon; returns them, (bad file, why) pairs, and slots whose header was damaged."""
         bad: list[tuple[Path, str]] = []
+        damaged: list[tuple[Segment, int]] = []
         for path in sorted(self._store.folder.glob("*.rep")):
             try:
                 segment = open_segment(path)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, SegmentError) as error:
                 aside = path.with_name(path.name + ".bad")
                 path.replace(aside)
                 bad.append((aside, str(error)))
                 continue
-            _free_unsealed(segment)
+            damaged += [(segment, index) for index in _free_unsealed(segment)]
             self._segments[path.name] = segment
-        return list(self), bad
+        return list(self), bad, damaged
 
     def plan(
         self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int, origin: str
@@ -97,12 +102,14 @@ class ReplicaStore:
 
         Raises:
             ValueError: numbers or names that no segment can have, or another origin than the descriptor's.
+            SegmentError: a descriptor that could not be read any more after a restart.
         """
         if origin_of(descriptor) != origin:
             raise ValueError(f"origin {origin} is not that of the descriptor")
         if rings := self.rings_of(descriptor):
             later_ns = rings[-1].descriptor.created_at_ns + 1
             descriptor = msgspec.structs.replace(descriptor, created_at_ns=later_ns)
+            decode_descriptor(encode_descriptor(descriptor))
         geometry = plan_geometry(num_slots, slot_bytes, len(encode_descriptor(descriptor)))
         name = replica_file_name(
             descriptor.job,
@@ -235,11 +242,20 @@ def _promised(promised: Mapping[RankKey, int]) -> str:
     return f" ({format_bytes(total)} is promised to its own ranks)" if total else ""
 
 
-def _free_unsealed(segment: Segment) -> None:
-    """Only the daemon that died filled these slots, and nobody will go on where it stopped."""
-    for index, header in segment.headers():
-        if header.state in (SlotState.FILLING, SlotState.FILLED):
+def _free_unsealed(segment: Segment) -> list[int]:
+    """Only the daemon that died filled these slots, and nobody will go on where it stopped.
+
+    A slot with a damaged header is free as well, or it would never be granted again; returns these.
+    """
+    damaged: list[int] = []
+    for index in range(segment.geometry.num_slots):
+        header = segment.header(index)
+        if header is None:
+            write_slot_header(segment.buffer, segment.geometry, index, SlotHeader())
+            damaged.append(index)
+        elif header.state in (SlotState.FILLING, SlotState.FILLED):
             set_slot_state(segment.buffer, segment.geometry, index, SlotState.FREE)
+    return damaged
 
 
 def _numbered(segment: Segment, ordinal: int) -> list[SlotRecord]:

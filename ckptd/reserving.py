@@ -126,13 +126,21 @@ class Reserving:
 
     def fetch(self, session: Session, message: m.Fetch, answer: Answer) -> m.Reply | None:
         """Make a segment like the one that the holders have, and begin to fill it; answers as `reserve` does."""
-        if any(unpack_slot_header(piece.header) is None for piece in message.pieces):
+        images = [h.image_len for p in message.pieces if (h := unpack_slot_header(p.header))]
+        if len(images) < len(message.pieces):
             return m.Refused(RefusalCode.BAD_MESSAGE, "a slot header in it is damaged")
 
         def described(found: FoundDescriptor | str) -> None:
             if isinstance(found, str):
                 hint = "the nodes that held it are gone: start again, the ranks then plan anew"
                 answer(m.Refused(RefusalCode.NOT_FOUND, found, hint))
+                return
+            if not all(0 < image_len <= found.slot_bytes for image_len in images):
+                text = (
+                    f"images of {min(images)} to {max(images)} bytes, slots of {found.slot_bytes}"
+                )
+                hint = "a node tells what cannot be: see `ckptctl peers`, and plan anew"
+                answer(m.Refused(RefusalCode.BAD_MESSAGE, f"{text} bytes", hint))
                 return
             slots = max(found.num_slots, len(message.pieces) + 2)
             refused = self._make(

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from ckptd.config import DaemonConfig
 from ckptd.errors import RemoteProtocolError
 from ckptd.events import EventLog
 from ckptd.floor import NOTHING_CARRIED, Carried, FloorKind, FloorMessage, FloorTree
@@ -23,6 +22,7 @@ from ckptd.replication import Replicator
 from ckptd.segment_format import RingHint
 from ckptd.segments import SegmentStore
 from ckptd.sessions import RankKey
+from ckptd.settings import DaemonConfig
 from ckptd.transport.messages import Join, Member, ReplicationStatus, TargetStatus
 from ckptd.transport.peer_messages import Floor
 

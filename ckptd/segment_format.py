@@ -24,10 +24,11 @@ import struct
 import sys
 import zlib
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import xxhash
+from msgspec import Meta
 
 from ckptd.errors import SegmentError
 from ckptd.ring import SlotState
@@ -115,22 +116,31 @@ _FILE_NAME = re.compile(
 )
 _ORIGIN = re.compile(r"[0-9a-f]{16}")
 _NO_DIGEST = bytes(16)
+_Rank = Annotated[int, Meta(ge=0, lt=1 << 24)]  # these three as messages bound them
+_WorldSize = Annotated[int, Meta(ge=1, lt=1 << 24)]
+_Small = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Time = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Window = Annotated[int, Meta(ge=1, le=1 << 15)]  # two of them fit into the most slots there can be
+_NumOperators = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose segment it is and for what; ``client`` is the trainer's own, opaque to the daemon."""
+    """Whose segment it is and for what; ``client`` is the trainer's own, opaque to the daemon.
+
+    The bounds are checked where a descriptor is decoded: peers send them, and every table of slots is as wide as they say.
+    """
 
     job: str
     run: str
-    rank: int
-    world_size: int
+    rank: _Rank
+    world_size: _WorldSize
     topology: str
-    layout_version: int
-    generation: int
+    layout_version: _Small
+    generation: _Small
     node_id: str
-    created_at_ns: int
-    window: int
-    num_operators: int
+    created_at_ns: _Time
+    window: _Window
+    num_operators: _NumOperators
     client: bytes = b""
 
 
@@ -243,7 +253,7 @@ def decode_descriptor(payload: bytes | memoryview) -> SegmentDescriptor:
     """The descriptor back from msgpack, validated.
 
     Raises:
-        SegmentError: it is not msgpack, or not a descriptor.
+        SegmentError: it is not msgpack, or not a descriptor, or a number in it is out of range.
     """
     try:
         return msgspec.msgpack.decode(payload, type=SegmentDescriptor)

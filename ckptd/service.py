@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import ckptd
 from ckptd.admin import Admin, openers
-from ckptd.config import DaemonConfig
 from ckptd.events import EventLog
 from ckptd.housekeeping import Housekeeper
 from ckptd.peering import Peering
+from ckptd.persistence.tier import StorageTier
 from ckptd.reserving import Answer, Reserving, segment_info
 from ckptd.segments import SegmentStore
 from ckptd.sessions import (
@@ -32,6 +32,7 @@ from ckptd.sessions import (
     SessionTable,
     decide_attach,
 )
+from ckptd.settings import DaemonConfig
 from ckptd.transport import messages as m
 from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
@@ -65,6 +66,7 @@ class Service:
         store: its folder is claimed and its segments are adopted by `start`.
         slow: workers for making and removing segments.
         housekeeper: seals, settles, scrubs and expires.
+        tier: what becomes durable, where there is a store.
         clock: monotonic seconds.
     """
 
@@ -77,8 +79,10 @@ class Service:
         slow: Workers,
         watcher: PidWatcher,
         peering: Peering,
+        tier: StorageTier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._tier = tier
         self._store, self._events = store, events
         self._housekeeper, self._slow = housekeeper, slow
         self._watcher, self._peering, self._clock = watcher, peering, clock
@@ -132,6 +136,8 @@ class Service:
                 self.trainer_gone(session, "its owner lock is free")
         self._housekeeper.tick(now_s, {(s.key.job, s.key.run) for s in self.sessions})
         self._peering.tick(now_s)
+        if self._tier is not None:
+            self._tier.tick()
         if len(self.sessions) or any(s.detached_at_s is None for s in self._store):
             self._busy_s = now_s
 
@@ -234,6 +240,7 @@ class Service:
             quota_bytes=self._store.quota_bytes,
             available_bytes=decision.available_bytes,
             replication_slack=self._peering.slack,
+            persists=self._tier is not None,
         )
 
     def _reserve(self, identity: bytes, message: m.Reserve, answer: Answer) -> m.Reply | None:
@@ -291,6 +298,8 @@ class Service:
             "info", "detached", f"process {session.pid} left {session.key}{final}", session.key
         )
         self._peering.leave(session.key, final=message.final)
+        if self._tier is not None and not message.final:
+            self._tier.leave(session.key)
         if message.final:
             for segment in self._store.of_rank(session.key):
                 self._housekeeper.remove(segment, "its run is over")
@@ -315,7 +324,15 @@ class Service:
                 refused,
                 "the job was recovered again meanwhile: end this trainer, and start it with the others",
             )
+        if self._tier is not None:
+            self._tier.join(
+                session.key, session.wish.world_size, message.epoch, message.epoch_start
+            )
         return m.Done()
+
+    def ranks_of(self, job: str, run: str) -> list[int]:
+        """The ranks of a run that are attached here."""
+        return [s.key.rank for s in self.sessions if (s.key.job, s.key.run) == (job, run)]
 
     def _fetch(self, identity: bytes, message: m.Fetch, answer: Answer) -> m.Reply | None:
         session = self.sessions.of_identity(identity)

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from ckptd.segments import Segment
-from ckptd.transport.peer_messages import ReadOpened, RegionFile, SlotGranted
+from ckptd.transport.peer_messages import PeerRefused, ReadOpened, RegionFile, SlotGranted
 from ckptd.transport.short_cut import is_being_filled
-from ckptd.transport.verbs import FileRange, RegionKey
+from ckptd.transport.verbs import FileRange, Region, RegionKey
 
-__all__ = ["file_told", "left_behind", "region_of", "slot_file"]
+__all__ = ["file_told", "left_behind", "lend_slot", "region_of", "slot_file"]
+
+
+def lend_slot(
+    segment: Segment, lend: Callable[[int], Region | PeerRefused], *, writable: bool
+) -> tuple[int, Region] | PeerRefused:
+    """The region that ``lend`` makes, and the descriptor for its lock that it is given; or what the peer is told.
+
+    A file that cannot be opened or locked (it is gone, no descriptor is left) is an answer, too: silence would be waited for.
+    """
+    fd, lent = -1, None
+    try:
+        fd = os.open(segment.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        lent = lend(fd)
+    except FileNotFoundError:
+        return PeerRefused("unknown", f"{segment.path.name} is gone")
+    except OSError as error:
+        return PeerRefused("busy", f"{segment.path.name} cannot be used now: {error.strerror}")
+    finally:
+        if fd >= 0 and (lent is None or isinstance(lent, PeerRefused)):
+            os.close(fd)
+    return lent if isinstance(lent, PeerRefused) else (fd, lent)
 
 
 def slot_file(segment: Segment, index: int) -> FileRange:

@@ -21,7 +21,9 @@ class SeesRun(Protocol):
 
     card: NodeCard
 
-    def see_run(self, job: str, run: str, known: tuple[str, ...]) -> RunSeen: ...
+    def see_run(
+        self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False
+    ) -> RunSeen: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,20 @@ class _Told(msgspec.Struct, frozen=True):
 
 
 def see_run(
-    session: SeesRun, job: str, run: str, rank: int, exchange: Exchange, *, ring_bytes: int = 0
+    session: SeesRun,
+    job: str,
+    run: str,
+    rank: int,
+    exchange: Exchange,
+    *,
+    ring_bytes: int = 0,
+    storage: bool = False,
 ) -> RunView:
     """Every rank's node, and what all these nodes hold; one rank per node asks its daemon. A collective call.
 
     Args:
         ring_bytes: what this rank's snapshots take, as far as it is known.
+        storage: whether to look at what is durable, too.
     Raises:
         DaemonUnavailable: a node's daemon is away; on every rank.
         RemoteProtocolError: a node tells what cannot be.
@@ -101,7 +111,7 @@ def see_run(
     mine, failed = _Told(int(time.time()), Failure()), None
     if rank == speaks:
         try:
-            mine = _ask(session, job, run, cards)
+            mine = _ask(session, job, run, cards, storage)
         except Exception as error:  # noqa: BLE001 - the others wait to hear of it; raised below
             failed = error
             mine = _Told(int(time.time()), Failure.of(session.card.node, error))
@@ -112,8 +122,9 @@ def see_run(
     return _view(cards, tuple(h.ring_bytes for h in here), everybody)
 
 
-def _ask(session: SeesRun, job: str, run: str, cards: tuple[NodeCard, ...]) -> _Told:
-    seen = session.see_run(job, run, tuple(sorted({card.node for card in cards})))
+def _ask(session: SeesRun, job: str, run: str, cards: tuple[NodeCard, ...], storage: bool) -> _Told:
+    known = tuple(sorted({card.node for card in cards}))
+    seen = session.see_run(job, run, known, storage=storage)
     return _Told(
         int(time.time()),
         Failure(session.card.node),

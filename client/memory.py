@@ -18,7 +18,7 @@ from ckptd.client.segment import MappedSegment, RankTaken, SlotTable
 from ckptd.client.session import Session
 from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
-from ckptd.held import HeldRecords
+from ckptd.held import STORE_NODE, HeldRecords
 from ckptd.recovery import NoRecovery, Piece, RecoveryPlan, complete_ranks, plan_recovery
 from ckptd.ring import (
     NoSuffix,
@@ -118,6 +118,11 @@ class RankMemory:
         return self.session.slack
 
     @property
+    def persists(self) -> bool:
+        """Whether the daemon brings snapshots to storage."""
+        return self.session.persists
+
+    @property
     def num_operators(self) -> int:
         return self.descriptor.num_operators if self.descriptor is not None else 0
 
@@ -149,19 +154,14 @@ class RankMemory:
             DaemonUnavailable: a daemon is away, or so was refused on another rank, or nodes are missing without which the
                 run would have to begin anew.
         """
-        recoverable_before = False
+        recoverable_before = storage = False
         for _ in range(_PLANS):
-            begun = time.perf_counter()
-            view = see_run(
-                self.session,
-                self.identity.job,
-                self.identity.run,
-                self.identity.rank,
-                exchange,
-                ring_bytes=max(self._needed_bytes, self._segments.total_bytes),
-            )
-            plan = plan_recovery(view.held, self.identity.world_size, homes=view.homes)
-            self._stats.recover_plan_s += time.perf_counter() - begun
+            view, plan = self._plan(exchange, storage)
+            if isinstance(plan, NoRecovery) and not storage:
+                # Every rank comes to the same conclusion, whether or not its own node has a store.
+                recoverable_before |= bool(complete_ranks(view.held))
+                storage = True
+                view, plan = self._plan(exchange, storage)
             if isinstance(plan, NoRecovery):
                 self._refuse_to_forget(
                     plan, view, recoverable_before or bool(complete_ranks(view.held))
@@ -183,6 +183,21 @@ class RankMemory:
             "lost: start again when it can, or `ckptctl forget` the run to begin anew",
         )
 
+    def _plan(self, exchange: Exchange, storage: bool) -> tuple[RunView, RecoveryPlan | NoRecovery]:
+        begun = time.perf_counter()
+        view = see_run(
+            self.session,
+            self.identity.job,
+            self.identity.run,
+            self.identity.rank,
+            exchange,
+            ring_bytes=max(self._needed_bytes, self._segments.total_bytes),
+            storage=storage,
+        )
+        plan = plan_recovery(view.held, self.identity.world_size, homes=view.homes)
+        self._stats.recover_plan_s += time.perf_counter() - begun
+        return view, plan
+
     def _refuse_to_forget(self, plan: NoRecovery, view: RunView, recoverable_before: bool) -> None:
         """A run that got somewhere does not begin anew because a node is late: what is missing may lie there.
 
@@ -197,6 +212,14 @@ class RankMemory:
                 ids={"job": job, "run": run},
                 hint="Nothing was lost, but no replay of it would be exact. Were the ranks of this run started with different "
                 f"versions of ckptd? `ckptctl forget {job} {run}` on every node, or pass run= a new name, to begin anew",
+            )
+        if STORE_NODE in view.silent:
+            raise DaemonUnavailable(
+                f"{plan.reason}; and the store did not answer: what is durable is not known",
+                operation="recover",
+                ids={"job": job, "run": run},
+                hint="Nothing was lost. `ckptctl events` says why it did not; start again when it does, or without CKPTD_STORE "
+                "to begin anew",
             )
         if not view.silent or not recoverable_before:
             return

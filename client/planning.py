@@ -86,6 +86,8 @@ class Plan:
     num_slots: int = 0
     # Slots beyond what one node needs, for snapshots that wait for peers.
     slack: int = 0
+    # Of `num_slots`, those that are there so that a suffix can stay while it is uploaded; snapshots go on without them.
+    upload_slots: int = 0
     # What may be copied per step, as it was measured (or agreed on); it decides where large operators are split.
     budget_bytes: int | None = None
     _policy: SnapshotPolicy | None = None
@@ -159,6 +161,17 @@ class Plan:
         )  # a reorder shifts bytes between phases
         self.slot_bytes = -(-(largest + slack) // 4096) * 4096
         self.num_slots = self.policy.num_slots + self.slack
+
+    def make_room_for_uploads(self, available_bytes: int) -> None:
+        """Slots for one more suffix, as far as there is memory for them."""
+        left = available_bytes // self.slot_bytes - self.num_slots
+        self.upload_slots = max(0, min(self.policy.window, left))
+        self.num_slots += self.upload_slots
+
+    def leave_no_room_for_uploads(self) -> None:
+        """As few slots as snapshots need."""
+        self.num_slots -= self.upload_slots
+        self.upload_slots = 0
 
     def payload(self, binding: Binding) -> bytes:
         """The trainer's part of the segment descriptor: all that a fresh process needs to read the ring."""

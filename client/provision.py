@@ -233,6 +233,8 @@ class Provision:
             scalars_capacity=max(MIN_SCALARS, 2 * packed),
             slack=max(self._memory.slack, 0 if alone else _RANKS_SLACK),
         )
+        if self._memory.persists:
+            plan.make_room_for_uploads(available)
         logger.info(
             "window W=%d, %d slots of %.1f MiB (dense %.1f MiB); %.1f MiB may be copied per step; %s",
             plan.schedule.window,
@@ -390,14 +392,24 @@ class Provision:
             logger.info("new slots come later: %s", error)
             return
         except (AttachRefused, DaemonUnavailable) as error:
-            self._coming = None
-            if self._coming_optional:
-                self._optional_at = step + _RETRY_STEPS
-                logger.info("%s: no memory for more slots (%s)", self._coming_why, error)
-            else:
-                self._no_generation(step, self._coming_why, error)
+            self._refused(coming, step, error)
             return
         self._coming, self._uncaptured, self._announced = None, "", ""
+
+    def _refused(self, coming: Plan, step: int, error: Exception) -> None:
+        self._coming = None
+        if isinstance(error, AttachRefused) and coming.upload_slots:
+            slots = self._coming_slots - coming.upload_slots
+            coming.leave_no_room_for_uploads()
+            logger.warning("no memory for slots that wait to be uploaded: %s", error)
+            self._begin_generation(
+                coming, step, self._coming_why, slots=slots, optional=self._coming_optional
+            )
+        elif self._coming_optional:
+            self._optional_at = step + _RETRY_STEPS
+            logger.info("%s: no memory for more slots (%s)", self._coming_why, error)
+        else:
+            self._no_generation(step, self._coming_why, error)
 
     def _begin_generation(
         self, plan: Plan, step: int, why: str, *, slots: int | None = None, optional: bool = False

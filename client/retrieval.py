@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ckptd.client.generations import Generations
 from ckptd.client.session import Session
 from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.held import STORE_NODE
 from ckptd.holdings import fetch_piece
 from ckptd.recovery import Piece
 from ckptd.ring import SlotRecord, SlotState
@@ -20,6 +21,9 @@ from ckptd.transport.messages import NodeCard, RefusalCode, SegmentInfo
 __all__ = ["Attempt", "Retrieval"]
 
 logger = logging.getLogger(__name__)
+
+
+_POLL_S = 0.05
 
 
 @dataclass(slots=True)
@@ -50,6 +54,11 @@ class Retrieval:
             elif missing:
                 found.asked_s = time.perf_counter()
                 found.fetched = self._fetch(missing, cards)
+                # Of what only storage has there is no other copy: if it is damaged, all ranks must go back to an older one.
+                if any(_only_stored(piece) for piece in missing) and not self._arrives(
+                    found.fetched
+                ):
+                    found.again = True
         except AttachRefused as error:
             # Where its holders are gone, others may be there. Where there is no memory for it, there will be none.
             found.again = error.code == RefusalCode.NOT_FOUND
@@ -74,6 +83,14 @@ class Retrieval:
             self._session.notice("error", "fetch_failed", str(error))
             raise
 
+    def _arrives(self, segment: SegmentInfo) -> bool:
+        """Wait for all that was asked for; False if it cannot be had."""
+        while True:
+            state = self._session.fetch_state(segment.generation)
+            if state.state != "running":
+                return state.state == "done"
+            time.sleep(_POLL_S)
+
     def _verify(self, records: Sequence[SlotRecord]) -> bool:
         """Check every digest of these slots; True if one failed (it is quarantined)."""
         bad = False
@@ -95,3 +112,7 @@ class Retrieval:
                     segment.set_state(record.index, SlotState.QUARANTINED)
                     bad = True
         return bad
+
+
+def _only_stored(piece: Piece) -> bool:
+    return all(source.node == STORE_NODE for source in piece.sources)

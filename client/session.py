@@ -57,6 +57,7 @@ _ANSWER_S = 5.0
 _RANK_PATIENCE_S = 5.0
 _RESERVE_WAIT_S = 2.0
 _RESERVE_LIMIT_S = 600.0
+_STORE_S = 900.0
 _FAILURES = (RequestTimeout, WireError, DaemonUnavailable, OSError)
 
 
@@ -98,7 +99,7 @@ class Session:
         self.outages = 0
         self.node_id = ""
         self.card = NodeCard("nobody")
-        self.slack = 0
+        self.slack, self.persists = 0, False
         self.segments: tuple[SegmentInfo, ...] = ()
         self.quota_bytes = self.available_bytes = 0
         self._open_within(timeout_s)
@@ -157,13 +158,19 @@ class Session:
         self.drop(found.generation)  # asked for under another plan, and no longer wanted
         return self.reserve(slot_bytes, num_slots, descriptor, patient=patient)
 
-    def see_run(self, job: str, run: str, known: tuple[str, ...]) -> RunSeen:
+    def see_run(
+        self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False
+    ) -> RunSeen:
         """What is held of a run, on this node and on those that took part before and are not ``known``.
 
+        Args:
+            storage: ask for what is durable, too, if the daemon has a store.
         Raises:
             DaemonUnavailable: the daemon is away.
         """
-        reply = self._ask_now(SeeRun(job, run, known), "see run", 2 * _ANSWER_S)
+        # A store may take its time; the daemon gives up on it by itself.
+        patience_s = _STORE_S if storage else 2 * _ANSWER_S
+        reply = self._ask_now(SeeRun(job, run, known, storage), "see run", patience_s)
         assert isinstance(reply, RunSeen)
         return reply
 
@@ -402,7 +409,7 @@ class Session:
         assert isinstance(attached, Attached)
         self._client, self.node_id = client, welcome.node_id
         self.card = welcome.card or NodeCard(welcome.node_id)
-        self.slack = attached.replication_slack
+        self.slack, self.persists = attached.replication_slack, attached.persists
         self.segments = attached.segments
         self.quota_bytes, self.available_bytes = attached.quota_bytes, attached.available_bytes
         self.connected = True

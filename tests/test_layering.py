@@ -109,7 +109,7 @@ def test_pure_cores_import_only_each_other_and_pure_libraries(
     # `sys` is asked for the byte order and nothing else.
     pure_stdlib = {
         "__future__", "base64", "bisect", "collections", "dataclasses", "enum", "functools",
-        "hashlib", "heapq", "itertools", "math", "operator", "re", "struct", "sys", "types",
+        "hashlib", "heapq", "itertools", "math", "operator", "re", "statistics", "struct", "sys", "types",
         "typing", "zlib",
     }  # fmt: skip
     parts = {module} | graph.find_descendants(module)  # a core may be a package

@@ -52,11 +52,16 @@ class GetHoldings(Struct, frozen=True, tag=True):
 
 
 class SeeRun(Struct, frozen=True, tag=True):
-    """What is held of a run, here and on the nodes that took part in it before and are not among ``known``?"""
+    """What is held of a run, here and on the nodes that took part in it before and are not among ``known``?
+
+    ``storage``: also what is durable, if this node has a store. It holds as the node ".store" and, if it does not answer, is
+    silent under that name.
+    """
 
     job: Name
     run: Name
     known: Annotated[tuple[Name, ...], Meta(max_length=1 << 20)] = ()
+    storage: bool = False
 
 
 class Welcome(Struct, frozen=True, tag=True):

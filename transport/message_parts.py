@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 __all__ = [
     "Blob",
     "Count",
+    "Epoch",
     "Generation",
     "HeaderBytes",
     "HeldSegment",
@@ -36,6 +37,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Generation = Annotated[int, Meta(ge=0, lt=1 << 31)]
 SlotIndex = Annotated[int, Meta(ge=0, lt=1 << 16)]
 NumSlots = Annotated[int, Meta(ge=1, le=1 << 16)]
+Epoch = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Iteration = Annotated[int, Meta(ge=-1, lt=1 << 62)]
 Text = Annotated[str, Meta(max_length=4096)]
 ShortText = Annotated[str, Meta(max_length=256)]

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from ckptd.transport.message_parts import Epoch
 from ckptd.transport.messages import (
     Blob,
     Count,
@@ -18,6 +19,7 @@ from ckptd.transport.messages import (
     HeaderBytes,
     HeldSlot,
     Holdings,
+    Iteration,
     Labels,
     Name,
     Rank,
@@ -55,6 +57,7 @@ __all__ = [
 PEER_PROTOCOL_VERSION = 1
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Ticket = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Span = Annotated[int, Meta(ge=0, le=1 << 15)]
 
 
 class PeerHello(Struct, frozen=True, tag=True):
@@ -92,8 +95,8 @@ class OpenReplica(Struct, frozen=True, tag=True):
     descriptor: Blob
     slot_bytes: Count
     num_slots: Annotated[int, Meta(ge=1, le=1 << 16)]
-    epoch: Count
-    epoch_start: int
+    epoch: Epoch
+    epoch_start: Iteration
     span: Annotated[int, Meta(ge=1, le=1 << 15)] = 1
     boot_id: ShortText = ""
 
@@ -115,9 +118,9 @@ class BeginSlot(Struct, frozen=True, tag=True):
     lease: Ticket
     header: HeaderBytes
     anchors: Blob
-    floor: int = -1
-    horizon: int = -1
-    span: int = 1
+    floor: Iteration = -1
+    horizon: Iteration = -1
+    span: Span = 1
 
 
 class RegionFile(Struct, frozen=True):
@@ -222,13 +225,13 @@ class Floor(Struct, frozen=True, tag=True):
     run: Name
     members_id: ShortText
     kind: Annotated[str, Meta(pattern="^(below|floor)$")]
-    value: int
+    value: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
     sequence: Count
-    horizon: int = -1
-    span: int = 1
+    horizon: Iteration = -1
+    span: Span = 1
     counted: Count = 65_535
-    carried_epoch: int = -1
-    carried_floor: int = -1
+    carried_epoch: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
+    carried_floor: Iteration = -1
 
 
 class PeerDone(Struct, frozen=True, tag=True):

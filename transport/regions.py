@@ -113,6 +113,16 @@ class LocalRegion:
             if self._lease is not None:
                 self._lease.end()
 
+    def break_off(self) -> None:
+        """After `revoke`: end operations of this process that take long. Waits for them for `BREAK_AFTER_S` before, and once more
+        after, and for nothing else."""
+        with self._changed:
+            if self._changed.wait_for(lambda: not self._holds, BREAK_AFTER_S):
+                return
+            for break_off in self._holds:
+                break_off()
+            self._changed.wait_for(lambda: not self._holds, BREAK_AFTER_S)
+
     def close(self) -> None:
         """Revoke, and wait until nothing touches the buffer any more.
 
@@ -121,10 +131,8 @@ class LocalRegion:
         """
         if self.revoke():
             return
+        self.break_off()
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._holds, BREAK_AFTER_S):
-                for break_off in self._holds:
-                    break_off()
             warn_at = time.monotonic() + WARN_AFTER_S
             while not self._let_go():
                 self._changed.wait(self._poll_s())

@@ -12,8 +12,9 @@ the file; the kernel drops them with their holder, so a process that dies leaves
   so does a peer on another host that has a file of this name, and everybody after the owner has revoked or died.
 * A **copy** byte beside it: held (shared) by the peer for one chunk, taken *before* it looks for the lease. The owner
   looks at it *after* it gave up the lease. So either the peer finds no lease, or the owner finds the copy and waits.
-* For puts, the **bytes of the file** themselves, moved beyond its end: an owner that was killed and started again does not know
-  its old leases; before it grants a slot it asks whether somebody still writes there (`is_being_filled`).
+* For puts, the **bytes of the file** themselves, moved beyond its end, held (shared) by the peer, and also *before* it looks for the
+  lease: an owner that was killed and started again does not know its old leases; before it grants a slot it asks whether
+  somebody still writes there (`is_being_filled`). Who is not found then finds the lease gone.
 
 Files are read and written, not mapped: a file that somebody cut short is an error then, and not the end of the process.
 """
@@ -95,6 +96,8 @@ def copy_chunk(node: str, key: RegionKey, access: Access, offset: int, view: mem
     try:
         fd = _open(key.file, writable=access is Access.WRITE)
         try:
+            if access is Access.WRITE and len(view):  # the lock goes with the descriptor
+                _set_lock(fd, fcntl.F_RDLCK, _RANGES + at, len(view))
             for peer in (node, ""):
                 with _copying(fd, _lease_byte(key, key.file, access, peer)) as allowed:
                     if allowed:
@@ -116,17 +119,16 @@ def _copying(fd: int, lease: int) -> Iterator[bool]:
     """Whether the lease is there; while the context lasts, its owner knows of us."""
     _set_lock(fd, fcntl.F_RDLCK, lease + 1)
     try:
-        yield _is_locked(fd, lease)
+        # Only a lock for which one must be able to write the file: whoever can merely read it grants nothing.
+        yield _is_locked(fd, lease, by=fcntl.F_RDLCK)
     finally:
         _set_lock(fd, fcntl.F_UNLCK, lease + 1)
 
 
 def _copy(fd: int, access: Access, at: int, view: memoryview) -> bool:
-    """All of it; false if the file ends before. The lock of the range goes with the descriptor."""
-    if access is Access.WRITE and len(view):
-        if at + len(view) > os.fstat(fd).st_size:
-            return False
-        _set_lock(fd, fcntl.F_RDLCK, _RANGES + at, len(view))
+    """All of it; false if the file ends before."""
+    if access is Access.WRITE and at + len(view) > os.fstat(fd).st_size:
+        return False
     done = 0
     while done < len(view):
         with view[done:] as rest:
@@ -178,8 +180,8 @@ def _set_lock(fd: int, kind: int, first: int, length: int = 1) -> None:
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, first, length, 0))
 
 
-def _is_locked(fd: int, first: int, length: int = 1) -> bool:
-    """Whether another description has a lock there, of either kind."""
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, length, 0)
+def _is_locked(fd: int, first: int, length: int = 1, *, by: int = fcntl.F_WRLCK) -> bool:
+    """Whether another description has a lock there that forbids this kind: any by default, an exclusive one if F_RDLCK."""
+    asked = _FLOCK.pack(by, os.SEEK_SET, first, length, 0)
     found: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
     return found != fcntl.F_UNLCK

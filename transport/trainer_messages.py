@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from ckptd.transport.message_parts import (
     Blob,
     Count,
+    Epoch,
     Generation,
     HeaderBytes,
     Iteration,
@@ -118,7 +119,7 @@ class Join(Struct, frozen=True, tag=True):
     (-1: to nothing). ``replicas`` is how many copies the trainer asks for; -1 leaves it to the daemon's configuration.
     """
 
-    epoch: Count
+    epoch: Epoch
     epoch_start: Iteration
     members: Annotated[tuple[Member, ...], Meta(max_length=1 << 20)]
     replicas: Annotated[int, Meta(ge=-1, le=64)] = -1
@@ -172,13 +173,15 @@ class FetchState(Struct, frozen=True, tag=True):
 class Attached(Struct, frozen=True, tag=True):
     """The rank is yours: its segments, oldest generation first, and the memory left for it.
 
-    ``replication_slack``: slots that its ring should have beyond what one node needs.
+    ``replication_slack``: slots that its ring should have beyond what one node needs. ``persists``: snapshots go to
+    storage, so that it should have those of one more suffix, which may stay while it is uploaded.
     """
 
     segments: tuple[SegmentInfo, ...]
     quota_bytes: int
     available_bytes: int
     replication_slack: int = 0
+    persists: bool = False
 
 
 class Reserved(Struct, frozen=True, tag=True):

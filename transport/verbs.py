@@ -151,8 +151,11 @@ class Region(Protocol):
     def revoke(self) -> bool:
         """Refuse every further request from now on; returns at once, with whether nothing touches the buffer any more.
 
-        Otherwise operations that began before may still read and write it, until `close` has returned.
+        Otherwise operations that began before may still read and write it, until a later call says so or `close` has returned.
         """
+
+    def break_off(self) -> None:
+        """After `revoke`: make what goes on end soon, as far as that is in our hands; takes a second at most."""
 
     def close(self) -> None:
         """Revoke, and wait until nothing touches the buffer any more: while a peer has stopped, that may take long."""

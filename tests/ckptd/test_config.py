@@ -16,11 +16,10 @@ from ckptd.config import (
     field_docs,
     load_config,
     notify_settings,
-    parse_bytes,
-    parse_memory,
     render_table,
     render_toml,
 )
+from ckptd.config_values import parse_bytes, parse_memory
 from tests.ckptd.running import ROOT
 
 UID = os.getuid()

@@ -5,145 +5,35 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ckptd import locks
-from ckptd.events import EventLog
-from ckptd.hosting import Host
 from ckptd.lending import Lending, Loan
 from ckptd.replica_store import ReplicaStore
 from ckptd.replicas import Promise
 from ckptd.ring import SlotState
 from ckptd.segment_format import SegmentDescriptor, slot_lock_byte, unpack_slot_header
-from ckptd.segments import Segment, SegmentStore
+from ckptd.segments import Segment
 from ckptd.sessions import RankKey
 from ckptd.slot_files import region_of
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import GetHoldings, Holdings
-from ckptd.transport.regions import LocalRegion
-from ckptd.transport.verbs import Access, FileRange, Scope
-from ckptd.transport.zmq_fabric import ZmqFabric
+from ckptd.transport.verbs import Access, Scope
 from ckptd.workers import Workers
+from tests.ckptd.hosted import MIB, Setting, hosted, never
 from tests.ckptd.puppet import begin_slot, open_replica
-from tests.ckptd.running import eventually
-from tests.ckptd.snapshots import Snapshot, snapshot_of, states_in
+from tests.ckptd.snapshots import snapshot_of, states_in
 
-MIB = 1 << 20
 RANK = RankKey("job", "run", 0)
-
-
-class Watched(ZmqFabric):
-    """Remembers what was registered: a test holds a region as a transfer does that has not ended."""
-
-    def __init__(self) -> None:
-        super().__init__("host", "tcp://127.0.0.1:0", serve=lambda node, body, answer: None)
-        self.regions: dict[int, LocalRegion] = {}
-
-    def register(
-        self, buffer: memoryview, *, access: Access, scope: Scope, file: FileRange | None = None
-    ) -> LocalRegion:
-        region = super().register(buffer, access=access, scope=scope, file=file)
-        self.regions[region.key.region] = region
-        return region
-
-
-def never() -> None:
-    """A peer that has stopped cannot be broken off."""
-
-
-@dataclass
-class Setting:
-    """A host without a network: what peers say is handed to it, and the clock is a number."""
-
-    store: SegmentStore
-    fabric: Watched
-    replicas: ReplicaStore = field(init=False)
-    host: Host = field(init=False)
-    now_s: float = 1000.0
-    promise: Promise = field(default_factory=Promise)
-    span: int = 1
-    epoch: int = 1
-
-    def __post_init__(self) -> None:
-        self.events = EventLog(100)
-        self.replicas = ReplicaStore(self.store)
-        self.workers = Workers("test", 2, 100, lambda: None)
-        self.host = Host(
-            self.fabric,
-            self.store,
-            self.replicas,
-            self.events,
-            promise_of=lambda job, run: (self.epoch, self.promise, self.span),
-            sealers=self.workers,
-            slow=self.workers,
-            settlers=self.workers,
-            map_fn=None,
-            deadline_s=5.0,
-            clock=lambda: self.now_s,
-        )
-
-    def say(self, message: p.PeerMessage, peer: str = "p") -> queue.SimpleQueue[p.PeerReply]:
-        """Hand it over; the answer comes now or later. The host does not wait for anything."""
-        answers: queue.SimpleQueue[p.PeerReply] = queue.SimpleQueue()
-        begun_s = time.monotonic()
-        assert self.host.serve(peer, message, answers.put)
-        assert time.monotonic() - begun_s < 0.2, "the loop thread waited"
-        return answers
-
-    def ask(self, message: p.PeerMessage, peer: str = "p") -> p.PeerReply:
-        answers = self.say(message, peer)
-        self.until(lambda: not answers.empty(), "an answer")
-        return answers.get_nowait()
-
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        def collected() -> bool:
-            self.workers.collect()
-            return condition()
-
-        eventually(collected, what)
-
-    def open(self, peer: str = "p", **options: object) -> p.ReplicaOpened:
-        reply = self.ask(open_replica("away", **options), peer)  # type: ignore[arg-type]
-        assert isinstance(reply, p.ReplicaOpened), reply
-        return reply
-
-    def begin(self, lease: int, snapshot: Snapshot, peer: str = "p") -> p.SlotGranted:
-        reply = self.ask(begin_slot(lease, snapshot), peer)
-        assert isinstance(reply, p.SlotGranted), reply
-        return reply
-
-    def fill(self, lease: int, snapshot: Snapshot, peer: str = "p") -> None:
-        """The whole way to a sealed slot."""
-        granted = self.begin(lease, snapshot, peer)
-        region = self.fabric.regions[granted.region]
-        region.buffer[:] = snapshot.image
-        assert isinstance(self.ask(p.SealSlot(granted.ticket), peer), p.PeerDone)
-
-    def holding(self, region: int) -> Callable[[], None]:
-        """A transfer touches the region; returns what ends it."""
-        found = self.fabric.regions[region]
-        assert found.hold(never)
-        return lambda: found.release(never)
-
-    @property
-    def only(self) -> Segment:
-        (segment,) = self.replicas
-        return segment
 
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Iterator[Setting]:
-    fabric = Watched()
-    store = SegmentStore(tmp_path, 40 * MIB, "host", mlock="off", hugepages="off")
-    setting = Setting(store, fabric)
-    yield setting
-    setting.host.close()
-    fabric.close()
-    setting.workers.close(5.0)
+    with hosted(tmp_path) as setting:
+        yield setting
 
 
 def own_descriptor() -> SegmentDescriptor:

@@ -54,3 +54,55 @@ def test_of_two_epochs_the_later_one_alone_counts() -> None:
     behind = runs(Promise(7, 7), 5, epoch=1)
     behind.learn(*RUN, 2, Promise(6, 3), 2)
     assert behind.promise(*RUN) == (Promise(6, 3), 2)
+
+
+def test_a_floor_that_a_recovery_left_behind_does_not_survive_it() -> None:
+    """A host without ranks was told 12; the job was recovered at 11, and until 12 was sealed again the promise let 10 and 11 go."""
+    known = runs()
+    known.learn(*RUN, 1, Promise(12, 12), 3)
+    known.note_epoch(*RUN, 2, 11)
+    assert known.promise(*RUN) == (Promise(), 1)
+    known.learn(*RUN, 1, Promise(12, 12), 3)
+    assert known.promise(*RUN) == (Promise(), 1), (
+        "also if who told it has not heard of the recovery"
+    )
+    known.learn(*RUN, 2, Promise(11, 11), 3)
+    assert known.promise(*RUN) == (Promise(11, 11), 3)
+
+
+def test_a_floor_from_which_a_recovery_went_on_is_one_of_the_new_history_too() -> None:
+    """Without its horizon: that one the new history may never reach."""
+    known = runs()
+    known.learn(*RUN, 1, Promise(9, 15), 3)
+    known.note_epoch(*RUN, 2, 11)
+    assert known.promise(*RUN) == (Promise(9), 3)
+    known.note_epoch(*RUN, 3, 9)
+    assert known.promise(*RUN) == (Promise(9), 3)
+    known.note_epoch(*RUN, 4, 8)
+    assert known.promise(*RUN) == (Promise(), 1)
+
+
+def test_what_our_own_ranks_agreed_on_ends_with_their_history_too() -> None:
+    """Until they join the new one; they may have been moved to another node and never do."""
+    known = runs(Promise(12, 12), 3, epoch=1)
+    known.note_epoch(*RUN, 1, -1)
+    assert known.promise(*RUN) == (Promise(12, 12), 3)
+    known.note_epoch(*RUN, 2, 11)
+    assert known.promise(*RUN) == (Promise(), 1)
+
+
+def test_a_snapshot_of_an_older_history_brings_a_floor_that_is_still_one() -> None:
+    """The first that a sender brings after a recovery are older than it, and a full ring must learn what may go."""
+    known = runs()
+    known.note_epoch(*RUN, 2, 11)
+    known.learn(*RUN, 1, Promise(9, 10), 3)
+    assert known.promise(*RUN) == (Promise(9), 3)
+    known.learn(*RUN, 1, Promise(12, 12), 5)
+    assert known.promise(*RUN) == (Promise(9), 3)
+
+
+def test_epochs_that_are_told_late_change_nothing() -> None:
+    known = runs()
+    known.learn(*RUN, 3, Promise(20, 20), 1)
+    known.note_epoch(*RUN, 2, 11)
+    assert known.promise(*RUN) == (Promise(20, 20), 1)

@@ -9,9 +9,9 @@ from typing import cast
 import pytest
 
 import ckptd
-from ckptd.config import DaemonConfig
 from ckptd.events import EventLog
 from ckptd.neighbours import NeighbourEvents, Neighbours
+from ckptd.settings import DaemonConfig
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import NodeCard
 from ckptd.transport.verbs import Answered, Fabric, Fault, PeerAddress

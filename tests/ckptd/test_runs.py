@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from ckptd.config import DaemonConfig
 from ckptd.events import EventLog
 from ckptd.replica_store import ReplicaStore
 from ckptd.replicas import Promise
@@ -25,6 +24,7 @@ from ckptd.segment_format import (
 )
 from ckptd.segments import Segment, SegmentStore
 from ckptd.sessions import RankKey
+from ckptd.settings import DaemonConfig
 from ckptd.transport.messages import Join, Member, NodeCard
 from tests.ckptd.running import MIB, descriptor, fill
 

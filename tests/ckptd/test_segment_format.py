@@ -20,6 +20,7 @@ from ckptd.segment_format import (
     SegmentGeometry,
     SlotHeader,
     check_name,
+    decode_descriptor,
     encode_descriptor,
     origin_of,
     pack_slot_header,
@@ -327,6 +328,30 @@ def test_a_descriptor_of_another_kind_is_refused(payload: bytes) -> None:
     reseal(buf)
     with pytest.raises(SegmentError, match="descriptor cannot be read"):
         read_prologue(buf)
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("rank", 0, (1 << 24) - 1),
+        ("world_size", 1, (1 << 24) - 1),
+        ("layout_version", 0, (1 << 31) - 1),
+        ("generation", 0, (1 << 31) - 1),
+        ("created_at_ns", 0, (1 << 63) - 1),
+        ("window", 1, 1 << 15),
+        ("num_operators", 1, 1 << 20),
+    ],
+)
+def test_a_descriptor_with_numbers_that_cannot_be_is_refused(
+    name: str, least: int, most: int
+) -> None:
+    for number in (least, most):
+        fitting = msgspec.structs.replace(DESCRIPTOR, **{name: number})
+        assert decode_descriptor(encode_descriptor(fitting)) == fitting
+    for number in (least - 1, most + 1, -(1 << 62), (1 << 64) - 1):
+        wrong = msgspec.structs.replace(DESCRIPTOR, **{name: number})
+        with pytest.raises(SegmentError, match=name):
+            decode_descriptor(encode_descriptor(wrong))
 
 
 @pytest.mark.parametrize("size", [0, 47, 4095, 4096, 5000, (2 << 20) + 1])

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from ckptd.config import DaemonConfig
 from ckptd.events import EventLog
 from ckptd.housekeeping import Housekeeper
 from ckptd.peering import Peering
-from ckptd.segment_format import SegmentDescriptor, encode_descriptor
+from ckptd.ring import SlotState
+from ckptd.segment_format import (
+    SegmentDescriptor,
+    SlotHeader,
+    encode_descriptor,
+    pack_slot_header,
+    write_slot_header,
+)
 from ckptd.segments import Segment, SegmentStore
 from ckptd.service import Service
 from ckptd.sessions import RankKey
+from ckptd.settings import DaemonConfig
 from ckptd.transport import messages as m
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 from tests.ckptd.running import eventually
+from tests.ckptd.snapshots import snapshot_of
 
 MIB = 1 << 20
 RANK = RankKey("job", "run", 0)
@@ -56,6 +64,7 @@ class Setting:
     peering: Watched
     store: SegmentStore
     workers: Workers
+    housekeeper: Housekeeper
     answers: list[m.Reply] = field(default_factory=list)
 
     def ask(self, message: m.Message) -> m.Reply:
@@ -108,7 +117,7 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     )
     peering.store, peering.told = store, []
     service = Service(config, store, events, housekeeper, workers, NoWatcher(), peering)
-    yield Setting(service, peering, store, workers)
+    yield Setting(service, peering, store, workers, housekeeper)
     peering.close()
     workers.close(5.0)
 
@@ -155,3 +164,41 @@ def test_a_rank_that_does_not_fit_beside_replicas_is_told_so(setting: Setting) -
     again = setting.ask(m.Reserve(MIB, 40, encode_descriptor(descriptor_of("job", "run"))))
     assert isinstance(again, m.Refused)
     assert again.code is m.RefusalCode.QUOTA
+
+
+def fetch_from(segment: Segment, header: SlotHeader) -> m.Fetch:
+    source = m.FetchSource("here", segment.path.name, 0)
+    return m.Fetch((m.FetchPiece(pack_slot_header(header), (source,)),))
+
+
+@pytest.mark.parametrize("image_len", [0, MIB + 1, (1 << 62) - 1])
+def test_an_image_that_no_slot_of_its_segment_can_hold_is_not_fetched(
+    setting: Setting, image_len: int
+) -> None:
+    """Headers come from other nodes. No memory is made for what cannot be."""
+    setting.attach()
+    segment = setting.reserve()
+    header = replace(snapshot_of(3).header, image_len=image_len)
+    refused = setting.ask(fetch_from(segment, header))
+    assert isinstance(refused, m.Refused)
+    assert refused.code is m.RefusalCode.BAD_MESSAGE
+    assert refused.hint
+    assert len(setting.store) == 1
+
+
+def test_a_copy_on_this_node_that_a_fetch_finds_damaged_is_verified(setting: Setting) -> None:
+    """And quarantined: the next plan must not want it again. No peer tells us of our own slots."""
+    setting.peering.scrub_with(setting.housekeeper.doubt)
+    setting.attach()
+    segment, snapshot = setting.reserve(), snapshot_of(3)
+    segment.image(0, snapshot.header)[:] = snapshot.image
+    segment.image(0, snapshot.header)[snapshot.header.image_len // 2] ^= 1
+    write_slot_header(segment.buffer, segment.geometry, 0, snapshot.header)
+    assert isinstance(setting.ask(fetch_from(segment, snapshot.header)), m.Reserved)
+
+    def quarantined() -> bool:
+        setting.workers.collect()
+        header = segment.header(0)
+        return header is not None and header.state is SlotState.QUARANTINED
+
+    eventually(quarantined, "the damaged slot is quarantined")

@@ -9,7 +9,7 @@ import pytest
 from ckptd.striping import Cancel, Pull, Stripes
 
 
-def pulls(stripes: Stripes, now_s: float = 0.0) -> list[Pull]:
+def pulls(stripes: Stripes[str], now_s: float = 0.0) -> list[Pull[str]]:
     return [e for e in stripes.next_pulls(now_s) if isinstance(e, Pull)]
 
 
@@ -69,9 +69,17 @@ def test_three_failures_in_a_row_end_a_holder() -> None:
     for _ in range(3):
         (pull,) = pulls(stripes)
         assert pull.holder == "a"
-        stripes.failed_part("a", pull.part)
+        assert stripes.failed_part("a", pull.part) == []
     assert stripes.holders_left() == ["b"]
     assert pulls(stripes)[0].holder == "b"
+
+
+def test_what_a_holder_still_had_to_deliver_when_it_failed_for_good_is_to_be_cancelled() -> None:
+    """Or it would land in an image that is being verified."""
+    stripes = Stripes(20, ["a"], part_bytes=10)
+    first, second = pulls(stripes)
+    assert stripes.failed_part("a", first.part, gone=True) == [second.part]
+    assert stripes.failed
 
 
 def test_a_slow_part_is_taken_over() -> None:
@@ -115,7 +123,7 @@ def test_with_losses_in_any_order_all_parts_arrive_once_if_one_holder_stays(seed
     names = [f"n{i}" for i in range(rng.randint(1, 5))]
     stripes = Stripes(rng.randint(1, 500), names, part_bytes=7)
     keeper = rng.choice(names)
-    in_flight: list[Pull] = []
+    in_flight: list[Pull[str]] = []
     now = 0.0
     for _ in range(10_000):
         now += rng.random()

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from ckptd.transport import short_cut
 from ckptd.transport.short_cut import FileLease, copy_chunk, is_being_filled
 from ckptd.transport.verbs import Access, FileRange, RegionKey
@@ -25,7 +27,6 @@ def _copy_slowly(key: RegionKey, pipe: multiprocessing.connection.Connection) ->
     real = short_cut._copy
 
     def copy(fd: int, access: Access, at: int, view: memoryview) -> bool:
-        short_cut._set_lock(fd, fcntl.F_RDLCK, short_cut._RANGES + at, len(view))
         pipe.send("copying")
         pipe.recv()
         return real(fd, access, at, view)
@@ -114,3 +115,41 @@ def test_an_owner_that_dies_grants_nothing_any_more_and_its_next_life_sees_who_s
         assert copying_pipe.recv() is True, "what had begun ends"
         until(lambda: not is_being_filled(fd, BEFORE, CHUNK))
     peer.join(WAIT_S)
+
+
+def test_an_owner_that_dies_while_its_lease_is_looked_at_leaves_a_lock_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer sees the lease and is stopped there. The owner's next life must find it, or it grants the slot to another."""
+    shared = Shared(tmp_path / "file", bytes(CHUNK))
+    key = RegionKey(5, bytes(16), CHUNK, shared.range)
+    lease = FileLease(key, BOTH, "here")
+    real, found = short_cut._copy, []
+
+    def copy(fd: int, access: Access, at: int, view: memoryview) -> bool:
+        lease.close()  # as the end of its process does
+        with shared.path.open("r+b") as file:
+            found.append(is_being_filled(file.fileno(), BEFORE, CHUNK))
+        return real(fd, access, at, view)
+
+    monkeypatch.setattr(short_cut, "_copy", copy)
+    assert copy_chunk("here", key, Access.WRITE, 0, memoryview(b"1" * CHUNK))
+    assert found == [True]
+    assert not copy_chunk("here", key, Access.WRITE, 0, memoryview(b"2" * CHUNK))
+    with shared.path.open("r+b") as file:
+        assert not is_being_filled(file.fileno(), BEFORE, CHUNK), "who found no lease holds nothing"
+    assert shared.inside == b"1" * CHUNK
+
+
+@pytest.mark.parametrize("access", [Access.WRITE, Access.READ])
+def test_who_can_only_read_a_file_grants_nothing_in_it(tmp_path: Path, access: Access) -> None:
+    """A peer of another user tells us of a file of ours, and locks, shared, what would be the lease."""
+    shared = Shared(tmp_path / "file", b"precious")
+    key = RegionKey(5, bytes(16), 8, shared.range)
+    with shared.path.open("rb") as file:
+        byte = short_cut._lease_byte(key, shared.range, access, "")
+        short_cut._set_lock(file.fileno(), fcntl.F_RDLCK, byte)
+        told = bytearray(b"evil....")
+        assert not copy_chunk("here", key, access, 0, memoryview(told))
+    assert shared.inside == b"precious"
+    assert told == b"evil...."

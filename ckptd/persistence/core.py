@@ -1,0 +1,471 @@
+"""What of one rank goes to storage, and when (pure: events in, effects out; DESIGN §5, §11).
+
+A *checkpoint* is the complete suffix that ends at an iteration which the cadence names. Its snapshots are held (the trainer passes
+over slots with a reader) and stored oldest first; what an earlier checkpoint stored already is not stored again. When all are
+stored, this rank's manifest is committed. One checkpoint is under way at a time: those that fall due meanwhile are skipped, and the
+cadence takes longer strides.
+
+The trainer never waits for storage, so what is held must not be what it needs next: beyond the newest suffix the ring has some spare
+slots, and when more than those would be held, the checkpoint is *overtaken*: it is given up. Is that so twice in a row, the next
+one is *firm*: it keeps its slots, and for as long as it takes the ring may have none for new snapshots (training goes on all the
+same, and the suffix that is held is complete). That is reported; more memory is the cure.
+
+What fails in the store is retried there; what it finally refuses gives the checkpoint up, and the next one that falls due is tried
+after a while that doubles each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptd.persistence.cadence import Cadence
+from ckptd.replicas import spanning_suffix
+from ckptd.replication_events import SnapshotKey, key_of
+from ckptd.ring import SlotRecord, newest_by_iteration
+
+__all__ = [
+    "Commit",
+    "CommitFailed",
+    "Committed",
+    "Effect",
+    "Event",
+    "Flush",
+    "Forgotten",
+    "Hold",
+    "Joined",
+    "Lost",
+    "Note",
+    "PersistState",
+    "Persister",
+    "Release",
+    "Slots",
+    "Store",
+    "StoreFailed",
+    "Stored",
+    "Tick",
+]
+
+_FIRM_AFTER = 2
+_BACKOFF_S, _BACKOFF_MAX_S = 5.0, 300.0
+_LATE = 4  # iterations after which a suffix that is not complete will not be
+_REMEMBERED = 4096  # snapshots that are known to be stored
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The run goes on in this epoch; ``span``: how many snapshots the longest suffix of all ranks has."""
+
+    epoch: int
+    epoch_start: int
+    span: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The rank's slot tables after a change; ``total`` counts the slots of all generations, whatever is in them."""
+
+    records: tuple[SlotRecord, ...]
+    num_operators: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A snapshot is in storage."""
+
+    key: SnapshotKey
+    size_bytes: int
+    uploaded_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """It is not, and trying again at once is of no use."""
+
+    key: SnapshotKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The trainer was quicker than we: the slot holds something else."""
+
+    key: SnapshotKey
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Our manifest of the checkpoint is in storage."""
+
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFailed:
+    """It is not."""
+
+    end: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """Who stores was restarted, and knows nothing any more of what it has stored and is not committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Persist the newest suffix, due or not: the rank has ended in order, or somebody asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = (
+    Joined
+    | Slots
+    | Stored
+    | StoreFailed
+    | Lost
+    | Committed
+    | CommitFailed
+    | Forgotten
+    | Flush
+    | Tick
+)
+
+
+# -- effects ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Keep the trainer from reusing this slot; answer `Lost` if it did already."""
+
+    key: SnapshotKey
+    record: SlotRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Let it go."""
+
+    key: SnapshotKey
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Bring this snapshot to storage."""
+
+    key: SnapshotKey
+    record: SlotRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """All snapshots of the checkpoint are stored: write the manifest."""
+
+    start: int
+    end: int
+    stride: int
+    keys: tuple[SnapshotKey, ...]
+    phases: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """For the event log."""
+
+    level: str
+    kind: str
+    message: str
+
+
+Effect = Hold | Release | Store | Commit | Note
+
+
+@dataclass(frozen=True, slots=True)
+class PersistState:
+    """For `ckptctl status` and metrics; -1: none yet."""
+
+    under_way: int
+    stored: int
+    of: int
+    committed: int
+    stride: int
+    skipped: int
+    abandoned: int
+    lag_iterations: int
+    uploaded_bytes: int
+    last_s: float
+    reason: str
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    start: int
+    end: int
+    records: dict[SnapshotKey, SlotRecord]
+    begun_s: float
+    firm: bool
+    asked: set[SnapshotKey]
+    held: set[SnapshotKey]
+    committing: bool = False
+
+
+class Persister:
+    """Decides for one rank.
+
+    Args:
+        parallel: how many snapshots are on their way at a time.
+    """
+
+    def __init__(self, cadence: Cadence, *, parallel: int = 2) -> None:
+        self.cadence = cadence
+        self._parallel = parallel
+        self._epoch, self._epoch_start, self._span = -1, -1, 1
+        self._newest: Mapping[int, SlotRecord] = {}
+        self._num_operators = self._total = 0
+        self._current: _Checkpoint | None = None
+        self._stored: dict[SnapshotKey, None] = {}
+        self._last_looked_at = -1
+        self._flush = False
+        self._overtaken = 0
+        self._failures, self._not_before_s = 0, 0.0
+        self._committed, self._skipped, self._abandoned = -1, 0, 0
+        self._uploaded_bytes, self._last_s, self._reason = 0, 0.0, ""
+
+    def handle(self, event: Event, *, now_s: float) -> list[Effect]:
+        """What follows from an event."""
+        effects: list[Effect] = []
+        if isinstance(event, Joined):
+            self._join(event, effects)
+        elif isinstance(event, Slots):
+            self._look(event, effects)
+        elif isinstance(event, Flush):
+            self._flush = True
+        elif isinstance(event, Stored):
+            self._uploaded_bytes += event.uploaded_bytes
+            self._note_stored(event.key)
+            self._let_go(event.key, effects)
+        elif isinstance(event, StoreFailed):
+            if self._wants(event.key):
+                self._fail(event.reason, now_s, effects)
+        elif isinstance(event, Lost):
+            if self._wants(event.key):
+                self._overtake(f"iteration {event.key.iteration} was overwritten", effects)
+        elif isinstance(event, Committed):
+            self._finish(event.end, now_s, effects)
+        elif isinstance(event, CommitFailed):
+            self._not_committed(event, now_s, effects)
+        elif isinstance(event, Forgotten):
+            self._stored.clear()
+            self._give_up(effects)
+        self._go_on(now_s, effects)
+        return effects
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way or asked for."""
+        return self._current is None and not self._flush
+
+    def state(self) -> PersistState:
+        """How far this rank is."""
+        current, newest = self._current, max(self._newest, default=-1)
+        stored = 0 if current is None else sum(key in self._stored for key in current.records)
+        return PersistState(
+            under_way=-1 if current is None else current.end,
+            stored=stored,
+            of=0 if current is None else len(current.records),
+            committed=self._committed,
+            stride=self.cadence.stride,
+            skipped=self._skipped,
+            abandoned=self._abandoned,
+            lag_iterations=max(0, newest - self._committed) if self._committed >= 0 else newest + 1,
+            uploaded_bytes=self._uploaded_bytes,
+            last_s=self._last_s,
+            reason=self._reason,
+        )
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def _join(self, event: Joined, effects: list[Effect]) -> None:
+        if event.epoch != self._epoch:
+            self._give_up(effects)
+            self._newest = {}  # some of it may be of a history that was left
+            self._overtaken = self._failures = 0
+            self._not_before_s, self._last_looked_at = 0.0, -1
+            if self._committed > event.epoch_start:
+                self._committed = -1  # of a history that was left before it
+        self._epoch, self._epoch_start, self._span = event.epoch, event.epoch_start, event.span
+
+    def _look(self, event: Slots, effects: list[Effect]) -> None:
+        known = {self._epoch: self._epoch_start} if self._epoch >= 0 else {}
+        self._newest = newest_by_iteration(event.records, known)
+        self._num_operators, self._total = event.num_operators, event.total
+        current = self._current
+        if current is None or current.committing:
+            return
+        there = {key_of(record) for record in self._newest.values()}
+        gone = [k for k in current.records if k not in there and k not in self._stored]
+        if gone:
+            self._overtake(f"iteration {gone[0].iteration} is gone from memory", effects)
+        elif not current.firm and self._crowded(current):
+            self._overtake("its slots are needed for newer snapshots", effects)
+
+    def _crowded(self, current: _Checkpoint) -> bool:
+        """Whether what is held, beside the newest suffix, leaves fewer slots than the trainer needs to go on."""
+        newest = spanning_suffix(self._newest, self._num_operators, self._span)
+        if newest is None:
+            return False
+        kept = {key_of(record) for record in newest.records}
+        beyond = sum(key not in kept for key in current.held)
+        return len(kept | current.held) + 2 > self._total and beyond > 0
+
+    def _note_stored(self, key: SnapshotKey) -> None:
+        self._stored[key] = None
+        while len(self._stored) > _REMEMBERED:
+            del self._stored[next(iter(self._stored))]
+
+    def _finish(self, end: int, now_s: float, effects: list[Effect]) -> None:
+        current = self._current
+        if current is None or current.end != end:
+            return  # committed all the same; this history does not wait for it
+        self._last_s = now_s - current.begun_s
+        self.cadence.note_upload(self._last_s)
+        self._committed, self._reason = end, ""
+        self._overtaken = self._failures = 0
+        self._not_before_s = 0.0
+        self._give_up(effects)
+
+    def _not_committed(self, event: CommitFailed, now_s: float, effects: list[Effect]) -> None:
+        if self._current is not None and self._current.end == event.end:
+            self._fail(event.reason, now_s, effects)
+
+    def _fail(self, reason: str, now_s: float, effects: list[Effect]) -> None:
+        current = self._current
+        assert current is not None
+        pause_s = min(_BACKOFF_S * 2**self._failures, _BACKOFF_MAX_S)
+        self._failures += 1
+        self._not_before_s = now_s + pause_s
+        self._abandon(current, f"{reason}; the next is tried in {pause_s:.0f} s or later", effects)
+
+    def _overtake(self, reason: str, effects: list[Effect]) -> None:
+        current = self._current
+        assert current is not None
+        self._overtaken += 1
+        hint = "storage is slower than training and the ring has too few slots: give the daemon more memory"
+        self._abandon(current, f"{reason} ({hint})", effects)
+
+    def _abandon(self, current: _Checkpoint, reason: str, effects: list[Effect]) -> None:
+        self._abandoned += 1
+        self._reason = reason
+        effects.append(
+            Note(
+                "warning", "persist_abandoned", f"checkpoint {current.end} is not stored: {reason}"
+            )
+        )
+        self._give_up(effects)
+
+    def _give_up(self, effects: list[Effect]) -> None:
+        current, self._current = self._current, None
+        if current is not None:
+            effects += [Release(key) for key in sorted(current.held)]
+
+    def _wants(self, key: SnapshotKey) -> bool:
+        return self._current is not None and key in self._current.records
+
+    def _let_go(self, key: SnapshotKey, effects: list[Effect]) -> None:
+        if self._current is not None and key in self._current.held:
+            self._current.held.discard(key)
+            effects.append(Release(key))
+
+    # -- what is next ----------------------------------------------------------------------------
+
+    def _go_on(self, now_s: float, effects: list[Effect]) -> None:
+        self._begin_due(now_s, effects)
+        current = self._current
+        if current is None or current.committing:
+            return
+        waiting = [key for key in current.records if key not in self._stored]
+        if not waiting:
+            current.committing = True
+            effects.append(self._commit(current))
+            return
+        flying = sum(key in current.asked for key in waiting)
+        for key in waiting:
+            if flying >= self._parallel:
+                return
+            if key not in current.asked:
+                current.asked.add(key)
+                flying += 1
+                effects.append(Store(key, current.records[key]))
+
+    def _begin_due(self, now_s: float, effects: list[Effect]) -> None:
+        end = self._due()
+        if end is None:
+            return
+        if self._current is not None:
+            self._skip(end)
+            return
+        if now_s < self._not_before_s:
+            return
+        suffix = spanning_suffix(self._newest, self._num_operators, self._span, end=end)
+        if suffix is None:
+            if (
+                max(self._newest) > end + _LATE
+            ):  # else one of its snapshots may still be being digested
+                self._last_looked_at = end
+            return
+        self._last_looked_at = end
+        self._flush = False
+        self._begin(suffix.records, now_s, effects)
+
+    def _due(self) -> int | None:
+        """The newest iteration that shall be persisted and was not looked at yet."""
+        if self._flush and self._current is None:
+            newest = spanning_suffix(self._newest, self._num_operators, self._span)
+            if newest is not None and newest.end > self._committed:
+                return newest.end
+            self._flush = False  # it is stored already, or there is nothing
+        ends = [i for i in self._newest if i > self._last_looked_at and self.cadence.due(i)]
+        ends = [i for i in ends if i > self._committed]
+        return max(ends, default=None)
+
+    def _skip(self, end: int) -> None:
+        current = self._current
+        assert current is not None
+        if end > current.end:
+            self._last_looked_at = end
+            self._skipped += 1
+
+    def _begin(self, records: Sequence[SlotRecord], now_s: float, effects: list[Effect]) -> None:
+        by_key = {key_of(record): record for record in records}
+        firm = self._overtaken >= _FIRM_AFTER
+        held = {key for key in by_key if key not in self._stored}
+        self._current = _Checkpoint(
+            records[0].iteration, records[-1].iteration, by_key, now_s, firm, set(), held
+        )
+        if firm:
+            self._overtaken = 0
+            text = (
+                f"checkpoint {records[-1].iteration} keeps its slots until it is stored: newer snapshots may have to "
+                "wait for it; more memory for the daemon would prevent that"
+            )
+            effects.append(Note("warning", "persist_firm", text))
+        effects += [Hold(key, by_key[key]) for key in by_key if key in held]
+
+    def _commit(self, current: _Checkpoint) -> Commit:
+        return Commit(
+            current.start,
+            current.end,
+            self.cadence.stride,
+            tuple(current.records),
+            tuple(record.phase for record in current.records.values()),
+        )

@@ -1,0 +1,278 @@
+"""The store keeper: the process of a daemon that speaks to object storage (`python -m ckptd.persistence.keeper <fd>`).
+
+It is told what to do over the socket pair that it inherits, and ends when that ends: whatever it was doing is taken up by the next
+one, because everything that counts is in the store. What it may not do is decide: that is the daemon's (`ckptd.persistence.core`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+
+from ckptd.persistence import wire as w
+from ckptd.persistence.pacer import Pacer
+from ckptd.persistence.rank_store import UnknownSnapshot
+from ckptd.persistence.run_store import Fenced, RunStore
+from ckptd.persistence.slot_source import SlotFiles, SlotLost
+from ckptd.storage.manifest import ManifestError
+from ckptd.storage.objects import ObjectStore, StoreError
+from ckptd.storage.open_store import open_store
+from ckptd.storage.reader import SnapshotDamaged
+from ckptd.storage.resilience import Circuit, RetryPolicy
+from ckptd.storage.resilient import Notice, NoticeKind, Resilient
+from ckptd.storage.retention import RetentionPolicy
+
+__all__ = ["Keeper", "main"]
+
+logger = logging.getLogger(__name__)
+
+_READERS = 4
+_LOOKS_S = (
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    4.0,
+    8.0,
+    15.0,
+    30.0,
+    60.0,
+)  # after our manifest, for those of the others
+_GRACE_S = 6 * 3600.0  # no rank takes so long for one checkpoint
+_STALE_UPLOAD_S = 24 * 3600.0
+
+
+class Keeper:
+    """Serves one daemon.
+
+    Args:
+        send: hands a message to the daemon; raises OSError when it is gone.
+    """
+
+    def __init__(
+        self,
+        configure: w.Configure,
+        send: Callable[[Struct], None],
+        store: ObjectStore | None = None,
+    ) -> None:
+        self._configure, self._send_out = configure, send
+        self._pool = ThreadPoolExecutor(configure.threads, thread_name_prefix="store")
+        self._reads = ThreadPoolExecutor(_READERS, thread_name_prefix="read")
+        self._helpers = ThreadPoolExecutor(configure.threads, thread_name_prefix="help")
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="aside")
+        self._files = SlotFiles()
+        self._pacer = Pacer(configure.bytes_per_s, clock=time.monotonic, sleep=time.sleep)
+        self._lock = threading.Lock()
+        self._runs: dict[tuple[str, str], RunStore] = {}
+        self._swept: set[tuple[str, str]] = set()
+        policy = RetryPolicy(attempts=1000, deadline_s=configure.deadline_s)
+        opened = store or open_store(configure.url, configure.options, configure.backend)
+        self._store = Resilient(
+            opened, policy, Circuit(), url=configure.url, told=self._circuit_told
+        )
+
+    def handle(self, message: Any) -> None:
+        """Begin what is asked; the answer follows from another thread."""
+        match message:
+            case w.OpenRank():
+                self._submit(self._reads, message.id, partial(self._open, message))
+            case w.StoreSlot():
+                self._submit(self._pool, message.id, partial(self._put, message))
+            case w.CommitRank():
+                self._submit(self._reads, message.id, partial(self._commit, message))
+            case w.FindStored():
+                self._submit(self._reads, message.id, partial(self._find, message))
+            case w.ReadRange():
+                self._submit(self._reads, message.id, partial(self._read, message))
+            case w.DoubtStored():
+                self._reads.submit(self._doubt, message.segment)
+            case _:
+                logger.error("%s is not for a store keeper", type(message).__name__)
+
+    # -- what is asked ---------------------------------------------------------------------------
+
+    def _open(self, message: w.OpenRank) -> Struct:
+        name = message.rank
+        run = self._run(name.job, name.run)
+        committed = run.open(message)
+        if (name.job, name.run) not in self._swept:
+            self._swept.add((name.job, name.run))
+            self._aside.submit(self._guarded, partial(self._sweep, run))
+        return w.Opened(message.id, committed)
+
+    def _put(self, message: w.StoreSlot) -> Struct:
+        name = message.rank
+        run = self._run(name.job, name.run)
+        rank = run.rank(name.rank)
+        if rank is None:
+            raise UnknownSnapshot(f"rank {name.rank} of {name.job}/{name.run} was not opened")
+        hold = self._files.hold(message.path, message.index, message.snapshot)
+        with run.turn(message.snapshot.iteration), hold as slot:
+            self._pacer.wait()
+            done = rank.put(message.snapshot, slot)
+            self._pacer.spend(done.uploaded_bytes)
+        self._files.forget_removed()
+        return w.StoredSlot(message.id, done.size_bytes, done.uploaded_bytes)
+
+    def _commit(self, message: w.CommitRank) -> Struct:
+        name = message.rank
+        run = self._run(name.job, name.run)
+        rank = run.rank(name.rank)
+        if rank is None:
+            raise UnknownSnapshot(f"rank {name.rank} of {name.job}/{name.run} was not opened")
+        manifest = rank.commit(message)
+        epoch = manifest.checkpoint.epoch
+        self._aside.submit(self._guarded, partial(self._settle, run, name, message.end, epoch, 0))
+        return w.Answer(message.id)
+
+    def _find(self, message: w.FindStored) -> Struct:
+        found = self._run(message.job, message.run).find(message.ranks)
+        return w.Found(message.id, found)
+
+    def _read(self, message: w.ReadRange) -> Struct:
+        into = self._files.writable(message.path, message.file_offset, message.length)
+        self._run_of(message.segment).read(message.segment, message.index, message.offset, into)
+        return w.Answer(message.id)
+
+    def _doubt(self, segment: str) -> None:
+        self._run_of(segment).doubt(segment)
+
+    # -- what follows ----------------------------------------------------------------------------
+
+    def _settle(self, run: RunStore, name: w.RankName, end: int, epoch: int, look: int) -> None:
+        """Look whether the others have written their manifests, too; then what that checkpoint replaces may go."""
+        complete, missing = run.settled(end, epoch)
+        if complete or look >= len(_LOOKS_S):
+            self.send(w.Settled(name, end, complete, missing))
+            if complete and name.rank == 0:
+                run.retain()
+            return
+        again = partial(self._settle, run, name, end, epoch, look + 1)
+        timer = threading.Timer(
+            _LOOKS_S[look], lambda: self._aside.submit(self._guarded, again) and None
+        )
+        timer.daemon = True
+        timer.start()
+
+    def _sweep(self, run: RunStore) -> None:
+        """What writers that died left half-finished."""
+        ended = self._store.abort_uploads(f"{run.job}/{run.run}/", _STALE_UPLOAD_S)
+        if ended > 0:
+            self.send(w.Told("info", "uploads_aborted", f"{run.job}/{run.run}: {ended}"))
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def send(self, message: Struct) -> None:
+        """Tell the daemon; when it is gone, so are we."""
+        try:
+            self._send_out(message)
+        except OSError:
+            logger.info("the daemon is gone")
+            os._exit(0)
+
+    def tell(self, level: str, kind: str, text: str) -> None:
+        """An event for the daemon's log."""
+        self.send(w.Told(level, kind, text))
+
+    def _run(self, job: str, run: str) -> RunStore:
+        retain = self._configure.retain
+        with self._lock:
+            found = self._runs.get((job, run))
+            if found is None:
+                found = self._runs[job, run] = RunStore(
+                    self._store,
+                    job,
+                    run,
+                    policy=RetentionPolicy(
+                        keep_last=retain.last,
+                        keep_every=retain.every,
+                        keep_younger_than_ns=int(retain.for_s * 1e9),
+                        grace_ns=int(_GRACE_S * 1e9),
+                    ),
+                    read_back=self._configure.read_back,
+                    map_fn=self._helpers.map,
+                    tell=self.tell,
+                )
+            return found
+
+    def _run_of(self, segment: str) -> RunStore:
+        job, run, _ = segment.split("/", 2)
+        return self._run(job, run)
+
+    def _submit(self, pool: ThreadPoolExecutor, number: int, work: Callable[[], Struct]) -> None:
+        def run() -> None:
+            self.send(_outcome(number, work))
+
+        pool.submit(run)
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Fenced as error:
+            self.tell("error", "persist.fenced", str(error))
+        except (StoreError, ManifestError) as error:
+            self.tell("warning", "store_trouble", str(error))
+        # A thread that nobody waits for must not take its error with it.
+        except Exception as error:
+            logger.exception("looking after the store failed")
+            self.tell("error", "internal", f"looking after the store failed: {error!r}")
+
+    def _circuit_told(self, notice: Notice) -> None:
+        level = "error" if notice.kind is NoticeKind.OPENED else "info"
+        self.tell(level, f"store_{notice.kind}", notice.text)
+
+
+def _outcome(number: int, work: Callable[[], Struct]) -> Struct:
+    """What became of it; never raises."""
+    try:
+        return work()
+    except SlotLost as error:
+        return w.Failed(number, w.FailureCode.LOST, str(error))
+    except Fenced as error:
+        return w.Failed(number, w.FailureCode.FENCED, str(error))
+    except (StoreError, ManifestError, SnapshotDamaged) as error:
+        return w.Failed(number, w.FailureCode.STORE, f"{type(error).__name__}: {error}")
+    except LookupError as error:
+        return w.Failed(number, w.FailureCode.UNKNOWN, str(error))
+    # The daemon waits for an answer, whatever went wrong here.
+    except Exception as error:
+        logger.exception("the store keeper failed")
+        return w.Failed(number, w.FailureCode.INTERNAL, repr(error))
+
+
+def main(argv: list[str]) -> int:
+    """Serve the daemon at the other end of the inherited descriptor until it is gone."""
+    logging.basicConfig(level=logging.INFO, format="ckptd store keeper: %(message)s")
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)  # we end with the daemon, not with its terminal
+    channel = w.Channel(socket.socket(fileno=int(argv[1])), w.decode_to_keeper)
+    configure = channel.receive()
+    if configure is None:
+        return 0
+    assert isinstance(configure, w.Configure)
+    keeper: Keeper | None = None
+    while (message := channel.receive()) is not None:
+        try:
+            keeper = keeper or Keeper(configure, channel.send)
+        except (StoreError, ValueError) as error:
+            if (number := getattr(message, "id", None)) is not None:
+                reason = f"the store cannot be opened: {error}"
+                channel.send(w.Failed(number, w.FailureCode.STORE, reason))
+            continue
+        keeper.handle(message)
+    os._exit(0)  # threads may be waiting for a store that does not answer
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

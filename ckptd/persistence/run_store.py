@@ -1,0 +1,321 @@
+"""One run in a store, as the keeper of one node sees it: whose names they are, what can be restored, what may go (docs/format.md)."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from ckptd.persistence import wire as w
+from ckptd.persistence.rank_store import TOOL, RankStore
+from ckptd.ring import SlotState
+from ckptd.segment_format import SlotHeader, pack_slot_header
+from ckptd.storage.catalog import Catalog, CheckpointState, StoredCheckpoint
+from ckptd.storage.manifest import ManifestError, RankManifest, StoredSnapshot
+from ckptd.storage.names import CheckpointId, RunName
+from ckptd.storage.objects import ObjectExists, ObjectMissing, ObjectStore
+from ckptd.storage.reader import (
+    MapFunction,
+    read_catalog,
+    read_identity,
+    read_image_bytes,
+    read_manifest,
+)
+from ckptd.storage.retention import (
+    References,
+    RetentionPolicy,
+    plan_retention,
+)
+from ckptd.storage.run_identity import RunIdentity
+
+__all__ = ["Fenced", "RunStore", "Tell"]
+
+_OFFERED = 3  # checkpoints that a recovery is told of: the newest, and what it falls back to
+_BATCH = 500
+
+Tell = Callable[[str, str, str], None]
+
+
+class Fenced(RuntimeError):
+    """Somebody else writes under these names."""
+
+
+class RunStore:
+    """Everything of one run but the uploads of its ranks.
+
+    Args:
+        tell: an event: level, kind, text.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        job: str,
+        run: str,
+        *,
+        policy: RetentionPolicy,
+        read_back: bool,
+        map_fn: MapFunction,
+        tell: Tell,
+    ) -> None:
+        self._store, self.job, self.run = store, job, run
+        self._policy, self._read_back, self._map, self._tell = policy, read_back, map_fn, tell
+        self._lock = threading.Lock()
+        self._iterations: dict[int, threading.Lock] = {}
+        self._identity: RunIdentity | None = None
+        self._epochs: dict[int, int] = {}
+        self._ranks: dict[int, RankStore] = {}
+        self._offered: dict[str, RankManifest] = {}
+        self._doubted: set[CheckpointId] = set()
+        self._manifests: dict[str, RankManifest] = {}  # of all ranks: for what may go
+
+    # -- ranks -----------------------------------------------------------------------------------
+
+    def open(self, message: w.OpenRank) -> int:
+        """Take part in the run; returns the newest checkpoint of it that all ranks have (-1: none).
+
+        Raises:
+            Fenced: a later history is known to the store, which this job knows nothing of.
+            StoreError, ManifestError: the store cannot be read.
+        """
+        rank, epoch = message.rank.rank, message.epoch
+        with self._lock:
+            self._epochs[epoch] = message.epoch_start
+        identity = self._claim()
+        catalog = self._catalog()
+        self._check_epochs(catalog, epoch)
+        opened = RankStore(
+            self._store,
+            self.job,
+            self.run,
+            rank,
+            run_id=identity.run_id,
+            last=self._last_of(catalog, rank),
+            neighbours=lambda: self._others(rank),
+            read_back=self._read_back,
+            map_fn=self._map,
+        )
+        with self._lock:
+            self._ranks[rank] = opened
+        return -1 if catalog.newest is None else catalog.newest.id.end
+
+    def rank(self, rank: int) -> RankStore | None:
+        """What `open` has made."""
+        with self._lock:
+            return self._ranks.get(rank)
+
+    def turn(self, iteration: int) -> threading.Lock:
+        """Held while a snapshot of this iteration is stored: one rank after the other, so that they share."""
+        with self._lock:
+            while len(self._iterations) > 64:
+                oldest = min(self._iterations)
+                if oldest == iteration or self._iterations[oldest].locked():
+                    break
+                del self._iterations[oldest]
+            return self._iterations.setdefault(iteration, threading.Lock())
+
+    def _others(self, rank: int) -> list[RankStore]:
+        with self._lock:
+            return [other for number, other in self._ranks.items() if number != rank]
+
+    def _claim(self) -> RunIdentity:
+        """The identity under these names; ours, if they were free."""
+        if self._identity is None:
+            found = read_identity(self._store, self.job, self.run)
+            if found is None:
+                mine = RunIdentity(self.job, self.run, secrets.token_hex(8), time.time_ns(), TOOL)
+                try:
+                    key = RunName(self.job, self.run).key
+                    self._store.put(key, [memoryview(mine.to_bytes())], if_absent=True)
+                except ObjectExists:
+                    pass  # another rank of ours was quicker
+                found = read_identity(self._store, self.job, self.run)
+            if found is None:
+                raise ManifestError(
+                    f"run.json of {self.job}/{self.run} vanished as soon as it was written"
+                )
+            self._identity = found
+        return self._identity
+
+    def _last_of(self, catalog: Catalog, rank: int) -> Iterable[StoredSnapshot]:
+        """What this rank's last manifest refers to."""
+        last = catalog.last_of(rank)
+        if last is None:
+            return ()
+        try:
+            return read_manifest(self._store, last.manifests[rank].key).snapshots
+        except (ManifestError, ObjectMissing) as error:
+            self._tell("warning", "store_damaged", f"{error}; everything is uploaded anew")
+            return ()
+
+    # -- what is there ---------------------------------------------------------------------------
+
+    def _catalog(self) -> Catalog:
+        with self._lock:
+            known = dict(self._epochs)
+        return read_catalog(self._store, self.job, self.run, known_epochs=known)
+
+    def _check_epochs(self, catalog: Catalog, epoch: int) -> None:
+        later = [number for number in catalog.epochs if number > epoch]
+        if later:
+            raise Fenced(
+                f"the store holds checkpoints of {self.job}/{self.run} of epoch {max(later)}, and this job is in epoch "
+                f"{epoch}: another job writes under these names, or recovered this one; give one of them another run="
+            )
+
+    def settled(self, end: int, epoch: int) -> tuple[bool, str]:
+        """Whether every rank has the checkpoint, and what is missing.
+
+        Raises:
+            Fenced: a later history is there.
+        """
+        catalog = self._catalog()
+        self._check_epochs(catalog, max(self._epochs, default=epoch))
+        found = [c for c in catalog.checkpoints if (c.id.end, c.id.epoch) == (end, epoch)]
+        if any(c.state is CheckpointState.COMMITTED for c in found):
+            return True, ""
+        if len(found) > 1:
+            return False, f"the ranks do not agree: {', '.join(c.reason for c in found)}"
+        return False, found[0].reason if found else "it is not listed"
+
+    def find(self, ranks: Iterable[int]) -> list[w.StoredCheckpoint]:
+        """The newest committed checkpoints, these ranks' part of them."""
+        catalog = self._catalog()
+        offered: list[w.StoredCheckpoint] = []
+        left = _OFFERED
+        for checkpoint in catalog.committed:
+            if left == 0:
+                break
+            if checkpoint.id in self._doubted:
+                continue
+            try:
+                offered += [self._offer(checkpoint, rank) for rank in ranks]
+            except (ManifestError, ObjectMissing) as error:
+                text = f"checkpoint {checkpoint.id} cannot be used: {error}; an older one is"
+                self._tell("error", "checkpoint_damaged", text)
+                continue
+            left -= 1
+        return offered
+
+    def _offer(self, checkpoint: StoredCheckpoint, rank: int) -> w.StoredCheckpoint:
+        if rank not in checkpoint.manifests:
+            raise ManifestError(f"it is of {checkpoint.world_size} ranks, without rank {rank}")
+        key = checkpoint.manifests[rank].key
+        manifest = self._offered.get(key) or read_manifest(self._store, key)
+        self._offered[key] = manifest
+        return w.StoredCheckpoint(
+            name=key,
+            rank=rank,
+            end=manifest.end,
+            epoch=checkpoint.id.epoch,
+            world_size=manifest.world_size,
+            window=manifest.window,
+            slot_bytes=manifest.slot_bytes,
+            num_slots=max(1, len(manifest.snapshots)),
+            descriptor=manifest.descriptor,
+            lengths=[s.image_len for s in manifest.snapshots],
+            headers=[pack_slot_header(_slot_header(s)) for s in manifest.snapshots],
+            anchors=[
+                s.anchors.to_bytes((s.num_operators + 7) // 8, "little") for s in manifest.snapshots
+            ],
+        )
+
+    def read(self, name: str, index: int, offset: int, into: memoryview) -> None:
+        """Fill a buffer with bytes of an offered snapshot's image; whoever asked verifies them.
+
+        Raises:
+            LookupError: it was not offered by this process.
+            StoreError: the store does not give them.
+        """
+        manifest = self._offered[name]
+        read_image_bytes(self._store, manifest.snapshots[index], offset, into, map_fn=self._map)
+
+    def doubt(self, name: str) -> None:
+        """What was read of a checkpoint is damaged: it is offered no more."""
+        manifest = self._offered.pop(name, None)
+        if manifest is not None and manifest.checkpoint not in self._doubted:
+            self._doubted.add(manifest.checkpoint)
+            text = f"checkpoint {manifest.checkpoint} of {self.job}/{self.run} is damaged ({name}); an older one is used"
+            self._tell("error", "checkpoint_damaged", text)
+
+    # -- what may go -----------------------------------------------------------------------------
+
+    def retain(self) -> tuple[int, int]:
+        """Delete what the policy does not keep; returns (objects, bytes).
+
+        Raises:
+            StoreError: the store cannot be read, or does not delete; what was begun goes on the next time.
+        """
+        catalog = self._catalog()
+        now_ns = max(_times(catalog), default=0)  # the store's clock, by the newest thing in it
+        self._read_all(catalog)
+        # Its writers saw all of it in the store before they wrote their manifests. It must be there still.
+        sizes = {o.info.key: o.info.size for listed in catalog.objects.values() for o in listed}
+        verified = {c.id for c in catalog.committed if self._is_whole(c, sizes)} - self._doubted
+        references = {k: References.of(m) for k, m in self._manifests.items()}
+        plan = plan_retention(
+            catalog, self._policy, verified=verified, references=references, now_ns=now_ns
+        )
+        for doomed in (plan.manifests, plan.objects):
+            for begin in range(0, len(doomed), _BATCH):
+                self._store.delete([gone.key for gone in doomed[begin : begin + _BATCH]])
+        gone = (*plan.manifests, *plan.objects)
+        if gone:
+            freed = sum(deletion.size for deletion in gone)
+            self._tell(
+                "info",
+                "retained",
+                f"{self.job}/{self.run}: {len(gone)} objects deleted, {freed} bytes",
+            )
+        return len(gone), sum(deletion.size for deletion in gone)
+
+    def _read_all(self, catalog: Catalog) -> None:
+        """Know every manifest; they never change, so each is read once. Where one cannot be read, no object is deleted."""
+        keys = [info.key for c in catalog.checkpoints for info in c.manifests.values()]
+        known = self._manifests
+        found = zip(
+            keys, self._map(lambda key: known.get(key) or self._manifest(key), keys), strict=True
+        )
+        self._manifests = {key: manifest for key, manifest in found if manifest is not None}
+
+    def _manifest(self, key: str) -> RankManifest | None:
+        try:
+            return read_manifest(self._store, key)
+        except (ManifestError, ObjectMissing) as error:
+            self._tell("warning", "store_damaged", f"{error}; no object of the run is deleted")
+            return None
+
+    def _is_whole(self, checkpoint: StoredCheckpoint, sizes: Mapping[str, int]) -> bool:
+        """Whether every object that its manifests name is listed, with the size that it had."""
+        for info in checkpoint.manifests.values():
+            manifest = self._manifests.get(info.key)
+            if manifest is None:
+                return False
+            for snapshot in manifest.snapshots:
+                if any(sizes.get(stored.key) != stored.size for stored in snapshot.objects):
+                    return False
+        return True
+
+
+def _times(catalog: Catalog) -> Iterator[int]:
+    for checkpoint in catalog.checkpoints:
+        yield checkpoint.modified_ns
+    for listed in catalog.objects.values():
+        yield from (found.info.modified_ns for found in listed)
+
+
+def _slot_header(stored: StoredSnapshot) -> SlotHeader:
+    return SlotHeader(
+        state=SlotState.SEALED,
+        iteration=stored.iteration,
+        previous=stored.previous,
+        image_len=stored.image_len,
+        sequence=stored.sequence,
+        layout_id=stored.layout_id,
+        filled_at_ns=stored.filled_at_ns,
+        phase=stored.phase,
+        header_digest=stored.header_digest,
+        epoch_start=stored.epoch_start,
+        epoch=stored.epoch,
+    )

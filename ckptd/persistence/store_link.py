@@ -1,0 +1,202 @@
+"""Storage as one more holder of snapshots: what a recovery asks of peers it can ask of the store (docs/persistence.md §6).
+
+A `StoreLink` answers like a `PeerLink` whose node is `STORE_NODE`, so the recovery plan, the fetches and the drills know nothing of
+storage: a committed checkpoint is a segment, each of its snapshots a slot. What is read goes from the store keeper straight into
+the file of the segment that is filled. All on the daemon's loop thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from ckptd.errors import SegmentError
+from ckptd.held import STORE_NODE
+from ckptd.holdings import operators_id
+from ckptd.peer_link import Post
+from ckptd.persistence import wire as w
+from ckptd.persistence.child import StoreChild
+from ckptd.segment_format import decode_descriptor
+from ckptd.segments import Segment
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import GetHoldings, HeldSegment, HeldSlot, Holdings
+from ckptd.transport.verbs import Completion, Done, Fault, PeerAddress, RegionKey
+
+__all__ = ["StoreLink"]
+
+_TOKEN = bytes(16)
+
+
+class StoreLink:
+    """Questions about what is stored, and reads of it.
+
+    Args:
+        child: the store keeper.
+        ranks_of: the ranks of a run that are attached here: each node asks for its own only.
+        segments: every segment of this node into which something may be read.
+    """
+
+    def __init__(
+        self,
+        child: StoreChild,
+        *,
+        post: Post,
+        ranks_of: Callable[[str, str], Iterable[int]],
+        segments: Callable[[], Iterable[Segment]],
+        boot_id: str,
+    ) -> None:
+        self._child, self._post = child, post
+        self._ranks_of, self._segments = ranks_of, segments
+        self.boot_id = boot_id
+        self.address = PeerAddress(STORE_NODE, "")
+        self._known: dict[str, w.StoredCheckpoint] = {}
+        self._regions: dict[int, tuple[str, int]] = {}
+        self._numbers = itertools.count(1)
+
+    def ask(
+        self,
+        message: Any,
+        expect: type[Any],
+        done: Callable[[Any], None],
+        failed: Callable[[str, str], None],
+        *,
+        timeout_s: float = 0.0,
+    ) -> None:
+        """As `PeerLink.ask`; the store keeper has deadlines of its own."""
+        if isinstance(message, GetHoldings):
+            self._find(message, done, failed)
+            return
+        reply = self._reply(message)
+        if isinstance(reply, expect):
+            self._post(partial(done, reply))
+        else:
+            text = "this checkpoint is not known here: it was removed, or the daemon was restarted"
+            self._post(partial(failed, "unknown", text))
+
+    def tell(self, message: Any) -> None:
+        """As `PeerLink.tell`."""
+        if isinstance(message, p.CloseRead):
+            self._regions.pop(message.region, None)
+        elif isinstance(message, p.DoubtSlot):
+            self._known.pop(message.name, None)
+            self._child.tell(w.DoubtStored(message.name))
+
+    def get(
+        self,
+        source: RegionKey,
+        target: memoryview,
+        *,
+        offset: int,
+        deadline_s: float,
+        done: Done,
+    ) -> _Read:
+        """As `PeerLink.get`: ``target`` lies in one of our segments, and is filled through its file."""
+        read = _Read(done, len(target))
+        place, stored = self._place_of(target), self._regions.get(source.region)
+        if place is None or stored is None:
+            self._post(partial(read.end, Fault.REGION, "nothing is known of it"))
+            return read
+        name, index = stored
+        path, file_offset = place
+        message = w.ReadRange(
+            self._child.next_id(), name, index, offset, len(target), path, file_offset
+        )
+        self._child.ask(
+            message,
+            lambda _: read.end(None, ""),
+            lambda code, reason: read.end(Fault.REFUSED, f"{code}: {reason}"),
+        )
+        return read
+
+    # -- what there is ---------------------------------------------------------------------------
+
+    def _find(
+        self, message: GetHoldings, done: Callable[[Any], None], failed: Callable[[str, str], None]
+    ) -> None:
+        ranks = sorted(self._ranks_of(message.job, message.run))
+
+        def found(reply: w.Found) -> None:
+            segments = [s for c in reply.checkpoints if (s := self._held(c)) is not None]
+            epoch = max((c.epoch for c in reply.checkpoints), default=-1)
+            done(Holdings(STORE_NODE, tuple(segments), epoch))
+
+        question = w.FindStored(self._child.next_id(), message.job, message.run, ranks)
+        self._child.ask(question, found, failed)
+
+    def _held(self, stored: w.StoredCheckpoint) -> HeldSegment | None:
+        try:
+            told = decode_descriptor(stored.descriptor)
+        except SegmentError:
+            return None  # of a version that wrote other descriptors; the keeper's verify names it
+        self._known[stored.name] = stored
+        pairs = zip(stored.headers, stored.anchors, strict=True)
+        return HeldSegment(
+            name=stored.name,
+            rank=stored.rank,
+            own=False,
+            origin=xxhash.xxh3_64_hexdigest(stored.name.encode()),
+            generation=told.generation,
+            world_size=stored.world_size,
+            window=stored.window,
+            num_operators=told.num_operators,
+            operators_id=operators_id(told),
+            slot_bytes=stored.slot_bytes,
+            num_slots=stored.num_slots,
+            slots=tuple(HeldSlot(i, header, anchors) for i, (header, anchors) in enumerate(pairs)),
+        )
+
+    def _reply(self, message: Any) -> Any:
+        if isinstance(message, p.GetDescriptor):
+            stored = self._known.get(message.name)
+            if stored is None:
+                return None
+            return p.Descriptor(stored.descriptor, stored.num_slots, stored.slot_bytes)
+        if isinstance(message, p.OpenRead):
+            stored = self._known.get(message.name)
+            if stored is None or message.slot >= len(stored.headers):
+                return None
+            number = next(self._numbers)
+            self._regions[number] = stored.name, message.slot
+            length = stored.lengths[message.slot]
+            return p.ReadOpened(number, _TOKEN, length, stored.headers[message.slot])
+        return None
+
+    def _place_of(self, target: memoryview) -> tuple[str, int] | None:
+        """In which segment file these bytes lie, and where."""
+        address = _address(target)
+        for segment in self._segments():
+            if segment.fd < 0:
+                continue
+            offset = address - _address(segment.buffer)
+            if 0 <= offset <= len(segment.buffer) - len(target):
+                return str(segment.path), offset
+        return None
+
+
+class _Read:
+    """A read in flight. It cannot be taken back: it completes when the keeper has ended it."""
+
+    def __init__(self, done: Done, size_bytes: int) -> None:
+        self._done, self._size_bytes = done, size_bytes
+        self._began_s = time.monotonic()
+
+    def cancel(self) -> None:
+        """Nothing: the bytes may still land, and the completion says when they cannot any more."""
+
+    def wait(self, timeout_s: float) -> Completion:
+        """Not here: completions come on the loop thread."""
+        raise TimeoutError("a read from storage completes on the loop thread")
+
+    def end(self, fault: Fault | None, detail: str) -> None:
+        seconds = time.monotonic() - self._began_s
+        self._done(Completion(fault, detail, self._size_bytes if fault is None else 0, 0, seconds))
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -1,0 +1,155 @@
+"""The third tier of a daemon: every local rank's way to storage, and storage's way back to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+
+from ckptd.config_values import parse_bytes
+from ckptd.events import EventLog
+from ckptd.peer_link import Post
+from ckptd.persistence import wire as w
+from ckptd.persistence.cadence import Cadence
+from ckptd.persistence.child import StoreChild
+from ckptd.persistence.core import Persister, PersistState
+from ckptd.persistence.rank import RankPersistence
+from ckptd.persistence.store_link import StoreLink
+from ckptd.segments import Segment, SegmentStore
+from ckptd.sessions import RankKey
+from ckptd.settings import DaemonConfig
+
+__all__ = ["StorageTier"]
+
+
+class StorageTier:
+    """All that a daemon does with its store; made only where one is configured.
+
+    Args:
+        ranks_of: the ranks of a run that are attached here.
+        span_of: how many snapshots the longest suffix of a run has.
+        replicas: segments of other nodes, into which a drill may read.
+    """
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        store: SegmentStore,
+        events: EventLog,
+        *,
+        post: Post,
+        ranks_of: Callable[[str, str], Iterable[int]],
+        span_of: Callable[[str, str], int],
+        replicas: Callable[[], Iterable[Segment]],
+        boot_id: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config, self._store, self._events = config, store, events
+        self._span_of, self._clock = span_of, clock
+        self._ranks: dict[RankKey, RankPersistence] = {}
+        self._child = StoreChild(
+            configure_of(config),
+            post=post,
+            told=self._told,
+            settled=self._settled,
+            died=self._died,
+            clock=clock,
+            nice=config.nice,
+        )
+        self.link = StoreLink(
+            self._child,
+            post=post,
+            ranks_of=ranks_of,
+            segments=lambda: (*store, *replicas()),
+            boot_id=boot_id,
+        )
+
+    def join(self, key: RankKey, world_size: int, epoch: int, epoch_start: int) -> None:
+        """A local rank takes part in its run, in this epoch."""
+        rank = self._ranks.get(key)
+        if rank is None:
+            cadence = Cadence(self._config.persist_every, self._config.persist_every_s)
+            rank = self._ranks[key] = RankPersistence(
+                key,
+                world_size,
+                Persister(cadence),
+                self._store,
+                self._child,
+                self._events,
+                span=lambda: self._span_of(key.job, key.run),
+                clock=self._clock,
+            )
+        rank.join(epoch, epoch_start)
+
+    def changed(self, key: RankKey) -> None:
+        """The snapshots of a rank changed."""
+        if key in self._ranks:
+            self._ranks[key].changed()
+
+    def leave(self, key: RankKey) -> None:
+        """A trainer ended in order: its newest snapshots are made durable."""
+        if key in self._ranks:
+            self._ranks[key].flush()
+
+    def forget(self, job: str, run: str) -> None:
+        """A run is over: nothing more of it is stored. What is durable stays."""
+        for key in [k for k in self._ranks if (k.job, k.run) == (job, run)]:
+            self._ranks.pop(key).close()
+
+    def tick(self) -> None:
+        """Time passed."""
+        for key, rank in list(self._ranks.items()):
+            rank.tick()
+            if not self._store.of_rank(key):
+                self._ranks.pop(key).close()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return all(rank.idle for rank in self._ranks.values())
+
+    @property
+    def keeper_pid(self) -> int:
+        """The process that speaks to the store; 0 if there is none now."""
+        return self._child.pid
+
+    def states(self) -> dict[RankKey, PersistState]:
+        """How far every local rank is."""
+        return {key: rank.state() for key, rank in sorted(self._ranks.items())}
+
+    def close(self) -> None:
+        """Stop; what is under way is taken up after the next start."""
+        for rank in self._ranks.values():
+            rank.close()
+        self._child.close()
+
+    def _told(self, message: w.Told) -> None:
+        if message.level == "count":
+            self._events.count(f"store.{message.kind}", message.amount)
+        else:
+            self._events.add(message.level, message.kind, message.message)
+
+    def _settled(self, message: w.Settled) -> None:
+        rank = self._ranks.get(RankKey(message.rank.job, message.rank.run, message.rank.rank))
+        if rank is not None:
+            rank.settled(message)
+
+    def _died(self, reason: str) -> None:
+        self._events.add("error", "store_keeper_died", reason)
+        for rank in self._ranks.values():
+            rank.keeper_died()
+
+
+def configure_of(config: DaemonConfig) -> w.Configure:
+    """What the store keeper is told first."""
+    return w.Configure(
+        url=config.store,
+        options=json.loads(config.store_options or "{}"),
+        backend=config.store_backend,
+        threads=config.persist_threads,
+        bytes_per_s=parse_bytes(config.persist_bandwidth),
+        deadline_s=config.store_deadline_s,
+        read_back=config.persist_check == "full",
+        retain=w.Retain(
+            config.persist_keep_last, config.persist_keep_every, config.persist_keep_for_s
+        ),
+    )

@@ -1,0 +1,143 @@
+"""A host without a network, for tests of what it grants and takes back."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptd.events import EventLog
+from ckptd.hosting import Host
+from ckptd.replica_store import ReplicaStore
+from ckptd.replicas import Promise
+from ckptd.segments import Segment, SegmentStore
+from ckptd.transport import peer_messages as p
+from ckptd.transport.regions import LocalRegion
+from ckptd.transport.verbs import Access, FileRange, Scope
+from ckptd.transport.zmq_fabric import ZmqFabric
+from ckptd.workers import Workers
+from tests.ckptd.puppet import begin_slot, open_replica
+from tests.ckptd.running import eventually
+from tests.ckptd.snapshots import Snapshot
+
+__all__ = ["MIB", "Setting", "hosted", "never"]
+
+MIB = 1 << 20
+
+
+class Watched(ZmqFabric):
+    """Remembers what was registered: a test holds a region as a transfer does that has not ended."""
+
+    def __init__(self) -> None:
+        super().__init__("host", "tcp://127.0.0.1:0", serve=lambda node, body, answer: None)
+        self.regions: dict[int, LocalRegion] = {}
+
+    def register(
+        self, buffer: memoryview, *, access: Access, scope: Scope, file: FileRange | None = None
+    ) -> LocalRegion:
+        region = super().register(buffer, access=access, scope=scope, file=file)
+        self.regions[region.key.region] = region
+        return region
+
+
+def never() -> None:
+    """A peer that has stopped cannot be broken off."""
+
+
+@dataclass
+class Setting:
+    """A host without a network: what peers say is handed to it, and the clock is a number."""
+
+    store: SegmentStore
+    fabric: Watched
+    replicas: ReplicaStore = field(init=False)
+    host: Host = field(init=False)
+    now_s: float = 1000.0
+    promise: Promise = field(default_factory=Promise)
+    span: int = 1
+    epoch: int = 1
+    retain_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.events = EventLog(100)
+        self.replicas = ReplicaStore(self.store)
+        self.workers = Workers("test", 2, 100, lambda: None)
+        self.host = Host(
+            self.fabric,
+            self.store,
+            self.replicas,
+            self.events,
+            promise_of=lambda job, run: (self.epoch, self.promise, self.span),
+            sealers=self.workers,
+            slow=self.workers,
+            settlers=self.workers,
+            map_fn=None,
+            deadline_s=5.0,
+            retain_s=self.retain_s,
+            clock=lambda: self.now_s,
+        )
+
+    def say(self, message: p.PeerMessage, peer: str = "p") -> queue.SimpleQueue[p.PeerReply]:
+        """Hand it over; the answer comes now or later. The host does not wait for anything."""
+        answers: queue.SimpleQueue[p.PeerReply] = queue.SimpleQueue()
+        begun_s = time.monotonic()
+        assert self.host.serve(peer, message, answers.put)
+        assert time.monotonic() - begun_s < 0.2, "the loop thread waited"
+        return answers
+
+    def ask(self, message: p.PeerMessage, peer: str = "p") -> p.PeerReply:
+        answers = self.say(message, peer)
+        self.until(lambda: not answers.empty(), "an answer")
+        return answers.get_nowait()
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        def collected() -> bool:
+            self.workers.collect()
+            if not condition():
+                self.host._lending.tick()  # what outlasts its worker is looked at again
+            return condition()
+
+        eventually(collected, what)
+
+    def open(self, peer: str = "p", **options: object) -> p.ReplicaOpened:
+        reply = self.ask(open_replica("away", **options), peer)  # type: ignore[arg-type]
+        assert isinstance(reply, p.ReplicaOpened), reply
+        return reply
+
+    def begin(self, lease: int, snapshot: Snapshot, peer: str = "p") -> p.SlotGranted:
+        reply = self.ask(begin_slot(lease, snapshot), peer)
+        assert isinstance(reply, p.SlotGranted), reply
+        return reply
+
+    def fill(self, lease: int, snapshot: Snapshot, peer: str = "p") -> None:
+        """The whole way to a sealed slot."""
+        granted = self.begin(lease, snapshot, peer)
+        region = self.fabric.regions[granted.region]
+        region.buffer[:] = snapshot.image
+        assert isinstance(self.ask(p.SealSlot(granted.ticket), peer), p.PeerDone)
+
+    def holding(self, region: int) -> Callable[[], None]:
+        """A transfer touches the region; returns what ends it."""
+        found = self.fabric.regions[region]
+        assert found.hold(never)
+        return lambda: found.release(never)
+
+    @property
+    def only(self) -> Segment:
+        (segment,) = self.replicas
+        return segment
+
+
+@contextmanager
+def hosted(folder: Path, *, retain_s: float = 0.0) -> Iterator[Setting]:
+    """A host with 40 MiB, and its end."""
+    fabric = Watched()
+    store = SegmentStore(folder, 40 * MIB, "host", mlock="off", hugepages="off")
+    setting = Setting(store, fabric, retain_s=retain_s)
+    yield setting
+    setting.host.close()
+    fabric.close()
+    setting.workers.close(5.0)

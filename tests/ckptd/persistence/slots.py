@@ -1,0 +1,81 @@
+"""Segments with sealed snapshots of a chain, for the tests of the third tier."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from ckptd.persistence.wire import SnapshotId
+from ckptd.ring import SlotState
+from ckptd.segment_format import SegmentDescriptor, SlotHeader, write_slot_header
+from ckptd.segments import Segment, SegmentStore
+from ckptd.storage.image import ImageLayout, TensorEntry, seal
+
+WINDOW = 2
+FROZEN_BYTES, FRESH_BYTES = 300_000, 100_000
+
+
+def descriptor(rank: int = 0, *, world_size: int = 1) -> SegmentDescriptor:
+    """Of a rank with two operators."""
+    return SegmentDescriptor(
+        job="job",
+        run="run",
+        rank=rank,
+        world_size=world_size,
+        topology="dp1",
+        layout_version=1,
+        generation=0,
+        node_id="n",
+        created_at_ns=1,
+        window=WINDOW,
+        num_operators=2,
+    )
+
+
+def segment_store(folder: Path) -> SegmentStore:
+    """In a folder of the test's own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return SegmentStore(folder, 64 << 20, "n", mlock="off", hugepages="off")
+
+
+def fill(
+    segment: Segment, index: int, iteration: int, *, epoch: int = 1, seed: int | None = None
+) -> SnapshotId:
+    """Seal a snapshot in a slot: a tensor that never changes, and one that is new each time (or of this seed)."""
+    told = segment.descriptor
+    layout = ImageLayout.build(
+        [TensorEntry("frozen", "U8", (FROZEN_BYTES,)), TensorEntry("fresh", "U8", (FRESH_BYTES,))],
+        identity={
+            "job": told.job,
+            "run": told.run,
+            "rank": str(told.rank),
+            "world_size": str(told.world_size),
+        },
+        num_operators=2,
+        anchors=1 << iteration % WINDOW,
+    )
+    image = segment.image(index, SlotHeader(image_len=layout.image_len))
+    layout.write_header(image, iteration=iteration, previous=iteration - 1, scalars_len=0)
+    content = {
+        "frozen": np.random.default_rng(0).bytes(FROZEN_BYTES),
+        "fresh": np.random.default_rng(iteration if seed is None else seed).bytes(FRESH_BYTES),
+    }
+    for name, data in content.items():
+        at = layout.offset_of(name)
+        image[at : at + len(data)] = data
+    header = SlotHeader(
+        state=SlotState.SEALED,
+        iteration=iteration,
+        previous=iteration - 1,
+        image_len=layout.image_len,
+        sequence=iteration + 1,
+        layout_id=layout.layout_id,
+        writer_pid=os.getpid(),
+        phase=iteration % WINDOW,
+        header_digest=seal(image),
+        epoch=epoch,
+    )
+    write_slot_header(segment.buffer, segment.geometry, index, header)
+    return SnapshotId(segment.generation, iteration, epoch, iteration + 1)

@@ -1,0 +1,287 @@
+"""What a rank persists, event by event, and against a ring that goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.persistence.cadence import Cadence
+from ckptd.persistence.core import (
+    Commit,
+    CommitFailed,
+    Committed,
+    Effect,
+    Flush,
+    Forgotten,
+    Hold,
+    Joined,
+    Lost,
+    Note,
+    Persister,
+    Release,
+    Slots,
+    Store,
+    Stored,
+    StoreFailed,
+    Tick,
+)
+from ckptd.replication_events import SnapshotKey, key_of
+from ckptd.ring import SlotRecord, SlotState, choose_slot
+
+W = 2
+
+
+def snapshot(iteration: int, *, linked: bool = True, epoch: int = 0, start: int = -1) -> SlotRecord:
+    """A sealed snapshot of a rank with two operators, anchored in turns."""
+    return SlotRecord(
+        generation=0,
+        index=iteration % 8,
+        state=SlotState.SEALED,
+        iteration=iteration,
+        previous=iteration - 1 if linked else -1,
+        sequence=iteration + 1,
+        image_len=100,
+        anchors=1 << iteration % W,
+        phase=iteration % W,
+        epoch=epoch,
+        epoch_start=start,
+    )
+
+
+def persister(every: int = 4) -> Persister:
+    core = Persister(Cadence(every=every), parallel=1)
+    core.handle(Joined(0, -1), now_s=0.0)
+    return core
+
+
+def slots(*iterations: int, total: int = 8, epoch: int = 0, start: int = -1) -> Slots:
+    found = tuple(snapshot(i, epoch=epoch, start=start) for i in iterations)
+    return Slots(found, W, total)
+
+
+def of(kind: type[Effect], effects: list[Effect]) -> list[Effect]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def key(iteration: int) -> SnapshotKey:
+    return key_of(snapshot(iteration))
+
+
+def stored(iteration: int) -> Stored:
+    return Stored(key(iteration), 100, 100)
+
+
+def test_the_suffix_of_a_due_iteration_is_held_stored_in_order_and_committed() -> None:
+    core = persister()
+    assert core.handle(slots(1, 2, 3), now_s=1.0) == []
+    effects = core.handle(slots(1, 2, 3, 4), now_s=2.0)
+    assert [e.key.iteration for e in of(Hold, effects)] == [3, 4]  # type: ignore[union-attr]
+    assert of(Store, effects) == [Store(key(3), snapshot(3))]
+    effects = core.handle(stored(3), now_s=3.0)
+    assert effects == [Release(key(3)), Store(key(4), snapshot(4))]
+    effects = core.handle(stored(4), now_s=4.0)
+    assert effects == [Release(key(4)), Commit(3, 4, 4, (key(3), key(4)), (1, 0))]
+    assert core.handle(Committed(4), now_s=5.0) == []
+    state = core.state()
+    assert (state.committed, state.under_way, state.uploaded_bytes) == (4, -1, 200)
+    assert state.last_s == 3.0
+    assert core.idle
+
+
+def test_what_is_stored_is_not_stored_again() -> None:
+    core = persister(every=1)
+    core.handle(slots(1, 2), now_s=0.0)
+    for i in (1, 2):
+        core.handle(stored(i), now_s=0.0)
+    core.handle(Committed(2), now_s=0.0)
+    effects = core.handle(slots(1, 2, 3), now_s=0.0)
+    assert of(Hold, effects) == [Hold(key(3), snapshot(3))]
+    assert of(Store, effects) == [Store(key(3), snapshot(3))]
+
+
+def test_one_checkpoint_at_a_time_and_then_the_newest_that_is_due() -> None:
+    core = persister(every=1)
+    core.handle(slots(1, 2), now_s=0.0)
+    assert core.handle(slots(1, 2, 3), now_s=0.0) == []
+    assert core.state().skipped == 1
+    core.handle(stored(1), now_s=0.0)
+    core.handle(stored(2), now_s=0.0)
+    assert (
+        core.handle(Committed(2), now_s=0.0) == []
+    )  # 3 was skipped: the others may have skipped it, too
+    effects = core.handle(slots(2, 3, 4), now_s=0.0)
+    assert [e.key.iteration for e in of(Hold, effects)] == [3, 4]  # type: ignore[union-attr]
+
+
+def test_a_suffix_whose_snapshots_are_still_digested_is_waited_for() -> None:
+    core = persister()
+    assert core.handle(slots(2, 4), now_s=0.0) == []
+    assert of(Hold, core.handle(slots(2, 3, 4), now_s=0.0))
+
+
+def test_a_broken_chain_is_not_persisted() -> None:
+    core = persister()
+    records = (snapshot(3), snapshot(4, linked=False))
+    assert core.handle(Slots(records, W, 8), now_s=0.0) == []
+    assert core.idle
+
+
+def test_a_slot_that_the_trainer_took_gives_the_checkpoint_up() -> None:
+    core = persister()
+    core.handle(slots(3, 4), now_s=0.0)
+    effects = core.handle(Lost(key(3)), now_s=0.0)
+    assert [e.kind for e in of(Note, effects)] == ["persist_abandoned"]  # type: ignore[union-attr]
+    assert {e.key.iteration for e in of(Release, effects)} == {3, 4}  # type: ignore[union-attr]
+    assert core.idle
+
+
+def test_a_crowded_ring_is_let_go_and_the_third_checkpoint_is_firm() -> None:
+    core = persister()
+    for end in (4, 8):
+        core.handle(slots(end - 1, end, total=5), now_s=0.0)
+        effects = core.handle(slots(end - 1, end, end + 1, end + 2, total=5), now_s=0.0)
+        assert of(Release, effects), (
+            "two held beside a newest suffix of two leave one of five slots"
+        )
+    effects = core.handle(slots(11, 12, total=5), now_s=0.0)
+    assert [e.kind for e in of(Note, effects)] == ["persist_firm"]  # type: ignore[union-attr]
+    assert core.handle(slots(11, 12, 13, 14, total=5), now_s=0.0) == []
+
+
+def test_a_ring_with_room_keeps_the_checkpoint() -> None:
+    core = persister()
+    core.handle(slots(3, 4, total=6), now_s=0.0)
+    assert core.handle(slots(3, 4, 5, 6, total=6), now_s=0.0) == []
+
+
+def test_a_store_that_fails_is_left_alone_for_a_while_that_doubles() -> None:
+    core = persister()
+    core.handle(slots(3, 4), now_s=0.0)
+    effects = core.handle(StoreFailed(key(3), "access denied"), now_s=10.0)
+    assert "access denied" in of(Note, effects)[0].message  # type: ignore[union-attr]
+    assert core.handle(slots(7, 8), now_s=14.0) == []
+    assert of(Store, core.handle(Tick(), now_s=15.0))
+    core.handle(
+        CommitFailed(8, "another"), now_s=15.0
+    )  # nothing is being committed: but it is our checkpoint
+    assert core.handle(slots(11, 12), now_s=24.0) == []
+    assert of(Store, core.handle(Tick(), now_s=25.0))
+
+
+def test_news_of_something_else_changes_nothing() -> None:
+    core = persister()
+    core.handle(slots(3, 4), now_s=0.0)
+    for event in (Lost(key(1)), StoreFailed(key(1), "x"), CommitFailed(3, "x"), Committed(3)):
+        assert core.handle(event, now_s=0.0) == []
+    assert core.state().under_way == 4
+
+
+def test_another_epoch_gives_up_what_is_under_way() -> None:
+    core = persister()
+    core.handle(slots(3, 4), now_s=0.0)
+    effects = core.handle(Joined(1, 3), now_s=0.0)
+    assert {e.key.iteration for e in of(Release, effects)} == {3, 4}  # type: ignore[union-attr]
+    renewed = (snapshot(3), replace(snapshot(4, epoch=1, start=3), sequence=9))
+    effects = core.handle(Slots(renewed, W, 8), now_s=0.0)
+    assert [e.key.epoch for e in of(Hold, effects)] == [0, 1]  # type: ignore[union-attr]
+
+
+def test_the_end_of_training_persists_what_is_newest() -> None:
+    core = persister(every=1000)
+    core.handle(slots(3, 4, 5), now_s=0.0)
+    effects = core.handle(Flush(), now_s=0.0)
+    assert [e.key.iteration for e in of(Hold, effects)] == [4, 5]  # type: ignore[union-attr]
+    for i in (4, 5):
+        core.handle(stored(i), now_s=0.0)
+    core.handle(Committed(5), now_s=0.0)
+    assert core.idle
+    assert core.handle(Flush(), now_s=0.0) == []  # it is stored already
+    assert core.idle
+
+
+def test_who_stores_was_restarted_and_everything_is_stored_anew() -> None:
+    core = persister(every=1)
+    core.handle(slots(1, 2), now_s=0.0)
+    core.handle(stored(1), now_s=0.0)
+    core.handle(Forgotten(), now_s=0.0)
+    effects = core.handle(slots(1, 2, 3), now_s=0.0)
+    assert [e.key.iteration for e in of(Hold, effects)] == [2, 3]  # type: ignore[union-attr]
+
+
+@dataclass
+class Ring:
+    """A trainer's ring of W = 2 that goes on, passes over what is held, and never waits."""
+
+    total: int
+    table: list[SlotRecord] = field(default_factory=list)
+    held: set[SnapshotKey] = field(default_factory=set)
+    iteration: int = 0
+    linked: bool = False
+    missed: int = 0
+
+    def __post_init__(self) -> None:
+        self.table = [SlotRecord(0, i, SlotState.FREE) for i in range(self.total)]
+
+    def step(self) -> Slots:
+        self.iteration += 1
+        busy = {r.key for r in self.table if r.sealed and key_of(r) in self.held}
+        choice = choose_slot(self.table, W, busy=busy, generation=0)
+        if choice.index is None:
+            self.linked, self.missed = False, self.missed + 1
+        else:
+            made = replace(snapshot(self.iteration, linked=self.linked), index=choice.index)
+            self.table[choice.index] = made
+            self.linked = True
+        return Slots(tuple(r for r in self.table if r.sealed), W, self.total)
+
+
+@given(
+    total=st.integers(4, 12),
+    every=st.integers(1, 6),
+    pace=st.lists(st.integers(0, 3), min_size=30, max_size=120),
+)
+def test_with_room_for_two_suffixes_training_is_never_held_up_and_all_that_is_committed_was_stored(
+    total: int, every: int, pace: list[int]
+) -> None:
+    core, ring = persister(every), Ring(total)
+    todo: list[Effect] = []
+    there: set[SnapshotKey] = set()
+    firm = False
+
+    def perform(effects: list[Effect]) -> None:
+        nonlocal firm
+        for effect in effects:
+            if isinstance(effect, Hold):
+                if any(r.sealed and key_of(r) == effect.key for r in ring.table):
+                    ring.held.add(effect.key)
+            elif isinstance(effect, Release):
+                ring.held.discard(effect.key)
+            elif isinstance(effect, Note):
+                firm |= effect.kind == "persist_firm"
+            else:
+                todo.append(effect)
+
+    for now_s, uploads in enumerate(pace):
+        perform(core.handle(ring.step(), now_s=now_s))
+        for _ in range(uploads):
+            if not todo:
+                break
+            effect = todo.pop(0)
+            if isinstance(effect, Store):
+                alive = any(r.sealed and key_of(r) == effect.key for r in ring.table)
+                if alive:
+                    there.add(effect.key)
+                event = Stored(effect.key, 100, 100) if alive else Lost(effect.key)
+                perform(core.handle(event, now_s=now_s))
+            elif isinstance(effect, Commit):
+                assert set(effect.keys) <= there
+                assert effect.end - effect.start + 1 >= W
+                perform(core.handle(Committed(effect.end), now_s=now_s))
+    if total >= 2 * W + 2:
+        assert not firm
+    if not firm:
+        assert not ring.missed
+    if core.idle:
+        assert not ring.held, "a slot is held for nothing"

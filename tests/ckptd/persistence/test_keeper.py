@@ -1,0 +1,296 @@
+"""The store keeper in this process, over a real folder: what it stores, finds, reads back, refuses."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from ckptd import locks
+from ckptd.persistence import wire as w
+from ckptd.persistence.keeper import Keeper
+from ckptd.segment_format import encode_descriptor, slot_lock_byte, unpack_slot_header
+from ckptd.segments import Segment
+from ckptd.storage.image import verify
+from ckptd.storage.open_store import open_store
+from ckptd.storage.reader import read_catalog, read_manifest
+from tests.ckptd.persistence.slots import (
+    FRESH_BYTES,
+    WINDOW,
+    descriptor,
+    fill,
+    segment_store,
+)
+
+RANK = w.RankName("job", "run", 0)
+
+
+class Desk:
+    """Asks a keeper, and waits for what it says."""
+
+    def __init__(self, url: str, **settings: Any) -> None:
+        given = {
+            "options": {},
+            "backend": "auto",
+            "threads": 2,
+            "bytes_per_s": 0.0,
+            "deadline_s": 20.0,
+            "read_back": False,
+            "retain": w.Retain(2, 0, 0.0),
+        }
+        self.said: queue.Queue[Any] = queue.Queue()
+        self.keeper = Keeper(w.Configure(url, **{**given, **settings}), self.said.put)
+        self.told: list[w.Told] = []
+        self.settled: list[w.Settled] = []
+        self._ids = 0
+
+    def ask(self, kind: Any, *fields: Any) -> Any:
+        self._ids += 1
+        self.keeper.handle(kind(self._ids, *fields))
+        while True:
+            found = self.said.get(timeout=30)
+            if isinstance(found, w.Told):
+                self.told.append(found)
+            elif isinstance(found, w.Settled):
+                self.settled.append(found)
+            else:
+                assert found.id == self._ids
+                return found
+
+    def open(self, rank: int = 0, *, world_size: int = 1, epoch: int = 1, start: int = -1) -> Any:
+        return self.ask(w.OpenRank, w.RankName("job", "run", rank), world_size, epoch, start)
+
+    def put(self, segment: Segment, index: int, snapshot: w.SnapshotId) -> Any:
+        name = w.RankName("job", "run", segment.descriptor.rank)
+        return self.ask(w.StoreSlot, name, snapshot, str(segment.path), index)
+
+    def commit(self, segment: Segment, *snapshots: w.SnapshotId) -> Any:
+        told = segment.descriptor
+        return self.ask(
+            w.CommitRank,
+            w.RankName("job", "run", told.rank),
+            told.world_size,
+            snapshots[-1].epoch,
+            -1,
+            snapshots[0].iteration,
+            snapshots[-1].iteration,
+            1,
+            list(snapshots),
+            encode_descriptor(told),
+            segment.geometry.slot_bytes,
+            WINDOW,
+            segment.geometry.num_slots,
+        )
+
+    def wait_settled(self) -> w.Settled:
+        while not self.settled:
+            found = self.said.get(timeout=30)
+            (self.settled if isinstance(found, w.Settled) else self.told).append(found)
+        return self.settled.pop()
+
+    def find(self, *ranks: int) -> list[w.StoredCheckpoint]:
+        found = self.ask(w.FindStored, "job", "run", list(ranks))
+        assert isinstance(found, w.Found), found
+        return found.checkpoints
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def desk(folder: Path) -> Desk:
+    return Desk(f"file://{folder}")
+
+
+@pytest.fixture
+def segment(tmp_path: Path) -> Iterator[Segment]:
+    made = segment_store(tmp_path / "shm").create(descriptor(), 6, 1 << 20)
+    yield made
+    made.close()
+
+
+def checkpoint(desk: Desk, segment: Segment, end: int, **content: Any) -> list[w.SnapshotId]:
+    """The suffix that ends there, stored and committed by one rank."""
+    snapshots = [fill(segment, i % 6, i, **content) for i in (end - 1, end)]
+    for snapshot in snapshots:
+        assert isinstance(desk.put(segment, snapshot.iteration % 6, snapshot), w.StoredSlot)
+    assert isinstance(desk.commit(segment, *snapshots), w.Answer)
+    return snapshots
+
+
+def test_what_is_stored_is_found_and_read_back_bit_for_bit(
+    desk: Desk, segment: Segment, tmp_path: Path
+) -> None:
+    assert desk.open().committed == -1
+    checkpoint(desk, segment, 4)
+    assert desk.wait_settled() == w.Settled(RANK, 4, True, "")
+    (found,) = desk.find(0)
+    assert (found.end, found.window, found.descriptor) == (
+        4,
+        WINDOW,
+        encode_descriptor(segment.descriptor),
+    )
+    target = segment_store(tmp_path / "other").create(descriptor(), 6, 1 << 20)
+    for index, (raw, length) in enumerate(zip(found.headers, found.lengths, strict=True)):
+        header = unpack_slot_header(raw)
+        assert header is not None
+        at = target.geometry.slot_offset(index)
+        for begin in range(0, length, 150_000):
+            size = min(150_000, length - begin)
+            reply = desk.ask(
+                w.ReadRange, found.name, index, begin, size, str(target.path), at + begin
+            )
+            assert isinstance(reply, w.Answer), reply
+        image = target.image(index, header)
+        verify(image, header.header_digest)
+        assert image == segment.image((3 + index) % 6, header)
+    target.close()
+
+
+def test_stock_tools_open_what_is_stored(desk: Desk, segment: Segment, folder: Path) -> None:
+    desk.open()
+    checkpoint(desk, segment, 4)
+    objects = sorted(folder.rglob("*.safetensors"))
+    assert len(objects) == 2
+    with safe_open(objects[0], framework="np") as opened:
+        assert set(opened.keys()) == {"frozen", "fresh"}
+
+
+def test_what_did_not_change_is_not_uploaded_again(desk: Desk, segment: Segment) -> None:
+    desk.open()
+    first, second = (fill(segment, i % 6, i) for i in (3, 4))
+    whole = desk.put(segment, 3, first)
+    part = desk.put(segment, 4, second)
+    assert whole.uploaded_bytes == whole.size_bytes
+    assert FRESH_BYTES < part.uploaded_bytes < FRESH_BYTES + 20_000
+    assert isinstance(desk.commit(segment, first, second), w.Answer)
+    desk.wait_settled()
+    third = fill(segment, 5, 5)
+    assert desk.put(segment, 5, third).uploaded_bytes < FRESH_BYTES + 20_000
+    assert isinstance(desk.commit(segment, second, third), w.Answer)
+    desk.wait_settled()
+    for found in desk.find(0):
+        manifest = read_manifest(open_store(desk.keeper._configure.url), found.name)
+        assert manifest.end == found.end
+
+
+def test_a_keeper_that_was_restarted_spares_what_its_last_manifest_refers_to(
+    desk: Desk, segment: Segment, folder: Path
+) -> None:
+    desk.open()
+    checkpoint(desk, segment, 4)
+    again = Desk(f"file://{folder}")
+    assert again.open().committed == 4
+    fifth = fill(segment, 5, 5)
+    assert again.put(segment, 5, fifth).uploaded_bytes < FRESH_BYTES + 20_000
+
+
+def test_an_upload_that_was_not_committed_is_not_repeated(
+    desk: Desk, segment: Segment, folder: Path
+) -> None:
+    desk.open()
+    snapshot = fill(segment, 3, 3)
+    desk.put(segment, 3, snapshot)
+    again = Desk(f"file://{folder}")
+    again.open()
+    assert again.put(segment, 3, snapshot).uploaded_bytes == 0
+
+
+def test_replicas_of_the_same_state_on_one_node_are_uploaded_once(
+    desk: Desk, tmp_path: Path
+) -> None:
+    store = segment_store(tmp_path / "two")
+    ranks = [store.create(descriptor(rank, world_size=2), 6, 1 << 20) for rank in (0, 1)]
+    for rank in (0, 1):
+        desk.open(rank, world_size=2)
+    uploaded = []
+    for iteration in (3, 4):
+        for segment in ranks:
+            snapshot = fill(segment, iteration, iteration)
+            uploaded.append(desk.put(segment, iteration, snapshot).uploaded_bytes)
+    assert uploaded[1] < 20_000
+    assert uploaded[3] < 20_000
+    ids = [w.SnapshotId(0, i, 1, i + 1) for i in (3, 4)]
+    desk.commit(ranks[0], *ids)
+    assert desk.find(0, 1) == []  # one of two ranks is not a checkpoint
+    desk.commit(ranks[1], *ids)
+    assert [c.rank for c in desk.find(0, 1)] == [0, 1]
+    for segment in ranks:
+        segment.close()
+
+
+def test_a_slot_that_is_not_what_was_asked_for_is_lost(desk: Desk, segment: Segment) -> None:
+    desk.open()
+    snapshot = fill(segment, 3, 3)
+    fill(segment, 3, 9)
+    assert desk.put(segment, 3, snapshot).code == w.FailureCode.LOST
+    other = fill(segment, 4, 4)
+    with locks.lock_file(segment.path, slot_lock_byte(4), exclusive=True) as taken:
+        assert taken
+        assert desk.put(segment, 4, other).code == w.FailureCode.LOST
+    damaged = fill(segment, 5, 5)
+    header = segment.header(5)
+    assert header is not None
+    segment.image(5, header)[200_000] ^= 1
+    reply = desk.put(segment, 5, damaged)
+    assert (reply.code, "damaged in memory" in reply.reason) == (w.FailureCode.LOST, True)
+    segment.path.unlink()
+    assert desk.put(segment, 4, other).code == w.FailureCode.LOST
+
+
+def test_a_commit_of_what_was_not_stored_is_unknown(desk: Desk, segment: Segment) -> None:
+    desk.open()
+    snapshot = fill(segment, 3, 3)
+    assert desk.commit(segment, snapshot).code == w.FailureCode.UNKNOWN
+
+
+def test_a_job_that_does_not_know_of_a_later_history_is_fenced(
+    desk: Desk, segment: Segment, folder: Path
+) -> None:
+    desk.open(epoch=7)
+    checkpoint(desk, segment, 4, epoch=7)
+    late = Desk(f"file://{folder}")
+    reply = late.open(epoch=3)
+    assert reply.code == w.FailureCode.FENCED
+    assert "another job writes under these names" in reply.reason
+
+
+def test_a_damaged_checkpoint_is_offered_no_more_and_the_older_one_is(
+    desk: Desk, segment: Segment, folder: Path
+) -> None:
+    desk.open()
+    checkpoint(desk, segment, 2)
+    checkpoint(desk, segment, 4)
+    newest, older = desk.find(0)
+    assert (newest.end, older.end) == (4, 2)
+    desk.keeper.handle(w.DoubtStored(newest.name))
+    assert [c.end for c in desk.find(0)] == [2]
+    assert any(t.kind == "checkpoint_damaged" for t in desk.told)
+    path = folder / older.name
+    path.write_bytes(path.read_bytes()[:-9])
+    assert [c.end for c in Desk(f"file://{folder}").find(0)] == [4]
+
+
+def test_retention_leaves_what_it_shall_and_no_orphans(
+    desk: Desk, segment: Segment, folder: Path
+) -> None:
+    desk.open()
+    for end in (2, 4, 6, 8):
+        checkpoint(desk, segment, end)
+        assert desk.wait_settled().complete
+    desk.keeper._aside.submit(lambda: None).result(30)  # after what followed the last manifest
+    catalog = read_catalog(open_store(f"file://{folder}"), "job", "run")
+    assert [c.id.end for c in catalog.committed] == [8, 6]
+    assert [c.end for c in desk.find(0)] == [8, 6]
+
+
+def test_what_was_stored_is_read_back_where_that_is_wanted(segment: Segment, folder: Path) -> None:
+    desk = Desk(f"file://{folder}", read_back=True)
+    desk.open()
+    assert isinstance(desk.put(segment, 3, fill(segment, 3, 3)), w.StoredSlot)

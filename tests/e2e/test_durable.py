@@ -1,0 +1,106 @@
+"""Everything in memory is lost at once: what is in storage brings the job back, at the exact bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd.storage.open_store import open_store
+from ckptd.storage.reader import read_catalog
+from tests.ckptd.running import eventually
+from tests.e2e.compare import differences
+from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def storing(store: Path, *flags: str) -> tuple[str, ...]:
+    """How to start a daemon that persists often."""
+    often = ("--persist-every", "4", "--persist-every-s", "0")
+    return ("--memory", "256MiB", "--store", f"file://{store}", *often, *flags)
+
+
+@pytest.fixture
+def daemon(store: Path) -> Iterator[DaemonProcess]:
+    """One that persists to a folder, in place of the session's."""
+    with own_daemon(*storing(store)) as process:
+        yield process
+
+
+def lose_memory(daemon: DaemonProcess) -> None:
+    """A power cut: the daemon and everything it held are gone."""
+    daemon.kill()
+    shutil.rmtree(daemon.segment_dir)
+    daemon.segment_dir.mkdir(mode=0o700)
+    daemon.start()
+
+
+def committed(store: Path, run: str) -> list[int]:
+    """The iterations of the durable checkpoints, newest first."""
+    job = next((p.name for p in store.iterdir() if p.is_dir()), "job") if store.exists() else "job"
+    return [c.id.end for c in read_catalog(open_store(f"file://{store}"), job, run).committed]
+
+
+def test_a_job_that_lost_all_memory_resumes_from_storage_at_the_exact_bits(
+    jobs: Jobs, daemon: DaemonProcess, store: Path
+) -> None:
+    run = uuid.uuid4().hex[:8]
+    reference = jobs.run("plain", "--total", "40", daemon="none")
+    jobs.run("plain", "--total", "40", "--run", run, "--kill-at", "30", expect_killed=True)
+    eventually(lambda: len(committed(store, run)) > 0, "a durable checkpoint", timeout_s=30)
+    newest = committed(store, run)[0]
+    lose_memory(daemon)
+    resumed = jobs.run("plain", "--total", "40", "--run", run, "--seed", "77")
+    assert jobs.report(resumed)["resumed_from"] == newest, jobs.log(resumed)
+    assert differences(reference, resumed) == []
+
+
+def test_a_run_that_ended_in_order_leaves_its_newest_state(
+    jobs: Jobs, daemon: DaemonProcess, store: Path
+) -> None:
+    run = uuid.uuid4().hex[:8]
+    out = jobs.run("plain", "--total", "31", "--run", run)
+    eventually(
+        lambda: committed(store, run)[:1] == [31],
+        f"the end is durable\n{jobs.log(out)}",
+        timeout_s=30,
+    )
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    jobs: Jobs, daemon: DaemonProcess, store: Path
+) -> None:
+    run = uuid.uuid4().hex[:8]
+    reference = jobs.run("plain", "--total", "40", daemon="none")
+    jobs.run("plain", "--total", "40", "--run", run, "--kill-at", "30", expect_killed=True)
+    eventually(lambda: len(committed(store, run)) > 1, "two durable checkpoints", timeout_s=30)
+    newest, older = committed(store, run)[:2]
+    victim = max(store.rglob(f"{newest:012d}/rank-00000/*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-100] ^= 1
+    victim.write_bytes(data)
+    lose_memory(daemon)
+    resumed = jobs.run("plain", "--total", "40", "--run", run, "--seed", "77")
+    assert jobs.report(resumed)["resumed_from"] == older, jobs.log(resumed)
+    assert any(str(newest) in text for text in daemon.events("checkpoint_damaged"))
+    assert differences(reference, resumed) == []
+
+
+def test_a_store_that_is_away_stops_a_start_over_and_nothing_else(jobs: Jobs, store: Path) -> None:
+    """Training goes on without it; but a run of which nothing is in memory does not begin anew behind its back."""
+    store.parent.joinpath("file").write_text("in the way")
+    away = store.parent / "file" / "store"
+    with own_daemon(*storing(away)) as daemon:
+        process, out = jobs.start("plain", "--total", "12", "--run", "r", daemon=daemon.endpoint)
+        process.join(60)
+        assert process.exitcode != 0
+        assert "what is durable is not known" in jobs.log(out)
+        assert json.dumps(daemon.events("store_silent"))
