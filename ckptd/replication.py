@@ -323,8 +323,22 @@ class Replicator:
             return
         target.record = record
         target.go(Phase.BEGINNING)
+        self._doubt_newer(target, record)
         self._hold(record)
         self._effects.append(Begin(target.node, key_of(record), record))
+
+    def _doubt_newer(self, target: Target, record: SlotRecord) -> None:
+        """What comes after ``record`` there and is in no complete suffix: nothing links to it, so the host may fill its slot.
+
+        It is begun once more in its turn; the host answers ``held`` if it has it still.
+        """
+        table = self._held_table(target)
+        if max(table, default=-1) <= record.iteration:
+            return
+        found = spanning_suffix(table, self._num_operators, self._span)
+        kept = set() if found is None else set(map(key_of, found.records))
+        target.held = {k for k in target.held if k.iteration <= record.iteration or k in kept}
+        target.planned = False
 
     def _watch(self, target: Target) -> None:
         """Time: questions that stand too long, and targets that get nowhere."""

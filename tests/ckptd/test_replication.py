@@ -137,6 +137,23 @@ class TestOrder:
         assert driven.sent == [("a", i) for i in (4, 5, 6, 7)]
         assert driven.core.replicated == Interval(3, 7)
 
+    def test_what_is_newer_than_a_gap_is_not_believed_to_be_there_while_the_gap_is_filled(
+        self,
+    ) -> None:
+        """Nothing links to it there, so the host may have given its slot away for what comes before it."""
+        core = Replicator(CONFIG)
+        core.handle(Targets(("a",)), now_s=0)
+        core.handle(Slots((snapshot(3), snapshot(4)), W), now_s=0)
+        effects = core.handle(Opened("a", 0, 1, (snapshot(4),)), now_s=0)
+        assert Begin("a", key(3), snapshot(3)) in effects
+        core.handle(Granted("a", key(3), "g"), now_s=0)
+        core.handle(PutEnded("a", key(3), True, ""), now_s=0)
+        effects = core.handle(SealedThere("a", key(3)), now_s=0)
+        assert core.replicated == Interval(-1, -1)
+        assert Begin("a", key(4), snapshot(4)) in effects
+        core.handle(BeginRefused("a", key(4), "held", "it is here"), now_s=0)
+        assert core.replicated == Interval(4, 4)
+
     def test_a_target_whose_next_snapshot_is_gone_begins_with_the_newest_suffix(self) -> None:
         """And the interval says that it holds no suffix that ends between."""
         driven = Driven("a")
