@@ -213,9 +213,8 @@ class Run:
             self._carried = max(self._carried, Carried(self.epoch, self.promise.floor))
         if message.epoch != self.epoch:
             self.close()  # another history: what was under way belongs to the old one
-            left = self._carried.epoch < message.epoch
-            if left and self._carried.floor > message.epoch_start:
-                self._carried, self.span = NOTHING_CARRIED, 1  # that history was left before it
+            if not self._goes_on_from_carried(message):
+                self._carried, self.span = NOTHING_CARRIED, 1
             # It is a floor of this history, too, and the largest that anybody knows counts.
             self._carried = Carried(message.epoch, self._carried.floor)
             # The horizon is unknown, so that every complete suffix from the floor on is kept until the new tree has agreed.
@@ -231,6 +230,16 @@ class Run:
             f"{self.job}/{self.run}: epoch {self.epoch}, {len(names)} nodes: {', '.join(names[:8])}"
             + (", …" if len(names) > 8 else ""),
         )
+
+    def _goes_on_from_carried(self, message: Join) -> bool:
+        """Whether what was agreed on before holds in this epoch: its history was not left before that floor.
+
+        A node that did not take part in the epoch before this one does not know where that one began.
+        """
+        epoch, floor = self._carried
+        if epoch >= message.epoch:
+            return True
+        return floor <= message.epoch_start and message.follows in (epoch, -1)
 
     def _remember(self, *, alone: bool) -> None:
         """What a daemon before this one knew of the floor stands beside the slots of our ranks."""

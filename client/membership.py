@@ -40,9 +40,13 @@ class RunView:
         -1
     )  # the highest that any node knows of; nothing may have been sealed in it yet
 
+    def last_epoch(self, highest: int) -> int:
+        """The highest that was seen, or of which a node knows; -1: none."""
+        return max(highest, self.known_epoch)
+
     def next_epoch(self, highest: int) -> int:
         """Above every epoch that was seen or is known, and above those that lie on a node that did not answer."""
-        return max(1 + highest, 1 + self.known_epoch, self.clock_s)
+        return max(1 + self.last_epoch(highest), self.clock_s)
 
     @property
     def homes(self) -> dict[int, str]:

@@ -168,7 +168,7 @@ class RankMemory:
                 )
                 self._tell_start(plan, view)
                 with all_or_none(exchange, self.session.node_id):
-                    self.begin_epoch(view.next_epoch(plan.epoch), -1, view.members)
+                    self._begin_epoch_after(view, plan.epoch, -1)
                 return plan.reason
             recoverable_before = True  # it may be no more, when what is damaged here is quarantined
             attempt = self._retrieval.attempt(plan.per_rank[self.identity.rank], view.everybody)
@@ -265,7 +265,7 @@ class RankMemory:
         if arriving is not None:
             self._segments.add(arriving)
         # What may be refused comes before what cannot be undone.
-        self.begin_epoch(view.next_epoch(plan.epoch), plan.end, view.members)
+        self._begin_epoch_after(view, plan.epoch, plan.end)
         self._give_up(unlike)
         self.table = self._table(self._segments.current())
         for record in truncate(self.table.records(), plan.end):
@@ -279,7 +279,13 @@ class RankMemory:
             for piece, own in zip(pieces, attempt.own, strict=True)
         ]
 
-    def begin_epoch(self, epoch: int, start: int, members: tuple[Member, ...] = ()) -> None:
+    def _begin_epoch_after(self, view: RunView, highest: int, start: int) -> None:
+        follows = view.last_epoch(highest)
+        self.begin_epoch(view.next_epoch(highest), start, view.members, follows=follows)
+
+    def begin_epoch(
+        self, epoch: int, start: int, members: tuple[Member, ...] = (), *, follows: int = -1
+    ) -> None:
         """What is filled from now on belongs to this epoch, which goes on from iteration ``start`` (-1: the beginning).
 
         Raises:
@@ -287,7 +293,7 @@ class RankMemory:
         """
         if members:
             replicas = -1 if self._replicas is None else self._replicas
-            self.session.join(Join(epoch, start, members, replicas))
+            self.session.join(Join(epoch, start, members, replicas, follows))
         self.epoch, self.epoch_start = epoch, start
         self.table.epoch, self.table.epoch_start = epoch, start
 

@@ -117,12 +117,15 @@ class Join(Struct, frozen=True, tag=True):
 
     ``epoch`` counts the recoveries of the run; its history goes back to ``epoch_start`` and no further into older ones
     (-1: to nothing). ``replicas`` is how many copies the trainer asks for; -1 leaves it to the daemon's configuration.
+    ``follows`` is the highest epoch that anybody knew of before (-1: not told): a node that took part last in another one
+    knows nothing of what was agreed on since.
     """
 
     epoch: Epoch
     epoch_start: Iteration
     members: Annotated[tuple[Member, ...], Meta(max_length=1 << 20)]
     replicas: Annotated[int, Meta(ge=-1, le=64)] = -1
+    follows: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
 
 
 class FetchSource(Struct, frozen=True, tag=True):

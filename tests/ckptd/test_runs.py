@@ -189,6 +189,22 @@ def test_a_restarted_daemon_goes_on_from_the_floor_that_stands_beside_the_slots(
     assert later.run.promise.floor == -1
 
 
+@pytest.mark.parametrize(("follows", "floor"), [(5, 4), (6, -1)])
+def test_a_floor_counts_only_if_this_node_took_part_in_the_epoch_before(
+    folder: Path, follows: int, floor: int
+) -> None:
+    """In between the run may have begun anew: iteration 4 of today is not that of then."""
+    node = Node(folder)
+    segments = node.rank(0), node.rank(1)
+    node.join((0, 1), epoch=5)
+    for segment in segments:
+        node.seal(segment, 3, 4, epoch=5)
+    later = Node(folder, store=node.store)
+    told = Join(7, 4, (Member(HERE, (0, 1)),), follows=follows)
+    assert later.run.join(RankKey("job", "run", 0), told) == ""
+    assert later.run.promise.floor == floor
+
+
 def test_a_ring_is_hard_until_its_target_holds_what_the_floor_needs(folder: Path) -> None:
     """A target that counts again after a loss may hold nothing yet."""
     node = Node(folder, "away")

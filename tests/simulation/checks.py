@@ -40,6 +40,7 @@ class Checks(Network):
 
     def _init_job(self) -> None:
         self.epoch, self.epoch_start = 0, -1
+        self.follows = -1  # the epoch before this one, as far as anybody knew
         self.epochs: dict[int, int] = {0: -1}
         self.parents: dict[State, State | None] = {}  # state: the one before
         self.truth: dict[tuple[int, int, int, int], Content] = {}  # fill: content

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptd.recovery import HeldRecords, NoRecovery, Piece, RecoveryPlan, plan_recovery
 from ckptd.ring import NoSuffix, SlotState, epoch_table, find_suffix, is_stale
-from tests.simulation.model import Slot, State
+from tests.simulation.model import JOB, Slot, State
 from tests.simulation.training import Training
 
 __all__ = ["Recovering"]
@@ -54,6 +54,9 @@ class Recovering(Training):
         highest = plan.epoch
         if self.config.unique_epochs:
             highest = max(highest, int(self.now_s * 100))
+        told = [self.nodes[name].daemon for name in usable]
+        known = [max(d.known.newest_epoch(*JOB), d.run.epoch) for d in told if d is not None]
+        self.follows = max([plan.epoch, *known])
         self._resume(plan, homes, highest + 1)
 
     def _worth_waiting(self, held: Iterable[HeldRecords], away: Collection[str]) -> bool:

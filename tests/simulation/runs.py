@@ -62,8 +62,10 @@ class Runs(Senders):
             run.carried = max(run.carried, Carried(run.epoch, run.promise.floor))
         if self.epoch != run.epoch:
             self._close(name, run)
-            if run.carried.epoch < self.epoch and run.carried.floor > self.epoch_start:
-                run.carried = NOTHING_CARRIED  # that history was left before it
+            epoch, floor = run.carried
+            goes_on = floor <= self.epoch_start and self.follows in (epoch, -1)
+            if epoch < self.epoch and not goes_on:
+                run.carried = NOTHING_CARRIED  # that history was left before it, for all it knows
                 run.span = 1
             run.carried = Carried(self.epoch, run.carried.floor)
             run.promise = Promise(run.carried.floor)
