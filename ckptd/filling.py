@@ -105,7 +105,8 @@ class Filling:
             return p.PeerRefused("busy", "too many slots are being filled")
         job, run = segment.descriptor.job, segment.descriptor.run
         told = Promise(message.floor, message.horizon)
-        self._known.learn(job, run, header.epoch, told, message.span)
+        if message.epoch >= 0:
+            self._known.learn(job, run, message.epoch, told, message.span)
         promise, span = self._known.promise(job, run)
         ordinal = self._replicas.ordinal(segment)
         taken = self.slots_of(segment) | self._busy(segment)

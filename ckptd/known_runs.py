@@ -45,7 +45,7 @@ class KnownRuns:
         return max(self.epochs(job, run), default=-1)
 
     def learn(self, job: str, run: str, epoch: int, told: Promise, span: int) -> None:
-        """What a sender of a snapshot of this epoch knows of the promise; an older epoch's says nothing of a newer one but its floor."""
+        """What a sender knows of the promise of this epoch; an older epoch's says nothing of a newer one but its floor."""
         known_epoch, known, known_span = self._told.get((job, run), _NOTHING)
         if epoch > known_epoch:
             known, known_span = Promise(), 1

@@ -80,7 +80,7 @@ class RankReplication:
     Args:
         link: the connection to a node, None if its address is not known.
         epoch: the run's current epoch, where it starts, and the largest window.
-        promise: the run's floor, horizon and span, as far as they are known here.
+        promise: the run's floor, horizon and span, as far as they are known here, and the epoch of which they are.
         progressed: called when what is replicated may have changed.
     """
 
@@ -93,7 +93,7 @@ class RankReplication:
         *,
         link: Callable[[str], PeerLink | None],
         epoch: Callable[[], tuple[int, int, int]],
-        promise: Callable[[], tuple[int, int, int]],
+        promise: Callable[[], tuple[int, int, int, int]],
         progressed: Callable[[], None],
         deadline_s: float,
         clock: Callable[[], float],

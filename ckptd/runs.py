@@ -94,7 +94,7 @@ class Run:
                 self._events,
                 link=self._link,
                 epoch=lambda: (*self.epoch_pair, self.span),
-                promise=lambda: (self.promise.floor, self.promise.horizon, self.span),
+                promise=lambda: (self.promise.floor, self.promise.horizon, self.span, self.epoch),
                 progressed=lambda: self._progressed(key.rank),
                 deadline_s=self._config.peer_deadline_s,
                 clock=self._clock,

@@ -54,7 +54,7 @@ __all__ = [
     "encode_peer",
 ]
 
-PEER_PROTOCOL_VERSION = 1
+PEER_PROTOCOL_VERSION = 2
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Ticket = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Span = Annotated[int, Meta(ge=0, le=1 << 15)]
@@ -111,8 +111,8 @@ class ReplicaOpened(Struct, frozen=True, tag=True):
 class BeginSlot(Struct, frozen=True, tag=True):
     """I want to put the snapshot with this header.
 
-    What the run agreed on, as far as the sender knows (`ckptd.replicas.Promise`), comes along: a host without a rank of its
-    own is in no tree and would keep everything.
+    What the run agreed on, as far as the sender knows (`ckptd.replicas.Promise`), comes along, and in which epoch (a snapshot may
+    be of an earlier one; -1: in none): a host without a rank of its own is in no tree and would keep everything.
     """
 
     lease: Ticket
@@ -121,6 +121,7 @@ class BeginSlot(Struct, frozen=True, tag=True):
     floor: Iteration = -1
     horizon: Iteration = -1
     span: Span = 1
+    epoch: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
 
 
 class RegionFile(Struct, frozen=True):

@@ -60,9 +60,9 @@ def open_replica(
     return OpenReplica("job", run, 0, origin, encoded, 1 << 20, num_slots, epoch, -1, span, boot_id)
 
 
-def begin_slot(lease: int, snapshot: Snapshot, **promise: int) -> BeginSlot:
-    """Asks for a slot for this snapshot."""
-    return BeginSlot(lease, pack_slot_header(snapshot.header), b"\1", **promise)
+def begin_slot(lease: int, snapshot: Snapshot, *, epoch: int = 1, **promise: int) -> BeginSlot:
+    """Asks for a slot for this snapshot; the promise is of this epoch."""
+    return BeginSlot(lease, pack_slot_header(snapshot.header), b"\1", **promise, epoch=epoch)
 
 
 class Puppet:

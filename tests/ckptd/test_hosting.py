@@ -363,3 +363,15 @@ def test_holdings_tell_the_highest_epoch_though_nothing_is_sealed_in_it(setting:
     setting.host.note_epoch("job", "other", 9, 2)
     setting.open(epoch=5)
     assert told().epoch == 7
+
+
+def test_what_was_agreed_on_counts_also_when_it_comes_with_a_snapshot_of_an_earlier_epoch(
+    setting: Setting,
+) -> None:
+    """After a recovery the first snapshots that are sent are older than it: the ring would be full for good."""
+    lease = setting.open().lease
+    setting.host.note_epoch("job", "run", 2, 5)
+    granted = setting.ask(begin_slot(lease, snapshot_of(5), floor=3, horizon=7, epoch=2))
+    assert isinstance(granted, p.SlotGranted)
+    promise, _ = setting.host._known.promise("job", "run")
+    assert (promise.floor, promise.horizon) == (3, 7)

@@ -136,7 +136,7 @@ def sender(tmp_path: Path) -> Iterator[Sender]:
         EventLog(100),
         link=lambda node: cast("PeerLink", link),
         epoch=lambda: (1, -1, 3),
-        promise=lambda: (-1, -1, 3),
+        promise=lambda: (-1, -1, 3, 0),
         progressed=lambda: None,
         deadline_s=5.0,
         clock=lambda: 100.0,

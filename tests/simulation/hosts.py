@@ -85,14 +85,15 @@ class Hosts(Checks):
         lease: int,
         key: SnapshotKey,
         record: SlotRecord,
-        told: tuple[Promise, int],
+        told: tuple[int, Promise, int],
     ) -> rep.Event:
         node, found = self.nodes[at], daemon.leases.get(lease)
         if found is None:
             return rep.BeginRefused(at, key, "unknown", "no such lease")
         found.used_s = self.now_s
         segment = found.segment
-        daemon.known.learn(*JOB, record.epoch, *told)
+        told_epoch, told_promise, told_span = told
+        daemon.known.learn(*JOB, told_epoch, told_promise, told_span)
         promise, span = daemon.known.promise(*JOB)
         epochs = daemon.known.epochs(*JOB)
         number, table = self.beside(node, segment)

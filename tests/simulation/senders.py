@@ -135,7 +135,7 @@ class Senders(Hosts):
             gone = rep.BeginRefused(node, key, "gone", "the snapshot is gone")
             self.later(0.001, lambda: self.feed(name, daemon, rank, sender, gone))
             return
-        told = run.promise, run.span
+        told = run.epoch, run.promise, run.span
 
         def granted(event: rep.Event, life: int) -> None:
             if isinstance(event, rep.Granted):
