@@ -11,9 +11,11 @@ from ckptd import inventory, locks
 from ckptd.events import EventLog
 from ckptd.housekeeping import Housekeeper
 from ckptd.peering import Peering
+from ckptd.persistence.tier import StorageTier
 from ckptd.segments import Segment, SegmentStore
 from ckptd.sessions import Session, SessionTable
 from ckptd.settings import DaemonConfig
+from ckptd.storage.store_base import public_url
 from ckptd.transport import messages as m
 from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
@@ -33,7 +35,10 @@ class Admin:
         housekeeper: Housekeeper,
         peering: Peering,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        tier: StorageTier | None = None,
     ) -> None:
+        self._tier = tier
         self._config, self._peering, self._clock = config, peering, clock
         self._store, self._sessions = store, sessions
         self._events, self._housekeeper = events, housekeeper
@@ -66,6 +71,35 @@ class Admin:
             sessions=tuple(self._session_status(session, now_s) for session in self._sessions),
             segments=tuple(inventory.segment_status(segment, now_s) for segment in self._store),
             counters={**self._events.counters, **self._peering.fabric_counters},
+            durable=None if self._tier is None else self._durable(self._tier),
+        )
+
+    def _durable(self, tier: StorageTier) -> m.DurableStatus:
+        counters = self._events.counters
+        return m.DurableStatus(
+            url=public_url(self._config.store),
+            keeper_pid=tier.keeper_pid,
+            uploaded_bytes=counters["persisted_bytes"],
+            spared_bytes=counters["persist_spared_bytes"],
+            ranks=tuple(
+                m.DurableRank(
+                    job=key.job,
+                    run=key.run,
+                    rank=key.rank,
+                    committed=state.committed,
+                    lag_iterations=state.lag_iterations,
+                    under_way=state.under_way,
+                    stored=state.stored,
+                    of=state.of,
+                    stride=state.stride,
+                    skipped=state.skipped,
+                    abandoned=state.abandoned,
+                    uploaded_bytes=state.uploaded_bytes,
+                    last_s=state.last_s,
+                    reason=state.reason,
+                )
+                for key, state in tier.states().items()
+            ),
         )
 
     def _session_status(self, session: Session, now_s: float) -> m.SessionStatus:

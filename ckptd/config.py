@@ -39,6 +39,7 @@ __all__ = [
     "render_toml",
 ]
 
+_SECRETIVE = ("store", "store_options")  # may hold credentials: their values are not told
 DEFAULT_FILE = "/etc/ckptd/ckptd.toml"
 
 
@@ -193,6 +194,10 @@ def _parse(key: str, text: str, source: str) -> Any:
     try:
         return field.metadata["parse"](text)
     except (ValueError, OverflowError) as error:
+        if key in _SECRETIVE:  # nor the error, which may quote it
+            raise ConfigError(
+                f"{key} (from {source}) cannot be used: expected {_allowed(field)}"
+            ) from None
         raise ConfigError(
             f"{key} = {text!r} (from {source}) cannot be used: expected {_allowed(field)} ({error})"
         ) from error

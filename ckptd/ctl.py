@@ -1,8 +1,9 @@
-"""`ckptctl`: look at a node's daemon and its snapshots.
+"""`ckptctl`: look at a node's daemon and its snapshots, and at what is durable.
 
-Exit codes: 0 done, 1 a check failed (`doctor`, `whatif`, `drill`) or a bug, 2 wrong usage, 3 no daemon answers,
-4 refused or not there, 5 a snapshot is damaged. With `--json` the answer is one JSON document on
-stdout (`events --follow`: one per line); errors go to stderr in either case.
+Exit codes: 0 done, 1 a check failed (`doctor`, `whatif`, `drill`, `verify`) or a bug, 2 wrong usage or a store that
+cannot be used, 3 no daemon answers, 4 refused or not there, 5 a snapshot is damaged. With `--json` the answer is one
+JSON document on stdout (`events --follow`: one per line), of an error, too: ``{"error": …, "exit_status": …}``. What
+is wrong goes to stderr in either case.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ import msgspec
 import ckptd
 from ckptd import render
 from ckptd.config import ConfigError, default_endpoint, load_config
+from ckptd.ctl_export import add_export_arguments, add_import_arguments, run_export, run_import
 from ckptd.ctl_keys import add_keys_commands, run_keys
 from ckptd.ctl_peers import (
     as_json,
@@ -30,15 +31,22 @@ from ckptd.ctl_peers import (
     render_what_if,
     run_drill,
 )
+from ckptd.ctl_store import (
+    Outcome,
+    add_checkpoints_commands,
+    add_verify_arguments,
+    run_checkpoints,
+    run_verify,
+)
 from ckptd.doctor import Grade, as_rows, diagnose
 from ckptd.errors import DaemonUnavailable
-from ckptd.export import DamagedSnapshot, ExportError, export
+from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.launch import answers
 from ckptd.settings import DaemonConfig
+from ckptd.store_access import StoreProblem
 from ckptd.transport import messages as m
 from ckptd.transport.keys import KeysError
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
-from ckptd.units import format_bytes
 
 __all__ = ["main"]
 
@@ -62,17 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command(args)
     except (RequestTimeout, DaemonUnavailable) as error:
         hint = "is it running? `ckptctl doctor` looks for causes"
-        return _fail(EXIT_NO_DAEMON, f"{error} ({hint})")
+        return _fail(args, EXIT_NO_DAEMON, f"{error} ({hint})")
     except RefusedError as error:
-        return _fail(EXIT_REFUSED, str(error))
+        return _fail(args, EXIT_REFUSED, str(error))
     except WireError as error:
-        return _fail(EXIT_NO_DAEMON, str(error))
+        return _fail(args, EXIT_NO_DAEMON, str(error))
     except DamagedSnapshot as error:
-        return _fail(EXIT_DAMAGED, str(error))
+        return _fail(args, EXIT_DAMAGED, str(error))
     except ExportError as error:
-        return _fail(EXIT_REFUSED, str(error))
+        return _fail(args, EXIT_REFUSED, str(error))
     except (ConfigError, KeysError) as error:
-        return _fail(EXIT_USAGE, str(error))
+        return _fail(args, EXIT_USAGE, str(error))
+    except StoreProblem as error:
+        return _fail(args, error.code, str(error))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -125,9 +135,9 @@ def _forget(args: argparse.Namespace) -> int:
     if not args.yes:
         question = f"Free all snapshots of {args.job}/{args.run}? They cannot be recovered. [y/N] "
         if not sys.stdin.isatty():
-            return _fail(EXIT_USAGE, "pass --yes to free snapshots without being asked")
+            return _fail(args, EXIT_USAGE, "pass --yes to free snapshots without being asked")
         if input(question).strip().lower() not in ("y", "yes"):
-            return _fail(EXIT_USAGE, "nothing was freed")
+            return _fail(args, EXIT_USAGE, "nothing was freed")
     with _connect(args) as client:
         done = client.ask(m.Forget(args.job, args.run), m.Done)
     _show(args, done, lambda: done.message)
@@ -135,25 +145,11 @@ def _forget(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    report = export(
-        Path(args.segment_dir or _segment_dir(args)),
-        args.iteration,
-        Path(args.to),
-        job=args.job,
-        run=args.run,
-        rank=args.rank,
-        force=args.force,
-    )
-    _show(
-        args,
-        report,
-        lambda: (
-            f"{report.path}: {report.tensors} tensors, {format_bytes(report.size_bytes)}, "
-            f"iteration {report.iteration} of {report.job}/{report.run} rank {report.rank}"
-            + (f" ({report.converted} converted to compute precision)" if report.converted else "")
-        ),
-    )
-    return 0
+    return _show_outcome(args, run_export(args, lambda: _segment_dir(args)))
+
+
+def _import(args: argparse.Namespace) -> int:
+    return _show_outcome(args, run_import(args))
 
 
 def _wait(args: argparse.Namespace) -> int:
@@ -161,7 +157,7 @@ def _wait(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + args.timeout
     while not answers(endpoint):
         if time.monotonic() > deadline:
-            return _fail(EXIT_NO_DAEMON, f"no daemon on {endpoint} within {args.timeout:g} s")
+            return _fail(args, EXIT_NO_DAEMON, f"no daemon on {endpoint} within {args.timeout:g} s")
         time.sleep(_WAIT_STEP_S)
     _show(args, {"endpoint": endpoint}, lambda: f"a daemon answers on {endpoint}")
     return 0
@@ -181,7 +177,7 @@ def _what_if(args: argparse.Namespace) -> int:
         except ValueError as error:
             if isinstance(error, WireError):
                 raise
-            return _fail(EXIT_USAGE, str(error))
+            return _fail(args, EXIT_USAGE, str(error))
     _show(args, as_json(found), lambda: render_what_if(found))
     return 0 if found.recoverable else EXIT_FAILED
 
@@ -197,6 +193,19 @@ def _keys(args: argparse.Namespace) -> int:
     found, text = run_keys(args)
     _show(args, found, lambda: text)
     return 0
+
+
+def _checkpoints(args: argparse.Namespace) -> int:
+    return _show_outcome(args, run_checkpoints(args))
+
+
+def _verify(args: argparse.Namespace) -> int:
+    return _show_outcome(args, run_verify(args))
+
+
+def _show_outcome(args: argparse.Namespace, outcome: Outcome) -> int:
+    _show(args, outcome.answer, lambda: outcome.text)
+    return outcome.code
 
 
 def _segment_dir(args: argparse.Namespace) -> str:
@@ -231,8 +240,10 @@ def _show(args: argparse.Namespace, answer: Any, text: Callable[[], str]) -> Non
         print(text())
 
 
-def _fail(code: int, message: str) -> int:
+def _fail(args: argparse.Namespace, code: int, message: str) -> int:
     print(f"ckptctl: {message}", file=sys.stderr)
+    if args.json:
+        print(msgspec.json.encode({"error": message, "exit_status": code}).decode())
     return code
 
 
@@ -250,9 +261,9 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="ckptctl",
-        description="Look at a node's daemon and its snapshots.",
-        epilog="Exit codes: 0 done, 1 a check failed, 2 usage, 3 no daemon answers, 4 refused or "
-        "not there, 5 damaged snapshot.",
+        description="Look at a node's daemon and its snapshots, and at what is durable.",
+        epilog="Exit codes: 0 done, 1 a check failed, 2 usage or an unusable store, 3 no daemon "
+        "answers, 4 refused or not there, 5 damaged snapshot.",
     )
     parser.add_argument("--version", action="version", version=f"ckptctl {ckptd.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -276,11 +287,13 @@ def _parser() -> argparse.ArgumentParser:
     forget.add_argument("job")
     forget.add_argument("run")
     forget.add_argument("--yes", action="store_true", help="do not ask")
-    out = add("export", _export, "write the model of one iteration as a safetensors file", which)
-    out.add_argument("--iteration", type=int, required=True, help="which snapshot")
-    out.add_argument("--to", required=True, metavar="FILE", help="file to write")
-    out.add_argument("--force", action="store_true", help="replace the file if it exists")
-    out.add_argument("--segment-dir", help="read this folder (no daemon is needed)")
+    text = (
+        "write the model of one iteration: safetensors, Hugging Face, torch.distributed.checkpoint"
+    )
+    add_export_arguments(add("export", _export, text, which))
+    add_import_arguments(
+        add("import", _import, "make a model from elsewhere what a run can start from")
+    )
     add("peers", _peers, "other nodes, what is replicated where, and how far it is behind")
     lose = add(
         "whatif", _what_if, "what losing nodes now would mean: sources, replay, losses", which
@@ -292,6 +305,11 @@ def _parser() -> argparse.ArgumentParser:
     drill.set_defaults(timeout=600.0)
     keys = add("keys", _keys, "this node's keys towards peers, and whom it trusts")
     add_keys_commands(keys, common)
+    stored = add("checkpoints", _checkpoints, "what is durable: look, verify, pin, remove")
+    add_checkpoints_commands(stored, common)
+    add_verify_arguments(
+        add("verify", _verify, "whether everything in a store is whole; needs no daemon")
+    )
     add("wait", _wait, "block until the daemon answers, at most --timeout")
     return parser
 

@@ -16,7 +16,7 @@ _OPERATORS_PER_LINE = 8
 
 
 def status(answer: m.Status) -> str:
-    """Daemon, memory, trainers, segments, counters."""
+    """Daemon, memory, trainers, segments, what goes to storage, counters."""
     used = answer.used_bytes / answer.quota_bytes if answer.quota_bytes else 0.0
     who = (
         f"ckptd {answer.version} on node {answer.node_id}, process {answer.pid}, "
@@ -37,6 +37,8 @@ def status(answer: m.Status) -> str:
     lines = [who, memory, daemon, sealing, ""]
     lines.append(_sessions(answer.sessions))
     lines += ["", _segments(answer.segments)]
+    if answer.durable is not None:
+        lines += ["", _durable(answer.durable)]
     interesting = {k: v for k, v in answer.counters.items() if not k.startswith("event.")}
     shown = ", ".join(f"{name} {value}" for name, value in sorted(interesting.items()))
     lines += ["", f"counters  {shown or 'none yet'}"]
@@ -119,6 +121,37 @@ def _segments(segments: Sequence[m.SegmentStatus]) -> str:
         "job", "run", "rank", "gen", "size", "slots", "states", "newest", "owner", "memory",
     )  # fmt: skip
     return format_table(header, rows)
+
+
+def _durable(durable: m.DurableStatus) -> str:
+    keeper = f"store keeper {durable.keeper_pid}" if durable.keeper_pid else "no store keeper now"
+    title = (
+        f"durable   {durable.url}, {keeper}; {format_bytes(durable.uploaded_bytes)} uploaded, "
+        f"{format_bytes(durable.spared_bytes)} spared"
+    )
+    if not durable.ranks:
+        return title
+    rows = [
+        (
+            rank.job,
+            rank.run,
+            rank.rank,
+            f"{rank.committed} ({rank.lag_iterations} ago)" if rank.committed >= 0 else "-",
+            f"{rank.under_way}: {rank.stored} of {rank.of}" if rank.under_way >= 0 else "-",
+            rank.stride,
+            rank.skipped,
+            rank.abandoned,
+            format_bytes(rank.uploaded_bytes),
+            format_age(rank.last_s) if rank.last_s else "-",
+            rank.reason or "-",
+        )
+        for rank in durable.ranks
+    ]
+    header = (
+        "job", "run", "rank", "committed", "under way", "stride", "skipped", "abandoned", "uploaded",
+        "took", "last trouble",
+    )  # fmt: skip
+    return f"{title}\n{format_table(header, rows)}"
 
 
 def _rank(rank: m.RankSnapshots, *, operators: bool) -> str:

@@ -69,8 +69,14 @@ class Reserving:
         slot_bytes: int,
         made: Callable[[Segment], None],
         answer: Answer,
+        *,
+        final: bool = True,
     ) -> m.Reply | None:
-        """Begin to make the next generation of a rank; ``made`` or a refusal follows later, or one is returned."""
+        """Begin to make the next generation of a rank; ``made`` or a refusal follows later, or one is returned.
+
+        Args:
+            final: whether to tell of a refusal, because less is not asked for afterwards.
+        """
         try:
             plan = self._store.plan(descriptor, num_slots, slot_bytes)
         except ValueError as error:
@@ -88,6 +94,8 @@ class Reserving:
             self._peering.memory,
         )
         if rejected is not None:
+            if not final:
+                return m.Refused(rejected.code, rejected.message, rejected.hint)
             self._events.add("warning", f"refused.{rejected.code}", rejected.message, session.key)
             return m.Refused(rejected.code, rejected.message, rejected.hint)
         self._store.promise(plan)
@@ -142,15 +150,21 @@ class Reserving:
                 hint = "a node tells what cannot be: see `ckptctl peers`, and plan anew"
                 answer(m.Refused(RefusalCode.BAD_MESSAGE, f"{text} bytes", hint))
                 return
-            slots = max(found.num_slots, len(message.pieces) + 2)
-            refused = self._make(
+            least = len(message.pieces) + 2
+            make = partial(
+                self._make,
                 session,
                 found.descriptor,
-                slots,
-                found.slot_bytes,
-                lambda segment: self._begin_fetch(segment, message, answer),
-                answer,
+                slot_bytes=found.slot_bytes,
+                made=lambda segment: self._begin_fetch(segment, message, answer),
+                answer=answer,
             )
+            # As much room as the holder has, or, on a node with less memory, as little as will do.
+            refused = None
+            if found.num_slots > least:
+                refused = make(num_slots=found.num_slots, final=False)
+            if found.num_slots <= least or refused is not None:
+                refused = make(num_slots=least)
             if refused is not None:
                 answer(refused)
 

@@ -90,7 +90,7 @@ class Service:
         self.boot_id = peering.boot_id
         self._reserving = Reserving(store, events, slow, peering, clock)
         peering.keep_room_for(self.sessions.promised)
-        admin = Admin(config, store, self.sessions, events, housekeeper, peering, clock)
+        admin = Admin(config, store, self.sessions, events, housekeeper, peering, clock, tier=tier)
         self._hellos: OrderedDict[bytes, m.Hello] = OrderedDict()
         self._busy_s = clock()
         self._handlers: dict[type, Callable[[bytes, Any, Answer], m.Reply | None]] = {

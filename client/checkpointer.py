@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import importlib.metadata
 import logging
+import os
 import platform
 import time
 import weakref
@@ -41,6 +42,7 @@ from ckptd.client.recorder import Recorder
 from ckptd.client.recovery import Recovery, Resumption
 from ckptd.client.replay import Replay, SnapshotImage
 from ckptd.client.scalars import Stateful
+from ckptd.client.start_from import load_start, start_unprotected
 from ckptd.client.stats import Stats
 from ckptd.cuda.select import make_engine
 from ckptd.launch import ensure_daemon
@@ -79,6 +81,8 @@ class Checkpointer:
         inline_copy: copy in the training thread, beside it, or (None) whichever is measured to be faster; CPU only.
         nan_check_every: look for NaN in the weights of every that many snapshots (0: never).
         replicas: on how many other nodes each snapshot is kept; None leaves it to the daemons' configuration.
+        start_from: a model to begin with where there is nothing to resume from: a folder or file of safetensors with the
+            model's own names, or what ``ckptctl import`` tells. With optimizer state, where it has one.
         topology: any text that must be equal for a restart to be accepted (a parallel layout, say).
         timeout_s: how long to wait for the daemon at the start.
     Raises:
@@ -112,6 +116,7 @@ class Checkpointer:
         inline_copy: bool | None = None,
         nan_check_every: int = 16,
         replicas: int | None = None,
+        start_from: str | os.PathLike[str] | None = None,
         timeout_s: float = 30.0,
     ) -> None:
         self._stats = Stats()
@@ -125,7 +130,10 @@ class Checkpointer:
         self._step = 0
         self.resumed_from: int | None = None
         self.off = daemon is None
+        self._start_from = start_from
         if self.off:
+            if start_from is not None:
+                logger.warning("%s", start_unprotected(model, optimizer, masters, start_from))
             return
         check_options(policy, window, every, on_mismatch, ordering, daemon)
         self._stateful = check_state(state)
@@ -528,6 +536,9 @@ class Checkpointer:
         started = time.perf_counter()
         found = self._recovery.find(memory)
         if found is None:
+            with all_or_none(self._meet, memory.session.node_id):
+                if self._start_from is not None:
+                    logger.warning("%s", load_start(self._binding, self._start_from))
             return
         replay = found.replay
         with all_or_none(self._meet, memory.session.node_id):

@@ -16,6 +16,7 @@ import torch
 
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
+from ckptd.client.export_facts import export_facts
 from ckptd.client.layout import PhasePlan, StateTable, build_phase, member_bytes
 from ckptd.client.operators import Member, Operator, split_operator
 from ckptd.schedule import (
@@ -197,6 +198,7 @@ class Plan:
                 "scalars_capacity": self.scalars_capacity,
                 "torch": str(torch.__version__),
                 "threads": torch.get_num_threads(),
+                **export_facts(binding),
             },
             "descriptor",
         )

@@ -49,6 +49,7 @@ __all__ = [
 MANIFEST_FORMAT = "ckptd.manifest/1"
 MAX_MANIFEST_BYTES = 64 << 20
 _MAX_WINDOW = 2**32 - 1
+_MAX_SLOTS = 1 << 16
 _MAX_NUMBER = 2**63 - 1
 _MAX_DESCRIPTOR_BYTES = 16 << 20
 
@@ -60,6 +61,7 @@ class RankManifest:
     Attributes:
         every: iterations between checkpoints.
         slot_bytes: how large the slots were: room for any image of this window.
+        num_slots: how many of them the ring had.
         descriptor: the segment's descriptor, opaque to storage.
         tool: name and version of what wrote it.
     """
@@ -73,6 +75,7 @@ class RankManifest:
     every: int
     written_at_ns: int
     slot_bytes: int
+    num_slots: int
     descriptor: bytes
     tool: str
     snapshots: tuple[StoredSnapshot, ...]
@@ -85,6 +88,7 @@ class RankManifest:
         in_range("every", self.every, 1, MAX_ITERATION)
         in_range("written_at_ns", self.written_at_ns, 0, _MAX_NUMBER)
         in_range("slot_bytes", self.slot_bytes, 1, MAX_BYTES)
+        in_range("num_slots", self.num_slots, 1, _MAX_SLOTS)
         in_range("bytes of the descriptor", len(self.descriptor), 0, _MAX_DESCRIPTOR_BYTES)
         _check_chain(self.snapshots)
         prefix = run_prefix(self.job, self.run)
@@ -145,6 +149,7 @@ class RankManifest:
             "every": self.every,
             "written_at_ns": self.written_at_ns,
             "slot_bytes": self.slot_bytes,
+            "num_slots": self.num_slots,
             "descriptor": base64.b64encode(self.descriptor).decode("ascii"),
             "tool": self.tool,
             "snapshots": [_snapshot_fields(snapshot) for snapshot in self.snapshots],
@@ -171,6 +176,7 @@ class RankManifest:
             wire.every,
             wire.written_at_ns,
             wire.slot_bytes,
+            wire.num_slots,
             from_base64("descriptor", wire.descriptor),
             wire.tool,
             snapshots,
@@ -242,6 +248,7 @@ class _WireManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     every: _Natural
     written_at_ns: _Natural
     slot_bytes: _Natural
+    num_slots: _Natural
     descriptor: str
     tool: _Text
     snapshots: list[_WireSnapshot]

@@ -237,16 +237,19 @@ def _incomplete(
     return True, f"incomplete ({checkpoint.reason}), and {newer[0].id} is committed"
 
 
-def _begin(catalog: Catalog, references: Mapping[str, References]) -> int:
-    """Where the newest committed checkpoint begins; what is older is needed by no later one."""
+def _begin(catalog: Catalog, references: Mapping[str, References]) -> tuple[int, int]:
+    """Epoch and start of the newest committed checkpoint: of histories up to this epoch nobody needs what is older.
+
+    A later history, of which no checkpoint is there yet, may have begun before it.
+    """
     newest = catalog.newest
     if newest is None:
-        return -1
-    return min(references[info.key].start for info in newest.manifests.values())
+        return -1, -1
+    return newest.id.epoch, min([references[info.key].start for info in newest.manifests.values()])
 
 
 def _orphans(
-    catalog: Catalog, used: Collection[str], begin: int, grace_ns: int, now_ns: int
+    catalog: Catalog, used: Collection[str], begin: tuple[int, int], grace_ns: int, now_ns: int
 ) -> list[Deletion]:
     orphans: list[Deletion] = []
     for listed in catalog.objects.values():
@@ -259,10 +262,13 @@ def _orphans(
     return sorted(orphans)
 
 
-def _useless(catalog: Catalog, found: ListedObject, begin: int, grace_ns: int, now_ns: int) -> str:
+def _useless(
+    catalog: Catalog, found: ListedObject, begin: tuple[int, int], grace_ns: int, now_ns: int
+) -> str:
     """Why nobody will refer to an object to which nobody does; "" if somebody may."""
-    if found.name.iteration < begin:
-        return f"no manifest refers to it, and the newest checkpoint begins at {begin}"
+    epoch, start = begin
+    if found.name.epoch <= epoch and found.name.iteration < start:
+        return f"no manifest refers to it, and the newest checkpoint begins at {start}"
     left = catalog.leaving(found.name.epoch, found.name.iteration)
     if left is not None and left.since_ns is not None and now_ns - left.since_ns >= grace_ns:
         return f"no manifest refers to it, and a later history began at {left.start}"

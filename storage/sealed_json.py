@@ -29,6 +29,7 @@ __all__ = [
 MAX_TEXT = 256
 
 _T = TypeVar("_T")
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one per call
 _TAIL = re.compile(rb' "digest": "([0-9a-f]{32})"\n\}\n')
 _TAIL_BYTES = len(' "digest": ""\n}\n') + 32
 
@@ -87,4 +88,4 @@ def _text(value: object, depth: int) -> str:
     if isinstance(value, list) and value and isinstance(value[0], list | Mapping):
         lines = [f"{pad}{_text(item, depth + 1)}" for item in value]
         return "[" + ",".join(lines) + end + "]"
-    return json.dumps(value, separators=(",", ":"))
+    return _encode(value)

@@ -16,6 +16,8 @@ from ckptd.transport.message_parts import (
 __all__ = [
     "Drill",
     "DrillReport",
+    "DurableRank",
+    "DurableStatus",
     "EventInfo",
     "Events",
     "Forget",
@@ -124,6 +126,35 @@ class SessionStatus(Struct, frozen=True, tag=True):
     watched_by: str  # "pidfd" or "owner-lock"
 
 
+class DurableRank(Struct, frozen=True, tag=True):
+    """How far a local rank's snapshots are on their way to storage (iterations: -1 is none yet)."""
+
+    job: str
+    run: str
+    rank: int
+    committed: int
+    lag_iterations: int  # how far the newest snapshot in memory is ahead of it
+    under_way: int
+    stored: int  # snapshots of the checkpoint that is under way, which are in storage
+    of: int
+    stride: int  # its multiples are stored
+    skipped: int
+    abandoned: int
+    uploaded_bytes: int
+    last_s: float  # how long the last checkpoint took
+    reason: str  # why the last one was abandoned; "" after one that was stored
+
+
+class DurableStatus(Struct, frozen=True, tag=True):
+    """What goes to storage. ``url`` is without user and password; ``keeper_pid`` is 0 while no store keeper runs."""
+
+    url: str
+    keeper_pid: int
+    uploaded_bytes: int
+    spared_bytes: int  # in storage already, and not uploaded again
+    ranks: tuple[DurableRank, ...] = ()
+
+
 class Status(Struct, frozen=True, tag=True):
     """What `ckptctl status` shows."""
 
@@ -147,6 +178,7 @@ class Status(Struct, frozen=True, tag=True):
     sessions: tuple[SessionStatus, ...]
     segments: tuple[SegmentStatus, ...]
     counters: dict[str, int]
+    durable: DurableStatus | None = None  # None where no store is configured
 
 
 class SlotInfo(Struct, frozen=True, tag=True):

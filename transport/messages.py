@@ -28,6 +28,8 @@ from ckptd.transport.common_messages import (
 from ckptd.transport.ctl_messages import (
     Drill,
     DrillReport,
+    DurableRank,
+    DurableStatus,
     EventInfo,
     Events,
     Forget,
@@ -98,6 +100,8 @@ __all__ = [
     "Drill",
     "DrillReport",
     "Drop",
+    "DurableRank",
+    "DurableStatus",
     "EventInfo",
     "Events",
     "Fetch",

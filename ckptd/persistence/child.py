@@ -1,7 +1,8 @@
 """The store keeper as the daemon sees it: a process of its own that is started, asked, and started again when it dies.
 
 Everything here is called on the daemon's loop thread, and every callback comes back there (`post`); two threads carry the messages,
-so that a keeper that does not read holds up nothing. When the keeper dies, what it was asked fails as ``away``.
+so that a keeper that does not read holds up nothing. When the keeper dies, what it was asked fails as ``away``. One that answers
+no ping for long (stopped, or stuck) is killed: a trainer that starts may be waiting for its answer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from typing import Any
 from msgspec import MsgspecError, Struct
 
 from ckptd.peer_link import Post
-from ckptd.persistence.wire import Channel, Configure, Failed, Settled, Told, decode_from_keeper
+from ckptd.persistence.wire import (
+    Channel,
+    Configure,
+    Failed,
+    Ping,
+    Pong,
+    Settled,
+    Told,
+    decode_from_keeper,
+)
 
 __all__ = ["AWAY", "StoreChild"]
 
@@ -32,6 +42,9 @@ _WAITING = 4096
 _BACKOFF_S, _BACKOFF_MAX_S = 0.5, 30.0
 _GRACE_S = 0.5
 _LIVED_S = 60.0  # a keeper that lived so long is started again at once
+_PING_S = 5.0
+_SILENT_S = 45.0  # after a ping; a keeper needs a second or two to start, and on a busy machine ten
+_TICK_MAX_S = 1.0  # between two ticks no more than this counts: it may be us who were stopped
 
 Done = Callable[[Any], None]
 Refused = Callable[[str, str], None]
@@ -45,6 +58,10 @@ class _Life:
     channel: Channel
     outgoing: queue.SimpleQueue[Struct | None]
     began_s: float
+    heard_s: float
+    ticked_s: float
+    silent_s: float = 0.0  # how long a ping has been waiting for its answer
+    pinged: bool = False
 
 
 class StoreChild:
@@ -66,8 +83,9 @@ class StoreChild:
         died: Callable[[str], None],
         clock: Callable[[], float],
         nice: int = 0,
+        silent_s: float = _SILENT_S,
     ) -> None:
-        self._configure, self._post = configure, post
+        self._configure, self._post, self._silent_s = configure, post, silent_s
         self._told, self._settled, self._died = told, settled, died
         self._clock, self._nice = clock, nice
         self._life: _Life | None = None
@@ -98,6 +116,21 @@ class StoreChild:
         """Send what needs no answer; lost if the keeper is away."""
         if self._alive():
             self._send(message)
+
+    def tick(self) -> None:
+        """Time passed: look whether the keeper is still with us."""
+        life, now_s = self._life, self._clock()
+        if life is None:
+            return
+        passed_s, life.ticked_s = now_s - life.ticked_s, now_s
+        if not life.pinged:
+            if now_s - life.heard_s >= _PING_S:
+                life.pinged, life.silent_s = True, 0.0
+                self._send(Ping())
+            return
+        life.silent_s += min(passed_s, _TICK_MAX_S)
+        if life.silent_s >= self._silent_s:
+            self._over(life, f"it has not answered for {life.silent_s:.0f} s and was killed")
 
     def close(self) -> None:
         """End the keeper; what it was asked is forgotten."""
@@ -133,7 +166,9 @@ class StoreChild:
             theirs.close()
         if self._nice:
             _be_nice(process.pid, self._nice)
-        life = _Life(process, Channel(ours, decode_from_keeper), queue.SimpleQueue(), self._clock())
+        now_s = self._clock()
+        channel = Channel(ours, decode_from_keeper)
+        life = _Life(process, channel, queue.SimpleQueue(), now_s, now_s, now_s)
         self._life = life
         for work, name in ((self._read, "store-in"), (_write, "store-out")):
             threading.Thread(target=work, args=(life,), name=name, daemon=True).start()
@@ -156,6 +191,9 @@ class StoreChild:
     def _arrived(self, life: _Life, message: Any) -> None:
         if life is not self._life:
             return  # of one that was taken for dead
+        life.heard_s, life.pinged = self._clock(), False
+        if isinstance(message, Pong):
+            return
         if isinstance(message, Told):
             self._told(message)
             return

@@ -10,8 +10,8 @@ slots, and when more than those would be held, the checkpoint is *overtaken*: it
 one is *firm*: it keeps its slots, and for as long as it takes the ring may have none for new snapshots (training goes on all the
 same, and the suffix that is held is complete). That is reported; more memory is the cure.
 
-What fails in the store is retried there; what it finally refuses gives the checkpoint up, and the next one that falls due is tried
-after a while that doubles each time.
+What fails in the store is retried there; what it finally refuses gives the checkpoint up, and the newest that is due then (the same
+one, where nothing is trained any more) is tried after a while that doubles each time.
 """
 
 from __future__ import annotations
@@ -216,6 +216,7 @@ class _Checkpoint:
     firm: bool
     asked: set[SnapshotKey]
     held: set[SnapshotKey]
+    flush: bool = False
     committing: bool = False
 
 
@@ -235,7 +236,7 @@ class Persister:
         self._current: _Checkpoint | None = None
         self._stored: dict[SnapshotKey, None] = {}
         self._last_looked_at = -1
-        self._flush = False
+        self._flush = self._flush_later = False
         self._overtaken = 0
         self._failures, self._not_before_s = 0, 0.0
         self._committed, self._skipped, self._abandoned = -1, 0, 0
@@ -265,15 +266,14 @@ class Persister:
         elif isinstance(event, CommitFailed):
             self._not_committed(event, now_s, effects)
         elif isinstance(event, Forgotten):
-            self._stored.clear()
-            self._give_up(effects)
+            self._forget(effects)
         self._go_on(now_s, effects)
         return effects
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way or asked for."""
-        return self._current is None and not self._flush
+        return self._current is None and not (self._flush or self._flush_later)
 
     def state(self) -> PersistState:
         """How far this rank is."""
@@ -309,6 +309,7 @@ class Persister:
         known = {self._epoch: self._epoch_start} if self._epoch >= 0 else {}
         self._newest = newest_by_iteration(event.records, known)
         self._num_operators, self._total = event.num_operators, event.total
+        self._flush, self._flush_later = self._flush or self._flush_later, False
         current = self._current
         if current is None or current.committing:
             return
@@ -354,7 +355,20 @@ class Persister:
         pause_s = min(_BACKOFF_S * 2**self._failures, _BACKOFF_MAX_S)
         self._failures += 1
         self._not_before_s = now_s + pause_s
+        self._try_again(current)
         self._abandon(current, f"{reason}; the next is tried in {pause_s:.0f} s or later", effects)
+
+    def _try_again(self, failed: _Checkpoint) -> None:
+        """Perhaps nothing falls due any more, because its trainer is gone: it is due until something newer is."""
+        self._last_looked_at = min(self._last_looked_at, failed.end - 1)
+        self._flush_later = self._flush_later or failed.flush
+
+    def _forget(self, effects: list[Effect]) -> None:
+        self._stored.clear()
+        self._newest = {}  # nothing is begun before who stores is back, and we are told of the slots again
+        if self._current is not None:
+            self._try_again(self._current)
+        self._give_up(effects)
 
     def _overtake(self, reason: str, effects: list[Effect]) -> None:
         current = self._current
@@ -424,7 +438,6 @@ class Persister:
                 self._last_looked_at = end
             return
         self._last_looked_at = end
-        self._flush = False
         self._begin(suffix.records, now_s, effects)
 
     def _due(self) -> int | None:
@@ -450,8 +463,16 @@ class Persister:
         firm = self._overtaken >= _FIRM_AFTER
         held = {key for key in by_key if key not in self._stored}
         self._current = _Checkpoint(
-            records[0].iteration, records[-1].iteration, by_key, now_s, firm, set(), held
+            records[0].iteration,
+            records[-1].iteration,
+            by_key,
+            now_s,
+            firm,
+            set(),
+            held,
+            flush=self._flush,
         )
+        self._flush = False
         if firm:
             self._overtaken = 0
             text = (

@@ -22,11 +22,11 @@ from msgspec import Struct
 
 from ckptd.persistence import wire as w
 from ckptd.persistence.pacer import Pacer
-from ckptd.persistence.rank_store import UnknownSnapshot
+from ckptd.persistence.rank_store import Overtaken, UnknownSnapshot
 from ckptd.persistence.run_store import Fenced, RunStore
 from ckptd.persistence.slot_source import SlotFiles, SlotLost
 from ckptd.storage.manifest import ManifestError
-from ckptd.storage.objects import ObjectStore, StoreError
+from ckptd.storage.objects import StoreError
 from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import SnapshotDamaged
 from ckptd.storage.resilience import Circuit, RetryPolicy
@@ -49,7 +49,9 @@ _LOOKS_S = (
     30.0,
     60.0,
 )  # after our manifest, for those of the others
-_GRACE_S = 6 * 3600.0  # no rank takes so long for one checkpoint
+# docs/format.md §7, §8: times within which writers and collectors act, and after which they may rely on that.
+_GRACE_S = 24 * 3600.0
+_SETTLE_S = 600.0
 _STALE_UPLOAD_S = 24 * 3600.0
 
 
@@ -58,13 +60,15 @@ class Keeper:
 
     Args:
         send: hands a message to the daemon; raises OSError when it is gone.
+        settle_s: how long a checkpoint must have been committed before it replaces others.
     """
 
     def __init__(
         self,
         configure: w.Configure,
         send: Callable[[Struct], None],
-        store: ObjectStore | None = None,
+        *,
+        settle_s: float = _SETTLE_S,
     ) -> None:
         self._configure, self._send_out = configure, send
         self._pool = ThreadPoolExecutor(configure.threads, thread_name_prefix="store")
@@ -77,9 +81,13 @@ class Keeper:
         self._runs: dict[tuple[str, str], RunStore] = {}
         self._swept: set[tuple[str, str]] = set()
         policy = RetryPolicy(attempts=1000, deadline_s=configure.deadline_s)
-        opened = store or open_store(configure.url, configure.options, configure.backend)
+        self._settle_s = settle_s
         self._store = Resilient(
-            opened, policy, Circuit(), url=configure.url, told=self._circuit_told
+            open_store(configure.url, configure.options, configure.backend),
+            policy,
+            Circuit(),
+            url=configure.url,
+            told=self._circuit_told,
         )
 
     def handle(self, message: Any) -> None:
@@ -199,6 +207,7 @@ class Keeper:
                         keep_every=retain.every,
                         keep_younger_than_ns=int(retain.for_s * 1e9),
                         grace_ns=int(_GRACE_S * 1e9),
+                        settle_ns=int(self._settle_s * 1e9),
                     ),
                     read_back=self._configure.read_back,
                     map_fn=self._helpers.map,
@@ -241,6 +250,8 @@ def _outcome(number: int, work: Callable[[], Struct]) -> Struct:
         return w.Failed(number, w.FailureCode.LOST, str(error))
     except Fenced as error:
         return w.Failed(number, w.FailureCode.FENCED, str(error))
+    except Overtaken as error:
+        return w.Failed(number, w.FailureCode.STORE, str(error))
     except (StoreError, ManifestError, SnapshotDamaged) as error:
         return w.Failed(number, w.FailureCode.STORE, f"{type(error).__name__}: {error}")
     except LookupError as error:
@@ -263,6 +274,9 @@ def main(argv: list[str]) -> int:
     assert isinstance(configure, w.Configure)
     keeper: Keeper | None = None
     while (message := channel.receive()) is not None:
+        if isinstance(message, w.Ping):
+            channel.send(w.Pong())
+            continue
         try:
             keeper = keeper or Keeper(configure, channel.send)
         except (StoreError, ValueError) as error:

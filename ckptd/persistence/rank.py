@@ -78,6 +78,7 @@ class RankPersistence:
         self._opened = self._opening = self._refused = self._closed = self._flush = False
         self._open_at_s = 0.0
         self._seen: tuple[int, float] | None = None  # iteration, when: for the pace of training
+        self._had_segments = False
 
     def join(self, epoch: int, epoch_start: int) -> None:
         """Another history has begun, or the same goes on."""
@@ -92,6 +93,7 @@ class RankPersistence:
     def changed(self) -> None:
         """Slots of the rank were sealed, or came or went."""
         segments = self._store.of_rank(self.key)
+        self._had_segments = self._had_segments or bool(segments)
         if not segments or not self._opened:
             return
         total = sum(segment.geometry.num_slots for segment in segments)
@@ -136,6 +138,11 @@ class RankPersistence:
     def state(self) -> PersistState:
         """For `ckptctl status`."""
         return self.core.state()
+
+    @property
+    def over(self) -> bool:
+        """Whether its memory was given back. A rank that has just joined has none yet."""
+        return self._had_segments and not self._store.of_rank(self.key)
 
     @property
     def idle(self) -> bool:

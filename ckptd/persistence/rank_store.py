@@ -1,7 +1,8 @@
-"""One rank's way into a store: its snapshots, and its manifest when all of a checkpoint are there (docs/format.md).
+"""One rank's way into a store: its snapshots, and its manifest when all of a checkpoint are there.
 
-What is not uploaded again is what this rank's last manifest refers to, or what was stored since for the same checkpoint, by itself
-or by another rank of this node: so whatever a manifest refers to is referred to by a manifest that stays as long (docs/format.md §7).
+The rules are those of docs/format.md §7. What is not uploaded again is what this rank's *base* refers to (its last manifest, if it is
+sure to stay), or what was stored since, by itself or by another rank of this node. Which manifests were relied on is remembered with
+each snapshot, and looked at once more before the manifest that refers to it is written.
 
 Used by several threads of the store keeper. A snapshot is stored by one thread at a time; so are the snapshots that several ranks of
 a node have of one iteration, because the second one finds there what it shares with the first.
@@ -9,6 +10,7 @@ a node have of one iteration, because the second one finds there what it shares 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -18,9 +20,10 @@ from typing import NamedTuple
 import ckptd
 from ckptd.persistence.slot_source import HeldSlot, SlotLost
 from ckptd.persistence.wire import CommitRank, SnapshotId
+from ckptd.storage.commit import Views
 from ckptd.storage.image import DigestMismatch, ImageError, ImageView, verify
 from ckptd.storage.manifest import RankManifest, StoredSnapshot
-from ckptd.storage.objects import Damaged, ObjectExists, ObjectInfo, ObjectStore
+from ckptd.storage.objects import Damaged, ObjectExists, ObjectInfo, ObjectStore, Unavailable
 from ckptd.storage.reader import (
     MapFunction,
     read_image_header,
@@ -29,15 +32,24 @@ from ckptd.storage.reader import (
 )
 from ckptd.storage.upload_plan import StoredIndex, UploadPlan, plan_upload
 
-__all__ = ["RankStore", "UnknownSnapshot", "Uploaded"]
+__all__ = ["TOOL", "Overtaken", "RankStore", "UnknownSnapshot", "Uploaded"]
 
-# What belongs to no manifest is collected one day; long before, nothing new may refer to it any more.
-_FORGET_S = 3600.0
 TOOL = f"ckptd {ckptd.__version__}"
+# What belongs to no manifest may be collected after the grace time, which is many times longer.
+_FORGET_S = 3600.0
+_COMMIT_WITHIN_S = (
+    300.0  # half the settle time: what a listing said of what stays holds for so long
+)
+
+_Name = tuple[int, int, int]  # iteration, epoch, sequence: no two snapshots of a rank have the same
 
 
 class UnknownSnapshot(LookupError):
-    """It was not stored by this process, or was forgotten since."""
+    """It was not stored by this process, or what it relied on may be deleted: it must be stored anew."""
+
+
+class Overtaken(RuntimeError):
+    """This checkpoint must not be committed any more."""
 
 
 class Uploaded(NamedTuple):
@@ -48,12 +60,15 @@ class Uploaded(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """A stored snapshot, and its image's header: what tells where its tensors lie."""
+class Kept:
+    """A stored snapshot, its image's header (which tells where its tensors lie), and the manifests that were relied on for it."""
 
     snapshot: StoredSnapshot
     header: bytes
-    since_s: float = 0.0
+    relied: frozenset[str]
+    since_s: float = (
+        math.inf
+    )  # when it was begun to be put; of what a manifest refers to, that manifest vouches for it
 
 
 class RankStore:
@@ -61,7 +76,8 @@ class RankStore:
 
     Args:
         run_id: of the run that the names stand for.
-        last: what this rank's last manifest refers to, if it has one that is not stale.
+        base: the key of this rank's manifest that tells what need not be uploaded again; "" if none is sure to stay.
+        look: lists the run.
         neighbours: the other ranks of this run on this node.
         read_back: compare what was stored, byte for byte, before it counts.
     """
@@ -74,22 +90,25 @@ class RankStore:
         rank: int,
         *,
         run_id: str,
-        last: Iterable[StoredSnapshot],
+        base: str,
+        look: Callable[[], Views],
         neighbours: Callable[[], Iterable[RankStore]],
         read_back: bool,
         map_fn: MapFunction,
     ) -> None:
         self._store, self._job, self._run, self.rank = store, job, run, rank
-        self._run_id, self._neighbours = run_id, neighbours
+        self._run_id, self._look, self._neighbours = run_id, look, neighbours
         self._read_back, self._map = read_back, map_fn
         self._lock = threading.Lock()
-        self._last = [_Kept(s, read_image_header(store, s)) for s in last]
-        self._since: dict[SnapshotId, _Kept] = {}
+        self._since: dict[_Name, Kept] = {}
+        self._base: dict[_Name, Kept] = {}
+        if base:
+            self._base = self._of_manifest(read_manifest(store, base))
 
-    def stored_of(self, iteration: int) -> list[_Kept]:
+    def stored_of(self, iteration: int) -> list[Kept]:
         """What was stored of an iteration since the last manifest."""
         with self._lock:
-            return [kept for key, kept in self._since.items() if key.iteration == iteration]
+            return [kept for name, kept in self._since.items() if name[0] == iteration]
 
     def put(self, snapshot: SnapshotId, slot: HeldSlot) -> Uploaded:
         """Bring the snapshot in a slot to the store.
@@ -98,8 +117,9 @@ class RankStore:
             SlotLost: it is not any more what was sealed.
             StoreError: the store does not take it.
         """
+        name = _name(snapshot)
         with self._lock:
-            known = self._since.get(snapshot)
+            known = self._since.get(name) or self._base.get(name)
         if known is not None:
             return Uploaded(known.snapshot.image_len, 0)
         header = slot.header
@@ -108,9 +128,11 @@ class RankStore:
         except ImageError as error:
             what = error.tensor if isinstance(error, DigestMismatch) else str(error)
             raise SlotLost(f"iteration {header.iteration} is damaged in memory: {what}") from error
+        since_s = time.monotonic()
+        index, relied = self._index(header.iteration)
         plan = plan_upload(
             slot.image,
-            self._index(header.iteration),
+            index,
             job=self._job,
             run=self._run,
             rank=self.rank,
@@ -118,45 +140,25 @@ class RankStore:
             sequence=header.sequence,
         )
         info, uploaded = self._upload(plan, slot.image)
-        view = ImageView(slot.image)
-        stored = StoredSnapshot(
-            header.iteration,
-            header.previous,
-            header.sequence,
-            header.phase,
-            header.epoch,
-            header.epoch_start,
-            header.filled_at_ns,
-            header.header_digest,
-            header.image_len,
-            header.layout_id,
-            view.num_operators,
-            view.anchors,
-            plan.objects(info.etag),
-            plan.extents,
-        )
+        stored, head = _stored(slot, plan, info)
         if self._read_back:
             restore_snapshot(self._store, stored, memoryview(bytearray(stored.image_len)))
-        head = bytes(slot.image[: view.data_offset])
-        now_s = time.monotonic()
+        kept = Kept(stored, head, relied if plan.reused else frozenset(), since_s)
         with self._lock:
-            self._since[snapshot] = _Kept(stored, head, now_s)
-            for key in [k for k, old in self._since.items() if now_s - old.since_s > _FORGET_S]:
-                del self._since[key]
+            self._since[name] = kept
+            for old in [n for n, k in self._since.items() if since_s - k.since_s > _FORGET_S]:
+                del self._since[old]
         return Uploaded(header.image_len, uploaded)
 
     def commit(self, message: CommitRank) -> RankManifest:
         """Write this rank's manifest.
 
         Raises:
-            UnknownSnapshot: a snapshot of it was not stored by this process.
+            UnknownSnapshot: a snapshot must be stored (anew) before.
+            Overtaken: a newer checkpoint is committed, or another history has begun.
             StoreError: the store does not take it.
         """
-        with self._lock:
-            missing = [key for key in message.snapshots if key not in self._since]
-            if missing:
-                raise UnknownSnapshot(f"iteration {missing[0].iteration} was not stored yet")
-            kept = [self._since[key] for key in message.snapshots]
+        kept = self._chosen(message.snapshots)
         manifest = RankManifest(
             self._job,
             self._run,
@@ -167,43 +169,112 @@ class RankStore:
             message.stride,
             time.time_ns(),
             message.slot_bytes,
+            message.num_slots,
             message.descriptor,
             TOOL,
             tuple(k.snapshot for k in kept),
         )
+        listed_s = time.monotonic()
+        self._check_may_commit(self._look(), manifest, frozenset().union(*(k.relied for k in kept)))
+        if time.monotonic() - listed_s > _COMMIT_WITHIN_S / 2:
+            raise Unavailable(manifest.key, "listing the run took too long to act upon it")
         try:
             self._store.put(manifest.key, [memoryview(manifest.to_bytes())], if_absent=True)
         except ObjectExists:
             # Ours, of a life before this one: the key says job, run, epoch and all that ranks agree on. What it refers to
             # stays, and not what we would have referred to.
             manifest = read_manifest(self._store, manifest.key)
-            kept = [_Kept(s, read_image_header(self._store, s)) for s in manifest.snapshots]
+            kept = list(self._of_manifest(manifest).values())
         with self._lock:
-            self._last = kept
-            staying = set(message.snapshots)
-            self._since = {
-                k: v for k, v in self._since.items() if k in staying or k.iteration > message.end
-            }
+            self._base = self._based(manifest.key, kept)
+            self._since = {n: k for n, k in self._since.items() if n not in self._base}
         return manifest
 
-    def _index(self, iteration: int) -> StoredIndex:
-        """Where the tensors lie to which a new object may refer."""
+    def _chosen(self, snapshots: Iterable[SnapshotId]) -> list[Kept]:
+        now_s = time.monotonic()
+        with self._lock:
+            known = {**self._base, **self._since}
+            found = []
+            for snapshot in snapshots:
+                kept = known.get(_name(snapshot))
+                if kept is None or now_s - kept.since_s > _FORGET_S:
+                    self._since.clear()
+                    raise UnknownSnapshot(f"iteration {snapshot.iteration} was not stored lately")
+                found.append(kept)
+            return found
+
+    def _check_may_commit(
+        self, views: Views, manifest: RankManifest, relied: frozenset[str]
+    ) -> None:
+        if not (reason := views.refusal(manifest.checkpoint, relied)):
+            return
+        if views.refusal(manifest.checkpoint, ()):
+            raise Overtaken(f"checkpoint {manifest.end} is not committed: {reason}")
+        with self._lock:
+            self._since.clear()
+            self._base.clear()
+        raise UnknownSnapshot(f"checkpoint {manifest.end} must be stored anew: {reason}")
+
+    def _of_manifest(self, manifest: RankManifest) -> dict[_Name, Kept]:
+        headers = [read_image_header(self._store, s) for s in manifest.snapshots]
+        pairs = zip(manifest.snapshots, headers, strict=True)
+        return self._based(manifest.key, [Kept(s, h, frozenset()) for s, h in pairs])
+
+    def _based(self, key: str, kept: Iterable[Kept]) -> dict[_Name, Kept]:
+        """What a manifest of ours refers to: whoever uses it relies on that manifest."""
+        return {
+            (k.snapshot.iteration, k.snapshot.epoch, k.snapshot.sequence): Kept(
+                k.snapshot, k.header, frozenset({key})
+            )
+            for k in kept
+        }
+
+    def _index(self, iteration: int) -> tuple[StoredIndex, frozenset[str]]:
+        """Where the tensors lie to which a new object may refer, and the manifests that are relied on by that."""
         index = StoredIndex()
         with self._lock:
-            own = [*self._since.values(), *self._last]
-        for kept in own:
-            index.add(kept.header, kept.snapshot)
+            found = [*self._since.values(), *self._base.values()]
         for other in self._neighbours():
-            for kept in other.stored_of(iteration):
-                index.add(kept.header, kept.snapshot)
-        return index
+            found += other.stored_of(iteration)
+        for kept in found:
+            index.add(kept.header, kept.snapshot)
+        return index, frozenset().union(*(kept.relied for kept in found))
 
     def _upload(self, plan: UploadPlan, image: memoryview) -> tuple[ObjectInfo, int]:
-        """Put what is new. The key stands for the content: if it is there already, it was we who put it, in a life before."""
+        """Put what is new. The key stands for the content: if it has been there for a short time only, we put it in a life before;
+        what is older may be taken for garbage, and is put again."""
         there = self._store.info(plan.key)
         if there is not None and there.size == plan.size:
-            return there, 0
+            age_s = abs(time.time_ns() - there.modified_ns) / 1e9
+            if age_s < _FORGET_S:
+                return there, 0
         info = self._store.put(plan.key, plan.parts(image))
         if info.size != plan.size:
             raise Damaged(plan.key, f"it has {info.size} bytes, {plan.size} were put")
         return info, plan.size
+
+
+def _name(snapshot: SnapshotId) -> _Name:
+    return snapshot.iteration, snapshot.epoch, snapshot.sequence
+
+
+def _stored(slot: HeldSlot, plan: UploadPlan, info: ObjectInfo) -> tuple[StoredSnapshot, bytes]:
+    """What the manifest will say of a snapshot, and its image's header."""
+    header, view = slot.header, ImageView(slot.image)
+    stored = StoredSnapshot(
+        header.iteration,
+        header.previous,
+        header.sequence,
+        header.phase,
+        header.epoch,
+        header.epoch_start,
+        header.filled_at_ns,
+        header.header_digest,
+        header.image_len,
+        header.layout_id,
+        view.num_operators,
+        view.anchors,
+        plan.objects(info.etag),
+        plan.extents,
+    )
+    return stored, bytes(slot.image[: view.data_offset])

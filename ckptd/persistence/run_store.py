@@ -5,19 +5,26 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ckptd.persistence import wire as w
 from ckptd.persistence.rank_store import TOOL, RankStore
 from ckptd.ring import SlotState
 from ckptd.segment_format import SlotHeader, pack_slot_header
-from ckptd.storage.catalog import Catalog, CheckpointState, StoredCheckpoint
+from ckptd.storage.catalog import (
+    Catalog,
+    CheckpointState,
+    StoredCheckpoint,
+    build_catalog,
+)
+from ckptd.storage.commit import Views, see
 from ckptd.storage.manifest import ManifestError, RankManifest, StoredSnapshot
-from ckptd.storage.names import CheckpointId, RunName
-from ckptd.storage.objects import ObjectExists, ObjectMissing, ObjectStore
+from ckptd.storage.names import CheckpointId, RunName, run_prefix
+from ckptd.storage.objects import Damaged, ObjectExists, ObjectMissing, ObjectStore
 from ckptd.storage.reader import (
     MapFunction,
-    read_catalog,
+    SnapshotDamaged,
     read_identity,
     read_image_bytes,
     read_manifest,
@@ -33,6 +40,7 @@ __all__ = ["Fenced", "RunStore", "Tell"]
 
 _OFFERED = 3  # checkpoints that a recovery is told of: the newest, and what it falls back to
 _BATCH = 500
+_DELETE_WITHIN_S = 300.0  # half the settle time (docs/format.md §8)
 
 Tell = Callable[[str, str, str], None]
 
@@ -68,6 +76,7 @@ class RunStore:
         self._ranks: dict[int, RankStore] = {}
         self._offered: dict[str, RankManifest] = {}
         self._doubted: set[CheckpointId] = set()
+        self._complete: deque[tuple[int, int]] = deque(maxlen=16)
         self._manifests: dict[str, RankManifest] = {}  # of all ranks: for what may go
 
     # -- ranks -----------------------------------------------------------------------------------
@@ -83,22 +92,33 @@ class RunStore:
         with self._lock:
             self._epochs[epoch] = message.epoch_start
         identity = self._claim()
-        catalog = self._catalog()
-        self._check_epochs(catalog, epoch)
-        opened = RankStore(
-            self._store,
-            self.job,
-            self.run,
-            rank,
-            run_id=identity.run_id,
-            last=self._last_of(catalog, rank),
-            neighbours=lambda: self._others(rank),
-            read_back=self._read_back,
-            map_fn=self._map,
-        )
+        views = self._look()
+        self._check_epochs(views.own, epoch)
+        base = views.base_of(rank)
+        opened = self._make_rank(rank, identity, "" if base is None else base.manifests[rank].key)
         with self._lock:
             self._ranks[rank] = opened
-        return -1 if catalog.newest is None else catalog.newest.id.end
+        return -1 if views.own.newest is None else views.own.newest.id.end
+
+    def _make_rank(self, rank: int, identity: RunIdentity, base: str) -> RankStore:
+        try:
+            return RankStore(
+                self._store,
+                self.job,
+                self.run,
+                rank,
+                run_id=identity.run_id,
+                base=base,
+                look=self._look,
+                neighbours=lambda: self._others(rank),
+                read_back=self._read_back,
+                map_fn=self._map,
+            )
+        except (ManifestError, ObjectMissing, SnapshotDamaged) as error:
+            if not base:
+                raise
+            self._tell("warning", "store_damaged", f"{error}; everything is uploaded anew")
+            return self._make_rank(rank, identity, "")
 
     def rank(self, rank: int) -> RankStore | None:
         """What `open` has made."""
@@ -138,23 +158,21 @@ class RunStore:
             self._identity = found
         return self._identity
 
-    def _last_of(self, catalog: Catalog, rank: int) -> Iterable[StoredSnapshot]:
-        """What this rank's last manifest refers to."""
-        last = catalog.last_of(rank)
-        if last is None:
-            return ()
-        try:
-            return read_manifest(self._store, last.manifests[rank].key).snapshots
-        except (ManifestError, ObjectMissing) as error:
-            self._tell("warning", "store_damaged", f"{error}; everything is uploaded anew")
-            return ()
-
     # -- what is there ---------------------------------------------------------------------------
 
-    def _catalog(self) -> Catalog:
+    def _look(self) -> Views:
+        """What the store shows of the run, to everybody and to us."""
         with self._lock:
             known = dict(self._epochs)
-        return read_catalog(self._store, self.job, self.run, known_epochs=known)
+        listing = self._store.list(run_prefix(self.job, self.run))
+        return see(listing, self.job, self.run, known_epochs=known)
+
+    def _catalog_of(self, iteration: int) -> Catalog:
+        """The same of one iteration (a large run has many objects)."""
+        with self._lock:
+            known = dict(self._epochs)
+        listing = self._store.list(f"{run_prefix(self.job, self.run)}{iteration:012d}/")
+        return build_catalog(listing, self.job, self.run, known_epochs=known)
 
     def _check_epochs(self, catalog: Catalog, epoch: int) -> None:
         later = [number for number in catalog.epochs if number > epoch]
@@ -170,10 +188,13 @@ class RunStore:
         Raises:
             Fenced: a later history is there.
         """
-        catalog = self._catalog()
+        if (end, epoch) in self._complete:  # another rank of this node has seen it
+            return True, ""
+        catalog = self._catalog_of(end)
         self._check_epochs(catalog, max(self._epochs, default=epoch))
         found = [c for c in catalog.checkpoints if (c.id.end, c.id.epoch) == (end, epoch)]
         if any(c.state is CheckpointState.COMMITTED for c in found):
+            self._complete.append((end, epoch))
             return True, ""
         if len(found) > 1:
             return False, f"the ranks do not agree: {', '.join(c.reason for c in found)}"
@@ -181,7 +202,7 @@ class RunStore:
 
     def find(self, ranks: Iterable[int]) -> list[w.StoredCheckpoint]:
         """The newest committed checkpoints, these ranks' part of them."""
-        catalog = self._catalog()
+        catalog = self._look().own
         offered: list[w.StoredCheckpoint] = []
         left = _OFFERED
         for checkpoint in catalog.committed:
@@ -203,6 +224,9 @@ class RunStore:
             raise ManifestError(f"it is of {checkpoint.world_size} ranks, without rank {rank}")
         key = checkpoint.manifests[rank].key
         manifest = self._offered.get(key) or read_manifest(self._store, key)
+        identity = self._identity or read_identity(self._store, self.job, self.run)
+        if identity is not None and manifest.run_id != identity.run_id:
+            raise ManifestError(f"{key}: it is of run {manifest.run_id}, not {identity.run_id}")
         self._offered[key] = manifest
         return w.StoredCheckpoint(
             name=key,
@@ -212,7 +236,8 @@ class RunStore:
             world_size=manifest.world_size,
             window=manifest.window,
             slot_bytes=manifest.slot_bytes,
-            num_slots=max(1, len(manifest.snapshots)),
+            # Who goes on from it needs room for the next suffix while this one is held, as it had it before.
+            num_slots=manifest.num_slots,
             descriptor=manifest.descriptor,
             lengths=[s.image_len for s in manifest.snapshots],
             headers=[pack_slot_header(_slot_header(s)) for s in manifest.snapshots],
@@ -229,7 +254,12 @@ class RunStore:
             StoreError: the store does not give them.
         """
         manifest = self._offered[name]
-        read_image_bytes(self._store, manifest.snapshots[index], offset, into, map_fn=self._map)
+        snapshot = manifest.snapshots[index]
+        try:
+            read_image_bytes(self._store, snapshot, offset, into, map_fn=self._map)
+        except (ObjectMissing, Damaged):
+            self.doubt(name)  # who asked cannot tell this from a store that is away
+            raise
 
     def doubt(self, name: str) -> None:
         """What was read of a checkpoint is damaged: it is offered no more."""
@@ -241,13 +271,14 @@ class RunStore:
 
     # -- what may go -----------------------------------------------------------------------------
 
-    def retain(self) -> tuple[int, int]:
-        """Delete what the policy does not keep; returns (objects, bytes).
+    def retain(self) -> None:
+        """Delete what the policy does not keep.
 
         Raises:
             StoreError: the store cannot be read, or does not delete; what was begun goes on the next time.
         """
-        catalog = self._catalog()
+        listed_s = time.monotonic()
+        catalog = self._look().own
         now_ns = max(_times(catalog), default=0)  # the store's clock, by the newest thing in it
         self._read_all(catalog)
         # Its writers saw all of it in the store before they wrote their manifests. It must be there still.
@@ -259,6 +290,8 @@ class RunStore:
         )
         for doomed in (plan.manifests, plan.objects):
             for begin in range(0, len(doomed), _BATCH):
+                if time.monotonic() - listed_s > _DELETE_WITHIN_S:
+                    return  # what was seen is too old to act upon; the next time goes on
                 self._store.delete([gone.key for gone in doomed[begin : begin + _BATCH]])
         gone = (*plan.manifests, *plan.objects)
         if gone:
@@ -268,7 +301,6 @@ class RunStore:
                 "retained",
                 f"{self.job}/{self.run}: {len(gone)} objects deleted, {freed} bytes",
             )
-        return len(gone), sum(deletion.size for deletion in gone)
 
     def _read_all(self, catalog: Catalog) -> None:
         """Know every manifest; they never change, so each is read once. Where one cannot be read, no object is deleted."""

@@ -97,9 +97,10 @@ class StorageTier:
 
     def tick(self) -> None:
         """Time passed."""
+        self._child.tick()
         for key, rank in list(self._ranks.items()):
             rank.tick()
-            if not self._store.of_rank(key):
+            if rank.over:
                 self._ranks.pop(key).close()
 
     @property

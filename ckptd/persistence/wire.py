@@ -29,6 +29,8 @@ __all__ = [
     "FromKeeper",
     "OpenRank",
     "Opened",
+    "Ping",
+    "Pong",
     "RankName",
     "ReadRange",
     "Retain",
@@ -153,7 +155,13 @@ class DoubtStored(Struct, frozen=True, tag=True):
     segment: str
 
 
-ToKeeper = Configure | OpenRank | StoreSlot | CommitRank | FindStored | ReadRange | DoubtStored
+class Ping(Struct, frozen=True, tag=True):
+    """Are you there? Answered by `Pong`, whatever else is going on."""
+
+
+ToKeeper = (
+    Configure | OpenRank | StoreSlot | CommitRank | FindStored | ReadRange | DoubtStored | Ping
+)
 
 
 # -- keeper -> daemon ----------------------------------------------------------------------------
@@ -240,7 +248,11 @@ class Told(Struct, frozen=True, tag=True):
     amount: int = 1
 
 
-FromKeeper = Opened | StoredSlot | Answer | Failed | Found | Settled | Told
+class Pong(Struct, frozen=True, tag=True):
+    """Yes."""
+
+
+FromKeeper = Opened | StoredSlot | Answer | Failed | Found | Settled | Told | Pong
 
 _to_keeper = msgspec.msgpack.Decoder(ToKeeper)
 _from_keeper = msgspec.msgpack.Decoder(FromKeeper)

@@ -183,3 +183,10 @@ def test_the_printed_configuration_is_a_configuration(tmp_path: Path) -> None:
     first = load_config({"memory": "1GiB", "node_id": "n1"}, environ={})
     again = load_config(file=toml(tmp_path, render_toml(first)), environ={})
     assert again.config == first.config
+
+
+def test_what_may_hold_credentials_is_not_told() -> None:
+    with pytest.raises(ConfigError) as failure:
+        load_config({"store_options": '{"secret": "hunter2"'}, environ={})
+    assert "hunter2" not in str(failure.value)
+    assert "store_options" in str(failure.value)

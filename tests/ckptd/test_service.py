@@ -81,9 +81,9 @@ class Setting:
         self.ask(m.Hello("1", os.getpid()))
         return self.ask(m.Attach("job", "run", 0, 1, "dp1", 1, needed_bytes, "2 slots"))
 
-    def reserve(self) -> Segment:
+    def reserve(self, num_slots: int = 2) -> Segment:
         descriptor = encode_descriptor(descriptor_of("job", "run"))
-        reply = self.ask(m.Reserve(MIB, 2, descriptor))
+        reply = self.ask(m.Reserve(MIB, num_slots, descriptor))
         assert isinstance(reply, m.Reserved), reply
         segment = self.store.get(RANK, reply.segment.generation)
         assert segment is not None
@@ -184,6 +184,22 @@ def test_an_image_that_no_slot_of_its_segment_can_hold_is_not_fetched(
     assert refused.code is m.RefusalCode.BAD_MESSAGE
     assert refused.hint
     assert len(setting.store) == 1
+
+
+@pytest.mark.parametrize(("held", "made"), [(2, 3), (20, 20), (40, 3)])
+def test_a_fetch_gets_as_much_room_as_its_holder_has_or_as_little_as_will_do(
+    setting: Setting, held: int, made: int
+) -> None:
+    """64 MiB are not enough for twice 40 slots of 1 MiB; nobody is told of a refusal that was none."""
+    setting.attach()
+    segment, snapshot = setting.reserve(held), snapshot_of(3)
+    segment.image(0, snapshot.header)[:] = snapshot.image
+    write_slot_header(segment.buffer, segment.geometry, 0, snapshot.header)
+    reply = setting.ask(fetch_from(segment, snapshot.header))
+    assert isinstance(reply, m.Reserved), reply
+    assert reply.segment.num_slots == made
+    told = setting.peering._events.page(0, 100).events
+    assert not [event for event in told if event.kind.startswith("refused")]
 
 
 def test_a_copy_on_this_node_that_a_fetch_finds_damaged_is_verified(setting: Setting) -> None:

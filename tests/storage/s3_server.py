@@ -45,15 +45,26 @@ class S3Server:
     port: int
     _process: subprocess.Popen[bytes]
     _folder: Path
+    _ports: Mapping[str, int]
 
     @classmethod
     def start(cls) -> S3Server:
         """Start one, and wait until it answers."""
+        try:
+            return cls._start()
+        except RuntimeError:  # somebody was quicker to take one of its ports
+            return cls._start()
+
+    @classmethod
+    def _start(cls) -> S3Server:
         binary = weed()
         assert binary is not None
         folder = Path(tempfile.mkdtemp(prefix="ckptd-s3-"))
         ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
+        # A test run that is killed takes its server with it.
+        bound = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         command = [
+            *bound,
             binary,
             "mini",
             f"-dir={folder / 'data'}",
@@ -72,7 +83,7 @@ class S3Server:
         ]
         (folder / "data").mkdir()
         with ExitStack() as undo:
-            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            undo.callback(_wipe, folder, ports)
             log = undo.enter_context((folder / "log").open("wb"))
             process = subprocess.Popen(
                 command,
@@ -83,7 +94,7 @@ class S3Server:
                 stderr=subprocess.STDOUT,
             )
             port = ports["s3.port"]
-            server = cls(f"http://127.0.0.1:{port}", port, process, folder)
+            server = cls(f"http://127.0.0.1:{port}", port, process, folder, ports)
             undo.callback(server._end)
             server._wait()
             undo.pop_all()
@@ -103,7 +114,7 @@ class S3Server:
     def stop(self) -> None:
         """End the process, and wipe what it kept."""
         self._end()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        _wipe(self._folder, self._ports)
 
     def _end(self) -> None:
         self._process.kill()
@@ -131,6 +142,13 @@ class S3Server:
 
     def _log(self) -> str:
         return (self._folder / "log").read_text("utf-8", "replace")
+
+
+def _wipe(folder: Path, ports: Mapping[str, int]) -> None:
+    """Remove the data, and the sockets that the server puts into a folder of its own choice and leaves there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, port in ports.items():
+        Path(f"/tmp/seaweedfs-{name.partition('.')[0]}-grpc-{port}.sock").unlink(missing_ok=True)
 
 
 def free_ports(count: int) -> list[int]:

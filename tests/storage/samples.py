@@ -112,6 +112,7 @@ def manifest_of(
         every=10,
         written_at_ns=456,
         slot_bytes=1 << 20,
+        num_slots=6,
         descriptor=b"\x00opaque",
         tool="ckptd 0.3.0",
         snapshots=tuple(snapshots),

@@ -5,6 +5,7 @@ After each fault: the right error or success, no part of an object visible, and 
 
 from __future__ import annotations
 
+import gc
 import random
 import socket
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.storage.fsspec_store import FsspecStore
 from ckptd.storage.objects import (
     ContainerMissing,
     ObjectExists,
@@ -26,6 +28,7 @@ from ckptd.storage.objects import (
     Unavailable,
 )
 from ckptd.storage.open_store import open_store
+from ckptd.storage.options import StoreOptions
 from ckptd.storage.resilience import RetryPolicy
 from ckptd.storage.resilient import Resilient
 from tests.storage.fault_proxy import (
@@ -305,6 +308,20 @@ class TestUploads:
             _put(store, BIG, if_absent=True)
         assert store.read("object", limit=100) == SMALL
         assert raw.uploads() == []
+
+    def test_a_file_of_any_file_system_that_cannot_be_finished_is_given_up(
+        self, s3_server: S3Server, s3_url: str, proxy: FaultProxy, behind: ObjectStore, raw: Raw
+    ) -> None:
+        """Closing it, as the garbage collector would, commits what it has."""
+        own = {name: value for name, value in s3_server.options.items() if name != "region"}
+        own["endpoint_url"] = proxy.endpoint
+        store = FsspecStore(s3_url, StoreOptions(part_bytes=PART, fsspec=own))
+        proxy.inject(Answer(400, "InvalidRequest"), uploads_part(2), times=50)
+        with pytest.raises(Unavailable):
+            _put(store, BIG)
+        store.close()
+        gc.collect()
+        _nothing_left(behind, raw)
 
 
 class TestSmallPuts:

@@ -259,6 +259,17 @@ def test_an_orphan_goes_when_it_is_old(iteration: int, age: int, goes: bool) -> 
     assert ({d.key for d in world.plan([]).objects} == {orphan}) == goes  # nothing refers to it
 
 
+def test_an_object_of_a_history_that_has_committed_nothing_yet_stays() -> None:
+    """Found by the model: epoch 9 began before 20, which only its writers know. One of them died when it
+    had put an object; later it puts that again, while a collector that saw it as an orphan deletes it."""
+    world = World()
+    done = world.checkpoint(30)
+    world.object(15, epoch=9)
+    assert world.plan([done]).objects == ()
+    later = world.checkpoint(40, epoch=9, epoch_start=30)
+    assert [d.key.split("/")[2] for d in world.plan([later]).objects] == ["000000000015"]
+
+
 def test_nothing_is_an_orphan_before_anything_is_committed() -> None:
     world = World()
     world.object(5)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ckptd.storage.manifest import Extent, RankManifest
 from ckptd.storage.names import ManifestName, ObjectName, parse
 from ckptd.storage.object_check import StreamBuffers, check_tensors
 from ckptd.storage.objects import Range, Unavailable
+from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import read_catalog
 from ckptd.storage.verifier import (
     Finding,
@@ -390,3 +392,23 @@ def test_an_object_whose_header_lies_about_its_length_is_found() -> None:
     found = errors(verify_run(store, JOB, RUN))
     assert [f.key for f in found] == [key]
     assert found[0].what == f"the object has {size} bytes, by its header {size + 1}"
+
+
+def test_a_run_in_a_folder_is_verified(tmp_path: Path) -> None:
+    """Everything above is about a store in memory; this one is about files."""
+    store = open_store(tmp_path.as_uri())
+    write_identity(store)
+    for writer in (Writer(store, rank=rank, world_size=2) for rank in (0, 1)):
+        for end in (11, 21):
+            writer.commit(window(end, seeds=FROZEN, rank=writer.rank))
+    report = verify_run(store, JOB, RUN)
+    assert report.findings == ()
+    assert (len(report.whole), report.num_objects) == (2, 8)
+    key = max(info.key for info in store.list("") if info.key.endswith(".safetensors"))
+    file = tmp_path / key
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    found = errors(verify_run(store, JOB, RUN))
+    assert [finding.key for finding in found] == [key]
+    store.delete([key])
+    assert [f.what for f in errors(verify_run(store, JOB, RUN, full=False))] == ["it is missing"]
+    store.close()

@@ -21,16 +21,18 @@ RANK = w.RankName("job", "run", 0)
 class Loop:
     """A daemon's loop with nothing in it but a keeper."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, silent_s: float = 45.0) -> None:
         self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
         self.died: list[str] = []
+        self.skipped_s = 0.0
         self.child = StoreChild(
             w.Configure(url, {}, "auto", 2, 0.0, 20.0, False, w.Retain(1, 0, 0.0)),
             post=self.posted.put,
             told=lambda message: None,
             settled=lambda message: None,
             died=self.died.append,
-            clock=time.monotonic,
+            clock=lambda: time.monotonic() + self.skipped_s,
+            silent_s=silent_s,
         )
 
     def run_until(self, done: Callable[[], bool]) -> None:
@@ -106,4 +108,44 @@ def test_a_store_that_cannot_be_opened_is_told_of(tmp_path: Path) -> None:
     code, reason = loop.open()
     assert code == w.FailureCode.STORE
     assert "cannot be opened" in reason
+    loop.child.close()
+
+
+def test_a_keeper_that_hangs_is_killed_and_what_it_was_asked_fails(tmp_path: Path) -> None:
+    """A trainer that started while it hung waited for a quarter of an hour, although its state lay in storage."""
+    loop = Loop(f"file://{tmp_path}/store", silent_s=0.5)
+    loop.open()
+    os.kill(loop.child.pid, signal.SIGSTOP)
+    answers = loop.begin(w.FindStored(loop.child.next_id(), "job", "run", [0]))
+    loop.skipped_s += 10.0  # nothing was heard for so long: it is asked
+
+    def refused() -> bool:
+        loop.child.tick()
+        return bool(answers)
+
+    loop.run_until(refused)
+    code, reason = answers[0]
+    assert code == AWAY
+    assert "has not answered" in reason
+    assert len(loop.died) == 1
+    loop.child.close()
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_a_keeper_that_answers_lives_on_however_long_we_were_stopped(
+    tmp_path: Path, usable: bool
+) -> None:
+    """Also where its store cannot be opened."""
+    (tmp_path / "file").write_text("in the way")
+    loop = Loop(f"file://{tmp_path}/{'' if usable else 'file/'}store", silent_s=5.0)
+    loop.open()
+    pid = loop.child.pid
+    for _ in range(10):
+        loop.skipped_s += 100.0
+        loop.child.tick()  # asks
+        loop.skipped_s += 100.0
+        loop.child.tick()
+        loop.open()
+    assert loop.child.pid == pid
+    assert loop.died == []
     loop.child.close()

@@ -170,6 +170,42 @@ def test_a_store_that_fails_is_left_alone_for_a_while_that_doubles() -> None:
     assert of(Store, core.handle(Tick(), now_s=25.0))
 
 
+def test_the_end_of_training_is_persisted_although_the_store_failed_then() -> None:
+    """Nothing falls due any more after the end of a run: what failed in an outage was never tried again."""
+    core = persister(every=100)
+    core.handle(slots(5, 6, 7), now_s=0.0)
+    core.handle(Flush(), now_s=0.0)
+    core.handle(StoreFailed(key(6), "the store is away"), now_s=1.0)
+    assert not core.idle
+    assert core.handle(slots(5, 6, 7), now_s=2.0) == []
+    assert of(Store, core.handle(Tick(), now_s=6.0)) == [Store(key(6), snapshot(6))]
+    core.handle(stored(6), now_s=7.0)
+    assert of(Commit, core.handle(stored(7), now_s=7.0))
+    core.handle(Committed(7), now_s=8.0)
+    assert core.idle
+
+
+def test_a_due_checkpoint_that_failed_is_due_until_something_newer_is() -> None:
+    """Its trainer may have been killed meanwhile."""
+    core = persister()
+    core.handle(slots(3, 4, 5), now_s=0.0)
+    core.handle(StoreFailed(key(3), "the store is away"), now_s=1.0)
+    assert of(Store, core.handle(Tick(), now_s=6.0)) == [Store(key(3), snapshot(3))]
+    core.handle(StoreFailed(key(3), "the store is away"), now_s=7.0)
+    core.handle(slots(3, 4, 5, 6, 7, 8), now_s=8.0)
+    assert of(Store, core.handle(Tick(), now_s=20.0)) == [Store(key(7), snapshot(7))]
+
+
+def test_the_end_of_training_is_persisted_although_who_stores_died_then() -> None:
+    """It is not asked of anybody before we are told of the slots again: then somebody is there to ask."""
+    core = persister(every=100)
+    core.handle(slots(6, 7), now_s=0.0)
+    core.handle(Flush(), now_s=0.0)
+    assert of(Store, core.handle(Forgotten(), now_s=1.0)) == []
+    assert of(Store, core.handle(Tick(), now_s=2.0)) == []
+    assert of(Store, core.handle(slots(6, 7), now_s=3.0)) == [Store(key(6), snapshot(6))]
+
+
 def test_news_of_something_else_changes_nothing() -> None:
     core = persister()
     core.handle(slots(3, 4), now_s=0.0)

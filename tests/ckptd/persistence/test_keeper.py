@@ -32,7 +32,7 @@ RANK = w.RankName("job", "run", 0)
 class Desk:
     """Asks a keeper, and waits for what it says."""
 
-    def __init__(self, url: str, **settings: Any) -> None:
+    def __init__(self, url: str, *, settle_s: float = 600.0, **settings: Any) -> None:
         given = {
             "options": {},
             "backend": "auto",
@@ -43,7 +43,8 @@ class Desk:
             "retain": w.Retain(2, 0, 0.0),
         }
         self.said: queue.Queue[Any] = queue.Queue()
-        self.keeper = Keeper(w.Configure(url, **{**given, **settings}), self.said.put)
+        configure = w.Configure(url, **{**given, **settings})
+        self.keeper = Keeper(configure, self.said.put, settle_s=settle_s)
         self.told: list[w.Told] = []
         self.settled: list[w.Settled] = []
         self._ids = 0
@@ -250,6 +251,40 @@ def test_a_commit_of_what_was_not_stored_is_unknown(desk: Desk, segment: Segment
     assert desk.commit(segment, snapshot).code == w.FailureCode.UNKNOWN
 
 
+def test_what_is_older_than_a_committed_checkpoint_is_not_committed(
+    desk: Desk, segment: Segment
+) -> None:
+    desk.open()
+    early = [fill(segment, i, i) for i in (1, 2)]
+    for snapshot in early:
+        desk.put(segment, snapshot.iteration, snapshot)
+    checkpoint(desk, segment, 4)
+    reply = desk.commit(segment, *early)
+    assert (reply.code, "is committed" in reply.reason) == (w.FailureCode.STORE, True)
+
+
+def test_what_relied_on_a_manifest_that_may_be_deleted_is_stored_anew(
+    desk: Desk, segment: Segment, folder: Path
+) -> None:
+    """Another life of this rank has committed a newer checkpoint meanwhile, which replaces the one that was relied on."""
+    desk.open()
+    checkpoint(desk, segment, 2)
+    snapshots = [fill(segment, i, i) for i in (3, 4)]
+    for snapshot in snapshots:
+        assert desk.put(segment, snapshot.iteration, snapshot).uploaded_bytes < FRESH_BYTES + 20_000
+    other = Desk(f"file://{folder}")
+    other.open()
+    pair = [w.SnapshotId(0, 2, 1, 3), snapshots[0]]
+    for snapshot in pair:
+        other.put(segment, snapshot.iteration, snapshot)
+    assert isinstance(other.commit(segment, *pair), w.Answer)
+    reply = desk.commit(segment, *snapshots)
+    assert (reply.code, "may be deleted" in reply.reason) == (w.FailureCode.UNKNOWN, True)
+    assert desk.put(segment, 3, snapshots[0]).uploaded_bytes > FRESH_BYTES + 100_000
+    desk.put(segment, 4, snapshots[1])
+    assert isinstance(desk.commit(segment, *snapshots), w.Answer)
+
+
 def test_a_job_that_does_not_know_of_a_later_history_is_fenced(
     desk: Desk, segment: Segment, folder: Path
 ) -> None:
@@ -277,9 +312,8 @@ def test_a_damaged_checkpoint_is_offered_no_more_and_the_older_one_is(
     assert [c.end for c in Desk(f"file://{folder}").find(0)] == [4]
 
 
-def test_retention_leaves_what_it_shall_and_no_orphans(
-    desk: Desk, segment: Segment, folder: Path
-) -> None:
+def test_retention_leaves_what_it_shall_and_no_orphans(segment: Segment, folder: Path) -> None:
+    desk = Desk(f"file://{folder}", settle_s=0.0)
     desk.open()
     for end in (2, 4, 6, 8):
         checkpoint(desk, segment, end)

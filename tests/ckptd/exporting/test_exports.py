@@ -13,48 +13,26 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ckptd import locks
-from ckptd.export import DamagedSnapshot, ExportError, convert, export
-from ckptd.ring import SlotState
-from ckptd.sealer import seal_slot
+from ckptd.exporting.convert import convert
+from ckptd.exporting.errors import DamagedSnapshot, ExportError
+from ckptd.exporting.exports import export_hf
+from ckptd.exporting.memory import open_slot
 from ckptd.segment_format import slot_lock_byte
-from ckptd.segments import Segment, SegmentStore
-from tests.ckptd.running import MIB, descriptor, fill, running_daemon, small_tmpfs
-
-Tensors = tuple[tuple[str, str, tuple[int, ...], bytes], ...]
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
-
-
-def entries(**tensors: torch.Tensor) -> Tensors:
-    return tuple(
-        (
-            name,
-            NAMES[t.dtype],
-            tuple(t.shape),
-            t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
-        )
-        for name, t in tensors.items()
-    )
+from tests.ckptd.exporting.samples import (
+    DENSE,
+    client_part,
+    entries,
+    export,
+    segment_folder,
+    snapshot,
+)
+from tests.ckptd.running import running_daemon, small_tmpfs
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    path = Path(f"/dev/shm/ckptd-test-export-{os.getpid()}")
-    path.mkdir(mode=0o700)
-    yield path
-    for left in path.iterdir():
-        left.unlink()
-    path.rmdir()
-
-
-def snapshot(folder: Path, iteration: int, tensors: Tensors, rank: int = 0) -> Segment:
-    """One sealed snapshot in a segment of its own."""
-    store = SegmentStore(folder, 64 * MIB, "n", mlock="off", hugepages="off")
-    store.adopt(0.0)
-    segment = store.create(descriptor(rank=rank), 1, MIB)
-    fill(segment, 0, iteration, tensors=tensors)
-    seal_slot(segment, 0)
-    assert segment.header(0).state is SlotState.SEALED  # type: ignore[union-attr]
-    return segment
+    with segment_folder() as path:
+        yield path
 
 
 def model() -> dict[str, torch.Tensor]:
@@ -227,3 +205,138 @@ def test_the_command_finds_the_segments_with_and_without_a_daemon(tmp_path: Path
         assert daemon.ctl(*arguments, check=False).returncode == 4
         daemon.kill()
         assert "1 tensors" in daemon.ctl(*arguments, "--force").stdout
+
+
+def test_a_dense_snapshot_keeps_the_precision_of_training(folder: Path, tmp_path: Path) -> None:
+    """What computes in bf16 is trained in fp32, and whoever goes on from it needs all of that."""
+    weights = torch.randn(8, 4)
+    snapshot(folder, 11, entries(w=weights.bfloat16()))
+    snapshot(folder, 12, entries(w=weights), anchors=DENSE)
+    assert export(folder, 12, tmp_path / "m.safetensors").converted == 0
+    assert torch.equal(load_file(tmp_path / "m.safetensors")["w"], weights)
+
+
+def test_without_an_iteration_the_newest_is_meant(folder: Path, tmp_path: Path) -> None:
+    snapshot(folder, 3, entries(w=torch.zeros(8)))
+    snapshot(folder, 4, entries(w=torch.ones(8)))
+    report = export(folder, None, tmp_path / "m.safetensors")
+    assert report.iteration == 4
+    snapshot(folder, 3, entries(w=torch.zeros(8)), rank=1)
+    with pytest.raises(ExportError, match=r"snapshots are there for .*choose --job --run --rank"):
+        export(folder, None, tmp_path / "n.safetensors")
+
+
+def test_a_model_that_is_not_whole_is_refused(folder: Path, tmp_path: Path) -> None:
+    """A later snapshot of an aligned window holds no operator that an earlier one anchored."""
+    told = client_part({"a": None, "b": None})
+    snapshot(folder, 3, entries(b=torch.zeros(8)), client=told)
+    with pytest.raises(ExportError, match="does not hold a: within an aligned window"):
+        export(folder, 3, tmp_path / "m.safetensors")
+    told = client_part({"w": (0, 4)})
+    snapshot(folder, 4, entries(**{"w[0:2]": torch.zeros(2, 3)}), client=told)
+    with pytest.raises(ExportError, match="does not hold w"):
+        export(folder, 4, tmp_path / "m.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
+def test_buffers_that_no_state_dict_has_are_left_out(folder: Path, tmp_path: Path) -> None:
+    told = client_part({"w": None}, transient_buffers=["cache"])
+    tensors = {"w": torch.zeros(8), "buffer/cache": torch.zeros(3), "buffer/mean": torch.ones(3)}
+    snapshot(folder, 3, entries(**tensors), client=told)
+    export(folder, 3, tmp_path / "m.safetensors")
+    assert set(load_file(tmp_path / "m.safetensors")) == {"w", "mean"}
+
+
+def test_the_prefix_of_data_parallelism_is_not_the_models(folder: Path, tmp_path: Path) -> None:
+    tensors = {"module.a._orig_mod.w": torch.zeros(8), "buffer/module.mean": torch.ones(3)}
+    snapshot(folder, 3, entries(**tensors))
+    export(folder, 3, tmp_path / "m.safetensors")
+    assert set(load_file(tmp_path / "m.safetensors")) == {"a.w", "mean"}
+    export(folder, 3, tmp_path / "n.safetensors", keep_prefix=True)
+    assert set(load_file(tmp_path / "n.safetensors")) == {"module.a._orig_mod.w", "module.mean"}
+
+
+# -- folders of Hugging Face ---------------------------------------------------------------------
+
+
+def test_a_folder_has_files_of_bounded_size_and_their_index(folder: Path, tmp_path: Path) -> None:
+    tensors = {f"w{i}": torch.randn(100) for i in range(5)} | {"large": torch.randn(1000)}
+    snapshot(folder, 3, entries(**tensors))
+    config = tmp_path / "config"
+    config.mkdir()
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+        "old.safetensors",
+    ):
+        (config / name).write_text(name)
+    target = tmp_path / "model"
+    with open_slot(folder, 3) as source:
+        report = export_hf(source, target, config=config, max_shard_bytes=900)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * 1500
+    assert report.files == len(set(index["weight_map"].values())) == 4
+    for name, tensor in tensors.items():
+        assert torch.equal(load_file(target / index["weight_map"][name])[name], tensor)
+    listed = {path.name for path in target.iterdir()} - set(index["weight_map"].values())
+    assert listed == {"config.json", "tokenizer.json", "model.safetensors.index.json"}
+    assert (target / "tokenizer.json").read_text() == "tokenizer.json"
+    assert report.notes == ()
+
+
+def test_a_small_model_is_one_file_and_a_missing_config_is_said(
+    folder: Path, tmp_path: Path
+) -> None:
+    snapshot(folder, 3, entries(w=torch.ones(8)))
+    with open_slot(folder, 3) as source:
+        report = export_hf(source, tmp_path / "model")
+        with pytest.raises(ExportError, match=r"has no config\.json"):
+            export_hf(source, tmp_path / "other", config=tmp_path)
+    assert os.listdir(tmp_path / "model") == ["model.safetensors"]
+    assert report.notes == ("there is no config.json: pass --config",)
+    assert not (tmp_path / "other").exists()
+
+
+def test_force_replaces_models_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+    """--force with a mistyped path must not remove somebody's files."""
+    snapshot(folder, 3, entries(w=torch.ones(8)))
+    target, home = tmp_path / "model", tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.txt").write_text("precious")
+    with open_slot(folder, 3) as source:
+        export_hf(source, target)
+        (target / "left.bin").write_text("old")
+        with pytest.raises(ExportError, match="exists already; pass --force"):
+            export_hf(source, target)
+        export_hf(source, target, force=True)
+        assert os.listdir(target) == ["model.safetensors"]
+        with pytest.raises(ExportError, match="something else than a model"):
+            export_hf(source, home, force=True)
+        (target / "below").mkdir()
+        with pytest.raises(ExportError, match="something else than a model"):
+            export_hf(source, target, force=True)
+        with pytest.raises(ExportError, match="is a file and is not replaced"):
+            export_hf(source, home / "thesis.txt", force=True)
+    assert (home / "thesis.txt").read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == ["home", "model"]
+
+
+def test_a_full_disk_leaves_no_folder(folder: Path) -> None:
+    snapshot(folder, 3, entries(a=torch.zeros(100_000), b=torch.zeros(100_000)))
+    with small_tmpfs("512k") as small, open_slot(folder, 3) as source:
+        with pytest.raises(ExportError, match=r"needs 781\.\d KiB.*512 KiB left; nothing was kept"):
+            export_hf(source, small / "model", max_shard_bytes=400_000)
+        assert os.listdir(small) == []
+
+
+def test_a_failure_in_the_middle_leaves_no_folder(folder: Path, tmp_path: Path) -> None:
+    """BF16 cannot be made of I64: found when the second file is written."""
+    snapshot(folder, 2, entries(a=torch.zeros(100), b=torch.zeros(64).bfloat16()))
+    snapshot(folder, 3, entries(a=torch.zeros(100), b=torch.zeros(64, dtype=torch.int64)))
+    with (
+        open_slot(folder, 3) as source,
+        pytest.raises(ExportError, match="I64 and computes in BF16"),
+    ):
+        export_hf(source, tmp_path / "model", max_shard_bytes=400)
+    assert os.listdir(tmp_path) == []

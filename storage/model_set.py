@@ -1,0 +1,411 @@
+"""A model as a set of safetensors files, laid out as Hugging Face does: what a run may start from.
+
+``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on with
+``model.safetensors.index.json``; names are the model's own. Where there is optimizer state, it lies beside
+it in files called ``optimizer…`` alike, as ``state.<parameter>.<key>`` and ``master.<parameter>``.
+
+``import.json``, written last by an import, makes a set complete: it lists the files with a digest for each
+tensor, and the options of parameter groups. A set without it (one that somebody downloaded) is read, too; it
+can then only be checked for what its headers say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import msgspec
+import xxhash
+from msgspec import Meta
+
+from ckptd.storage.headers import MAX_HEADER_BYTES
+from ckptd.storage.image import DTYPE_SIZE, TensorEntry
+from ckptd.storage.objects import ObjectStore, Range
+from ckptd.storage.sealed_json import ManifestError, decode_sealed, seal_json
+
+__all__ = [
+    "IMPORT_FORMAT",
+    "MANIFEST",
+    "MODEL",
+    "OPTIMIZER",
+    "FolderFiles",
+    "ModelSet",
+    "SetError",
+    "SetFile",
+    "SetFiles",
+    "SetTensor",
+    "StoreFiles",
+    "file_name",
+    "index_name",
+    "open_set",
+    "plain_names",
+    "plan_shards",
+    "render_import",
+    "render_index",
+]
+
+IMPORT_FORMAT = "ckptd.import/1"
+MANIFEST = "import.json"
+MODEL, OPTIMIZER = "model", "optimizer"
+_MAX_JSON_BYTES = 256 << 20
+_LENGTH_BYTES = 8
+# Modules that wrap others under a name of their own; a model's own names are without them, as in
+# `torch.distributed.checkpoint.state_dict`.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_REPLICA = "module"
+
+
+class SetError(ValueError):
+    """The files are not a whole set, or not what they were."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetTensor:
+    """A tensor of a set; ``offset`` counts from the beginning of its file, an empty digest is unknown."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
+    digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class SetFile:
+    """A file of a set as ``import.json`` tells of it: the digests are those of its tensors in data order."""
+
+    name: str
+    size: int
+    digests: tuple[bytes, ...]
+
+
+class SetFiles(Protocol):
+    """Where the files of a set lie."""
+
+    @property
+    def where(self) -> str:
+        """As people are told."""
+
+    def size(self, name: str) -> int | None:
+        """How large a file is; None if it is not there."""
+
+    def read(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill the buffer from a file; SetError (or StoreError) if that cannot be done."""
+
+
+class FolderFiles:
+    """In a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def where(self) -> str:
+        return str(self._folder)
+
+    def size(self, name: str) -> int | None:
+        path = self._folder / name
+        return path.stat().st_size if path.is_file() else None
+
+    def read(self, name: str, offset: int, into: memoryview) -> None:
+        try:
+            with (self._folder / name).open("rb", buffering=0) as file:
+                while into:
+                    done = os.preadv(file.fileno(), [into], offset)
+                    if not done:
+                        raise SetError(f"{self._folder / name} is too short")
+                    offset, into = offset + done, into[done:]
+        except OSError as error:
+            raise SetError(f"cannot read {self._folder / name}: {error.strerror}") from error
+
+
+class StoreFiles:
+    """Below a prefix of a store."""
+
+    def __init__(self, store: ObjectStore, prefix: str, where: str) -> None:
+        self._store, self._prefix, self._where = store, prefix, where
+
+    @property
+    def where(self) -> str:
+        return self._where
+
+    def size(self, name: str) -> int | None:
+        info = self._store.info(self._prefix + name)
+        return None if info is None else info.size
+
+    def read(self, name: str, offset: int, into: memoryview) -> None:
+        self._store.read_ranges(self._prefix + name, [Range(offset, into)])
+
+
+@dataclass(frozen=True)
+class ModelSet:
+    """What a set holds.
+
+    Attributes:
+        model: the tensors by the model's own names.
+        optimizer: ``state.<parameter>.<key>`` and ``master.<parameter>``; empty where there is none.
+        groups: options of the parameter group by parameter, where they are known.
+        files: the names of all files, but ``import.json``.
+    """
+
+    model: Mapping[str, SetTensor]
+    optimizer: Mapping[str, SetTensor]
+    groups: Mapping[str, Mapping[str, Any]]
+    files: tuple[str, ...]
+    _files: SetFiles = field(repr=False)
+
+    def read(self, tensor: SetTensor, into: memoryview) -> None:
+        """Fill the buffer, of the tensor's size, and verify it where a digest is known.
+
+        Raises:
+            SetError: the bytes cannot be had, or are not those that were imported.
+        """
+        if tensor.nbytes:
+            self._files.read(tensor.file, tensor.offset, into)
+        if tensor.digest and xxhash.xxh3_128_digest(into) != tensor.digest:
+            raise SetError(f"{tensor.name} in {self._files.where}/{tensor.file} is damaged")
+
+
+def open_set(files: SetFiles, *, single: str = "", complete: bool = False) -> ModelSet:
+    """What is there, by manifest, index or name; headers are read, tensors are not.
+
+    Args:
+        single: the name of the only file, whatever else lies beside it.
+        complete: refuse a set without ``import.json``: one whose files are still being stored.
+    Raises:
+        SetError: it is no set, or not a whole one.
+    """
+    told = None if single else _read_manifest(files)
+    if told is None and complete:
+        raise SetError(f"{files.where} has no {MANIFEST}: nothing was imported, or not to the end")
+    if single:
+        parts = {MODEL: [single], OPTIMIZER: []}
+    elif told is not None:
+        names = [listed.name for listed in told.files]
+        parts = {part: [n for n in names if _part_of(n) == part] for part in (MODEL, OPTIMIZER)}
+    else:
+        parts = {part: _listed(files, part) for part in (MODEL, OPTIMIZER)}
+    if not parts[MODEL]:
+        raise SetError(
+            f"{files.where} holds no {file_name(MODEL, 0, 1)} and no {index_name(MODEL)}: not a model in safetensors "
+            "(`ckptctl import` makes one of a checkpoint of torch.distributed)"
+        )
+    known = {} if told is None else {listed.name: listed for listed in told.files}
+    found = {part: _tensors(files, names, known) for part, names in parts.items()}
+    return ModelSet(
+        found[MODEL],
+        found[OPTIMIZER],
+        {} if told is None else told.groups,
+        (*parts[MODEL], *parts[OPTIMIZER]),
+        files,
+    )
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Each name without what wraps the model: data parallelism (if around all of it), compiling, recomputation."""
+    plain = {name: _without(name, _WRAPPERS) for name in names}
+    while plain and all(name.startswith(_REPLICA + ".") for name in plain.values()):
+        plain = {name: short.removeprefix(_REPLICA + ".") for name, short in plain.items()}
+    return plain
+
+
+def plan_shards(entries: Sequence[TensorEntry], max_bytes: int) -> list[list[TensorEntry]]:
+    """The tensors in their order, in files of at most ``max_bytes`` (a larger tensor has one of its own)."""
+    shards: list[list[TensorEntry]] = [[]]
+    room = max_bytes
+    for entry in entries:
+        if shards[-1] and entry.nbytes > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(entry)
+        room -= entry.nbytes
+    return shards
+
+
+def file_name(part: str, index: int, count: int) -> str:
+    """What the file number ``index`` (from 0) of ``count`` is called."""
+    if count == 1:
+        return f"{part}.safetensors"
+    return f"{part}-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def index_name(part: str) -> str:
+    """What the index of several files is called."""
+    return f"{part}.safetensors.index.json"
+
+
+def render_index(weights: Mapping[str, str], total_bytes: int) -> bytes:
+    """The index of several files: which holds which tensor."""
+    told = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weights.items()))}
+    return (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def render_import(
+    files: Iterable[SetFile],
+    *,
+    source: str,
+    groups: Mapping[str, Mapping[str, Any]],
+    created_at_ns: int,
+    tool: str,
+) -> bytes:
+    """``import.json``."""
+    return seal_json(
+        {
+            "format": IMPORT_FORMAT,
+            "source": source,
+            "created_at_ns": created_at_ns,
+            "tool": tool,
+            "files": [
+                {"name": f.name, "size": f.size, "digests": [d.hex() for d in f.digests]}
+                for f in files
+            ],
+            "groups": {name: dict(options) for name, options in groups.items()},
+        }
+    )
+
+
+class _WireFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(pattern=r"^(model|optimizer)(-[0-9]{5}-of-[0-9]{5})?\.safetensors$")]
+    size: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    digests: list[Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]]
+
+
+class _WireImport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: Annotated[str, Meta(pattern=f"^{IMPORT_FORMAT}$")]
+    source: str
+    created_at_ns: int
+    tool: str
+    files: list[_WireFile]
+    groups: dict[str, dict[str, Any]]
+    digest: str
+
+
+_decoder = msgspec.json.Decoder(_WireImport)
+
+
+def _read_manifest(files: SetFiles) -> _WireImport | None:
+    data = _read_small(files, MANIFEST)
+    if data is None:
+        return None
+    try:
+        return decode_sealed(data, _MAX_JSON_BYTES, _decoder)
+    except ManifestError as error:
+        raise SetError(f"{files.where}/{MANIFEST}: {error}") from error
+
+
+def _read_small(files: SetFiles, name: str) -> bytes | None:
+    size = files.size(name)
+    if size is None:
+        return None
+    if size > _MAX_JSON_BYTES:
+        raise SetError(f"{files.where}/{name} has {size} bytes, may have {_MAX_JSON_BYTES}")
+    data = bytearray(size)
+    if size:
+        files.read(name, 0, memoryview(data))
+    return bytes(data)
+
+
+def _listed(files: SetFiles, part: str) -> list[str]:
+    """The files of one part that has no manifest."""
+    data = _read_small(files, index_name(part))
+    if data is None:
+        name = file_name(part, 0, 1)
+        return [name] if files.size(name) is not None else []
+    where = f"{files.where}/{index_name(part)}"
+    try:
+        weights = json.loads(data)["weight_map"]
+        names = sorted(set(weights.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SetError(f"{where} is not an index of safetensors files ({error!r})") from error
+    for name in names:
+        if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
+            raise SetError(f"{where} names {name!r}, which is no safetensors file beside it")
+    return names
+
+
+def _part_of(name: str) -> str:
+    return OPTIMIZER if name.startswith(OPTIMIZER) else MODEL
+
+
+def _tensors(
+    files: SetFiles, names: Iterable[str], known: Mapping[str, _WireFile]
+) -> dict[str, SetTensor]:
+    found: dict[str, SetTensor] = {}
+    for name in names:
+        for tensor in _file_tensors(files, name, known.get(name)):
+            if tensor.name in found:
+                raise SetError(
+                    f"{files.where} has {tensor.name} twice: in {found[tensor.name].file} and {name}"
+                )
+            found[tensor.name] = tensor
+    return found
+
+
+def _file_tensors(files: SetFiles, name: str, told: _WireFile | None) -> list[SetTensor]:
+    where = f"{files.where}/{name}"
+    size = files.size(name)
+    if size is None:
+        raise SetError(f"{where} is missing")
+    if told is not None and told.size != size:
+        raise SetError(f"{where} has {size} bytes, {told.size} were imported")
+    if size < _LENGTH_BYTES:
+        raise SetError(f"{where} is too short for a safetensors file")
+    length = bytearray(_LENGTH_BYTES)
+    files.read(name, 0, memoryview(length))
+    header_len = int.from_bytes(length, "little")
+    if header_len > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise SetError(f"{where} is truncated, or no safetensors file")
+    text = bytearray(header_len)
+    files.read(name, _LENGTH_BYTES, memoryview(text))
+    try:
+        tensors = _parse(name, bytes(text), size)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SetError(f"{where} is no whole safetensors file: {error!r}") from error
+    if told is None:
+        return tensors
+    if len(told.digests) != len(tensors):
+        raise SetError(f"{where} has {len(tensors)} tensors, {len(told.digests)} were imported")
+    return [
+        SetTensor(t.name, t.dtype, t.shape, t.file, t.offset, t.nbytes, bytes.fromhex(digest))
+        for t, digest in zip(tensors, told.digests, strict=True)
+    ]
+
+
+def _parse(file: str, text: bytes, size: int) -> list[SetTensor]:
+    """The tensors in data order; one of several errors if the header is not one."""
+    header = json.loads(text)
+    header.pop("__metadata__", None)
+    data_offset = _LENGTH_BYTES + len(text)
+    tensors = []
+    for name, told in header.items():
+        shape, (begin, end) = _naturals(told["shape"]), _naturals(told["data_offsets"])
+        if math.prod(shape) * DTYPE_SIZE[told["dtype"]] != end - begin:
+            raise ValueError(f"{name} is not as long as its shape says")
+        offset = data_offset + begin
+        tensors.append(SetTensor(name, told["dtype"], shape, file, offset, end - begin))
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    at = data_offset
+    for tensor in tensors:
+        if tensor.offset != at:
+            raise ValueError(f"{tensor.name} overlaps its neighbour or leaves a gap")
+        at += tensor.nbytes
+    if at != size:
+        raise ValueError(f"the file has {size} bytes, its tensors end at {at}")
+    return tensors
+
+
+def _naturals(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError(f"{value!r} are not natural numbers")
+    return tuple(value)
+
+
+def _without(name: str, wrappers: frozenset[str]) -> str:
+    return ".".join([part for part in name.split(".") if part not in wrappers])

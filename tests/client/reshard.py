@@ -1,0 +1,39 @@
+"""One of two ranks: loads an exported checkpoint into shards with stock torch, and compares the whole with what was live."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+
+def main() -> None:
+    checkpoint, folder = map(Path, sys.argv[1:3])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size
+    )
+    mesh = init_device_mesh("cpu", (world_size,))
+    expected = torch.load(folder / "expected.pt")
+    shards = {
+        name: distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(0)])
+        if tensor.ndim
+        else torch.zeros_like(tensor)
+        for name, tensor in expected.items()
+    }
+    load({"model": shards}, checkpoint_id=checkpoint)
+    for name, tensor in expected.items():
+        found = shards[name]
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        assert torch.equal(whole, tensor), name
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
