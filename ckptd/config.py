@@ -194,12 +194,9 @@ def _parse(key: str, text: str, source: str) -> Any:
     try:
         return field.metadata["parse"](text)
     except (ValueError, OverflowError) as error:
-        if key in _SECRETIVE:  # nor the error, which may quote it
-            raise ConfigError(
-                f"{key} (from {source}) cannot be used: expected {_allowed(field)}"
-            ) from None
+        shown = key if key in _SECRETIVE else f"{key} = {text!r}"
         raise ConfigError(
-            f"{key} = {text!r} (from {source}) cannot be used: expected {_allowed(field)} ({error})"
+            f"{shown} (from {source}) cannot be used: expected {_allowed(field)} ({error})"
         ) from error
 
 
