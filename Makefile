@@ -5,6 +5,8 @@
 #   make test       ruff, mypy, layering contracts, pytest
 #   make bench      every benchmark, each against its peers in the same run
 #   make campaign   a few hundred seeded kills (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
+#   make demo-storage    watch every host being destroyed at once and the job come back from an S3 server (minutes)
+#   make campaign-storage  seeded kills in the middle of uploads (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make simulation replication under ten thousand seeded schedules of losses; CKPTD_SCHEDULES=n and CKPTD_SEED=n steer it
 
 SHELL := /bin/bash
@@ -20,7 +22,7 @@ PYTEST_FLAGS ?=
 CKPTD_KILLS ?= 300
 CKPTD_SCHEDULES ?= 10000
 
-.PHONY: help setup test lint types contracts unit demo demo-nodes bench campaign simulation clean
+.PHONY: help setup test lint types contracts unit demo demo-nodes demo-storage bench campaign campaign-storage simulation clean
 .DEFAULT_GOAL := help
 
 help:
@@ -57,15 +59,21 @@ demo: $(STAMP)
 demo-nodes: $(STAMP)
 	$(BIN)/python -m examples.moe_text.nodes $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
+demo-storage: $(STAMP)
+	$(BIN)/python -m examples.moe_text.storage $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
+
 bench: $(STAMP)
 	@mkdir -p out
-	@for subject in schedule scale stall overhead restore replay transport replication recovery; do \
+	@for subject in schedule scale stall overhead restore replay transport replication recovery persist; do \
 		echo; echo "== bench.$$subject"; \
 		$(BIN)/python -m bench.$$subject --json | tee out/bench_$$subject.txt; \
 	done
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.e2e.campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
+
+campaign-storage: $(STAMP)
+	$(BIN)/python -m tests.e2e.storage_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 simulation: $(STAMP)
 	$(BIN)/python -m tests.simulation.campaign --schedules $(CKPTD_SCHEDULES) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))

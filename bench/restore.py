@@ -7,6 +7,9 @@ Three things are measured in alternation, on the same state and with the same nu
   (`restore_vs_memcpy`). The live tensors exist and were used, as in a trainer that takes a step back;
 * `torch.load` and `load_state_dict` of the same state from a file that the page cache holds.
 
+From storage (an S3 server on this machine): a checkpoint's images into slots, verified, against fsspec's `cat_ranges` of the same
+objects, in alternation (`restore_storage_vs_plain_reads`).
+
 `restore_first_*` is what a fresh process sees while it attaches: besides the copies, digests are verified
 and the optimizer's state is created, in memory that nobody has touched before.
 """
@@ -17,7 +20,8 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,7 @@ from bench.common import (
     scratch_folder,
     state_bytes,
 )
+from bench.stored import Keeper, cat_ranges, images, s3_files
 from ckptd.client import Checkpointer
 from ckptd.client.replay import SnapshotImage
 from ckptd.client.segment import MappedSegment
@@ -48,13 +53,17 @@ from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.cuda.select import make_engine
 from ckptd.ring import SlotState
 from ckptd.storage.image import ImageView
+from ckptd.storage.open_store import open_store
+from ckptd.storage.reader import read_catalog, read_manifest, restore_snapshot
 from ckptd.transport.messages import GetStatus, Status
 from ckptd.transport.wire import ControlClient
+from tests.storage.s3_server import BUCKET, S3Server, weed
 
 __all__ = ["main"]
 
 JOB, RUN = "bench-restore", "r1"
 MAX_STEPS = 60
+STORED_MIB = 256  # the server keeps it on the disk
 
 
 @dataclass(slots=True)
@@ -127,6 +136,50 @@ def newest_slot(endpoint: str) -> Iterator[SnapshotImage]:
         segment.close()
 
 
+def storage_metrics(size_mib: int, rounds: int) -> dict[str, float | int | str]:
+    """Reading back what a store keeper has stored, against plain reads of the same objects."""
+    server = S3Server.start()
+    with ExitStack() as stack:
+        stack.callback(server.stop)
+        url, options = f"s3://{BUCKET}/restore", dict(server.options)
+        folder = Path(stack.enter_context(scratch_folder()))
+        snapshots = stack.enter_context(images(folder, size_mib))
+        keeper = Keeper(url, options)
+        stack.callback(keeper.close)
+        keeper.store(RUN, snapshots)
+        store = open_store(url, options)
+        stack.callback(store.close)
+        (checkpoint,) = read_catalog(store, "job", RUN).committed
+        stored = read_manifest(store, checkpoint.manifests[0].key).snapshots
+        slots = [
+            memoryview(bytearray(b"\1") * s.image_len) for s in stored
+        ]  # touched, as slots are
+        pool = stack.enter_context(ThreadPoolExecutor(4))
+        files = s3_files(server)
+
+        def restore() -> None:
+            for snapshot, slot in zip(stored, slots, strict=True):
+                restore_snapshot(store, snapshot, slot, map_fn=pool.map)
+
+        def plain() -> None:
+            for snapshot in stored:
+                for each in snapshot.objects:
+                    cat_ranges(files, f"{BUCKET}/restore/{each.key}", each.size)
+
+        variants = {"ours": lambda: clock_ms(restore), "plain": lambda: clock_ms(plain)}
+        samples = interleave(variants, rounds=rounds)
+        if any(slot != view for slot, view in zip(slots, snapshots.views, strict=True)):
+            raise RuntimeError("what was read from storage is not what was stored")
+        size = snapshots.size_bytes
+    ratios = [theirs / ours for ours, theirs in zip(samples["ours"], samples["plain"], strict=True)]
+    return {
+        "restore_storage_vs_plain_reads": median(ratios),
+        "restore_storage_gb_per_s": size / GB / (median(samples["ours"]) / 1e3),
+        "plain_reads_gb_per_s": size / GB / (median(samples["plain"]) / 1e3),
+        "restore_storage_bytes": size,
+    }
+
+
 def copy_items(job: Job, image: SnapshotImage) -> list[CopyItem]:
     items = []
     for source, entry in image.sources():
@@ -162,6 +215,8 @@ def main() -> None:
     torch.set_num_threads(min(args.threads, len(os.sched_getaffinity(0))))
     with own_daemon(memory_mib=args.state_mib * 5 + 64) as endpoint, scratch_folder() as scratch:
         metrics = measure(args, endpoint, Path(scratch) / "state.pt")
+    if weed() is not None:
+        metrics |= storage_metrics(min(args.state_mib, STORED_MIB), args.rounds)
     emit("restore", metrics, as_json=args.json)
 
 

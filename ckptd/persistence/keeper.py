@@ -262,6 +262,15 @@ def _outcome(number: int, work: Callable[[], Struct]) -> Struct:
         return w.Failed(number, w.FailureCode.INTERNAL, repr(error))
 
 
+def _next(channel: w.Channel) -> Any:
+    """The next message; None when the daemon is gone, with or without a goodbye."""
+    try:
+        return channel.receive()
+    except OSError as error:
+        logger.info("the daemon is gone: %s", error)
+        return None
+
+
 def main(argv: list[str]) -> int:
     """Serve the daemon at the other end of the inherited descriptor until it is gone."""
     logging.basicConfig(level=logging.INFO, format="ckptd store keeper: %(message)s")
@@ -273,7 +282,7 @@ def main(argv: list[str]) -> int:
         return 0
     assert isinstance(configure, w.Configure)
     keeper: Keeper | None = None
-    while (message := channel.receive()) is not None:
+    while (message := _next(channel)) is not None:
         if isinstance(message, w.Ping):
             channel.send(w.Pong())
             continue

@@ -28,7 +28,23 @@ SUBJECTS = [
         ["--rounds", "1", "--block", "2", "--batch-size", "2", "--settle", "6"],
         {"overhead_fraction_cpu"},
     ),
-    ("restore", ["--rounds", "1", "--state-mib", "8"], {"restore_vs_memcpy"}),
+    (
+        "restore",
+        ["--rounds", "1", "--state-mib", "8"],
+        {"restore_vs_memcpy", "restore_storage_vs_plain_reads"},
+    ),
+    (
+        "persist",
+        ["--rounds", "1", "--size-mib", "8", "--state-mib", "4", "--steps", "6"],
+        {
+            "persist_vs_plain_upload",
+            "persist_local_vs_plain_upload",
+            "persist_cpu_s_per_gib",
+            "stall_ms_added",
+            "uploaded_bytes_per_checkpoint",
+            "image_bytes_per_checkpoint",
+        },
+    ),
     (
         "replay",
         ["--rounds", "1", "--tokens", "64", "--width", "32", "--layers", "2", "--window", "10"],

@@ -81,7 +81,12 @@ def test_a_damaged_checkpoint_is_passed_over(
     run = uuid.uuid4().hex[:8]
     reference = jobs.run("plain", "--total", "40", daemon="none")
     jobs.run("plain", "--total", "40", "--run", run, "--kill-at", "30", expect_killed=True)
-    eventually(lambda: len(committed(store, run)) > 1, "two durable checkpoints", timeout_s=30)
+    eventually(
+        lambda: 1 < len(committed(store, run)) == len(daemon.events("persisted", run)),
+        "two durable checkpoints, and none under way that would be newer",
+        timeout_s=30,
+    )
+    daemon.kill()
     newest, older = committed(store, run)[:2]
     victim = max(store.rglob(f"{newest:012d}/rank-00000/*.safetensors"))
     data = bytearray(victim.read_bytes())

