@@ -169,6 +169,9 @@ def test_trouble_in_mid_upload_delays_a_checkpoint_and_nothing_else(
         resume(jobs, daemon, run, reference, expect=TOTAL)
 
 
+@pytest.mark.skipif(
+    not os.environ.get("CKPTD_LONG"), reason="waits out a circuit: part of make campaign-storage"
+)
 def test_an_outage_is_told_once_and_training_does_not_notice(
     bucket: Bucket, proxy: FaultProxy, jobs: Jobs, run: str, reference: Path
 ) -> None:
