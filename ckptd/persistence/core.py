@@ -28,6 +28,7 @@ __all__ = [
     "Commit",
     "CommitFailed",
     "Committed",
+    "Durable",
     "Effect",
     "Event",
     "Flush",
@@ -62,6 +63,13 @@ class Joined:
     epoch: int
     epoch_start: int
     span: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """The newest checkpoint of this history that all ranks have in storage, told when it was looked at anew."""
+
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +137,7 @@ class Tick:
 
 Event = (
     Joined
+    | Durable
     | Slots
     | Stored
     | StoreFailed
@@ -247,6 +256,8 @@ class Persister:
         effects: list[Effect] = []
         if isinstance(event, Joined):
             self._join(event, effects)
+        elif isinstance(event, Durable):
+            self._committed = max(self._committed, event.end)
         elif isinstance(event, Slots):
             self._look(event, effects)
         elif isinstance(event, Flush):

@@ -19,6 +19,7 @@ from ckptd.persistence.core import (
     Commit,
     CommitFailed,
     Committed,
+    Durable,
     Effect,
     Event,
     Flush,
@@ -174,13 +175,14 @@ class RankPersistence:
         )
         self._child.ask(message, partial(self._was_opened, self._epoch), self._not_opened)
 
-    def _was_opened(self, epoch: int, _: w.Opened) -> None:
+    def _was_opened(self, epoch: int, reply: w.Opened) -> None:
         self._opening = False
         if epoch != self._epoch:
             self._open()
             return
         self._opened = True
         self._tell_epoch()
+        self.feed(Durable(reply.committed))
         self.changed()
 
     def _not_opened(self, code: str, reason: str) -> None:

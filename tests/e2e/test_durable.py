@@ -80,7 +80,8 @@ def test_a_damaged_checkpoint_is_passed_over(
 ) -> None:
     run = uuid.uuid4().hex[:8]
     reference = jobs.run("plain", "--total", "40", daemon="none")
-    jobs.run("plain", "--total", "40", "--run", run, "--kill-at", "30", expect_killed=True)
+    slowly = ("--step-ms", "100")  # so that more than one checkpoint falls due while it runs
+    jobs.run("plain", "--total", "40", "--run", run, "--kill-at", "30", *slowly, expect_killed=True)
     eventually(
         lambda: 1 < len(committed(store, run)) == len(daemon.events("persisted", run)),
         "two durable checkpoints, and none under way that would be newer",

@@ -12,6 +12,7 @@ from ckptd.persistence.core import (
     Commit,
     CommitFailed,
     Committed,
+    Durable,
     Effect,
     Flush,
     Forgotten,
@@ -235,6 +236,14 @@ def test_the_end_of_training_persists_what_is_newest() -> None:
     assert core.idle
     assert core.handle(Flush(), now_s=0.0) == []  # it is stored already
     assert core.idle
+
+
+def test_what_all_ranks_have_in_storage_already_is_not_stored_again() -> None:
+    core = persister()
+    core.handle(Durable(4), now_s=0.0)
+    assert core.state().committed == 4
+    assert core.handle(slots(3, 4), now_s=0.0) == []
+    assert of(Store, core.handle(slots(7, 8), now_s=0.0))
 
 
 def test_who_stores_was_restarted_and_everything_is_stored_anew() -> None:
