@@ -46,7 +46,9 @@ def test_replicas_and_recovery_over_ipv6(data: str, curve: bool) -> None:
         job.await_replicas(1, 1)
         for node in net.nodes:
             assert node.saw("peers", "tcp://[::1]:")
-            assert node.counters()["fabric.received_bytes"] >= 2 * IMAGE_BYTES
+            assert (
+                node.counters()["fabric.received_bytes"] >= IMAGE_BYTES
+            )  # 0 may have been passed over
         job.end()
         net[0].lose()
         net[0].launch()
