@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import random
 import threading
@@ -97,6 +99,13 @@ class Resilient:
         """How many attempts ended in which kind of error."""
         with self._lock:
             return dict(self._errors)
+
+    def within(self, deadline_s: float) -> Resilient:
+        """The same store, circuit and counters, for calls of which no attempt may begin later than this."""
+        prompt = copy.copy(self)
+        least = min(deadline_s, self._policy.deadline_s)
+        prompt._policy = dataclasses.replace(self._policy, deadline_s=least)
+        return prompt
 
     # --- the seam ---
 

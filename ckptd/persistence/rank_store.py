@@ -37,9 +37,9 @@ __all__ = ["TOOL", "Overtaken", "RankStore", "UnknownSnapshot", "Uploaded"]
 TOOL = f"ckptd {ckptd.__version__}"
 # What belongs to no manifest may be collected after the grace time, which is many times longer.
 _FORGET_S = 3600.0
-_COMMIT_WITHIN_S = (
-    300.0  # half the settle time: what a listing said of what stays holds for so long
-)
+# What a listing said of what stays holds for half the settle time, 300 s (docs/format.md §7). An attempt that has begun may
+# take three requests' time, so the listing, and all but the last attempt to put the manifest, must be over in a minute each.
+_LIST_WITHIN_S = 60.0
 
 _Name = tuple[int, int, int]  # iteration, epoch, sequence: no two snapshots of a rank have the same
 
@@ -75,6 +75,7 @@ class RankStore:
     """Stores and commits.
 
     Args:
+        prompt: the same store; gives up after a minute.
         run_id: of the run that the names stand for.
         base: the key of this rank's manifest that tells what need not be uploaded again; "" if none is sure to stay.
         look: lists the run.
@@ -85,6 +86,7 @@ class RankStore:
     def __init__(
         self,
         store: ObjectStore,
+        prompt: ObjectStore,
         job: str,
         run: str,
         rank: int,
@@ -96,7 +98,8 @@ class RankStore:
         read_back: bool,
         map_fn: MapFunction,
     ) -> None:
-        self._store, self._job, self._run, self.rank = store, job, run, rank
+        self._store, self._prompt = store, prompt
+        self._job, self._run, self.rank = job, run, rank
         self._run_id, self._look, self._neighbours = run_id, look, neighbours
         self._read_back, self._map = read_back, map_fn
         self._lock = threading.Lock()
@@ -128,8 +131,8 @@ class RankStore:
         except ImageError as error:
             what = error.tensor if isinstance(error, DigestMismatch) else str(error)
             raise SlotLost(f"iteration {header.iteration} is damaged in memory: {what}") from error
-        since_s = time.monotonic()
-        index, relied = self._index(header.iteration)
+        begun_s = time.monotonic()
+        index, relied, since_s = self._index(header.iteration)
         plan = plan_upload(
             slot.image,
             index,
@@ -143,10 +146,14 @@ class RankStore:
         stored, head = _stored(slot, plan, info)
         if self._read_back:
             restore_snapshot(self._store, stored, memoryview(bytearray(stored.image_len)))
-        kept = Kept(stored, head, relied if plan.reused else frozenset(), since_s)
+        if plan.reused:
+            kept = Kept(stored, head, relied, since_s)
+        else:
+            kept = Kept(stored, head, frozenset(), begun_s)
         with self._lock:
             self._since[name] = kept
-            for old in [n for n, k in self._since.items() if since_s - k.since_s > _FORGET_S]:
+            now_s = time.monotonic()
+            for old in [n for n, k in self._since.items() if now_s - k.since_s > _FORGET_S]:
                 del self._since[old]
         return Uploaded(header.image_len, uploaded)
 
@@ -176,10 +183,10 @@ class RankStore:
         )
         listed_s = time.monotonic()
         self._check_may_commit(self._look(), manifest, frozenset().union(*(k.relied for k in kept)))
-        if time.monotonic() - listed_s > _COMMIT_WITHIN_S / 2:
+        if time.monotonic() - listed_s > _LIST_WITHIN_S:
             raise Unavailable(manifest.key, "listing the run took too long to act upon it")
         try:
-            self._store.put(manifest.key, [memoryview(manifest.to_bytes())], if_absent=True)
+            self._prompt.put(manifest.key, [memoryview(manifest.to_bytes())], if_absent=True)
         except ObjectExists:
             # Ours, of a life before this one: the key says job, run, epoch and all that ranks agree on. What it refers to
             # stays, and not what we would have referred to.
@@ -229,16 +236,20 @@ class RankStore:
             for k in kept
         }
 
-    def _index(self, iteration: int) -> tuple[StoredIndex, frozenset[str]]:
-        """Where the tensors lie to which a new object may refer, and the manifests that are relied on by that."""
+    def _index(self, iteration: int) -> tuple[StoredIndex, frozenset[str], float]:
+        """Where the tensors lie to which a new object may refer; the manifests that are relied on by that; and since when the
+        oldest object lies there that no manifest names."""
         index = StoredIndex()
         with self._lock:
             found = [*self._since.values(), *self._base.values()]
         for other in self._neighbours():
             found += other.stored_of(iteration)
+        now_s = time.monotonic()
+        found = [kept for kept in found if now_s - kept.since_s < _FORGET_S / 2]
         for kept in found:
             index.add(kept.header, kept.snapshot)
-        return index, frozenset().union(*(kept.relied for kept in found))
+        since_s = min([now_s, *(kept.since_s for kept in found)])
+        return index, frozenset().union(*(kept.relied for kept in found)), since_s
 
     def _upload(self, plan: UploadPlan, image: memoryview) -> tuple[ObjectInfo, int]:
         """Put what is new. The key stands for the content: if it has been there for a short time only, we put it in a life before;

@@ -386,6 +386,15 @@ class TestOpenCircuit:
         assert "memory://here" in setting.notices[0].text
         assert "3 failures" in setting.notices[0].text
 
+    def test_a_prompt_view_shares_the_circuit_and_gives_up_earlier(self) -> None:
+        setting = Setting(RetryPolicy(attempts=1000, deadline_s=600.0, base_s=1.0, cap_s=8.0))
+        prompt = setting.resilient.within(30.0)
+        setting.fails(*[unavailable()] * 500)
+        with pytest.raises(Unavailable):
+            prompt.info("key")
+        assert setting.now_s < 30.0
+        assert setting.resilient.counters()["Unavailable"] == setting.store.calls
+
     def test_calls_fail_at_once_while_it_is_open(self) -> None:
         setting = self._open()
         with pytest.raises(CircuitOpen) as caught:

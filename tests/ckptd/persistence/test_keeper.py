@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 
 from ckptd import locks
+from ckptd.persistence import rank_store
 from ckptd.persistence import wire as w
 from ckptd.persistence.keeper import Keeper
 from ckptd.segment_format import encode_descriptor, slot_lock_byte, unpack_slot_header
@@ -283,6 +286,22 @@ def test_what_relied_on_a_manifest_that_may_be_deleted_is_stored_anew(
     assert desk.put(segment, 3, snapshots[0]).uploaded_bytes > FRESH_BYTES + 100_000
     desk.put(segment, 4, snapshots[1])
     assert isinstance(desk.commit(segment, *snapshots), w.Answer)
+
+
+def test_what_refers_to_an_object_that_no_manifest_names_is_as_old_as_that_object(
+    desk: Desk, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else snapshots that refer to one another could keep garbage in use for longer than its grace time."""
+    desk.open()
+    hour_s, begun_s = rank_store._FORGET_S, time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: begun_s, time_ns=time.time_ns)
+    monkeypatch.setattr(rank_store, "time", clock)
+    first, second = (fill(segment, i, i) for i in (3, 4))
+    assert isinstance(desk.put(segment, 3, first), w.StoredSlot)
+    clock.monotonic = lambda: begun_s + 0.4 * hour_s
+    assert desk.put(segment, 4, second).uploaded_bytes < FRESH_BYTES + 20_000
+    clock.monotonic = lambda: begun_s + 1.2 * hour_s
+    assert desk.commit(segment, second).code == w.FailureCode.UNKNOWN
 
 
 def test_a_job_that_does_not_know_of_a_later_history_is_fenced(
