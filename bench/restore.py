@@ -51,7 +51,7 @@ from ckptd.client.replay import SnapshotImage
 from ckptd.client.segment import MappedSegment
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.cuda.select import make_engine
-from ckptd.ring import SlotState
+from ckptd.memory.ring import SlotState
 from ckptd.storage.image import ImageView
 from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import read_catalog, read_manifest, restore_snapshot

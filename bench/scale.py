@@ -10,10 +10,10 @@ from __future__ import annotations
 import random
 
 from bench.common import clock_ms, emit, median, parser
-from ckptd.held import HeldRecords, from_wire, to_wire
+from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
-from ckptd.recovery import RecoveryPlan, plan_recovery
-from ckptd.ring import SlotRecord, SlotState
+from ckptd.recovery.held import HeldRecords, from_wire, to_wire
+from ckptd.recovery.plan import RecoveryPlan, plan_recovery
 
 __all__ = ["main"]
 

@@ -20,10 +20,10 @@ import fsspec
 import numpy as np
 
 from bench.common import MIB
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import SlotHeader, encode_descriptor, write_slot_header
+from ckptd.memory.segments import Segment, SegmentStore
 from ckptd.persistence import wire as w
-from ckptd.ring import SlotState
-from ckptd.segment_format import SlotHeader, encode_descriptor, write_slot_header
-from ckptd.segments import Segment, SegmentStore
 from ckptd.storage.image import ImageLayout, TensorEntry, seal
 from tests.ckptd.persistence.slots import WINDOW, descriptor
 from tests.storage.s3_server import S3Server

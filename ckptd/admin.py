@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 
 import ckptd
-from ckptd import inventory, locks
 from ckptd.events import EventLog
-from ckptd.housekeeping import Housekeeper
-from ckptd.peering import Peering
+from ckptd.memory import inventory, locks
+from ckptd.memory.housekeeping import Housekeeper
+from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.peers.peering import Peering
 from ckptd.persistence.tier import StorageTier
-from ckptd.segments import Segment, SegmentStore
 from ckptd.sessions import Session, SessionTable
 from ckptd.settings import DaemonConfig
 from ckptd.storage.store_base import public_url

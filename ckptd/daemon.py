@@ -28,13 +28,13 @@ import zmq
 from ckptd.config import notify_settings
 from ckptd.config_values import parse_memory
 from ckptd.events import EventLog
-from ckptd.housekeeping import Housekeeper
-from ckptd.pages import filesystem_kind, is_in_memory
-from ckptd.peering import Peering
+from ckptd.memory.housekeeping import Housekeeper
+from ckptd.memory.pages import filesystem_kind, is_in_memory
+from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.peers.peering import Peering
 from ckptd.persistence.tier import StorageTier
 from ckptd.runtime_dir import UnusableFolder, claim, node_name, private_folder
 from ckptd.sdnotify import Notifier
-from ckptd.segments import Segment, SegmentStore
 from ckptd.service import Service
 from ckptd.settings import DaemonConfig
 from ckptd.transport.messages import Message, RefusalCode, Refused, Reply

@@ -9,12 +9,12 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from ckptd.descriptor_search import FoundDescriptor
 from ckptd.errors import SegmentError
 from ckptd.events import EventLog
-from ckptd.peering import Peering
-from ckptd.segment_format import SegmentDescriptor, decode_descriptor, unpack_slot_header
-from ckptd.segments import CannotReserve, Segment, SegmentPlan, SegmentStore
+from ckptd.fetching.descriptor_search import FoundDescriptor
+from ckptd.memory.segment_format import SegmentDescriptor, decode_descriptor, unpack_slot_header
+from ckptd.memory.segments import CannotReserve, Segment, SegmentPlan, SegmentStore
+from ckptd.peers.peering import Peering
 from ckptd.sessions import AttachWish, Session, reject_if_too_large
 from ckptd.transport import messages as m
 from ckptd.transport.messages import RefusalCode

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import ckptd
 from ckptd.admin import Admin, openers
 from ckptd.events import EventLog
-from ckptd.housekeeping import Housekeeper
-from ckptd.peering import Peering
+from ckptd.memory.housekeeping import Housekeeper
+from ckptd.memory.segments import SegmentStore
+from ckptd.peers.peering import Peering
 from ckptd.persistence.tier import StorageTier
 from ckptd.reserving import Answer, Reserving, segment_info
-from ckptd.segments import SegmentStore
 from ckptd.sessions import (
     Admitted,
     AttachWish,

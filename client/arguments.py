@@ -12,7 +12,7 @@ from ckptd.client.operators import Grouping, Member, Operator, discover_operator
 from ckptd.client.planning import MAX_WINDOW, operator_costs
 from ckptd.client.provision import MIN_SCALARS
 from ckptd.client.scalars import Stateful
-from ckptd.schedule import OperatorKind, Ordering
+from ckptd.schedules.schedule import OperatorKind, Ordering
 
 __all__ = ["all_operators", "check_options", "check_state", "needed_memory"]
 

@@ -9,7 +9,7 @@ from ckptd.client.replay import SnapshotImage
 from ckptd.client.segment import MappedSegment
 from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.ring import SlotRecord, SlotState
+from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.storage.image import ImageView
 from ckptd.transport.messages import FetchState
 

@@ -27,8 +27,8 @@ from ckptd.client.layout import PhasePlan
 from ckptd.client.segment import MappedSegment, SlotTable
 from ckptd.client.sources import LiveSources
 from ckptd.cuda.engine import CopyEngine, CopyItem
-from ckptd.ring import SlotState, choose_slot
-from ckptd.segment_format import SlotHeader
+from ckptd.memory.ring import SlotState, choose_slot
+from ckptd.memory.segment_format import SlotHeader
 
 if TYPE_CHECKING:
     from ckptd.client.stats import Stats

@@ -46,8 +46,8 @@ from ckptd.client.start_from import load_start, start_unprotected
 from ckptd.client.stats import Stats
 from ckptd.cuda.select import make_engine
 from ckptd.launch import ensure_daemon
-from ckptd.ring import NoSuffix, find_suffix
-from ckptd.schedule import Ordering
+from ckptd.memory.ring import NoSuffix, find_suffix
+from ckptd.schedules.schedule import Ordering
 
 __all__ = ["Checkpointer"]
 

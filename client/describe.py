@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptd.client.operators import Operator
-from ckptd.schedule import OperatorCost, Schedule
+from ckptd.schedules.schedule import OperatorCost, Schedule
 
 __all__ = ["describe_table"]
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptd.client.segment import MappedSegment
-from ckptd.holdings import operators_id
-from ckptd.recovery import Piece
-from ckptd.ring import SlotRecord
+from ckptd.memory.ring import SlotRecord
+from ckptd.recovery.holdings import operators_id
+from ckptd.recovery.plan import Piece
 
 __all__ = ["Generations"]
 

@@ -9,8 +9,8 @@ from typing import Protocol
 import msgspec
 
 from ckptd.client.agreement import Exchange, Failure, raise_together
-from ckptd.held import HeldRecords, from_wire, to_wire
-from ckptd.holdings import held_from_segments
+from ckptd.recovery.held import HeldRecords, from_wire, to_wire
+from ckptd.recovery.holdings import held_from_segments
 from ckptd.transport.messages import Member, NodeCard, RunSeen
 
 __all__ = ["RunView", "SeesRun", "see_run"]

@@ -18,9 +18,7 @@ from ckptd.client.segment import MappedSegment, RankTaken, SlotTable
 from ckptd.client.session import Session
 from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
-from ckptd.held import STORE_NODE, HeldRecords
-from ckptd.recovery import NoRecovery, Piece, RecoveryPlan, complete_ranks, plan_recovery
-from ckptd.ring import (
+from ckptd.memory.ring import (
     NoSuffix,
     SlotRecord,
     SlotState,
@@ -28,10 +26,12 @@ from ckptd.ring import (
     find_suffix,
     truncate,
 )
-from ckptd.segment_format import (
+from ckptd.memory.segment_format import (
     SegmentDescriptor,
     encode_descriptor,
 )
+from ckptd.recovery.held import STORE_NODE, HeldRecords
+from ckptd.recovery.plan import NoRecovery, Piece, RecoveryPlan, complete_ranks, plan_recovery
 from ckptd.storage.image import ImageView
 from ckptd.transport.messages import (
     Attach,

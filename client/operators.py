@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ckptd.schedule import OperatorKind
+from ckptd.schedules.schedule import OperatorKind
 
 if TYPE_CHECKING:
     from torch import Tensor

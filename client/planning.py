@@ -19,7 +19,8 @@ from ckptd.client.binding import Binding, local
 from ckptd.client.export_facts import export_facts
 from ckptd.client.layout import PhasePlan, StateTable, build_phase, member_bytes
 from ckptd.client.operators import Member, Operator, split_operator
-from ckptd.schedule import (
+from ckptd.memory.segment_format import SegmentGeometry
+from ckptd.schedules.schedule import (
     AlignedPolicy,
     DensePolicy,
     OperatorCost,
@@ -35,7 +36,6 @@ from ckptd.schedule import (
     plan_aligned,
     plan_schedule,
 )
-from ckptd.segment_format import SegmentGeometry
 
 __all__ = [
     "Plan",

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ckptd.client.hooks import ModuleHook
 from ckptd.client.operators import Operator
 from ckptd.client.planning import Plan
-from ckptd.schedule import (
+from ckptd.schedules.schedule import (
     Ordering,
     Schedule,
     needs_reorder,

@@ -25,7 +25,7 @@ from ckptd.client.stats import Stats
 from ckptd.client.windows import Windows
 from ckptd.cuda.engine import CopyEngine, measure_bandwidth
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.schedule import Ordering
+from ckptd.schedules.schedule import Ordering
 
 __all__ = ["MIN_SCALARS", "Options", "Provision"]
 

@@ -20,7 +20,7 @@ from ckptd.client.replay import Replay, ReplayMismatch, SnapshotImage
 from ckptd.client.scalars import Stateful
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused
-from ckptd.segment_format import HINT_DROP_GRADIENTS
+from ckptd.memory.segment_format import HINT_DROP_GRADIENTS
 
 __all__ = ["Recovery", "Resumption"]
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from ckptd.client.generations import Generations
 from ckptd.client.session import Session
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.held import STORE_NODE
-from ckptd.holdings import fetch_piece
-from ckptd.recovery import Piece
-from ckptd.ring import SlotRecord, SlotState
+from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.recovery.held import STORE_NODE
+from ckptd.recovery.holdings import fetch_piece
+from ckptd.recovery.plan import Piece
 from ckptd.storage.image import DigestMismatch, ImageError, verify
 from ckptd.transport.messages import NodeCard, RefusalCode, SegmentInfo
 

@@ -15,11 +15,10 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptd import locks
 from ckptd.cuda.engine import HostMemory
-from ckptd.replicas import Promise, promised
-from ckptd.ring import SlotRecord, SlotState
-from ckptd.segment_format import (
+from ckptd.memory import locks
+from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.memory.segment_format import (
     HINT_OFFSET,
     OWNER_LOCK_BYTE,
     QUIET_OFFSET,
@@ -35,6 +34,7 @@ from ckptd.segment_format import (
     slot_view,
     write_slot_header,
 )
+from ckptd.replication.replicas import Promise, promised
 from ckptd.storage.image import ImageError, ImageView, seal
 
 __all__ = ["MappedSegment", "RankTaken", "SlotTable"]

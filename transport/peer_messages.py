@@ -111,7 +111,7 @@ class ReplicaOpened(Struct, frozen=True, tag=True):
 class BeginSlot(Struct, frozen=True, tag=True):
     """I want to put the snapshot with this header.
 
-    What the run agreed on, as far as the sender knows (`ckptd.replicas.Promise`), comes along, and in which epoch (a snapshot may
+    What the run agreed on, as far as the sender knows (`ckptd.replication.replicas.Promise`), comes along, and in which epoch (a snapshot may
     be of an earlier one; -1: in none): a host without a rank of its own is in no tree and would keep everything.
     """
 
@@ -216,7 +216,7 @@ class EndRun(Struct, frozen=True, tag=True):
 
 
 class Floor(Struct, frozen=True, tag=True):
-    """What the nodes of a run agree on, up or down a tree (`ckptd.floor`).
+    """What the nodes of a run agree on, up or down a tree (`ckptd.replication.floor`).
 
     ``members_id`` names the tree, ``kind`` is below (to the parent) or floor (to a child); ``counted`` and what is
     carried go up only.

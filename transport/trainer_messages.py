@@ -68,7 +68,7 @@ class Attach(Struct, frozen=True, tag=True):
 class Reserve(Struct, frozen=True, tag=True):
     """Ask for the next generation: `num_slots` slots of `slot_bytes`, ready to be mapped.
 
-    `descriptor` is the msgpack of a `ckptd.segment_format.SegmentDescriptor`; the daemon checks
+    `descriptor` is the msgpack of a `ckptd.memory.segment_format.SegmentDescriptor`; the daemon checks
     its identity against the session and fills in generation, node id and creation time.
     """
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptd import locks
 from ckptd.errors import SegmentError
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.exporting.plan import SnapshotFacts
 from ckptd.exporting.source import CHUNK_BYTES, Origin, facts_of
-from ckptd.ring import SlotState
-from ckptd.segment_format import SlotHeader, slot_lock_byte
-from ckptd.segments import Segment, open_segment
+from ckptd.memory import locks
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import SlotHeader, slot_lock_byte
+from ckptd.memory.segments import Segment, open_segment
 from ckptd.storage.image import ImageError, ImageTensor, ImageView, verify
 
 __all__ = ["SlotSource", "open_slot"]

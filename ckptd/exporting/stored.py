@@ -12,7 +12,7 @@ from ckptd.errors import SegmentError
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.exporting.plan import SnapshotFacts
 from ckptd.exporting.source import CHUNK_BYTES, Origin, facts_of
-from ckptd.segment_format import decode_descriptor
+from ckptd.memory.segment_format import decode_descriptor
 from ckptd.storage.catalog import Catalog, StoredCheckpoint
 from ckptd.storage.headers import HeaderError, ObjectHeader, parse_header
 from ckptd.storage.image import ImageTensor

@@ -21,7 +21,7 @@ from typing import Any
 
 from msgspec import MsgspecError, Struct
 
-from ckptd.peer_link import Post
+from ckptd.peers.peer_link import Post
 from ckptd.persistence.wire import (
     Channel,
     Configure,

@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptd.memory.ring import SlotRecord, newest_by_iteration
 from ckptd.persistence.cadence import Cadence
-from ckptd.replicas import spanning_suffix
-from ckptd.replication_events import SnapshotKey, key_of
-from ckptd.ring import SlotRecord, newest_by_iteration
+from ckptd.replication.events import SnapshotKey, key_of
+from ckptd.replication.replicas import spanning_suffix
 
 __all__ = [
     "Commit",

@@ -10,9 +10,12 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from ckptd import locks
 from ckptd.events import EventLog
-from ckptd.inventory import records_of
+from ckptd.memory import locks
+from ckptd.memory.inventory import records_of
+from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.memory.segment_format import slot_lock_byte
+from ckptd.memory.segments import SegmentStore
 from ckptd.persistence import wire as w
 from ckptd.persistence.child import AWAY, StoreChild
 from ckptd.persistence.core import (
@@ -37,10 +40,7 @@ from ckptd.persistence.core import (
     StoreFailed,
     Tick,
 )
-from ckptd.replication_events import SnapshotKey
-from ckptd.ring import SlotRecord, SlotState
-from ckptd.segment_format import slot_lock_byte
-from ckptd.segments import SegmentStore
+from ckptd.replication.events import SnapshotKey
 from ckptd.sessions import RankKey
 
 __all__ = ["RankPersistence"]

@@ -8,10 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import SlotHeader, pack_slot_header
 from ckptd.persistence import wire as w
 from ckptd.persistence.rank_store import TOOL, RankStore
-from ckptd.ring import SlotState
-from ckptd.segment_format import SlotHeader, pack_slot_header
 from ckptd.storage.catalog import (
     Catalog,
     CheckpointState,

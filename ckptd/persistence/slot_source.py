@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd import locks
 from ckptd.errors import SegmentError
+from ckptd.memory import locks
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import SegmentDescriptor, SlotHeader, slot_lock_byte
+from ckptd.memory.segments import Segment, open_segment
 from ckptd.persistence.wire import SnapshotId
-from ckptd.ring import SlotState
-from ckptd.segment_format import SegmentDescriptor, SlotHeader, slot_lock_byte
-from ckptd.segments import Segment, open_segment
 
 __all__ = ["HeldSlot", "SlotFiles", "SlotLost"]
 

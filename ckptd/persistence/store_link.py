@@ -17,13 +17,13 @@ from typing import Any
 import xxhash
 
 from ckptd.errors import SegmentError
-from ckptd.held import STORE_NODE
-from ckptd.holdings import operators_id
-from ckptd.peer_link import Post
+from ckptd.memory.segment_format import decode_descriptor
+from ckptd.memory.segments import Segment
+from ckptd.peers.peer_link import Post
 from ckptd.persistence import wire as w
 from ckptd.persistence.child import StoreChild
-from ckptd.segment_format import decode_descriptor
-from ckptd.segments import Segment
+from ckptd.recovery.held import STORE_NODE
+from ckptd.recovery.holdings import operators_id
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import GetHoldings, HeldSegment, HeldSlot, Holdings
 from ckptd.transport.verbs import Completion, Done, Fault, PeerAddress, RegionKey

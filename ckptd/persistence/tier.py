@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 
 from ckptd.config_values import parse_bytes
 from ckptd.events import EventLog
-from ckptd.peer_link import Post
+from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.peers.peer_link import Post
 from ckptd.persistence import wire as w
 from ckptd.persistence.cadence import Cadence
 from ckptd.persistence.child import StoreChild
 from ckptd.persistence.core import Persister, PersistState
 from ckptd.persistence.rank import RankPersistence
 from ckptd.persistence.store_link import StoreLink
-from ckptd.segments import Segment, SegmentStore
 from ckptd.sessions import RankKey
 from ckptd.settings import DaemonConfig
 

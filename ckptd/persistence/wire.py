@@ -58,7 +58,7 @@ class RankName(Struct, frozen=True, array_like=True):
 
 
 class SnapshotId(Struct, frozen=True, array_like=True):
-    """Which snapshot of a rank; see `ckptd.replication_events.SnapshotKey`."""
+    """Which snapshot of a rank; see `ckptd.replication.events.SnapshotKey`."""
 
     generation: int
     iteration: int

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptd.events import EventLog
-from ckptd.hosting import Host
-from ckptd.replica_store import ReplicaStore
-from ckptd.replicas import Promise
-from ckptd.segments import Segment, SegmentStore
+from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.peers.hosting import Host
+from ckptd.peers.replica_store import ReplicaStore
+from ckptd.replication.replicas import Promise
 from ckptd.transport import peer_messages as p
 from ckptd.transport.regions import LocalRegion
 from ckptd.transport.verbs import Access, FileRange, Scope

@@ -22,8 +22,8 @@ from ckptd.client.identity import Identity
 from ckptd.client.memory import RankMemory
 from ckptd.client.replay import SnapshotImage
 from ckptd.client.segment import MappedSegment
-from ckptd.ring import SlotState, choose_slot, slots_for_window
-from ckptd.segment_format import (
+from ckptd.memory.ring import SlotState, choose_slot, slots_for_window
+from ckptd.memory.segment_format import (
     SlotHeader,
     parse_replica_file_name,
     parse_segment_file_name,

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Callable
 from typing import Self
 
-from ckptd.segment_format import (
+from ckptd.memory.segment_format import (
     SegmentDescriptor,
     encode_descriptor,
     origin_of,

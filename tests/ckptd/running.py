@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import locks
 from ckptd.config import endpoint_for
-from ckptd.ring import SlotState
-from ckptd.segment_format import (
+from ckptd.memory import locks
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import (
     OWNER_LOCK_BYTE,
     SegmentDescriptor,
     SlotHeader,
@@ -28,7 +28,7 @@ from ckptd.segment_format import (
     slot_view,
     write_slot_header,
 )
-from ckptd.segments import Segment, open_segment
+from ckptd.memory.segments import Segment, open_segment
 from ckptd.storage.image import ImageLayout, TensorEntry
 from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
 from ckptd.transport.wire import ControlClient

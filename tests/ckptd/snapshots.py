@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptd.ring import SlotState
-from ckptd.segment_format import SlotHeader
-from ckptd.segments import open_segment
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import SlotHeader
+from ckptd.memory.segments import open_segment
 from ckptd.storage.image import ImageLayout, TensorEntry, seal
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.ctl import main
+from ckptd.ctl.main import main
 from ckptd.storage.names import ManifestName, ObjectName, parse
 from ckptd.storage.objects import ObjectStore
 from ckptd.storage.open_store import open_store

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.pages import filesystem_kind, is_in_memory
+from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.transport import messages as m
 from tests.ckptd.running import (
     ROOT,
@@ -84,7 +84,7 @@ def test_print_config_shows_values_and_sources(busy: DaemonProcess) -> None:
     assert 'memory = "64MiB"  # environment variable CKPTD_MEMORY\n' in done.stdout
 
 
-@pytest.mark.parametrize("module", ["ckptd.cli", "ckptd.ctl", "ckptd.launch"])
+@pytest.mark.parametrize("module", ["ckptd.cli", "ckptd.ctl.main", "ckptd.launch"])
 def test_torch_is_never_imported(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

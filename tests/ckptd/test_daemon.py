@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from ckptd.ring import SlotState
-from ckptd.segments import open_segment
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segments import open_segment
 from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, encode
 from tests.ckptd.running import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ckptd import render
+from ckptd.ctl import render
 from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import read_catalog
 from ckptd.transport import messages as m

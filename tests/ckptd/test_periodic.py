@@ -13,10 +13,10 @@ import pytest
 
 from ckptd.daemon import Daemon
 from ckptd.events import EventLog
-from ckptd.hosting import Host
-from ckptd.peering import Peering
-from ckptd.runs import Run
-from ckptd.segments import SegmentStore
+from ckptd.memory.segments import SegmentStore
+from ckptd.peers.hosting import Host
+from ckptd.peers.peering import Peering
+from ckptd.peers.runs import Run
 from ckptd.sessions import RankKey
 from ckptd.settings import DaemonConfig
 from ckptd.transport import peer_messages as p

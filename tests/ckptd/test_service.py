@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from ckptd.events import EventLog
-from ckptd.housekeeping import Housekeeper
-from ckptd.peering import Peering
-from ckptd.ring import SlotState
-from ckptd.segment_format import (
+from ckptd.memory.housekeeping import Housekeeper
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import (
     SegmentDescriptor,
     SlotHeader,
     encode_descriptor,
     pack_slot_header,
     write_slot_header,
 )
-from ckptd.segments import Segment, SegmentStore
+from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.peers.peering import Peering
 from ckptd.service import Service
 from ckptd.sessions import RankKey
 from ckptd.settings import DaemonConfig

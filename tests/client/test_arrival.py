@@ -15,7 +15,7 @@ from ckptd.client.arrival import Arrivals
 from ckptd.client.memory import RankMemory
 from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.ring import SlotRecord, SlotState
+from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.transport.messages import FetchState
 from tests.client.test_memory import attached, record, reserved
 

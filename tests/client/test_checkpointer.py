@@ -19,7 +19,7 @@ from ckptd.client import Checkpointer
 from ckptd.client.rng import capture_rng
 from ckptd.cuda import engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.ring import SlotState
+from ckptd.memory.ring import SlotState
 
 AdamW = torch.optim.AdamW
 

@@ -6,7 +6,7 @@ import pytest
 
 from ckptd.client.describe import describe_table, human
 from ckptd.client.operators import Member, Operator
-from ckptd.schedule import OperatorCost, OperatorKind, plan_schedule
+from ckptd.schedules.schedule import OperatorCost, OperatorKind, plan_schedule
 
 OPERATORS = [
     Operator("layers.0.experts.0", OperatorKind.EXPERT, (Member("w", 0, 1), Member("b", 0, 1))),

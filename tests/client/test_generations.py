@@ -11,9 +11,9 @@ import pytest
 from ckptd.client.generations import Generations
 from ckptd.client.memory import RankMemory
 from ckptd.client.segment import MappedSegment
-from ckptd.holdings import operators_id
-from ckptd.recovery import Piece, Source
-from ckptd.ring import SlotRecord, SlotState
+from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.recovery.holdings import operators_id
+from ckptd.recovery.plan import Piece, Source
 from tests.ckptd.running import MIB
 from tests.client.test_memory import attached
 

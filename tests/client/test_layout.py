@@ -23,7 +23,7 @@ from ckptd.client.layout import (
     parse_entry_name,
 )
 from ckptd.client.operators import Member, Operator
-from ckptd.schedule import OperatorKind
+from ckptd.schedules.schedule import OperatorKind
 
 PART = st.text("abcz_0123456789", min_size=1, max_size=6)
 NAMES = st.lists(PART, min_size=1, max_size=4).map(".".join)

@@ -17,8 +17,8 @@ from ckptd.client.replay import SnapshotImage
 from ckptd.client.segment import MappedSegment
 from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.ring import SlotState
-from ckptd.segments import Segment
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segments import Segment
 from ckptd.transport.messages import Events, GetEvents, Join, Member, NodeCard, RefusalCode
 from ckptd.transport.wire import ControlClient, RefusedError
 from tests.ckptd.running import MIB, eventually, fill

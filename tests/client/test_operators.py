@@ -15,7 +15,7 @@ from ckptd.client.operators import (
     discover_operators,
     split_operator,
 )
-from ckptd.schedule import OperatorKind
+from ckptd.schedules.schedule import OperatorKind
 
 WIDTH, EXPERTS = 4, 3
 

@@ -18,8 +18,8 @@ from ckptd.client.planning import (
     signature,
     signature_difference,
 )
-from ckptd.schedule import OperatorKind, Ordering
-from ckptd.segment_format import plan_geometry
+from ckptd.memory.segment_format import plan_geometry
+from ckptd.schedules.schedule import OperatorKind, Ordering
 
 IDENTITY = {"job": "j", "run": "r", "rank": "0", "world_size": "1"}
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ckptd.client.operators import Operator, discover_operators
 from ckptd.client.popularity import TokenCounter
-from ckptd.schedule import Ordering
+from ckptd.schedules.schedule import Ordering
 
 
 class Listed(nn.Module):

@@ -23,8 +23,8 @@ from ckptd.client.scalars import Stateful
 from ckptd.cuda.engine import CopyEngine
 from ckptd.cuda.select import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.schedule import Ordering
-from ckptd.segment_format import HINT_DROP_GRADIENTS
+from ckptd.memory.segment_format import HINT_DROP_GRADIENTS
+from ckptd.schedules.schedule import Ordering
 from tests.ckptd.running import MIB
 from tests.client.meeting import outcomes
 from tests.client.test_memory import attached, record

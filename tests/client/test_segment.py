@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd import locks
 from ckptd.client.segment import MappedSegment, RankTaken, SlotTable
-from ckptd.ring import SlotState
-from ckptd.segment_format import (
+from ckptd.memory import locks
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import (
     OWNER_LOCK_BYTE,
     RingHint,
     encode_descriptor,
     slot_lock_byte,
     write_ring_hint,
 )
-from ckptd.segments import Segment
+from ckptd.memory.segments import Segment
 from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
 from ckptd.transport.wire import ControlClient
 from tests.ckptd.running import MIB, descriptor, fill

@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 import pytest
 
-from ckptd.ring import SlotState
-from ckptd.segments import open_segment
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segments import open_segment
 from ckptd.storage.image import ImageView
 from ckptd.transport.messages import Events, GetEvents, GetSnapshots, Snapshots
 from tests.ckptd.running import eventually

@@ -18,9 +18,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 
-from ckptd.recovery import HeldRecords, NoRecovery, RecoveryPlan, plan_recovery
-from ckptd.replicas import spanning_suffix
-from ckptd.ring import newest_by_iteration
+from ckptd.memory.ring import newest_by_iteration
+from ckptd.recovery.plan import HeldRecords, NoRecovery, RecoveryPlan, plan_recovery
+from ckptd.replication.replicas import spanning_suffix
 from tests.simulation.model import Announced, Content, Holder, Segment, State, Trainer, Vouched
 from tests.simulation.network import Network
 

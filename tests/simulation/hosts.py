@@ -1,13 +1,13 @@
-"""The daemon's shell around the replica host: `ckptd.leasing`, `ckptd.filling` and `ckptd.hosting`, in short."""
+"""The daemon's shell around the replica host: `ckptd.peers.leasing`, `ckptd.peers.filling` and `ckptd.peers.hosting`, in short."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptd import replication as rep
-from ckptd.replicas import Deny, Promise, admit, promised, removable, stale_slots
-from ckptd.replication import SnapshotKey
-from ckptd.ring import SlotRecord, SlotState, epoch_table, is_stale
+from ckptd.memory.ring import SlotRecord, SlotState, epoch_table, is_stale
+from ckptd.replication import core as rep
+from ckptd.replication.core import SnapshotKey
+from ckptd.replication.replicas import Deny, Promise, admit, promised, removable, stale_slots
 from tests.simulation.checks import Checks
 from tests.simulation.model import (
     JOB,

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckptd import replication as rep
-from ckptd.floor import NOTHING_CARRIED, Carried, FloorTree
-from ckptd.known_runs import KnownRuns
+from ckptd.memory.ring import SlotRecord, SlotState, check_transition
 from ckptd.placement import Placement
-from ckptd.replicas import Promise
-from ckptd.replication import Replicator, SnapshotKey
-from ckptd.ring import SlotRecord, SlotState, check_transition
+from ckptd.replication import core as rep
+from ckptd.replication.core import Replicator, SnapshotKey
+from ckptd.replication.floor import NOTHING_CARRIED, Carried, FloorTree
+from ckptd.replication.known_runs import KnownRuns
+from ckptd.replication.replicas import Promise
 
 __all__ = [
     "DEADLINE_S", "FAN_OUT", "JOB", "LEASE_IDLE_S", "NO_PLACEMENT", "REPLICATION", "SLACK", "STEP_S", "TICKET_S",
@@ -70,7 +70,7 @@ class Slot:
 
 
 class Hint(NamedTuple):
-    """What the daemon wrote beside a primary's slots: see `ckptd.segment_format.RingHint`."""
+    """What the daemon wrote beside a primary's slots: see `ckptd.memory.segment_format.RingHint`."""
 
     floor: int = -1
     horizon: int = -1
@@ -138,7 +138,7 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Sender:
-    """The replication of one rank in one epoch: what `ckptd.replicating` has around the core."""
+    """The replication of one rank in one epoch: what `ckptd.peers.replicating` has around the core."""
 
     core: Replicator
     leases: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class Sender:
 
 @dataclass(slots=True, eq=False)
 class RunSide:
-    """The run as one daemon sees it: the state of `ckptd.runs.Run`."""
+    """The run as one daemon sees it: the state of `ckptd.peers.runs.Run`."""
 
     epoch: int = -1
     epoch_start: int = -1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from ckptd.recovery import HeldRecords, NoRecovery, Piece, RecoveryPlan, plan_recovery
-from ckptd.ring import NoSuffix, SlotState, epoch_table, find_suffix, is_stale
+from ckptd.memory.ring import NoSuffix, SlotState, epoch_table, find_suffix, is_stale
+from ckptd.recovery.plan import HeldRecords, NoRecovery, Piece, RecoveryPlan, plan_recovery
 from tests.simulation.model import JOB, Slot, State
 from tests.simulation.training import Training
 

@@ -1,7 +1,7 @@
 """A cluster in one process: replication, the floor and recovery under seeded faults, on a simulated clock.
 
-Real are the cores: `ckptd.replication`, `ckptd.replicas`, `ckptd.known_runs`, `ckptd.floor`, `ckptd.placement`, `ckptd.ring`
-and `ckptd.recovery`. Played are machines, memory, daemons, the network, trainers in lockstep, and fate:
+Real are the cores: `ckptd.replication.core`, `ckptd.replication.replicas`, `ckptd.replication.known_runs`, `ckptd.replication.floor`, `ckptd.placement`, `ckptd.memory.ring`
+and `ckptd.recovery.plan`. Played are machines, memory, daemons, the network, trainers in lockstep, and fate:
 
     network     time and messages        checks      what is promised (read this first)
     hosts       replicas for peers       senders     around a rank's replicator
@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 
-from ckptd.ring import SlotState
+from ckptd.memory.ring import SlotState
 from tests.simulation.model import DEADLINE_S, TICK_S, Daemon, Node, Trainer, WorldConfig
 from tests.simulation.recovering import Recovering
 

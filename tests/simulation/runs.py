@@ -1,14 +1,21 @@
-"""The run as each daemon sees it, with the real tree and the real placement: `ckptd.runs.Run`, in short."""
+"""The run as each daemon sees it, with the real tree and the real placement: `ckptd.peers.runs.Run`, in short."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ckptd import replication as rep
-from ckptd.floor import ANY_SPAN, NOTHING_CARRIED, Carried, FloorKind, FloorMessage, FloorTree
 from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
-from ckptd.replicas import Promise
-from ckptd.replication import Replicator
+from ckptd.replication import core as rep
+from ckptd.replication.core import Replicator
+from ckptd.replication.floor import (
+    ANY_SPAN,
+    NOTHING_CARRIED,
+    Carried,
+    FloorKind,
+    FloorMessage,
+    FloorTree,
+)
+from ckptd.replication.replicas import Promise
 from tests.simulation.model import (
     FAN_OUT,
     REPLICATION,

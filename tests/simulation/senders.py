@@ -1,9 +1,9 @@
-"""The daemon's shell around the replicator of a rank: `ckptd.replicating`, in short."""
+"""The daemon's shell around the replicator of a rank: `ckptd.peers.replicating`, in short."""
 
 from __future__ import annotations
 
-from ckptd import replication as rep
-from ckptd.replication import SnapshotKey, key_of
+from ckptd.replication import core as rep
+from ckptd.replication.core import SnapshotKey, key_of
 from tests.simulation.hosts import Hosts
 from tests.simulation.model import DEADLINE_S, Daemon, Segment, Sender, Transfer
 

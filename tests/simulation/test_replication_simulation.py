@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.replicas import Admit, Deny, Promise, admit
+from ckptd.replication.replicas import Admit, Deny, Promise, admit
 from tests.simulation.replication_world import WorldConfig, play
 
 SEEDS = int(os.environ.get("CKPTD_SIM_REPLICATION_SEEDS", "200"))

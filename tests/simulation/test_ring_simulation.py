@@ -5,7 +5,7 @@ in any order and late, trainers that die anywhere and come back, a daemon that i
 slots, reorders at window boundaries, bits that flip, generations that are reserved and dropped, restores
 that begin another history while a reader keeps them from freeing the old one, a floor that lags behind
 and that the ring must keep (a replica's) or should (a trainer's). Every decision is the real one
-(`ckptd.ring`, `ckptd.schedule`); only memory and time are played.
+(`ckptd.memory.ring`, `ckptd.schedules.schedule`); only memory and time are played.
 
 What must hold after each event:
 
@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.ring import (
+from ckptd.memory.ring import (
     NoSuffix,
     Remedy,
     SlotChoice,
@@ -44,7 +44,7 @@ from ckptd.ring import (
     live,
     truncate,
 )
-from ckptd.schedule import (
+from ckptd.schedules.schedule import (
     AlignedPolicy,
     DensePolicy,
     OperatorCost,
@@ -471,7 +471,7 @@ def test_a_ring_that_gives_away_the_oldest_is_caught(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The simulator must be able to fail: without the promise it does."""
-    monkeypatch.setattr("ckptd.ring._kept", lambda *_: set())
+    monkeypatch.setattr("ckptd.memory.ring._kept", lambda *_: set())
 
     def play_some() -> None:
         for number in range(50 * seed, 50 * seed + 50):

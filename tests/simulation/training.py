@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.replicas import Promise, promised
-from ckptd.ring import (
+from ckptd.memory.ring import (
     SlotChoice,
     SlotRecord,
     SlotState,
@@ -11,6 +10,7 @@ from ckptd.ring import (
     droppable_generations,
     slots_for_window,
 )
+from ckptd.replication.replicas import Promise, promised
 from tests.simulation.model import (
     SLACK,
     STEP_S,

@@ -13,10 +13,10 @@ import torch
 
 from ckptd.exporting.exports import ExportReport, export_file
 from ckptd.exporting.memory import open_slot
-from ckptd.ring import SlotState
-from ckptd.sealer import seal_slot
-from ckptd.segment_format import encode_descriptor
-from ckptd.segments import Segment, SegmentStore
+from ckptd.memory.ring import SlotState
+from ckptd.memory.sealer import seal_slot
+from ckptd.memory.segment_format import encode_descriptor
+from ckptd.memory.segments import Segment, SegmentStore
 from ckptd.storage.image import ImageLayout, TensorEntry, seal
 from ckptd.storage.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.objects import ObjectStore

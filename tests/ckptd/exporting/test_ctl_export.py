@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptd.ctl import main
+from ckptd.ctl.main import main
 from ckptd.storage.open_store import open_store
 from tests.ckptd.exporting.samples import entries, segment_folder, snapshot, stored_window
 

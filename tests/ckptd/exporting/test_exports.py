@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckptd import locks
 from ckptd.exporting.convert import convert
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.exporting.exports import export_hf
 from ckptd.exporting.memory import open_slot
-from ckptd.segment_format import slot_lock_byte
+from ckptd.memory import locks
+from ckptd.memory.segment_format import slot_lock_byte
 from tests.ckptd.exporting.samples import (
     DENSE,
     client_part,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import SegmentDescriptor, SlotHeader, write_slot_header
+from ckptd.memory.segments import Segment, SegmentStore
 from ckptd.persistence.wire import SnapshotId
-from ckptd.ring import SlotState
-from ckptd.segment_format import SegmentDescriptor, SlotHeader, write_slot_header
-from ckptd.segments import Segment, SegmentStore
 from ckptd.storage.image import ImageLayout, TensorEntry, seal
 
 WINDOW = 2

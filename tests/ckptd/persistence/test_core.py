@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.memory.ring import SlotRecord, SlotState, choose_slot
 from ckptd.persistence.cadence import Cadence
 from ckptd.persistence.core import (
     Commit,
@@ -28,8 +29,7 @@ from ckptd.persistence.core import (
     StoreFailed,
     Tick,
 )
-from ckptd.replication_events import SnapshotKey, key_of
-from ckptd.ring import SlotRecord, SlotState, choose_slot
+from ckptd.replication.events import SnapshotKey, key_of
 
 W = 2
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ckptd.memory.segments import Segment
 from ckptd.persistence import wire as w
-from ckptd.segments import Segment
 from ckptd.storage.names import RunName
 from ckptd.storage.reader import read_manifest
 from tests.ckptd.persistence.slots import descriptor, segment_store

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from ckptd import locks
+from ckptd.memory import locks
+from ckptd.memory.segment_format import encode_descriptor, slot_lock_byte, unpack_slot_header
+from ckptd.memory.segments import Segment
 from ckptd.persistence import rank_store
 from ckptd.persistence import wire as w
 from ckptd.persistence.keeper import Keeper
-from ckptd.segment_format import encode_descriptor, slot_lock_byte, unpack_slot_header
-from ckptd.segments import Segment
 from ckptd.storage.image import verify
 from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import read_catalog, read_manifest

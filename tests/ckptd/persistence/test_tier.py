@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.events import EventLog
+from ckptd.memory.segments import SegmentStore
 from ckptd.persistence.tier import StorageTier
-from ckptd.segments import SegmentStore
 from ckptd.sessions import RankKey
 from ckptd.settings import DaemonConfig
 from tests.ckptd.persistence.slots import descriptor, fill, segment_store

@@ -1,0 +1,295 @@
+"""What on this machine helps or hinders: `ckptctl doctor`, each finding with its fix.
+
+Every check returns one `Finding` and raises nothing. Nothing here changes the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+
+import ckptd
+from ckptd.daemon import physical_memory, quota_bytes
+from ckptd.errors import DaemonUnavailable
+from ckptd.launch import answers
+from ckptd.memory.pages import filesystem_kind, is_in_memory
+from ckptd.settings import DaemonConfig
+from ckptd.units import format_bytes
+
+__all__ = ["Finding", "Grade", "as_rows", "diagnose"]
+
+_SMALL_SHM_BYTES = 1 << 30
+_THRESHOLD_TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
+
+
+class Grade(StrEnum):
+    """OK, could be better, or will not work."""
+
+    OK = "OK"
+    WARN = "WARN"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's result; `fix` is empty where nothing needs fixing."""
+
+    name: str
+    grade: Grade
+    detail: str
+    fix: str = ""
+
+
+def diagnose(config: DaemonConfig, environ: Mapping[str, str]) -> list[Finding]:
+    """Every check, in the order in which they are worth reading."""
+    checks: tuple[Callable[[], Finding], ...] = (
+        lambda: check_daemon(config.listen),
+        lambda: check_folder("runtime folder", Path(config.runtime_dir)),
+        lambda: check_folder("segment folder", Path(config.segment_dir)),
+        lambda: check_segment_filesystem(config),
+        lambda: check_damaged_files(Path(config.segment_dir)),
+        lambda: check_memlock(config.mlock),
+        lambda: check_hugepages(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
+        check_pidfd,
+        lambda: check_ptrace(Path("/proc/sys/kernel/yama/ptrace_scope")),
+        check_clock,
+        lambda: check_copy_tunable(environ),
+        check_versions,
+    )
+    return [check() for check in checks]
+
+
+def as_rows(findings: Iterable[Finding]) -> list[dict[str, str]]:
+    """For `--json`."""
+    return [{key: str(value) for key, value in asdict(finding).items()} for finding in findings]
+
+
+def check_daemon(endpoint: str) -> Finding:
+    """Does a daemon answer?"""
+    try:
+        there = answers(endpoint)
+    except DaemonUnavailable as error:
+        return Finding("daemon", Grade.FAIL, error.message, error.hint)
+    if there:
+        return Finding("daemon", Grade.OK, f"answers on {endpoint}")
+    return Finding(
+        "daemon",
+        Grade.WARN,
+        f"none answers on {endpoint}",
+        'start `ckptd run` (or its systemd unit); with daemon="auto" a trainer starts its own',
+    )
+
+
+def check_folder(name: str, folder: Path) -> Finding:
+    """Is it ours, and only ours?"""
+    try:
+        info = folder.lstat()
+    except FileNotFoundError:
+        return _folder_to_be_made(name, folder)
+    except OSError as error:
+        return Finding(name, Grade.FAIL, f"{folder}: {error.strerror}", "choose another folder")
+    mode = stat.S_IMODE(info.st_mode)
+    if not stat.S_ISDIR(info.st_mode):
+        return Finding(name, Grade.FAIL, f"{folder} is not a folder", "remove it")
+    if info.st_uid != os.getuid():
+        return Finding(
+            name,
+            Grade.FAIL,
+            f"{folder} belongs to user {info.st_uid}, this is user {os.getuid()}",
+            "run as that user, or set CKPTD_RUNTIME_DIR and CKPTD_SEGMENT_DIR",
+        )
+    if mode & 0o055 and not mode & 0o022:
+        return Finding(
+            name,
+            Grade.WARN,
+            f"{folder} has mode {mode:04o}: others may see the names of what is in it",
+            f"run `chmod 700 {folder}`",
+        )
+    if mode & 0o022:
+        return Finding(
+            name, Grade.FAIL, f"{folder} has mode {mode:04o}", f"run `chmod 700 {folder}`"
+        )
+    return Finding(name, Grade.OK, f"{folder} is private (mode {mode:04o})")
+
+
+def check_segment_filesystem(config: DaemonConfig) -> Finding:
+    """Is there memory under the segments, and how much of it may be used?"""
+    name = "segment memory"
+    folder = _nearest_existing(Path(config.segment_dir))
+    kind = filesystem_kind(folder)
+    info = os.statvfs(folder)
+    total, free = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
+    quota = quota_bytes(config.memory, folder)
+    detail = (
+        f"{kind} of {format_bytes(total)}, {format_bytes(free)} free; quota "
+        f"{format_bytes(quota)} (memory = {config.memory}); physical memory "
+        f"{format_bytes(physical_memory())}"
+    )
+    enlarge = "`mount -o remount,size=<bytes> /dev/shm`, `docker run --shm-size`, or an emptyDir"
+    if not is_in_memory(kind) and not config.allow_disk_segments:
+        return Finding(name, Grade.FAIL, detail, "set CKPTD_SEGMENT_DIR to a folder on a tmpfs")
+    if quota > total:
+        return Finding(name, Grade.FAIL, detail, f"lower CKPTD_MEMORY, or enlarge it: {enlarge}")
+    if total < _SMALL_SHM_BYTES:
+        return Finding(name, Grade.WARN, detail, f"enlarge it: {enlarge}")
+    if total < physical_memory() // 4:
+        return Finding(name, Grade.WARN, detail, f"most memory is out of reach: {enlarge}")
+    return Finding(name, Grade.OK, detail)
+
+
+def check_damaged_files(folder: Path) -> Finding:
+    """Was a segment put aside?"""
+    found = sorted(folder.glob("*.bad")) if folder.is_dir() else []
+    if not found:
+        return Finding("damaged segments", Grade.OK, "none were put aside")
+    size = sum(path.stat().st_size for path in found)
+    names = ", ".join(path.name for path in found[:4]) + (" …" if len(found) > 4 else "")
+    return Finding(
+        "damaged segments",
+        Grade.WARN,
+        f"{len(found)} files, {format_bytes(size)}: {names}",
+        "`ckptctl events` says why; `ckptctl forget JOB RUN` deletes them",
+    )
+
+
+def check_memlock(setting: str) -> Finding:
+    """May segments be locked in memory?"""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+    if soft == resource.RLIM_INFINITY or os.geteuid() == 0 or setting == "off":
+        who = ", and root is not bound by it" if os.geteuid() == 0 else ""
+        return Finding("memlock", Grade.OK, f"limit {text}{who}; mlock = {setting}")
+    swap = "no swap is on" if not _swap_is_on() else "swap is on"
+    grade = Grade.FAIL if setting == "on" else Grade.WARN if _swap_is_on() else Grade.OK
+    fix = "" if grade is Grade.OK else "LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited`"
+    return Finding("memlock", grade, f"limit {text} (hard {hard}), {swap}; mlock = {setting}", fix)
+
+
+def check_hugepages(path: Path) -> Finding:
+    """Can shared memory take huge pages?"""
+    try:
+        text = path.read_text(encoding="ascii")
+    except OSError:
+        return Finding("huge pages", Grade.OK, "the kernel has none for shared memory")
+    chosen = text[text.find("[") + 1 : text.find("]")]
+    if chosen in ("always", "advise", "within_size", "force"):
+        return Finding("huge pages", Grade.OK, f"shmem_enabled is {chosen}")
+    return Finding(
+        "huge pages",
+        Grade.OK,
+        f"shmem_enabled is {chosen}: attaching maps 4 KiB pages, which takes 50 to 80 ms per GiB",
+        "optional: a tmpfs of its own, `mount -t tmpfs -o huge=advise,size=<bytes> ckptd <dir>`, "
+        "as CKPTD_SEGMENT_DIR",
+    )
+
+
+def check_pidfd() -> Finding:
+    """Can the daemon see a trainer die at once?"""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return Finding(
+            "pidfd",
+            Grade.WARN,
+            f"not available ({error.strerror}): dead trainers are noticed by their lock, within 1 s",
+            "Linux 5.3 or newer, and a seccomp profile that allows pidfd_open",
+        )
+    return Finding("pidfd", Grade.OK, "a trainer's death is noticed at once")
+
+
+def check_ptrace(path: Path) -> Finding:
+    """Informative: may processes of one user read each other's memory?"""
+    try:
+        scope = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return Finding("ptrace", Grade.OK, "no Yama: processes of one user may read each other")
+    return Finding("ptrace", Grade.OK, f"yama ptrace_scope is {scope}; nothing here needs ptrace")
+
+
+def check_clock() -> Finding:
+    """Does the clock of the slot times make sense? Says only what one machine can know."""
+    boot_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    year = time.gmtime().tm_year
+    drift = abs(_seconds_between(time.time, time.monotonic))
+    if year < 2024 or boot_s < 0:
+        return Finding(
+            "clock", Grade.WARN, f"the clock says year {year}", "start a time service (chrony, ntp)"
+        )
+    if drift > 0.01:
+        return Finding(
+            "clock",
+            Grade.WARN,
+            f"the clock was stepped by {drift:.3f} s while looking",
+            "let the time service slew instead of step",
+        )
+    return Finding("clock", Grade.OK, "plausible and steady (other nodes are not compared)")
+
+
+def check_copy_tunable(environ: Mapping[str, str]) -> Finding:
+    """Would copies of mixed tensors run past the caches? Worth up to 1.6 times."""
+    tunables = environ.get("GLIBC_TUNABLES", "")
+    if _THRESHOLD_TUNABLE in tunables:
+        return Finding("copy speed", Grade.OK, f"GLIBC_TUNABLES={tunables}")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return Finding("copy speed", Grade.OK, f"nothing to set on {platform.machine()}")
+    return Finding(
+        "copy speed",
+        Grade.OK,
+        f"{_THRESHOLD_TUNABLE} is not set",
+        f"optional: start trainers with GLIBC_TUNABLES={_THRESHOLD_TUNABLE}=0x40000",
+    )
+
+
+def check_versions() -> Finding:
+    """Which versions meet here; torch is asked by its metadata and never imported."""
+    versions = [f"ckptd {ckptd.__version__}", f"python {platform.python_version()}"]
+    missing = []
+    for name in ("pyzmq", "msgspec", "xxhash", "numpy", "torch"):
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+    versions.append(f"linux {platform.release()}")
+    detail = ", ".join(versions)
+    if missing:
+        lacking = ", ".join(missing)
+        grade = Grade.WARN if missing == ["torch"] else Grade.FAIL
+        return Finding(
+            "versions", grade, f"{detail}; not installed: {lacking}", f"pip install {lacking}"
+        )
+    return Finding("versions", Grade.OK, detail)
+
+
+def _folder_to_be_made(name: str, folder: Path) -> Finding:
+    parent = _nearest_existing(folder)
+    if os.access(parent, os.W_OK):
+        return Finding(name, Grade.OK, f"{folder} will be made")
+    return Finding(
+        name, Grade.FAIL, f"{folder} cannot be made in {parent}", "choose a folder of your own"
+    )
+
+
+def _nearest_existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _swap_is_on() -> bool:
+    try:
+        return len(Path("/proc/swaps").read_text(encoding="ascii").splitlines()) > 1
+    except OSError:
+        return True  # unknown: assume what asks for care
+
+
+def _seconds_between(one: Callable[[], float], other: Callable[[], float]) -> float:
+    """How far one clock moved against the other in a twentieth of a second."""
+    begin = one() - other()
+    time.sleep(0.05)
+    return (one() - other()) - begin

@@ -1,0 +1,314 @@
+"""`ckptctl`: look at a node's daemon and its snapshots, and at what is durable.
+
+Exit codes: 0 done, 1 a check failed (`doctor`, `whatif`, `drill`, `verify`) or a bug, 2 wrong usage or a store that
+cannot be used, 3 no daemon answers, 4 refused or not there, 5 a snapshot is damaged. With `--json` the answer is one
+JSON document on stdout (`events --follow`: one per line), of an error, too: ``{"error": …, "exit_status": …}``. What
+is wrong goes to stderr in either case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+import ckptd
+from ckptd.config import ConfigError, default_endpoint, load_config
+from ckptd.ctl import render
+from ckptd.ctl.checkpoints import (
+    Outcome,
+    add_checkpoints_commands,
+    add_verify_arguments,
+    run_checkpoints,
+    run_verify,
+)
+from ckptd.ctl.doctor import Grade, as_rows, diagnose
+from ckptd.ctl.export import add_export_arguments, add_import_arguments, run_export, run_import
+from ckptd.ctl.keys import add_keys_commands, run_keys
+from ckptd.ctl.peers import (
+    as_json,
+    ask_what_if,
+    render_drill,
+    render_peers,
+    render_what_if,
+    run_drill,
+)
+from ckptd.ctl.store_access import StoreProblem
+from ckptd.errors import DaemonUnavailable
+from ckptd.exporting.errors import DamagedSnapshot, ExportError
+from ckptd.launch import answers
+from ckptd.settings import DaemonConfig
+from ckptd.transport import messages as m
+from ckptd.transport.keys import KeysError
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
+
+__all__ = ["main"]
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_NO_DAEMON = 3
+EXIT_REFUSED = 4
+EXIT_DAMAGED = 5
+
+_BEYOND = 1 << 61  # above any event number: asks only what the newest is
+_FOLLOW_S = 0.5
+_WAIT_STEP_S = 0.2
+_CONNECT_S = 10.0  # what takes longer says so itself
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `ckptctl`; returns the exit code."""
+    args = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.function
+    try:
+        return command(args)
+    except (RequestTimeout, DaemonUnavailable) as error:
+        hint = "is it running? `ckptctl doctor` looks for causes"
+        return _fail(args, EXIT_NO_DAEMON, f"{error} ({hint})")
+    except RefusedError as error:
+        return _fail(args, EXIT_REFUSED, str(error))
+    except WireError as error:
+        return _fail(args, EXIT_NO_DAEMON, str(error))
+    except DamagedSnapshot as error:
+        return _fail(args, EXIT_DAMAGED, str(error))
+    except ExportError as error:
+        return _fail(args, EXIT_REFUSED, str(error))
+    except (ConfigError, KeysError) as error:
+        return _fail(args, EXIT_USAGE, str(error))
+    except StoreProblem as error:
+        return _fail(args, error.code, str(error))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0  # the reader, such as `head`, has seen enough
+
+
+def _status(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        status = client.ask(m.GetStatus(), m.Status)
+    _show(args, status, lambda: render.status(status))
+    return 0
+
+
+def _snapshots(args: argparse.Namespace) -> int:
+    wanted = m.GetSnapshots(args.job or "", args.run or "", _rank(args), args.operators)
+    with _connect(args) as client:
+        found = client.ask(wanted, m.Snapshots)
+    _show(args, found, lambda: render.snapshots(found, operators=args.operators))
+    return 0
+
+
+def _events(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        newest = client.ask(m.GetEvents(since=_BEYOND, limit=1), m.Events).last_seq
+        since = max(args.since, newest - args.limit)
+        page = client.ask(m.GetEvents(since=since, limit=args.limit), m.Events)
+        if not args.follow:
+            _show(args, page, lambda: render.events(page.events))
+            return 0
+        while True:
+            for event in page.events:
+                _show(args, event, partial(render.events, (event,)))
+                since = event.seq
+            sys.stdout.flush()
+            if not page.events:
+                since = min(since, page.last_seq)  # a restarted daemon counts anew
+                time.sleep(_FOLLOW_S)
+            page = client.ask(m.GetEvents(since=since, limit=args.limit), m.Events)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    config = _config(args)
+    findings = diagnose(config, os.environ)
+    _show(args, as_rows(findings), lambda: render.findings(findings))
+    return EXIT_FAILED if any(finding.grade is Grade.FAIL for finding in findings) else 0
+
+
+def _forget(args: argparse.Namespace) -> int:
+    if not args.yes:
+        question = f"Free all snapshots of {args.job}/{args.run}? They cannot be recovered. [y/N] "
+        if not sys.stdin.isatty():
+            return _fail(args, EXIT_USAGE, "pass --yes to free snapshots without being asked")
+        if input(question).strip().lower() not in ("y", "yes"):
+            return _fail(args, EXIT_USAGE, "nothing was freed")
+    with _connect(args) as client:
+        done = client.ask(m.Forget(args.job, args.run), m.Done)
+    _show(args, done, lambda: done.message)
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    return _show_outcome(args, run_export(args, lambda: _segment_dir(args)))
+
+
+def _import(args: argparse.Namespace) -> int:
+    return _show_outcome(args, run_import(args))
+
+
+def _wait(args: argparse.Namespace) -> int:
+    endpoint = _endpoint(args)
+    deadline = time.monotonic() + args.timeout
+    while not answers(endpoint):
+        if time.monotonic() > deadline:
+            return _fail(args, EXIT_NO_DAEMON, f"no daemon on {endpoint} within {args.timeout:g} s")
+        time.sleep(_WAIT_STEP_S)
+    _show(args, {"endpoint": endpoint}, lambda: f"a daemon answers on {endpoint}")
+    return 0
+
+
+def _peers(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        found = client.ask(m.GetPeers(), m.Peers)
+    _show(args, found, lambda: render_peers(found))
+    return 0
+
+
+def _what_if(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        try:
+            found = ask_what_if(client, args)
+        except ValueError as error:
+            if isinstance(error, WireError):
+                raise
+            return _fail(args, EXIT_USAGE, str(error))
+    _show(args, as_json(found), lambda: render_what_if(found))
+    return 0 if found.recoverable else EXIT_FAILED
+
+
+def _drill(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        report = run_drill(client, args)
+    _show(args, report, lambda: render_drill(report))
+    return 0 if report.recoverable else EXIT_FAILED
+
+
+def _keys(args: argparse.Namespace) -> int:
+    found, text = run_keys(args)
+    _show(args, found, lambda: text)
+    return 0
+
+
+def _checkpoints(args: argparse.Namespace) -> int:
+    return _show_outcome(args, run_checkpoints(args))
+
+
+def _verify(args: argparse.Namespace) -> int:
+    return _show_outcome(args, run_verify(args))
+
+
+def _show_outcome(args: argparse.Namespace, outcome: Outcome) -> int:
+    _show(args, outcome.answer, lambda: outcome.text)
+    return outcome.code
+
+
+def _segment_dir(args: argparse.Namespace) -> str:
+    """Where the daemon has its segments; where it would have them, if none answers."""
+    try:
+        with _connect(args) as client:
+            return client.ask(m.GetStatus(), m.Status, timeout_s=1.0).segment_dir
+    except RequestTimeout:
+        return _config(args).segment_dir
+
+
+def _connect(args: argparse.Namespace) -> ControlClient:
+    return ControlClient(_endpoint(args), timeout_s=min(args.timeout, _CONNECT_S))
+
+
+def _endpoint(args: argparse.Namespace) -> str:
+    return args.endpoint or default_endpoint()
+
+
+def _config(args: argparse.Namespace) -> DaemonConfig:
+    return load_config({"listen": args.endpoint} if args.endpoint else {}).config
+
+
+def _rank(args: argparse.Namespace) -> int:
+    return -1 if args.rank is None else int(args.rank)
+
+
+def _show(args: argparse.Namespace, answer: Any, text: Callable[[], str]) -> None:
+    if args.json:
+        print(msgspec.json.encode(answer).decode())
+    else:
+        print(text())
+
+
+def _fail(args: argparse.Namespace, code: int, message: str) -> int:
+    print(f"ckptctl: {message}", file=sys.stderr)
+    if args.json:
+        print(msgspec.json.encode({"error": message, "exit_status": code}).decode())
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="machine-readable output")
+    common.add_argument(
+        "--endpoint", help="daemon to ask (default: CKPTD_LISTEN, or the socket in the runtime dir)"
+    )
+    common.add_argument("--timeout", type=float, default=10.0, help="seconds to wait (default 10)")
+    which = argparse.ArgumentParser(add_help=False)
+    which.add_argument("--job", help="only this job")
+    which.add_argument("--run", help="only this run")
+    which.add_argument("--rank", type=int, help="only this rank")
+
+    parser = argparse.ArgumentParser(
+        prog="ckptctl",
+        description="Look at a node's daemon and its snapshots, and at what is durable.",
+        epilog="Exit codes: 0 done, 1 a check failed, 2 usage or an unusable store, 3 no daemon "
+        "answers, 4 refused or not there, 5 damaged snapshot.",
+    )
+    parser.add_argument("--version", action="version", version=f"ckptctl {ckptd.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(
+        name: str, function: Callable[[argparse.Namespace], int], text: str, *parents: Any
+    ) -> Any:
+        sub = commands.add_parser(name, help=text, description=text, parents=[common, *parents])
+        sub.set_defaults(function=function)
+        return sub
+
+    add("status", _status, "daemon, memory, trainers and segments")
+    snapshots = add("snapshots", _snapshots, "slots of each rank and what is recoverable", which)
+    snapshots.add_argument("--operators", action="store_true", help="list operators by name")
+    events = add("events", _events, "what happened on this node")
+    events.add_argument("--follow", action="store_true", help="go on as events come")
+    events.add_argument("--since", type=int, default=0, help="only events after this number")
+    events.add_argument("--limit", type=int, default=1000, help="at most so many (default 1000)")
+    add("doctor", _doctor, "what on this machine helps or hinders, with the fix")
+    forget = add("forget", _forget, "free the snapshots of a run that has no live trainer")
+    forget.add_argument("job")
+    forget.add_argument("run")
+    forget.add_argument("--yes", action="store_true", help="do not ask")
+    text = (
+        "write the model of one iteration: safetensors, Hugging Face, torch.distributed.checkpoint"
+    )
+    add_export_arguments(add("export", _export, text, which))
+    add_import_arguments(
+        add("import", _import, "make a model from elsewhere what a run can start from")
+    )
+    add("peers", _peers, "other nodes, what is replicated where, and how far it is behind")
+    lose = add(
+        "whatif", _what_if, "what losing nodes now would mean: sources, replay, losses", which
+    )
+    lose.add_argument(
+        "--lose", required=True, help="nodes, by name or label: node=host-3,rack=A (any of them)"
+    )
+    drill = add("drill", _drill, "rehearse the recovery of --rank from other nodes", which)
+    drill.set_defaults(timeout=600.0)
+    keys = add("keys", _keys, "this node's keys towards peers, and whom it trusts")
+    add_keys_commands(keys, common)
+    stored = add("checkpoints", _checkpoints, "what is durable: look, verify, pin, remove")
+    add_checkpoints_commands(stored, common)
+    add_verify_arguments(
+        add("verify", _verify, "whether everything in a store is whole; needs no daemon")
+    )
+    add("wait", _wait, "block until the daemon answers, at most --timeout")
+    return parser

@@ -1,0 +1,192 @@
+"""`ckptctl peers`, `whatif` and `drill`: where snapshots have their second home, and what it is worth."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from ckptd.errors import RemoteProtocolError
+from ckptd.recovery.holdings import held_from_segments
+from ckptd.recovery.plan import RecoveryPlan
+from ckptd.recovery.whatif import WhatIf, what_if
+from ckptd.transport import messages as m
+from ckptd.transport.wire import ControlClient, RefusedError
+from ckptd.units import format_bytes, format_table
+
+__all__ = [
+    "as_json",
+    "ask_what_if",
+    "choose_run",
+    "render_drill",
+    "render_peers",
+    "render_what_if",
+    "run_drill",
+]
+
+_MAX_RANKS = 64
+
+
+def choose_run(client: ControlClient, args: argparse.Namespace) -> tuple[str, str]:
+    """The job and run that are meant: as given, or the only ones that this node knows.
+
+    Raises:
+        RefusedError: none is known, or several are and none is named.
+    """
+    peers = client.ask(m.GetPeers(), m.Peers)
+    segments = client.ask(m.GetStatus(), m.Status).segments
+    known = sorted(
+        {(r.job, r.run) for r in peers.ranks}
+        | {(r.job, r.run) for r in peers.replicas}
+        | {(s.job, s.run) for s in segments}
+    )
+    fits = [k for k in known if args.job in (None, k[0]) and args.run in (None, k[1])]
+    if len(fits) == 1:
+        return fits[0]
+    named = ", ".join(f"{job}/{run}" for job, run in known) or "none"
+    text = "no such run is known here" if not fits else "several runs fit"
+    raise RefusedError("not_found", f"{text}; known are {named}", "pass --job and --run")
+
+
+def ask_what_if(client: ControlClient, args: argparse.Namespace) -> WhatIf:
+    """What losing the nodes that ``--lose`` names would mean now.
+
+    Raises:
+        ValueError: a selector fits no node.
+        RefusedError: no run is meant, or nothing is held of it.
+    """
+    job, run = choose_run(client, args)
+    seen = client.ask(m.SeeRun(job, run), m.RunSeen, timeout_s=max(args.timeout, 10.0))
+    try:
+        held = [h for told in seen.holdings for h in held_from_segments(told.node, told.segments)]
+    except RemoteProtocolError as error:
+        raise RefusedError("internal", str(error)) from error
+    homes = {rank: member.card.node for member in seen.members for rank in member.ranks}
+    worlds = [s.world_size for told in seen.holdings for s in told.segments]
+    if not worlds:
+        raise RefusedError("not_found", f"nothing is held of {job}/{run}")
+    if not homes:  # no trainer has told this daemon who takes part: its own ranks live here
+        homes = {h.rank: h.node for h in held if h.own}
+    labels = {member.card.node: member.card.labels for member in seen.members}
+    return what_if(held, max(worlds), homes, labels, args.lose.split(","))
+
+
+def run_drill(client: ControlClient, args: argparse.Namespace) -> m.DrillReport:
+    """Rehearse the recovery of ``--rank``; takes as long as the transfer does."""
+    job, run = choose_run(client, args)
+    return client.ask(m.Drill(job, run, args.rank), m.DrillReport, timeout_s=args.timeout)
+
+
+def as_json(answer: WhatIf) -> dict[str, Any]:
+    """A `WhatIf` as plain values."""
+    plan = answer.plan
+    found = {
+        "lost_nodes": answer.lost_nodes,
+        "recoverable": answer.recoverable,
+        "reason": plan.reason,
+        "ranks": [dataclasses.asdict(rank) for rank in answer.ranks],
+    }
+    if isinstance(plan, RecoveryPlan):
+        found |= {"start": plan.start, "end": plan.end}
+    return found
+
+
+def render_peers(answer: m.Peers) -> str:
+    """Neighbours, replication of the local ranks, replicas that lie here."""
+    listen = answer.endpoint or "no peer listener (CKPTD_PEER_LISTEN): snapshots stay on this node"
+    peers = [
+        [
+            p.node,
+            p.endpoint,
+            ",".join(f"{k}={v}" for k, v in sorted(p.labels.items())) or "-",
+            "yes" if p.alive else "NO",
+            f"{p.silent_s:.1f} s",
+            format_bytes(p.free_bytes),
+        ]
+        for p in answer.peers
+    ]
+    targets = [
+        [
+            f"{r.job}/{r.run} rank {r.rank}",
+            t.node,
+            t.phase if t.alive else "lost",
+            str(t.held),
+            _iteration(t.current_up_to),
+            f"{t.lag_iterations} ({format_bytes(t.lag_bytes)})",
+            _iteration(r.floor),
+            t.reason or "-",
+        ]
+        for r in answer.ranks
+        for t in r.targets
+    ]
+    replicas = [
+        [
+            f"{r.job}/{r.run} rank {r.rank}",
+            format_bytes(r.total_bytes),
+            str(r.sealed),
+            _iteration(r.newest_iteration),
+        ]
+        for r in answer.replicas
+    ]
+    moved = ", ".join(f"{name} {value}" for name, value in sorted(answer.counters.items()))
+    parts = [f"node {answer.node}: {listen}"]
+    if answer.public_key:
+        parts[0] += f", key {answer.public_key}"
+    parts.append(
+        format_table(["peer", "endpoint", "labels", "alive", "heard", "free"], peers)
+        if peers
+        else "no peers known: they are learned when trainers attach"
+    )
+    if targets:
+        head = ["replicates", "to", "state", "held", "current to", "lag", "floor", "last trouble"]
+        parts.append(format_table(head, targets))
+    if replicas:
+        parts.append(format_table(["holds", "size", "snapshots", "newest"], replicas))
+    if moved:
+        parts.append(f"counters  {moved}")
+    return "\n\n".join(parts)
+
+
+def render_what_if(answer: WhatIf) -> str:
+    """The plan, and what each rank would go through."""
+    lost = ", ".join(answer.lost_nodes)
+    head = f"without {lost}: " + ("" if answer.recoverable else "NOT RECOVERABLE: ")
+    lines = [head + answer.plan.reason]
+    rows = [
+        [
+            str(r.rank),
+            r.home + (" (lost)" if r.home_lost else ""),
+            ", ".join(r.sources) or "-",
+            str(r.replayed),
+            str(r.lost_iterations),
+            format_bytes(r.moved_bytes),
+        ]
+        for r in answer.ranks[:_MAX_RANKS]
+    ]
+    if rows:
+        head_row = ["rank", "home", "recovered from", "replayed", "lost", "moved"]
+        lines += ["", format_table(head_row, rows)]
+    if len(answer.ranks) > _MAX_RANKS:
+        lines.append(f"… and {len(answer.ranks) - _MAX_RANKS} more ranks (--json has all)")
+    return "\n".join(lines)
+
+
+def render_drill(answer: m.DrillReport) -> str:
+    """How the rehearsal went."""
+    if not answer.recoverable:
+        return f"NOT RECOVERABLE from other nodes: {answer.reason}"
+    rate = f", {answer.bytes / answer.seconds / 1e9:.2f} GB/s" if answer.seconds else ""
+    sources = ", ".join(f"{format_bytes(n)} from {node}" for node, n in answer.by_node.items())
+    compared = (
+        f"{format_bytes(answer.compared)} compared with the primary, byte for byte"
+        if answer.compared
+        else "verified against digests (the primary is not on this node)"
+    )
+    return (
+        f"iterations {answer.start} to {answer.end}: {format_bytes(answer.bytes)} in "
+        f"{answer.seconds:.2f} s{rate} ({sources}); {compared}"
+    )
+
+
+def _iteration(number: int) -> str:
+    return "-" if number < 0 else str(number)

@@ -1,0 +1,226 @@
+"""The daemon's answers as text for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ckptd.ctl.doctor import Finding
+from ckptd.transport import messages as m
+from ckptd.units import format_age, format_bytes, format_table
+
+__all__ = ["events", "findings", "snapshots", "status"]
+
+_SHOWN_METRICS = 6
+_OPERATORS_PER_LINE = 8
+
+
+def status(answer: m.Status) -> str:
+    """Daemon, memory, trainers, segments, what goes to storage, counters."""
+    used = answer.used_bytes / answer.quota_bytes if answer.quota_bytes else 0.0
+    who = (
+        f"ckptd {answer.version} on node {answer.node_id}, process {answer.pid}, "
+        f"up {format_age(answer.uptime_s)}, {answer.endpoint}"
+    )
+    memory = (
+        f"memory    {format_bytes(answer.used_bytes)} of {format_bytes(answer.quota_bytes)} "
+        f"({used:.0%}); promised {format_bytes(answer.promised_bytes)}; "
+        f"{answer.segment_dir}: {format_bytes(answer.fs_available_bytes)} of "
+        f"{format_bytes(answer.fs_total_bytes)} free"
+    )
+    daemon = (
+        f"daemon    {format_bytes(answer.rss_anon_bytes)} of its own, "
+        f"{format_bytes(answer.rss_file_bytes)} libraries, "
+        f"{format_bytes(answer.rss_shmem_bytes)} segment pages mapped (shared)"
+    )
+    sealing = f"sealing   {answer.seal_queue} waiting{_digest_rate(answer.counters)}"
+    lines = [who, memory, daemon, sealing, ""]
+    lines.append(_sessions(answer.sessions))
+    lines += ["", _segments(answer.segments)]
+    if answer.durable is not None:
+        lines += ["", _durable(answer.durable)]
+    interesting = {k: v for k, v in answer.counters.items() if not k.startswith("event.")}
+    shown = ", ".join(f"{name} {value}" for name, value in sorted(interesting.items()))
+    lines += ["", f"counters  {shown or 'none yet'}"]
+    return "\n".join(lines)
+
+
+def snapshots(answer: m.Snapshots, *, operators: bool) -> str:
+    """One block per rank: its slots, then what could be recovered and what that would cost."""
+    if not answer.ranks:
+        return "no snapshots in memory"
+    return "\n\n".join(_rank(rank, operators=operators) for rank in answer.ranks)
+
+
+def events(found: Sequence[m.EventInfo]) -> str:
+    """One line per event."""
+    if not found:
+        return "no events"
+    return "\n".join(
+        f"{event.seq:>6}  {_when(event.time_ns)}  {event.level:<7}  {event.kind:<16}  "
+        f"{event.message}"
+        for event in found
+    )
+
+
+def findings(found: Sequence[Finding]) -> str:
+    """One line per check, and its fix under it."""
+    lines = []
+    width = max(len(finding.name) for finding in found)
+    for finding in found:
+        lines.append(f"{finding.grade:<4}  {finding.name:<{width}}  {finding.detail}")
+        if finding.fix:
+            lines.append(f"      {'':<{width}}  -> {finding.fix}")
+    return "\n".join(lines)
+
+
+def _sessions(sessions: Sequence[m.SessionStatus]) -> str:
+    if not sessions:
+        return "no trainer is attached"
+    rows = [
+        (
+            session.job,
+            session.run,
+            session.rank,
+            session.world_size,
+            session.pid,
+            session.step if session.step >= 0 else "-",
+            format_bytes(session.segment_bytes),
+            format_age(session.attached_s),
+            ", ".join(
+                f"{name} {value:.4g}"
+                for name, value in list(session.metrics.items())[:_SHOWN_METRICS]
+            )
+            or "-",
+        )
+        for session in sessions
+    ]
+    header = ("job", "run", "rank", "world", "pid", "step", "memory", "attached", "metrics")
+    return format_table(header, rows)
+
+
+def _segments(segments: Sequence[m.SegmentStatus]) -> str:
+    if not segments:
+        return "no segments"
+    rows = [
+        (
+            segment.job,
+            segment.run,
+            segment.rank,
+            segment.generation,
+            format_bytes(segment.total_bytes),
+            f"{segment.num_slots} x {format_bytes(segment.slot_bytes)}",
+            ", ".join(f"{count} {state}" for state, count in sorted(segment.states.items())),
+            segment.newest_iteration if segment.newest_iteration >= 0 else "-",
+            "live" if segment.owned else f"detached {format_age(segment.detached_s)}",
+            "locked" if segment.mlocked else "not locked",
+        )
+        for segment in segments
+    ]
+    header = (
+        "job", "run", "rank", "gen", "size", "slots", "states", "newest", "owner", "memory",
+    )  # fmt: skip
+    return format_table(header, rows)
+
+
+def _durable(durable: m.DurableStatus) -> str:
+    keeper = f"store keeper {durable.keeper_pid}" if durable.keeper_pid else "no store keeper now"
+    title = (
+        f"durable   {durable.url}, {keeper}; {format_bytes(durable.uploaded_bytes)} uploaded, "
+        f"{format_bytes(durable.spared_bytes)} spared"
+    )
+    if not durable.ranks:
+        return title
+    rows = [
+        (
+            rank.job,
+            rank.run,
+            rank.rank,
+            f"{rank.committed} ({rank.lag_iterations} ago)" if rank.committed >= 0 else "-",
+            f"{rank.under_way}: {rank.stored} of {rank.of}" if rank.under_way >= 0 else "-",
+            rank.stride,
+            rank.skipped,
+            rank.abandoned,
+            format_bytes(rank.uploaded_bytes),
+            format_age(rank.last_s) if rank.last_s else "-",
+            rank.reason or "-",
+        )
+        for rank in durable.ranks
+    ]
+    header = (
+        "job", "run", "rank", "committed", "under way", "stride", "skipped", "abandoned", "uploaded",
+        "took", "last trouble",
+    )  # fmt: skip
+    return f"{title}\n{format_table(header, rows)}"
+
+
+def _rank(rank: m.RankSnapshots, *, operators: bool) -> str:
+    title = (
+        f"{rank.job}/{rank.run} rank {rank.rank} of {rank.world_size}: window {rank.window}, "
+        f"{rank.num_operators} operators"
+    )
+    held = [slot for slot in rank.slots if slot.state != "free"]
+    free = len(rank.slots) - len(held)
+    header = (
+        "iteration", "size", "anchored", "compute", "state", "replicated", "durable", "gen", "slot",
+        "age", "digest",
+    )  # fmt: skip
+    lines = [title, format_table(header, [_slot(slot, rank) for slot in held])]
+    if free:
+        lines.append(f"and {free} free slots")
+    lines.append(_recoverable(rank))
+    if operators:
+        lines += [line for slot in held for line in _anchored(slot, rank)]
+    return "\n".join(lines)
+
+
+def _slot(slot: m.SlotInfo, rank: m.RankSnapshots) -> tuple[object, ...]:
+    count = int.from_bytes(slot.anchors, "little").bit_count()
+    known = slot.state in ("sealed", "filled", "quarantined")
+    age_s = (time.time_ns() - slot.filled_at_ns) / 1e9
+    return (
+        slot.iteration,
+        format_bytes(slot.image_len),
+        count if known else "-",
+        rank.num_operators - count if known else "-",
+        slot.state,
+        "-",
+        "-",
+        slot.generation,
+        slot.slot,
+        format_age(max(0.0, age_s)) if slot.filled_at_ns else "-",
+        f"{slot.digest_ns / 1e6:.3g} ms" if slot.digest_ns else "-",
+    )
+
+
+def _recoverable(rank: m.RankSnapshots) -> str:
+    start, end = rank.suffix
+    if start < 0:
+        return f"not recoverable yet: {rank.reason}"
+    replayed = end - start
+    return (
+        f"recoverable: iteration {end}, from snapshots {start} to {end}, by replaying {replayed} "
+        f"iteration{'' if replayed == 1 else 's'} ({rank.reason})"
+    )
+
+
+def _anchored(slot: m.SlotInfo, rank: m.RankSnapshots) -> list[str]:
+    bits = int.from_bytes(slot.anchors, "little")
+    names = [name for number, name in enumerate(rank.operators) if bits >> number & 1]
+    lines = [f"iteration {slot.iteration} anchors {len(names)}:"]
+    lines += [
+        "    " + ", ".join(names[begin : begin + _OPERATORS_PER_LINE])
+        for begin in range(0, len(names), _OPERATORS_PER_LINE)
+    ]
+    return lines
+
+
+def _digest_rate(counters: dict[str, int]) -> str:
+    size, took = counters.get("sealed_bytes", 0), counters.get("digest_ns", 0)
+    if not took:
+        return ""
+    return f"; {counters.get('seal.sealed', 0)} sealed at {format_bytes(size * 10**9 // took)}/s"
+
+
+def _when(time_ns: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_ns / 1e9))

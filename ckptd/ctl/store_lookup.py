@@ -1,0 +1,146 @@
+"""Finding in a store what a user of `ckptctl` names, and reading what there is of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptd.ctl.store_access import OpenedStore, StoreProblem
+from ckptd.ctl.store_views import Manifests, is_whole, matching, runs_in
+from ckptd.storage.catalog import Catalog, CheckpointState, StoredCheckpoint, build_catalog
+from ckptd.storage.manifest import ManifestError, RankManifest
+from ckptd.storage.names import CheckpointId, PinName
+from ckptd.storage.objects import ObjectInfo, ObjectMissing, TooLarge
+from ckptd.storage.reader import read_catalog, read_manifest
+
+__all__ = [
+    "catalogs_of",
+    "choose_checkpoint",
+    "choose_pin",
+    "find_catalog",
+    "object_sizes",
+    "read_manifests_of",
+    "whole_ones",
+]
+
+_TOLD = 8
+
+
+def find_catalog(opened: OpenedStore, job: str, run: str) -> Catalog:
+    """What is stored of a run.
+
+    Raises:
+        StoreProblem: nothing is; says of which runs something is.
+    """
+    catalog = read_catalog(opened.store, job, run)
+    if catalog.checkpoints or catalog.objects or catalog.identity or catalog.pins:
+        return catalog
+    raise _nothing(opened, f"of {job}/{run}")
+
+
+def catalogs_of(opened: OpenedStore, job: str | None, run: str | None) -> list[Catalog]:
+    """What is stored of one run, of all runs of a job, or of all.
+
+    Raises:
+        StoreProblem: a job or run is named of which nothing is stored.
+    """
+    if job is not None and run is not None:
+        return [find_catalog(opened, job, run)]
+    by_run: dict[tuple[str, str], list[ObjectInfo]] = {}
+    for info in opened.store.list("" if job is None else f"{job}/"):
+        first, _, rest = info.key.partition("/")
+        by_run.setdefault((first, rest.partition("/")[0]), []).append(info)
+    known = runs_in(info for infos in by_run.values() for info in infos)
+    if job is not None and not known:
+        raise _nothing(opened, f"of job {job}")
+    return [build_catalog(by_run[names], *names) for names in known]
+
+
+def read_manifests_of(opened: OpenedStore, checkpoints: Iterable[StoredCheckpoint]) -> Manifests:
+    """Their manifests, several at a time."""
+
+    def read(key: str) -> RankManifest | str:
+        try:
+            return read_manifest(opened.store, key)
+        except (ManifestError, ObjectMissing, TooLarge) as error:
+            return str(error)
+
+    keys = [info.key for c in checkpoints for _, info in sorted(c.manifests.items())]
+    manifests: dict[str, RankManifest] = {}
+    unreadable: dict[str, str] = {}
+    for key, found in zip(keys, opened.map(read, keys), strict=True):
+        if isinstance(found, RankManifest):
+            manifests[key] = found
+        else:
+            unreadable[key] = found
+    return Manifests(manifests, unreadable)
+
+
+def object_sizes(catalog: Catalog) -> dict[str, int]:
+    """Of every object, as listed."""
+    return {o.info.key: o.info.size for listed in catalog.objects.values() for o in listed}
+
+
+def whole_ones(catalog: Catalog, manifests: Manifests) -> set[CheckpointId]:
+    """The committed checkpoints all of whose objects are listed, as long as they were."""
+    sizes = object_sizes(catalog)
+    return {c.id for c in catalog.committed if is_whole(c, manifests, sizes)}
+
+
+def choose_checkpoint(
+    catalog: Catalog,
+    iteration: int,
+    epoch: int | None,
+    agreement: str,
+    *,
+    prefer_committed: bool,
+) -> StoredCheckpoint:
+    """The one that ends at an iteration.
+
+    Args:
+        prefer_committed: of several, the one that is committed is meant.
+    Raises:
+        StoreProblem: there is none, or several.
+    """
+    wanted = matching([c.id for c in catalog.checkpoints], iteration, epoch, agreement)
+    found = [c for c in catalog.checkpoints if c.id in wanted]
+    if len(found) > 1 and prefer_committed:
+        committed = [c for c in found if c.state is CheckpointState.COMMITTED]
+        found = committed if len(committed) == 1 else found
+    if len(found) == 1:
+        return found[0]
+    name = f"{catalog.job}/{catalog.run}"
+    if not found:
+        ends = _told(str(c.id.end) for c in catalog.checkpoints) or "none"
+        raise StoreProblem(f"{name} has no such checkpoint of iteration {iteration}; it has {ends}")
+    raise _several(name, [c.id for c in found])
+
+
+def choose_pin(
+    catalog: Catalog, iteration: int, epoch: int | None, agreement: str
+) -> PinName | None:
+    """The pin of a checkpoint, which may be there without it; None if there is none.
+
+    Raises:
+        StoreProblem: there are several.
+    """
+    found = matching(catalog.pins, iteration, epoch, agreement)
+    if len(found) > 1:
+        raise _several(f"{catalog.job}/{catalog.run}", found)
+    return found[0] if found else None
+
+
+def _several(name: str, found: Iterable[CheckpointId | PinName]) -> StoreProblem:
+    told = _told(f"--epoch {each.epoch} --agreement {each.agreement[:8]}" for each in found)
+    return StoreProblem(f"{name} has several of that iteration; pass one of: {told}")
+
+
+def _nothing(opened: OpenedStore, what: str) -> StoreProblem:
+    known = _told(f"{job}/{run}" for job, run in runs_in(opened.store.list("")))
+    there = f"there is {known}" if known else "there is nothing of any job"
+    return StoreProblem(f"nothing is stored {what} in {opened.place.shown}; {there}")
+
+
+def _told(names: Iterable[str]) -> str:
+    found = list(names)
+    more = f" and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
+    return ", ".join(found[:_TOLD]) + more

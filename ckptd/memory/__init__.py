@@ -1,0 +1,1 @@
+"""Host memory of a node: slots, rings and segment files, their bytes, pages and locks."""

@@ -1,0 +1,289 @@
+"""What happens to slots and segments besides serving: seal, settle, scrub, expire, remove.
+
+A `Housekeeper` lives on the daemon's loop thread; the work itself runs on `workers`. It is driven
+by `tick`, about once a second, and looks at the files each time: a message that was lost, or
+that a daemon before this one got, costs at most a tick.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from ckptd.events import EventLog
+from ckptd.memory.ring import SlotState
+from ckptd.memory.sealer import Outcome, Verdict, scrub_slot, seal_slot
+from ckptd.memory.segments import Segment, SegmentStore, settle
+from ckptd.settings import DaemonConfig
+from ckptd.units import format_age, format_bytes
+from ckptd.workers import Workers
+
+__all__ = ["Housekeeper"]
+
+logger = logging.getLogger(__name__)
+
+_SWEEP_AFTER_NS = 2_000_000_000  # a filled slot that nobody announced is looked after so late
+_SETTLED_S = 30.0  # slots in active use are overwritten within this time, and are not scrubbed
+
+
+class Housekeeper:
+    """Keeps the slots of a store in order.
+
+    Args:
+        sealers: workers that digest; `digest_pool`, if given, spreads one image over threads.
+        slow: workers for unlinking and locking, which may take long.
+    """
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        store: SegmentStore,
+        events: EventLog,
+        sealers: Workers,
+        slow: Workers,
+        digest_pool: ThreadPoolExecutor | None,
+    ) -> None:
+        self._config, self._store, self._events = config, store, events
+        self._sealers, self._slow = sealers, slow
+        self._map = None if digest_pool is None else digest_pool.map
+        self._sealing: set[tuple[Segment, int]] = set()
+        self._scrubs: deque[tuple[Segment, int, int]] = deque()
+        self._scrubbing = False
+        self._next_round_s = 0.0
+        self._next_scrub_s = 0.0
+        # Told of each slot that was sealed.
+        self.sealed: Callable[[Segment], None] = lambda segment: None
+        # Told of each segment in which a slot was quarantined.
+        self.damaged: Callable[[Segment], None] = lambda segment: None
+        # What else is scrubbed: the replicas of other nodes' segments.
+        self.replicas: Callable[[], Iterable[Segment]] = tuple
+
+    @property
+    def queued(self) -> int:
+        """How many slots wait to be sealed or are being sealed."""
+        return len(self._sealing)
+
+    def start(self, now_s: float) -> None:
+        """Adopt what an earlier daemon left, and say so."""
+        segments, bad = self._store.adopt(now_s)
+        for path, why in bad:
+            self._events.add("error", "bad_segment", f"{path.name} is put aside: {why}")
+        for segment in segments:
+            owner = "its trainer lives" if segment.detached_at_s is None else "without a trainer"
+            self._events.add(
+                "info",
+                "adopted",
+                f"{segment.key} generation {segment.generation} "
+                f"({format_bytes(segment.file_bytes)}, {owner})",
+                segment.key,
+            )
+            self.settle(segment)
+            self._slow.submit(
+                partial(self._store.lock_in_memory, segment), _nothing, self._slow_failed
+            )
+        self._next_round_s = now_s + self._config.scrub_interval_s
+
+    def tick(self, now_s: float, live_runs: Collection[tuple[str, str]]) -> None:
+        """Look after owners that went, slots that wait, runs that expired, the scrub."""
+        for segment in list(self._store):
+            if not segment.in_place():
+                self._vanished(segment)
+                continue
+            self._watch_owner(segment, now_s)
+            self._sweep(segment)
+        self._expire(now_s, live_runs)
+        self._scrub(now_s)
+
+    def settle(self, segment: Segment) -> None:
+        """Free what a dead trainer was filling and seal what it had filled."""
+        report = settle(segment)
+        where = f"{segment.key} generation {segment.generation}"
+        for index in report.freed:
+            self._events.add(
+                "warning", "slot_freed", f"{where} slot {index} was being filled", segment.key
+            )
+        for index in report.damaged:
+            self._events.add(
+                "error",
+                "slot_damaged",
+                f"{where} slot {index} had a damaged header and is free now",
+                segment.key,
+            )
+        for index in report.to_seal:
+            self.seal(segment, index)
+
+    def seal(self, segment: Segment, index: int) -> None:
+        """Digest a filled slot on a worker; if the workers are full the next sweep comes back."""
+        job = (segment, index)
+        if job in self._sealing:
+            return
+        if self._sealers.submit(
+            partial(seal_slot, segment, index, self._map),
+            partial(self._sealed, segment, index),
+            partial(self._seal_failed, segment, index),
+        ):
+            self._sealing.add(job)
+
+    def seal_all(self) -> None:
+        """Queue every filled slot, before an orderly stop."""
+        for segment in self._store:
+            for index, header in segment.headers():
+                if header.state is SlotState.FILLED:
+                    self.seal(segment, index)
+
+    def remove(self, segment: Segment, why: str) -> None:
+        """Unlink a segment now and let a worker give its pages back."""
+        self._store.remove(segment)
+        self._events.add(
+            "info",
+            "removed",
+            f"{segment.key} generation {segment.generation} "
+            f"({format_bytes(segment.file_bytes)}): {why}",
+            segment.key,
+        )
+        self._slow.submit(segment.close, _nothing, self._slow_failed)
+
+    def _sealed(self, segment: Segment, index: int, outcome: Outcome) -> None:
+        self._sealing.discard((segment, index))
+        self._events.count(f"seal.{outcome.verdict}")
+        if outcome.verdict is Verdict.SEALED:
+            self._events.count("sealed_bytes", outcome.image_len)
+            self._events.count("digest_ns", outcome.digest_ns)
+            self.sealed(segment)
+        elif outcome.verdict is Verdict.DAMAGED:
+            self._events.add(
+                "error",
+                "slot_damaged",
+                f"{segment.key} generation {segment.generation} slot {index} holds no image "
+                f"(iteration {outcome.iteration}): {outcome.reason}; it is free now",
+                segment.key,
+            )
+
+    def _seal_failed(self, segment: Segment, index: int, error: BaseException) -> None:
+        self._sealing.discard((segment, index))
+        if self._store.get(segment.key, segment.generation) is not segment:
+            return  # it was removed while its slot waited
+        logger.error("sealing slot %d of %s failed", index, segment.path.name, exc_info=error)
+        self._events.add("error", "seal_failed", f"{segment.key} slot {index}: {error!r}")
+
+    def _watch_owner(self, segment: Segment, now_s: float) -> None:
+        owned = segment.owned()
+        if owned:
+            segment.detached_at_s = None
+        elif segment.detached_at_s is None:
+            segment.detached_at_s = now_s
+            self.settle(segment)
+
+    def _vanished(self, segment: Segment) -> None:
+        self._store.discard(segment)
+        self._events.add(
+            "error",
+            "segment_vanished",
+            f"{segment.path.name} was removed or replaced behind our back; its snapshots are lost",
+            segment.key,
+        )
+
+    def _sweep(self, segment: Segment) -> None:
+        before = time.time_ns() - _SWEEP_AFTER_NS
+        for index in range(segment.geometry.num_slots):
+            header = segment.header(index)
+            if header is None:
+                self._report_damage(segment, index)
+            elif header.state is SlotState.FILLED and header.filled_at_ns < before:
+                self.seal(segment, index)
+
+    def _report_damage(self, segment: Segment, index: int) -> None:
+        """A header that is bad twice in a row is damaged; once, it may be half written."""
+        if index in segment.damaged or segment.header(index) is not None:
+            return
+        segment.damaged.add(index)
+        self._events.add(
+            "error",
+            "slot_damaged",
+            f"{segment.key} generation {segment.generation} slot {index} has a damaged header; "
+            "it counts as free",
+            segment.key,
+        )
+
+    def _expire(self, now_s: float, live_runs: Collection[tuple[str, str]]) -> None:
+        limit_s = self._config.retain_detached_s
+        if limit_s == 0:
+            return
+        runs: dict[tuple[str, str], list[Segment]] = {}
+        for segment in self._store:
+            runs.setdefault((segment.key.job, segment.key.run), []).append(segment)
+        for run, segments in runs.items():
+            left = [s.detached_at_s for s in segments if s.detached_at_s is not None]
+            if run in live_runs or len(left) < len(segments) or now_s - max(left) < limit_s:
+                continue
+            for segment in segments:
+                self.remove(segment, f"no trainer for {format_age(limit_s)}")
+
+    def _scrub(self, now_s: float) -> None:
+        """One slot at a time, spread over the interval, and only while nothing waits to be sealed."""
+        interval_s = self._config.scrub_interval_s
+        if interval_s == 0 or self._scrubbing or self._sealing or now_s < self._next_scrub_s:
+            return
+        if not self._scrubs:
+            if now_s < self._next_round_s:
+                return
+            self._next_round_s = now_s + interval_s
+            self._scrubs.extend(self._worth_scrubbing(min(_SETTLED_S, interval_s)))
+        if not self._scrubs:
+            return
+        self._next_scrub_s = now_s + interval_s / (2 * len(self._scrubs))
+        segment, index, sequence = self._scrubs.popleft()
+        self._scrubbing = self._sealers.submit(
+            partial(scrub_slot, segment, index, sequence, self._map),
+            partial(self._scrubbed, segment, index),
+            partial(self._scrub_failed, segment),
+        )
+
+    def doubt(self, segment: Segment, index: int, sequence: int) -> None:
+        """Verify this slot now, out of turn: somebody who read it says that it does not match its digests."""
+        self._sealers.submit(
+            partial(scrub_slot, segment, index, sequence, self._map),
+            partial(self._scrubbed, segment, index),
+            partial(self._scrub_failed, segment),
+        )
+
+    def _worth_scrubbing(self, settled_s: float) -> list[tuple[Segment, int, int]]:
+        before = time.time_ns() - int(settled_s * 1e9)
+        return [
+            (segment, index, header.sequence)
+            for segment in (*self._store, *self.replicas())
+            for index, header in segment.headers()
+            if header.state is SlotState.SEALED and header.sealed_at_ns < before
+        ]
+
+    def _scrubbed(self, segment: Segment, index: int, outcome: Outcome) -> None:
+        self._scrubbing = False
+        self._events.count(f"scrub.{outcome.verdict}")
+        if outcome.verdict is Verdict.DAMAGED:
+            self.damaged(segment)
+            self._events.add(
+                "error",
+                "slot_quarantined",
+                f"{segment.key} generation {segment.generation} slot {index} "
+                f"(iteration {outcome.iteration}): {outcome.reason}; it is quarantined",
+                segment.key,
+            )
+
+    def _scrub_failed(self, segment: Segment, error: BaseException) -> None:
+        self._scrubbing = False
+        if self._store.get(segment.key, segment.generation) is not segment:
+            return  # it was removed while it waited
+        logger.error("scrubbing %s failed", segment.path.name, exc_info=error)
+        self._events.add("error", "scrub_failed", f"{segment.key}: {error!r}", segment.key)
+
+    def _slow_failed(self, error: BaseException) -> None:
+        logger.error("a background task failed", exc_info=error)
+        self._events.add("error", "background_failed", repr(error))
+
+
+def _nothing(_: object) -> None:
+    """The result is not needed."""

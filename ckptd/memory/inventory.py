@@ -1,0 +1,200 @@
+"""What the daemon tells `ckptctl`: segments and slots as messages, read from the files alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ckptd.memory.ring import NoSuffix, SlotRecord, SlotState, find_suffix
+from ckptd.memory.segment_format import SlotHeader, origin_of, pack_slot_header
+from ckptd.memory.segments import Segment
+from ckptd.recovery.holdings import header_record, operators_id
+from ckptd.storage.image import ImageError, ImageView
+from ckptd.transport.messages import HeldSegment, HeldSlot, RankSnapshots, SegmentStatus, SlotInfo
+
+__all__ = [
+    "held_segment",
+    "held_slots",
+    "operator_names",
+    "own_memory",
+    "rank_snapshots",
+    "records_of",
+    "segment_status",
+    "slot_record",
+]
+
+_WITH_IMAGE = (SlotState.FILLED, SlotState.SEALED, SlotState.QUARANTINED)
+
+
+def segment_status(segment: Segment, now_s: float) -> SegmentStatus:
+    """One segment for `ckptctl status`."""
+    headers = dict(segment.headers())
+    states = Counter(header.state.name.lower() for header in headers.values())
+    if bad := segment.geometry.num_slots - len(headers):
+        states["damaged"] = bad
+    sealed = [h.iteration for h in headers.values() if h.state is SlotState.SEALED]
+    told = segment.descriptor
+    detached = segment.detached_at_s
+    return SegmentStatus(
+        job=told.job,
+        run=told.run,
+        rank=told.rank,
+        world_size=told.world_size,
+        generation=told.generation,
+        path=str(segment.path),
+        total_bytes=segment.file_bytes,
+        slot_bytes=segment.geometry.slot_bytes,
+        num_slots=segment.geometry.num_slots,
+        states=dict(states),
+        newest_iteration=max(sealed, default=-1),
+        window=told.window,
+        num_operators=told.num_operators,
+        owned=segment.owned(),
+        mlocked=segment.mlocked,
+        detached_s=0.0 if detached is None else now_s - detached,
+        node_id=told.node_id,
+        created_at_ns=told.created_at_ns,
+    )
+
+
+def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnapshots:
+    """The slot table of one rank, given its segments, oldest generation first."""
+    told = segments[-1].descriptor
+    slots: list[SlotInfo] = []
+    for segment in segments:
+        slots += [_slot_info(segment, index, header) for index, header in segment.headers()]
+    slots.sort(key=lambda slot: (slot.iteration, slot.sequence))
+    suffix = find_suffix(records_of(segments), told.num_operators)
+    names = operator_names(told.client, told.num_operators) if operators else ()
+    return RankSnapshots(
+        job=told.job,
+        run=told.run,
+        rank=told.rank,
+        world_size=told.world_size,
+        window=told.window,
+        num_operators=told.num_operators,
+        slots=tuple(slots),
+        suffix=(-1, -1) if isinstance(suffix, NoSuffix) else (suffix.start, suffix.end),
+        reason=suffix.reason,
+        operators=names,
+    )
+
+
+def records_of(segments: Iterable[Segment]) -> list[SlotRecord]:
+    """The slots of a rank's generations that share the newest one's number of operators."""
+    known = sorted(segments, key=lambda segment: segment.generation)
+    if not known:
+        return []
+    alike = [s for s in known if s.descriptor.num_operators == known[-1].descriptor.num_operators]
+    return [
+        slot_record(segment, index, header)
+        for segment in alike
+        for index, header in segment.headers()
+    ]
+
+
+def slot_record(segment: Segment, index: int, header: SlotHeader) -> SlotRecord:
+    """One slot as the pure cores see it."""
+    anchors = _anchors(segment, index, header)
+    width = (segment.descriptor.num_operators + 7) // 8
+    return header_record(header, segment.generation, index, anchors.to_bytes(width, "little"))
+
+
+def held_slots(segment: Segment) -> tuple[HeldSlot, ...]:
+    """The sealed slots of a segment, for those who may want to read or replicate them."""
+    width = (segment.descriptor.num_operators + 7) // 8
+    return tuple(
+        HeldSlot(
+            index,
+            pack_slot_header(header),
+            _anchors(segment, index, header).to_bytes(width, "little"),
+        )
+        for index, header in segment.headers()
+        if header.state is SlotState.SEALED
+    )
+
+
+def held_segment(segment: Segment, *, own: bool) -> HeldSegment:
+    """A segment as the ranks tell each other; ``own`` is false for a replica."""
+    told = segment.descriptor
+    return HeldSegment(
+        name=segment.path.name,
+        rank=told.rank,
+        own=own,
+        origin=origin_of(told),
+        generation=told.generation,
+        world_size=told.world_size,
+        window=told.window,
+        num_operators=told.num_operators,
+        operators_id=operators_id(told),
+        slot_bytes=segment.geometry.slot_bytes,
+        num_slots=segment.geometry.num_slots,
+        slots=held_slots(segment),
+    )
+
+
+def operator_names(client: bytes, num_operators: int) -> tuple[str, ...]:
+    """Operator names out of the trainer's part of a descriptor, or numbers if it has none.
+
+    That part is the client's own; all that is assumed is a map with a list under "operators",
+    whose items are names, or maps with a "name", or lists that begin with one.
+    """
+    try:
+        table = msgspec.msgpack.decode(client)
+    except (msgspec.MsgspecError, ValueError):
+        table = None
+    listed = table.get("operators") if isinstance(table, dict) else None
+    if not isinstance(listed, list) or len(listed) != num_operators:
+        return tuple(f"operator {i}" for i in range(num_operators))
+    return tuple(_name_of(item, i) for i, item in enumerate(listed))
+
+
+def own_memory() -> tuple[int, int, int]:
+    """This process' resident bytes: anonymous, file-backed, shared (segments)."""
+    text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    found = dict(re.findall(r"^Rss(Anon|File|Shmem):\s+(\d+) kB$", text, re.MULTILINE))
+    anon, file, shmem = (int(found.get(kind, 0)) * 1024 for kind in ("Anon", "File", "Shmem"))
+    return anon, file, shmem
+
+
+def _slot_info(segment: Segment, index: int, header: SlotHeader) -> SlotInfo:
+    anchors = _anchors(segment, index, header)
+    return SlotInfo(
+        generation=segment.generation,
+        slot=index,
+        state=header.state.name.lower(),
+        iteration=header.iteration,
+        previous=header.previous,
+        sequence=header.sequence,
+        image_len=header.image_len,
+        phase=header.phase,
+        filled_at_ns=header.filled_at_ns,
+        sealed_at_ns=header.sealed_at_ns,
+        digest_ns=header.digest_ns,
+        writer_pid=header.writer_pid,
+        anchors=anchors.to_bytes((anchors.bit_length() + 7) // 8, "little"),
+    )
+
+
+def _anchors(segment: Segment, index: int, header: SlotHeader) -> int:
+    if header.state not in _WITH_IMAGE:
+        return 0
+    try:
+        anchors = ImageView(segment.image(index, header)).anchors
+    except ImageError:
+        return 0  # damaged, or overwritten while we look; sealing and scrubbing report damage
+    # A peer may send an image that is intact and has more operators than its segment: then it is of no use here.
+    return 0 if anchors >> segment.descriptor.num_operators else anchors
+
+
+def _name_of(item: Any, number: int) -> str:
+    if isinstance(item, dict):
+        item = item.get("name")
+    elif isinstance(item, list) and item:
+        item = item[0]
+    return item if isinstance(item, str) else f"operator {number}"

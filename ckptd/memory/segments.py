@@ -1,0 +1,488 @@
+"""The segment files of this node: made within the memory there is, adopted after a restart.
+
+The files are the only truth; a `SegmentStore` is what one finds by looking at them. A file gets
+its name when it is complete, so a crash leaves a temporary (removed at the next start) and never
+half a segment. A file that cannot be believed is put aside as `*.bad`, not deleted.
+
+`reserve` and `enter` are quick and belong to the daemon's loop thread, `build` may take seconds
+(it touches every page) and belongs to a worker. Slot states are changed here only under the
+slot's lock, or where no trainer can be writing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from ckptd.errors import SegmentError
+from ckptd.memory import locks
+from ckptd.memory.pages import allocate, populate, try_mlock
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import (
+    OWNER_LOCK_BYTE,
+    QUIET_OFFSET,
+    SLOT_HEADER_LEN,
+    RingHint,
+    SegmentDescriptor,
+    SegmentGeometry,
+    SlotHeader,
+    encode_descriptor,
+    origin_of,
+    parse_replica_file_name,
+    parse_segment_file_name,
+    plan_geometry,
+    read_prologue,
+    read_ring_hint,
+    read_slot_header,
+    segment_file_name,
+    set_slot_state,
+    slot_lock_byte,
+    slot_view,
+    write_prologue,
+    write_ring_hint,
+    write_slot_header,
+)
+from ckptd.sessions import MemoryFacts, RankKey, SegmentFacts
+from ckptd.transport.messages import RefusalCode
+from ckptd.units import format_bytes
+
+__all__ = [
+    "CannotReserve",
+    "Segment",
+    "SegmentPlan",
+    "SegmentStore",
+    "SettleReport",
+    "open_segment",
+    "settle",
+]
+
+
+class CannotReserve(RuntimeError):
+    """There is no memory for it; code, message and hint are those of the refusal."""
+
+    def __init__(self, code: RefusalCode, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.code, self.message, self.hint = code, message, hint
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One mapped segment file. `fd` asks about locks and never takes one."""
+
+    path: Path
+    descriptor: SegmentDescriptor
+    geometry: SegmentGeometry
+    buffer: memoryview
+    fd: int
+    file_bytes: int
+    mlocked: bool = False
+    detached_at_s: float | None = None  # monotonic; None while a trainer owns it
+    damaged: set[int] = field(default_factory=set)  # slots whose bad header was reported
+
+    @property
+    def key(self) -> RankKey:
+        """Whose it is."""
+        return RankKey(self.descriptor.job, self.descriptor.run, self.descriptor.rank)
+
+    @property
+    def generation(self) -> int:
+        """Which of its rank's segments it is; newer is higher."""
+        return self.descriptor.generation
+
+    def in_place(self) -> bool:
+        """Is our file still the one with this name? False if somebody removed or replaced it."""
+        try:
+            return self.path.stat().st_ino == os.fstat(self.fd).st_ino
+        except FileNotFoundError:
+            return False
+
+    def owned(self) -> bool:
+        """Does a live process hold the owner lock?"""
+        return locks.is_locked(self.fd, OWNER_LOCK_BYTE, exclusive=True)
+
+    def header(self, index: int) -> SlotHeader | None:
+        """Header of a slot; None if it is damaged."""
+        return read_slot_header(self.buffer, self.geometry, index)
+
+    def headers(self) -> Iterator[tuple[int, SlotHeader]]:
+        """The undamaged slot headers."""
+        for index in range(self.geometry.num_slots):
+            if (header := self.header(index)) is not None:
+                yield index, header
+
+    @property
+    def ring_hint(self) -> RingHint:
+        """What whoever fills slots was told."""
+        return read_ring_hint(self.buffer) if self.fd >= 0 else RingHint()
+
+    def protect(self, hint: RingHint) -> None:
+        """Tell whoever fills slots which sealed snapshots to keep."""
+        if self.fd >= 0 and self.ring_hint != hint:
+            write_ring_hint(self.buffer, hint)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether its trainer asks to leave the network alone."""
+        return bool(self.buffer[QUIET_OFFSET])
+
+    def end_quiet(self) -> None:
+        """Its trainer is gone."""
+        if self.fd >= 0:
+            self.buffer[QUIET_OFFSET] = 0
+
+    def raw_header(self, index: int) -> bytes:
+        """The bytes of a slot header, as they travel to peers."""
+        at = self.geometry.header_offset(index)
+        return bytes(self.buffer[at : at + SLOT_HEADER_LEN])
+
+    def raw_descriptor(self) -> bytes:
+        """The descriptor, as it travels to peers."""
+        return encode_descriptor(self.descriptor)
+
+    def image(self, index: int, header: SlotHeader) -> memoryview:
+        """The bytes of a slot's image, as long as its header says (at most the slot)."""
+        return slot_view(self.buffer, self.geometry, index)[: header.image_len]
+
+    def close(self) -> None:
+        """Give up the file and the mapping (that goes when the last view of a slot does).
+
+        Unmapping the last mapping of an unlinked file frees its pages, which may take long.
+        """
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self.buffer.release()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """A segment that was promised and is not there yet."""
+
+    descriptor: SegmentDescriptor
+    geometry: SegmentGeometry
+    path: Path
+
+    @property
+    def key(self) -> RankKey:
+        """Whose it will be."""
+        return RankKey(self.descriptor.job, self.descriptor.run, self.descriptor.rank)
+
+    @property
+    def temporary(self) -> Path:
+        """Its file until it is complete."""
+        return self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class SettleReport:
+    """What `settle` found in one segment, by slot index."""
+
+    freed: tuple[int, ...]
+    to_seal: tuple[int, ...]
+    damaged: tuple[int, ...]
+
+
+class SegmentStore:
+    """Every segment under one folder. All methods but `build` belong to one thread.
+
+    Args:
+        folder: an existing folder on which this store has the only claim.
+        mlock: auto, on or off, as in the configuration.
+    """
+
+    def __init__(
+        self, folder: Path, quota_bytes: int, node_id: str, *, mlock: str, hugepages: str
+    ) -> None:
+        self.folder = folder
+        self.quota_bytes = quota_bytes
+        self.node_id = node_id
+        self._mlock = mlock
+        self._hugepages = hugepages
+        self._segments: dict[tuple[RankKey, int], Segment] = {}
+        self._plans: dict[tuple[RankKey, int], SegmentPlan] = {}
+        # What else lives in this folder and counts: the replicas of other nodes' segments.
+        self.other_bytes: Callable[[], int] = int
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter([self._segments[key] for key in sorted(self._segments)])
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def get(self, key: RankKey, generation: int) -> Segment | None:
+        """One segment of a rank."""
+        return self._segments.get((key, generation))
+
+    def of_rank(self, key: RankKey) -> list[Segment]:
+        """The segments of a rank, oldest generation first."""
+        return [s for s in self if s.key == key]
+
+    def of_run(self, job: str, run: str) -> list[Segment]:
+        """The segments of a run."""
+        return [s for s in self if (s.key.job, s.key.run) == (job, run)]
+
+    @property
+    def used_bytes(self) -> int:
+        """What all segments take, those still being made included."""
+        made = sum(s.file_bytes for s in self._segments.values())
+        planned = sum(p.geometry.total_bytes for p in self._plans.values())
+        return made + planned + self.other_bytes()
+
+    def facts(self) -> list[SegmentFacts]:
+        """Every segment, for the admission decision; planned ones count with their bytes."""
+        made = [_facts(s.descriptor, s.file_bytes, s.owned(), True) for s in self]
+        plans = self._plans.values()
+        return made + [_facts(p.descriptor, p.geometry.total_bytes, False, False) for p in plans]
+
+    def memory(self, promised: dict[RankKey, int]) -> MemoryFacts:
+        """The numbers of the memory under the segments, now."""
+        info = os.statvfs(self.folder)
+        # What plans have yet to allocate is not gone from the filesystem.
+        planned = sum(p.geometry.total_bytes - _allocated(p) for p in self._plans.values())
+        return MemoryFacts(
+            quota_bytes=self.quota_bytes,
+            fs_total_bytes=info.f_blocks * info.f_frsize,
+            fs_available_bytes=max(0, info.f_bavail * info.f_frsize - planned),
+            segment_dir=str(self.folder),
+            promised=promised,
+        )
+
+    def adopt(self, now_s: float) -> tuple[list[Segment], list[tuple[Path, str]]]:
+        """Take over the files of an earlier daemon; returns them and (bad file, why) pairs."""
+        bad: list[tuple[Path, str]] = []
+        for leftover in self.folder.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+        for path in sorted(self.folder.glob("*.seg")):
+            try:
+                segment = open_segment(path)
+            except (OSError, ValueError, SegmentError) as error:
+                aside = path.with_name(path.name + ".bad")
+                path.replace(aside)
+                bad.append((aside, str(error)))
+                continue
+            segment.detached_at_s = None if segment.owned() else now_s
+            self._segments[segment.key, segment.generation] = segment
+        return list(self), bad
+
+    def plan(self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int) -> SegmentPlan:
+        """Lay out the next generation of a rank; nothing is promised yet.
+
+        Raises:
+            ValueError: numbers or names that no segment can have.
+        """
+        key = RankKey(descriptor.job, descriptor.run, descriptor.rank)
+        known = [generation for k, generation in [*self._segments, *self._plans] if k == key]
+        final = msgspec.structs.replace(
+            descriptor,
+            generation=max(known, default=-1) + 1,
+            node_id=self.node_id,
+            created_at_ns=time.time_ns(),
+        )
+        geometry = plan_geometry(num_slots, slot_bytes, len(encode_descriptor(final)))
+        name = segment_file_name(final.job, final.run, final.rank, final.generation)
+        return SegmentPlan(final, geometry, self.folder / name)
+
+    def promise(self, plan: SegmentPlan) -> None:
+        """Count the plan's bytes as used from now on."""
+        self._plans[plan.key, plan.descriptor.generation] = plan
+
+    def cancel(self, plan: SegmentPlan) -> None:
+        """The plan came to nothing."""
+        self._plans.pop((plan.key, plan.descriptor.generation), None)
+
+    def build(self, plan: SegmentPlan) -> Segment:
+        """Make the file: every page allocated, touched and perhaps locked. May take seconds.
+
+        Raises:
+            CannotReserve: the filesystem is full, or locking was demanded and is not allowed.
+        """
+        temporary = plan.temporary
+        try:
+            return self._build(plan, temporary)
+        except OSError as error:
+            raise _no_room(plan, self.folder, error) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def enter(self, plan: SegmentPlan, segment: Segment) -> None:
+        """The plan has become this segment."""
+        self.cancel(plan)
+        self._segments[segment.key, segment.generation] = segment
+
+    def create(self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int) -> Segment:
+        """Plan, build and enter in one go."""
+        plan = self.plan(descriptor, num_slots, slot_bytes)
+        self.promise(plan)
+        try:
+            segment = self.build(plan)
+        except BaseException:
+            self.cancel(plan)
+            raise
+        self.enter(plan, segment)
+        return segment
+
+    def remove(self, segment: Segment) -> None:
+        """Unlink and forget a segment. Its memory is free once nobody maps it any more."""
+        self.discard(segment)
+        segment.path.unlink(missing_ok=True)
+
+    def discard(self, segment: Segment) -> None:
+        """Forget a segment and leave its file alone."""
+        self._segments.pop((segment.key, segment.generation), None)
+
+    def remove_bad(self, job: str, run: str) -> int:
+        """Delete what was put aside of a run; returns how many files."""
+        found = list(self.folder.glob(f"{job}~{run}~*.bad"))
+        for path in found:
+            path.unlink(missing_ok=True)
+        return len(found)
+
+    def lock_in_memory(self, segment: Segment) -> None:
+        """mlock as configured; a failure is recorded in `segment.mlocked` and tolerated."""
+        if self._mlock != "off" and not segment.mlocked:
+            segment.mlocked = try_mlock(segment.buffer) is None
+
+    def _build(self, plan: SegmentPlan, temporary: Path) -> Segment:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(temporary, flags, 0o600)
+        try:
+            file_bytes = allocate(fd, plan.geometry.total_bytes)
+            buffer = memoryview(mmap.mmap(fd, file_bytes))
+            populate(buffer, hugepages=self._hugepages == "auto")
+            why_not = None if self._mlock == "off" else try_mlock(buffer)
+            if why_not is not None and self._mlock == "on":
+                raise CannotReserve(
+                    RefusalCode.SEGMENT_FS,
+                    f"{format_bytes(file_bytes)} cannot be locked in memory: {why_not}",
+                    "raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity in the unit), or set "
+                    "CKPTD_MLOCK=auto",
+                )
+            write_prologue(buffer, plan.geometry, plan.descriptor)
+            temporary.rename(plan.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        mlocked = self._mlock != "off" and why_not is None
+        return Segment(
+            plan.path, plan.descriptor, plan.geometry, buffer, fd, file_bytes, mlocked=mlocked
+        )
+
+
+def open_segment(path: Path, *, readonly: bool = False) -> Segment:
+    """Map an existing segment file and check all that can be checked without its slots.
+
+    Raises:
+        SegmentError: its content cannot be believed.
+        ValueError: its name contradicts its content, or it is not a file of this user.
+        OSError: it cannot be opened.
+    """
+    flags = (os.O_RDONLY if readonly else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path, flags)
+    try:
+        size = os.fstat(fd).st_size
+        if not readonly and os.fstat(fd).st_uid != os.getuid():
+            raise ValueError(f"it belongs to user {os.fstat(fd).st_uid}")
+        if size == 0:
+            raise SegmentError("it is empty", operation="read segment")
+        access = mmap.ACCESS_READ if readonly else mmap.ACCESS_WRITE
+        buffer = memoryview(mmap.mmap(fd, size, access=access))
+        geometry, descriptor = read_prologue(buffer)
+        _check_file_name(path.name, descriptor)
+    except BaseException:
+        os.close(fd)
+        raise
+    return Segment(path, descriptor, geometry, buffer, fd, size)
+
+
+def _check_file_name(name: str, descriptor: SegmentDescriptor) -> None:
+    told: tuple[object, ...] = (
+        descriptor.job,
+        descriptor.run,
+        descriptor.rank,
+        descriptor.generation,
+    )
+    if name.endswith(".rep"):
+        told = (*told, origin_of(descriptor))
+        named: tuple[object, ...] = tuple(parse_replica_file_name(name))
+    else:
+        named = tuple(parse_segment_file_name(name))
+    if told != named:
+        raise ValueError(f"its descriptor says {told}, its name says {named}")
+
+
+def settle(segment: Segment) -> SettleReport:
+    """Bring the slots of a segment whose trainer is gone (or not yet known) to rest.
+
+    A slot that was being filled is freed if nobody holds its lock; a damaged header is replaced
+    by a free one. Filled slots are only reported: digesting them takes time.
+    """
+    freed: list[int] = []
+    to_seal: list[int] = []
+    damaged: list[int] = []
+    for index in range(segment.geometry.num_slots):
+        header = segment.header(index)
+        if header is None:
+            if _free_under_lock(segment, index):
+                damaged.append(index)
+        elif header.state is SlotState.FILLING:
+            if _free_under_lock(segment, index):
+                freed.append(index)
+        elif header.state is SlotState.FILLED:
+            to_seal.append(index)
+    return SettleReport(tuple(freed), tuple(to_seal), tuple(damaged))
+
+
+def _facts(
+    descriptor: SegmentDescriptor, total_bytes: int, owned: bool, ready: bool
+) -> SegmentFacts:
+    return SegmentFacts(
+        key=RankKey(descriptor.job, descriptor.run, descriptor.rank),
+        generation=descriptor.generation,
+        world_size=descriptor.world_size,
+        topology=descriptor.topology,
+        layout_version=descriptor.layout_version,
+        total_bytes=total_bytes,
+        owned=owned,
+        ready=ready,
+    )
+
+
+def _free_under_lock(segment: Segment, index: int) -> bool:
+    """Free a filling or damaged slot if nobody is writing it; looks again under the lock."""
+    with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=True) as taken:
+        if not taken:
+            return False
+        header = segment.header(index)
+        if header is None:
+            write_slot_header(segment.buffer, segment.geometry, index, SlotHeader())
+        elif header.state is SlotState.FILLING:
+            set_slot_state(segment.buffer, segment.geometry, index, SlotState.FREE)
+        else:
+            return False
+        return True
+
+
+def _allocated(plan: SegmentPlan) -> int:
+    try:
+        return min(plan.temporary.stat().st_blocks * 512, plan.geometry.total_bytes)
+    except FileNotFoundError:
+        return 0  # not begun, or complete and about to be entered
+
+
+def _no_room(plan: SegmentPlan, folder: Path, error: OSError) -> CannotReserve:
+    info = os.statvfs(folder)
+    return CannotReserve(
+        RefusalCode.SEGMENT_FS,
+        f"{plan.key} needs {format_bytes(plan.geometry.total_bytes)} "
+        f"({plan.geometry.num_slots} slots of {format_bytes(plan.geometry.slot_bytes)}); the "
+        f"filesystem of {folder} has {format_bytes(info.f_blocks * info.f_frsize)}, of which "
+        f"{format_bytes(info.f_bavail * info.f_frsize)} is free: {error.strerror or error}",
+        "enlarge it (`mount -o remount,size=<bytes> /dev/shm`, or `docker run --shm-size`), or "
+        "set CKPTD_SEGMENT_DIR to a larger tmpfs",
+    )

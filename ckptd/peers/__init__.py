@@ -1,0 +1,1 @@
+"""The shells between this node and others: who can be reached, replicas sent, hosted, lent and read."""

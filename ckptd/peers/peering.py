@@ -1,0 +1,437 @@
+"""This node among the others: who can be reached, which runs it takes part in, what it fetches.
+
+Everything here runs on the daemon's loop thread; the fabric's threads hand over what arrives through `post`. Without a peer
+listener nothing is connected and snapshots stay on this node; fetching still works for what lies here.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+
+import msgspec
+
+from ckptd.events import EventLog
+from ckptd.fetching.fetches import Fetches
+from ckptd.fetching.tools import Doubt
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.peers.fabric import make_fabric, static_peers
+from ckptd.peers.hosting import Host, local_holdings
+from ckptd.peers.neighbours import NeighbourEvents, Neighbours
+from ckptd.peers.peer_link import Post
+from ckptd.peers.quiet import QuietGate
+from ckptd.peers.replica_store import ReplicaStore
+from ckptd.peers.runs import Run
+from ckptd.peers.survey import RunSurvey
+from ckptd.persistence.store_link import StoreLink
+from ckptd.recovery.held import STORE_NODE
+from ckptd.recovery.holder import Holder
+from ckptd.replication.replicas import Promise
+from ckptd.sessions import MemoryFacts, RankKey
+from ckptd.settings import DaemonConfig
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import (
+    Drill,
+    DrillReport,
+    GetHoldings,
+    Holdings,
+    HostedReplica,
+    Join,
+    Member,
+    NodeCard,
+    Peers,
+    RunSeen,
+    SeeRun,
+)
+from ckptd.transport.verbs import Fabric
+from ckptd.workers import Workers
+
+__all__ = ["Peering"]
+
+logger = logging.getLogger(__name__)
+
+_RUN_IDLE_S = 3600.0  # a run that joined and has had no segment here since
+_WAITS = 16_384  # more than tickets and reads together
+
+
+class Peering:
+    """Connections, runs, replicas and fetches of one daemon.
+
+    Raises:
+        UnusableFolder: the peer listener cannot be opened, or its security is not configured.
+    """
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        store: SegmentStore,
+        events: EventLog,
+        *,
+        sealers: Workers,
+        slow: Workers,
+        pool: ThreadPoolExecutor | None,
+        post: Post,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._store, self._events = config, store, events
+        self._post, self._clock = post, clock
+        self.boot_id = secrets.token_hex(8)  # new at each start
+        map_fn = None if pool is None else pool.map
+        self.replicas = ReplicaStore(store)
+        self.runs: dict[tuple[str, str], Run] = {}
+        self._quiet = QuietGate()
+        self.fabric: Fabric | None = make_fabric(config, store.node_id, self._arrived, self._quiet)
+        self._static = static_peers(config)
+        self.neighbours = Neighbours(
+            config,
+            store.node_id,
+            self.boot_id,
+            self.fabric,
+            events,
+            NeighbourEvents(self._lost, self._back, self._restarted),
+            memory_bytes=store.quota_bytes,
+            post=post,
+            clock=clock,
+        )
+        self._doubt: Doubt = lambda segment, index, sequence: None
+        self._stored: StoreLink | None = None
+        self._fetches = Fetches(
+            store,
+            self.replicas,
+            events,
+            link=self._holder,
+            doubt=lambda segment, index, sequence: self._doubt(segment, index, sequence),
+            verifiers=sealers,
+            slow=slow,
+            map_fn=map_fn,
+            clock=clock,
+        )
+        self.find_descriptor = self._fetches.find_descriptor
+        self.fetch, self.fetch_of = self._fetches.fetch, self._fetches.of
+        self._settlers = Workers("settle", 2, _WAITS, lambda: post(self._settlers.collect))
+        self.host: Host | None = None
+        if self.fabric is not None:
+            self.host = Host(
+                self.fabric,
+                store,
+                self.replicas,
+                events,
+                promise_of=self._promise_of,
+                sealers=sealers,
+                slow=slow,
+                settlers=self._settlers,
+                map_fn=map_fn,
+                deadline_s=config.peer_deadline_s,
+                retain_s=config.retain_detached_s,
+                clock=clock,
+            )
+            events.add("info", "peers", f"peers reach this node at {self.fabric.address.endpoint}")
+
+    @property
+    def card(self) -> NodeCard:
+        """How others reach this node."""
+        return self.neighbours.card
+
+    @property
+    def slack(self) -> int:
+        """Slots that a trainer's ring should have for snapshots that wait for peers."""
+        return 0 if self.fabric is None else self._config.replication_slack
+
+    @property
+    def memory(self) -> MemoryFacts:
+        """The numbers of the memory under all segments, replicas included."""
+        return self.replicas.memory
+
+    # -- from the service ------------------------------------------------------------------------
+
+    def keep_room_for(self, promised: Callable[[], Mapping[RankKey, int]]) -> None:
+        """What was promised to ranks of this node is not for replicas."""
+        self.replicas.promised = promised
+
+    def join(self, key: RankKey, message: Join) -> str:
+        """A local rank tells who takes part in its run. Returns why it is refused, or ""."""
+        message = self._with_static_peers(message)
+        self.meet(member.card for member in message.members)
+        run = self.runs.get((key.job, key.run))
+        if run is None:
+            run = self.runs[key.job, key.run] = Run(
+                key.job,
+                key.run,
+                self._config,
+                self._store,
+                self.replicas,
+                self._events,
+                link=self.neighbours.link,
+                clock=self._clock,
+            )
+        if refused := run.join(key, message):
+            return refused
+        if self.host is not None:
+            self.host.note_epoch(key.job, key.run, message.epoch, message.epoch_start)
+        for node in self.neighbours.lost:  # before this epoch began, and still
+            run.peer_lost(node, "it has not answered for long")
+        return ""
+
+    def meet(self, cards: Iterable[NodeCard]) -> None:
+        """Connect to these nodes."""
+        self.neighbours.meet(cards)
+
+    def see_run(self, message: SeeRun, answer: Callable[[RunSeen], None]) -> None:
+        """What is held of a run: here, and on nodes that took part before and have no rank now."""
+        run = self.runs.get((message.job, message.run))
+        known = {*message.known, self._store.node_id}
+        cards = [m.card for m in run.members] if run else []
+        cards += [card for card in self._static if card.node not in {c.node for c in cards}]
+        self.meet(self._static)
+        away = [card for card in cards if card.node not in known]
+        RunSurvey(
+            GetHoldings(message.job, message.run),
+            self.holdings(message.job, message.run),
+            self.neighbours.to_ask(away),
+            partial(self._with_stored, message, answer) if message.storage else answer,
+            run.members if run else (),
+        )
+
+    def _with_stored(
+        self, message: SeeRun, answer: Callable[[RunSeen], None], seen: RunSeen
+    ) -> None:
+        """And what is durable."""
+        if self._stored is None:
+            answer(seen)
+            return
+
+        def failed(code: str, reason: str) -> None:
+            self._events.add("error", "store_silent", f"{message.job}/{message.run}: {reason}")
+            answer(msgspec.structs.replace(seen, silent=(*seen.silent, STORE_NODE)))
+
+        self._stored.ask(
+            GetHoldings(message.job, message.run),
+            Holdings,
+            lambda h: answer(msgspec.structs.replace(seen, holdings=(*seen.holdings, h))),
+            failed,
+        )
+
+    def use_store(self, link: StoreLink) -> None:
+        """What is durable can be had from there."""
+        self._stored = link
+
+    def span_of(self, job: str, run: str) -> int:
+        """How many snapshots the longest suffix of a run has, as far as it is known here."""
+        found = self.runs.get((job, run))
+        return 1 if found is None else found.span
+
+    def _holder(self, node: str) -> Holder | None:
+        """Whoever may hold snapshots: a node, or storage."""
+        return self._stored if node == STORE_NODE else self.neighbours.link(node)
+
+    def drill(self, message: Drill, answer: Callable[[DrillReport], None]) -> None:
+        """Rehearse the recovery of a rank from other nodes than its own."""
+        key = RankKey(message.job, message.run, message.rank)
+        self.see_run(SeeRun(message.job, message.run), self._fetches.drill(key, answer))
+
+    def sealed(self, segment: Segment) -> None:
+        """A slot of one of our ranks was sealed."""
+        self.changed(segment.key)
+
+    def changed(self, key: RankKey) -> None:
+        """The snapshots of one of our ranks changed: one was sealed, or a generation went."""
+        run = self.runs.get((key.job, key.run))
+        if run is not None:
+            run.sealed(key.rank)
+
+    def scrub_with(self, doubt: Doubt) -> None:
+        """What verifies a slot that a peer, or a fetch of this node, found damaged."""
+        self._doubt = doubt
+        if self.host is not None:
+            self.host.doubt = doubt
+
+    def damaged(self, segment: Segment) -> None:
+        """A slot here was quarantined: if it is a replica's, its sender must send it again."""
+        if self.host is not None:
+            self.host.damaged(segment)
+
+    def leave(self, key: RankKey, *, final: bool) -> None:
+        """A trainer ended. Its snapshots stay, and go on to peers, unless its run is over."""
+        self._fetches.leave(key)
+        if final:
+            self.forget(key.job, key.run)
+
+    def forget(self, job: str, run: str) -> int:
+        """End a run here and free its replicas; returns their bytes."""
+        found = self.runs.pop((job, run), None)
+        if found is not None:
+            self._end(found)
+        freed = 0
+        for segment in self.replicas.of_run(job, run):
+            freed += segment.file_bytes
+            if self.host is not None:
+                self.host.remove(segment, "its run was forgotten")
+        return freed
+
+    def holdings(self, job: str, run: str) -> Holdings:
+        """Everything sealed that this node holds of a run."""
+        if self.host is not None:
+            return self.host.holdings(job, run)
+        known = self.runs.get((job, run))
+        epoch = -1 if known is None else known.epoch
+        return local_holdings(self._store, self.replicas, job, run, epoch)
+
+    @property
+    def fabric_counters(self) -> dict[str, int]:
+        """Bytes moved, requests refused, garbage, strangers."""
+        if self.fabric is None:
+            return {}
+        counters = asdict(self.fabric.counters).items()
+        # Told also when it is 0: that nothing takes the short cut is what one looks for.
+        shown = {name: n for name, n in counters if n or name == "short_cut_bytes"}
+        return {f"fabric.{name}": n for name, n in shown.items()}
+
+    def status(self) -> Peers:
+        """Everything `ckptctl peers` shows."""
+        now_s = self._clock()
+        card = self.card
+        return Peers(
+            node=card.node,
+            endpoint=card.endpoint,
+            public_key=card.public_key,
+            peers=self.neighbours.status(now_s),
+            ranks=tuple(s for run in self.runs.values() for s in run.status(now_s)),
+            replicas=tuple(_hosted(segment) for segment in self.replicas),
+            counters=self.fabric_counters,
+        )
+
+    def adopt(self) -> None:
+        """Take over the replicas that an earlier daemon left."""
+        found, bad, damaged = self.replicas.adopt()
+        for path, why in bad:
+            self._events.add("error", "bad_segment", f"{path.name} is put aside: {why}")
+        for segment, index in damaged:
+            text = f"{segment.path.name} slot {index} had a damaged header and is free now"
+            self._events.add("error", "slot_damaged", text, segment.key)
+        for segment in found:
+            self._events.add("info", "replica_adopted", segment.path.name, segment.key)
+
+    def tick(self, now_s: float) -> None:
+        """Hellos, deadlines, and what time brings to runs, replicas and fetches."""
+        self._guarded("quiet", lambda: self._quiet.watch(self._store))
+        self._guarded("neighbours", lambda: self.neighbours.tick(now_s))
+        for run in list(self.runs.values()):
+            self._guarded(f"run {run.job}/{run.run}", partial(self._tick_run, run, now_s))
+        if self.host is not None:
+            self._guarded("replicas", partial(self.host.tick, now_s))
+        self._guarded("fetches", self._fetches.tick)
+
+    def wake(self, now_s: float) -> float:
+        """Between ticks: try again what is due; returns when to come back (infinity: at the next tick)."""
+        return min((run.wake(now_s) for run in self.runs.values()), default=float("inf"))
+
+    def close(self) -> None:
+        """End everything; what peers have here of us they lose with the fabric."""
+        self._fetches.close()
+        for run in self.runs.values():
+            run.close()
+        if self.fabric is not None:
+            self.fabric.close()
+        if self.host is not None:  # last: nothing touches its slots any more
+            self.host.close()
+        self._settlers.close(timeout_s=0.0)
+
+    def _tick_run(self, run: Run, now_s: float) -> None:
+        run.tick()
+        if now_s - run.joined_at_s > _RUN_IDLE_S and not self._store.of_run(run.job, run.run):
+            # Its segments expired long ago. Replicas of others stay: the host knows when they may go.
+            del self.runs[run.job, run.run]
+            self._end(run)
+
+    def _end(self, run: Run) -> None:
+        """No longer replicate a run; peers need not keep its replicas for us."""
+        run.close()
+        self.neighbours.tell_all(p.EndRun(run.job, run.run))
+
+    def _guarded(self, what: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        # Trouble with one run or replica must not keep the others from being looked after.
+        except Exception as error:
+            logger.exception("the periodic work failed: %s", what)
+            self._events.add("error", "internal", f"periodic work, {what}: {error!r}")
+
+    def _with_static_peers(self, message: Join) -> Join:
+        """The configured nodes take part in every run, without ranks."""
+        known = {member.card.node for member in message.members}
+        lent = tuple(Member(card, ()) for card in self._static if card.node not in known)
+        return msgspec.structs.replace(message, members=(*message.members, *lent))
+
+    # -- neighbours ------------------------------------------------------------------------------
+
+    def _lost(self, node: str, reason: str) -> None:
+        if self.host is not None:
+            self.host.peer_gone(node)
+        self._fetches.peer_lost(node)
+        for run in self.runs.values():
+            run.peer_lost(node, reason)
+
+    def _back(self, node: str) -> None:
+        for run in self.runs.values():
+            run.peer_back(node)
+
+    def _restarted(self, node: str, boot_id: str) -> None:
+        if self.host is not None:  # its new life may have come to us before we noticed
+            self.host.peer_gone(node, but_boot=boot_id)
+        for run in self.runs.values():
+            run.peer_restarted(node)
+
+    # -- from the fabric -------------------------------------------------------------------------
+
+    def _arrived(self, peer: str, body: bytes, answer: Callable[[bytes], None]) -> None:
+        """On a fabric's thread."""
+        self._post(lambda: self._serve(peer, body, answer))
+
+    def _serve(self, peer: str, body: bytes, answer: Callable[[bytes], None]) -> None:
+        try:
+            message = p.decode_peer(body)
+        except ValueError as error:
+            self._events.count("peer_garbage")
+            answer(p.encode_peer(p.PeerRefused("bad_message", str(error)[:4000])))
+            return
+        reply = partial(_encoded, answer)
+        if isinstance(message, p.PeerHello):
+            if self.host is not None:
+                self.host.heard(peer, message.boot_id)
+            reply(self.neighbours.welcome(message, self.replicas.free_bytes))
+        elif isinstance(message, p.Floor):
+            run = self.runs.get((message.job, message.run))
+            if run is not None:
+                run.floor_message(peer, message)
+            reply(p.PeerDone())
+        elif self.host is None or not self.host.serve(peer, message, reply):
+            text = f"{type(message).__name__} is no request"
+            reply(p.PeerRefused("bad_message", text))
+
+    def _promise_of(self, job: str, run: str) -> tuple[int, Promise, int]:
+        found = self.runs.get((job, run))
+        return (-1, Promise(), 1) if found is None else (found.epoch, found.promise, found.span)
+
+
+def _hosted(segment: Segment) -> HostedReplica:
+    told = segment.descriptor
+    sealed = [h.iteration for _, h in segment.headers() if h.state is SlotState.SEALED]
+    return HostedReplica(
+        segment.path.name,
+        told.job,
+        told.run,
+        told.rank,
+        segment.file_bytes,
+        len(sealed),
+        max(sealed, default=-1),
+    )
+
+
+def _encoded(answer: Callable[[bytes], None], reply: p.PeerReply) -> None:
+    answer(p.encode_peer(reply))

@@ -1,0 +1,265 @@
+"""The replica segments of this node: other nodes' snapshots, beside the segments of its own ranks.
+
+They share folder and quota with `SegmentStore` and are found again after a restart in the same way. What a rank of this
+node is promised goes first: a replica gets memory only if that leaves room. All methods belong to the daemon's loop thread.
+
+One primary has one replica here, or several *rings*: when a longer suffix must fit (the run's span has grown) a wider
+one is made beside the first, which goes as soon as no promise needs it. The descriptor of the n-th says that it was created n
+nanoseconds later, so its origin and its name are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from ckptd.errors import SegmentError
+from ckptd.memory.inventory import slot_record
+from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.memory.segment_format import (
+    SegmentDescriptor,
+    SlotHeader,
+    decode_descriptor,
+    encode_descriptor,
+    origin_of,
+    plan_geometry,
+    replica_file_name,
+    set_slot_state,
+    write_slot_header,
+)
+from ckptd.memory.segments import Segment, SegmentPlan, SegmentStore, open_segment
+from ckptd.recovery.holdings import operators_id
+from ckptd.sessions import MemoryFacts, RankKey, room_beside_ranks
+from ckptd.units import format_bytes
+
+__all__ = ["ReplicaStore", "same_primary"]
+
+_MAX_RINGS = 1000  # nanoseconds: no two primaries of a rank are made within so short a time
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupKey:
+    """Replicas whose snapshots may form one suffix: of one rank, with one operator table."""
+
+    job: str
+    run: str
+    rank: int
+    operators: str
+
+
+class ReplicaStore:
+    """Replicas by file name."""
+
+    def __init__(self, store: SegmentStore) -> None:
+        self._store = store
+        self._segments: dict[str, Segment] = {}
+        self._plans: dict[str, SegmentPlan] = {}
+        self._operators: dict[str, str] = {}
+        store.other_bytes = lambda: self.used_bytes
+        # What live sessions said that they need in all, by rank.
+        self.promised: Callable[[], Mapping[RankKey, int]] = dict
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter([self._segments[name] for name in sorted(self._segments)])
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    @property
+    def used_bytes(self) -> int:
+        made = sum(s.file_bytes for s in self._segments.values())
+        return made + sum(p.geometry.total_bytes for p in self._plans.values())
+
+    def get(self, name: str) -> Segment | None:
+        return self._segments.get(name)
+
+    def of_run(self, job: str, run: str) -> list[Segment]:
+        return [s for s in self if (s.descriptor.job, s.descriptor.run) == (job, run)]
+
+    def adopt(self) -> tuple[list[Segment], list[tuple[Path, str]], list[tuple[Segment, int]]]:
+        """Take over the replicas of an earlier daemon; returns them, (bad file, why) pairs, and slots whose header was damaged."""
+        bad: list[tuple[Path, str]] = []
+        damaged: list[tuple[Segment, int]] = []
+        for path in sorted(self._store.folder.glob("*.rep")):
+            try:
+                segment = open_segment(path)
+            except (OSError, ValueError, SegmentError) as error:
+                aside = path.with_name(path.name + ".bad")
+                path.replace(aside)
+                bad.append((aside, str(error)))
+                continue
+            damaged += [(segment, index) for index in _free_unsealed(segment)]
+            self._segments[path.name] = segment
+        return list(self), bad, damaged
+
+    def plan(
+        self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int, origin: str
+    ) -> SegmentPlan:
+        """Lay out the next ring of a primary; nothing is promised yet.
+
+        Raises:
+            ValueError: numbers or names that no segment can have, or another origin than the descriptor's.
+            SegmentError: a descriptor that could not be read any more after a restart.
+        """
+        if origin_of(descriptor) != origin:
+            raise ValueError(f"origin {origin} is not that of the descriptor")
+        if rings := self.rings_of(descriptor):
+            later_ns = rings[-1].descriptor.created_at_ns + 1
+            descriptor = msgspec.structs.replace(descriptor, created_at_ns=later_ns)
+            decode_descriptor(encode_descriptor(descriptor))
+        geometry = plan_geometry(num_slots, slot_bytes, len(encode_descriptor(descriptor)))
+        name = replica_file_name(
+            descriptor.job,
+            descriptor.run,
+            descriptor.rank,
+            descriptor.generation,
+            origin_of(descriptor),
+        )
+        return SegmentPlan(descriptor, geometry, self._store.folder / name)
+
+    def rings_of(self, descriptor: SegmentDescriptor) -> list[Segment]:
+        """The rings of one primary here, narrowest and oldest first."""
+        of_run = self.of_run(descriptor.job, descriptor.run)
+        found = [s for s in of_run if same_primary(s.descriptor, descriptor)]
+        return sorted(found, key=lambda s: s.descriptor.created_at_ns)
+
+    @property
+    def memory(self) -> MemoryFacts:
+        """The numbers of the memory under all segments, now."""
+        facts = self._store.memory(dict(self.promised()))
+        missing = sum(_missing_bytes(plan) for plan in self._plans.values())
+        return replace(
+            facts,
+            fs_available_bytes=max(0, facts.fs_available_bytes - missing),
+            replica_bytes=self.used_bytes,
+        )
+
+    @property
+    def free_bytes(self) -> int:
+        """What a replica may still take: neither in use nor promised to a rank of this node."""
+        return room_beside_ranks(self._store.facts(), self.memory)
+
+    def refusal(self, plan: SegmentPlan) -> str:
+        """Why there is no memory for it; empty if there is."""
+        needed, free = plan.geometry.total_bytes, self.free_bytes
+        if needed <= free:
+            return ""
+        return (
+            f"the replica of {plan.key} needs {format_bytes(needed)}, and of "
+            f"{format_bytes(self._store.quota_bytes)} here {format_bytes(free)} is free"
+            f"{_promised(self.promised())}"
+        )
+
+    def promise(self, plan: SegmentPlan) -> None:
+        self._plans[plan.path.name] = plan
+
+    def cancel(self, plan: SegmentPlan) -> None:
+        self._plans.pop(plan.path.name, None)
+
+    def enter(self, plan: SegmentPlan, segment: Segment) -> None:
+        self.cancel(plan)
+        self._segments[plan.path.name] = segment
+
+    def discard(self, segment: Segment) -> None:
+        """Forget a replica and leave its file alone."""
+        self._segments.pop(segment.path.name, None)
+        self._operators.pop(segment.path.name, None)
+
+    def remove(self, segment: Segment) -> None:
+        """Unlink and forget a replica."""
+        self.discard(segment)
+        segment.path.unlink(missing_ok=True)
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def operators(self, segment: Segment) -> str:
+        """Which operator table the segment's anchors are of."""
+        name = segment.path.name
+        if name not in self._operators:
+            self._operators[name] = operators_id(segment.descriptor)
+        return self._operators[name]
+
+    def beside(self, segment: Segment) -> list[Segment]:
+        """Replicas whose snapshots may form a suffix with this one's, itself included, oldest first."""
+        told, operators = segment.descriptor, self.operators(segment)
+        found = [
+            s
+            for s in self.of_run(told.job, told.run)
+            if s.descriptor.rank == told.rank and self.operators(s) == operators
+        ]
+        return sorted(found, key=lambda s: (s.descriptor.created_at_ns, s.path.name))
+
+    def ordinal(self, segment: Segment) -> int:
+        """Its number among those beside it: generations count per primary, and primaries differ."""
+        return self.beside(segment).index(segment)
+
+    def records_beside(self, segment: Segment) -> list[SlotRecord]:
+        """The slots of this replica and of those beside it, with ordinals for generations."""
+        beside = self.beside(segment)
+        return [r for number, s in enumerate(beside) for r in _numbered(s, number)]
+
+    def groups(self) -> Iterator[list[Segment]]:
+        """Replicas by rank and operator table, each group oldest first."""
+        seen: set[GroupKey] = set()
+        for segment in self:
+            told = segment.descriptor
+            key = GroupKey(told.job, told.run, told.rank, self.operators(segment))
+            if key not in seen:
+                seen.add(key)
+                yield self.beside(segment)
+
+    def slots_of(self, group: Sequence[Segment]) -> dict[str, tuple[int, Sequence[SlotRecord]]]:
+        """By name: the number of operators, and the slots, with ordinals for generations."""
+        return {
+            s.path.name: (s.descriptor.num_operators, _numbered(s, number))
+            for number, s in enumerate(group)
+        }
+
+
+def same_primary(a: SegmentDescriptor, b: SegmentDescriptor) -> bool:
+    """Are these the descriptors of rings of one primary, or its own?"""
+    if abs(a.created_at_ns - b.created_at_ns) >= _MAX_RINGS:
+        return False
+    return msgspec.structs.replace(a, created_at_ns=b.created_at_ns) == b
+
+
+def _missing_bytes(plan: SegmentPlan) -> int:
+    """What a plan has yet to take from the filesystem; it still counts as a plan when it was made, until it is entered."""
+    if plan.path.exists():
+        return 0
+    try:
+        taken = plan.temporary.stat().st_blocks * 512
+    except FileNotFoundError:
+        taken = 0
+    return max(0, plan.geometry.total_bytes - taken)
+
+
+def _promised(promised: Mapping[RankKey, int]) -> str:
+    total = sum(promised.values())
+    return f" ({format_bytes(total)} is promised to its own ranks)" if total else ""
+
+
+def _free_unsealed(segment: Segment) -> list[int]:
+    """Only the daemon that died filled these slots, and nobody will go on where it stopped.
+
+    A slot with a damaged header is free as well, or it would never be granted again; returns these.
+    """
+    damaged: list[int] = []
+    for index in range(segment.geometry.num_slots):
+        header = segment.header(index)
+        if header is None:
+            write_slot_header(segment.buffer, segment.geometry, index, SlotHeader())
+            damaged.append(index)
+        elif header.state in (SlotState.FILLING, SlotState.FILLED):
+            set_slot_state(segment.buffer, segment.geometry, index, SlotState.FREE)
+    return damaged
+
+
+def _numbered(segment: Segment, ordinal: int) -> list[SlotRecord]:
+    return [
+        replace(slot_record(segment, index, header), generation=ordinal)
+        for index, header in segment.headers()
+    ]

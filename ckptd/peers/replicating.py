@@ -1,0 +1,355 @@
+"""The shell around `ckptd.replication.core`: performs what the core decides for one local rank (docs/replication.md §5).
+
+Lives on the daemon's loop thread. Slots are held by a read lock of their own description while they are sent, so that the
+trainer passes them over; the lock goes with the transfer, whatever its end. A slot that a peer granted is sealed or given back
+there, also when the answer comes after the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ckptd.events import EventLog
+from ckptd.memory import locks
+from ckptd.memory.inventory import records_of
+from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.memory.segment_format import origin_of, slot_lock_byte, unpack_slot_header
+from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.slot_files import region_of
+from ckptd.peers.peer_link import PeerLink
+from ckptd.recovery.holdings import header_record
+from ckptd.replication.core import (
+    Abort,
+    Begin,
+    BeginRefused,
+    Effect,
+    Event,
+    Granted,
+    Hold,
+    Joined,
+    Note,
+    Open,
+    Opened,
+    OpenRefused,
+    PeerBack,
+    PeerLost,
+    Put,
+    PutEnded,
+    Release,
+    Replicator,
+    Seal,
+    SealedThere,
+    SealRefused,
+    Slots,
+    SnapshotKey,
+    Targets,
+    Tick,
+)
+from ckptd.sessions import RankKey
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import HeldSlot
+from ckptd.transport.verbs import Completion, RegionKey, Transfer
+
+__all__ = ["RankReplication"]
+
+logger = logging.getLogger(__name__)
+
+_SLOWEST_BYTES_PER_S = 4 << 20  # a put may take so long, beyond the deadline
+
+
+@dataclass(frozen=True, slots=True)
+class _Grant:
+    ticket: int
+    region: RegionKey
+
+
+@dataclass(slots=True)
+class _Held:
+    segment: Segment
+    index: int
+    sequence: int
+    fd: int
+
+
+class RankReplication:
+    """Sends one rank's snapshots to its targets.
+
+    Args:
+        link: the connection to a node, None if its address is not known.
+        epoch: the run's current epoch, where it starts, and the largest window.
+        promise: the run's floor, horizon and span, as far as they are known here, and the epoch of which they are.
+        progressed: called when what is replicated may have changed.
+    """
+
+    def __init__(
+        self,
+        key: RankKey,
+        core: Replicator,
+        store: SegmentStore,
+        events: EventLog,
+        *,
+        link: Callable[[str], PeerLink | None],
+        epoch: Callable[[], tuple[int, int, int]],
+        promise: Callable[[], tuple[int, int, int, int]],
+        progressed: Callable[[], None],
+        deadline_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.key, self.core = key, core
+        self._store, self._events = store, events
+        self._link, self._epoch, self._promise = link, epoch, promise
+        self._progressed = progressed
+        self._deadline_s, self._clock = deadline_s, clock
+        self._held: dict[SnapshotKey, _Held] = {}
+        self._leases: dict[tuple[str, int], int] = {}
+        self._transfers: dict[tuple[str, SnapshotKey], Transfer] = {}
+        self._granted: set[tuple[str, int]] = set()  # node, ticket: neither sealed nor given back
+        self._num_operators = 0
+        self._closed = False
+
+    def set_targets(self, nodes: Iterable[str]) -> None:
+        """From now on replicate to these nodes."""
+        self.feed(Joined(*self._epoch()))
+        self.feed(Targets(tuple(nodes)))
+
+    def rejoined(self) -> None:
+        """The run's epoch or span changed."""
+        self.feed(Joined(*self._epoch()))
+
+    def changed(self) -> None:
+        """The rank's slots changed: something was sealed, or a generation came or went."""
+        self.feed(*self._slots())
+
+    def read_slots(self) -> None:
+        """The same, for one who asks at once how far the rank is."""
+        for event in self._slots():
+            self._handle(event)
+
+    def _slots(self) -> list[Slots]:
+        segments = self._store.of_rank(self.key)
+        if segments:
+            self._num_operators = segments[-1].descriptor.num_operators
+        if not self._num_operators:
+            return []  # there never was anything
+        return [Slots(tuple(r for r in records_of(segments) if r.sealed), self._num_operators)]
+
+    def peer_lost(self, node: str, reason: str) -> None:
+        self._cancel_to(node)
+        self.feed(PeerLost(node, reason))
+
+    def peer_back(self, node: str) -> None:
+        self.feed(PeerBack(node))
+
+    def peer_restarted(self, node: str) -> None:
+        """It is there, and knows nothing of our leases: as one event, so that it does not cease to count in between."""
+        self._cancel_to(node)
+        self.feed(PeerLost(node, "its daemon was restarted"), PeerBack(node))
+
+    def _cancel_to(self, node: str) -> None:
+        for (name, _), transfer in list(self._transfers.items()):
+            if name == node:
+                transfer.cancel()  # its completion is still to come: until then the slot is held
+
+    def tick(self) -> None:
+        self.feed(Tick())
+
+    def close(self) -> None:
+        """Stop: transfers in flight are cancelled, slots let go, here and on the targets."""
+        self._closed = True
+        for node, ticket in list(self._granted):
+            self._give_back(node, ticket)
+        if not self._transfers:
+            self._release_all()
+        for transfer in list(self._transfers.values()):
+            transfer.cancel()  # the last completion lets the slots go
+
+    def _release_all(self) -> None:
+        for key in list(self._held):
+            self._release(key)
+
+    def feed(self, *events: Event) -> None:
+        """Events that belong together, and what follows from them."""
+        before = self.core.replicated_up_to
+        for event in events:
+            self._handle(event)
+        if self.core.replicated_up_to != before and not self._closed:
+            self._progressed()
+
+    def _handle(self, event: Event) -> None:
+        if not self._closed:
+            for effect in self.core.handle(event, now_s=self._clock()):
+                self._perform(effect)
+
+    # -- effects ---------------------------------------------------------------------------------
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, Open):
+            self._open(effect.node, effect.generation)
+        elif isinstance(effect, Begin):
+            self._begin(effect)
+        elif isinstance(effect, Put):
+            self._put(effect)
+        elif isinstance(effect, Seal):
+            self._seal(effect)
+        elif isinstance(effect, Abort):
+            self._abort(effect)
+        elif isinstance(effect, Hold):
+            self._hold(effect.key, effect.record)
+        elif isinstance(effect, Release):
+            self._release(effect.key)
+        elif isinstance(effect, Note):
+            self._events.add(effect.level, effect.kind, effect.message, self.key)
+
+    def _open(self, node: str, generation: int) -> None:
+        link, segment = self._link(node), self._store.get(self.key, generation)
+        if link is None or segment is None:
+            reason = "its address is not known" if link is None else "the generation is gone"
+            self.feed(OpenRefused(node, generation, "away", reason))
+            return
+        epoch, epoch_start, span = self._epoch()
+        message = p.OpenReplica(
+            self.key.job,
+            self.key.run,
+            self.key.rank,
+            origin_of(segment.descriptor),
+            segment.raw_descriptor(),
+            segment.geometry.slot_bytes,
+            segment.geometry.num_slots,
+            epoch,
+            epoch_start,
+            span,
+            link.boot_id,
+        )
+
+        def opened(reply: p.ReplicaOpened) -> None:
+            held = tuple(r for s in reply.held if (r := _record(generation, s)) is not None)
+            self._leases[node, generation] = reply.lease
+            self.feed(Opened(node, generation, reply.lease, held))
+
+        link.ask(
+            message,
+            p.ReplicaOpened,
+            opened,
+            lambda code, reason: self.feed(OpenRefused(node, generation, code, reason)),
+            timeout_s=2 * self._deadline_s,
+        )
+
+    def _begin(self, effect: Begin) -> None:
+        node, key = effect.node, effect.key
+        link, held = self._link(node), self._held.get(key)
+        lease = self._leases.get((node, key.generation))
+        if link is None or held is None or lease is None:
+            self.feed(BeginRefused(node, key, "gone", "the snapshot is gone"))
+            return
+        width = (held.segment.descriptor.num_operators + 7) // 8
+        message = p.BeginSlot(
+            lease,
+            held.segment.raw_header(held.index),
+            effect.record.anchors.to_bytes(width, "little"),
+            *self._promise(),
+        )
+
+        def granted(reply: p.SlotGranted) -> None:
+            self._granted.add((node, reply.ticket))
+            if self._closed:
+                self._give_back(node, reply.ticket)
+                return
+            self.feed(Granted(node, key, _Grant(reply.ticket, region_of(reply))))
+
+        link.ask(
+            message,
+            p.SlotGranted,
+            granted,
+            lambda code, reason: self.feed(BeginRefused(node, key, code, reason)),
+        )
+
+    def _put(self, effect: Put) -> None:
+        node, key = effect.node, effect.key
+        link, held, grant = self._link(node), self._held.get(key), effect.grant
+        assert isinstance(grant, _Grant)
+        # A generation that its trainer dropped meanwhile is unmapped already.
+        mapped = held is not None and held.segment.fd >= 0
+        header = held.segment.header(held.index) if held is not None and mapped else None
+        if link is None or held is None or header is None or header.sequence != key.sequence:
+            self.feed(PutEnded(node, key, False, "the snapshot is gone"))
+            return
+        image = held.segment.image(held.index, header)
+        deadline_s = self._deadline_s + len(image) / _SLOWEST_BYTES_PER_S
+
+        def done(completion: Completion) -> None:
+            self._transfers.pop((node, key), None)
+            if self._closed and not self._transfers:
+                self._release_all()
+            reason = "" if completion.ok else f"{completion.fault}: {completion.detail}"
+            self._events.count("replicated_bytes", completion.size_bytes if completion.ok else 0)
+            self.feed(PutEnded(node, key, completion.ok, reason))
+
+        self._transfers[node, key] = link.put(image, grant.region, deadline_s=deadline_s, done=done)
+
+    def _seal(self, effect: Seal) -> None:
+        node, key, grant = effect.node, effect.key, effect.grant
+        assert isinstance(grant, _Grant)
+        link = self._link(node)
+        if link is None:
+            self.feed(SealRefused(node, key, "away", "its address is not known"))
+            return
+
+        def sealed(_: p.PeerDone) -> None:
+            self._granted.discard((node, grant.ticket))
+            self.feed(SealedThere(node, key))
+
+        def refused(code: str, reason: str) -> None:
+            self._give_back(node, grant.ticket)  # it may not have heard of the end
+            self.feed(SealRefused(node, key, code, reason))
+
+        link.ask(
+            p.SealSlot(grant.ticket),
+            p.PeerDone,
+            sealed,
+            refused,
+            timeout_s=2 * self._deadline_s,
+        )
+
+    def _abort(self, effect: Abort) -> None:
+        transfer = self._transfers.get((effect.node, effect.key))
+        if transfer is not None:
+            transfer.cancel()
+        if isinstance(effect.grant, _Grant):
+            self._give_back(effect.node, effect.grant.ticket)
+
+    def _give_back(self, node: str, ticket: int) -> None:
+        """The peer may use its slot for something else, now and not when the ticket expires."""
+        self._granted.discard((node, ticket))
+        link = self._link(node)
+        if link is not None:
+            link.tell(p.AbortSlot(ticket))
+
+    def _hold(self, key: SnapshotKey, record: SlotRecord) -> None:
+        """Keep the trainer from reusing the slot; if it was quicker, the next step finds nothing held."""
+        segment = self._store.get(self.key, key.generation)
+        if segment is None or key in self._held:
+            return
+        fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+        if locks.try_lock(fd, slot_lock_byte(record.index), exclusive=False):
+            header = segment.header(record.index)
+            sealed = header is not None and header.state is SlotState.SEALED
+            if sealed and header is not None and header.sequence == key.sequence:
+                self._held[key] = _Held(segment, record.index, key.sequence, fd)
+                return
+        os.close(fd)
+
+    def _release(self, key: SnapshotKey) -> None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            os.close(held.fd)
+
+
+def _record(generation: int, slot: HeldSlot) -> SlotRecord | None:
+    """A sealed slot that a peer says it holds; None for what cannot be read."""
+    header = unpack_slot_header(slot.header)
+    if header is None or header.state is not SlotState.SEALED:
+        return None
+    return header_record(header, generation, slot.slot, slot.anchors)

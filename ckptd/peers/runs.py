@@ -1,0 +1,381 @@
+"""One run as this node sees it: who takes part, who holds whose replicas, and how far everybody is.
+
+Glue between the pure cores (placement, floor, one replicator per local rank) and the daemon's loop thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from ckptd.errors import RemoteProtocolError
+from ckptd.events import EventLog
+from ckptd.memory.segment_format import RingHint
+from ckptd.memory.segments import SegmentStore
+from ckptd.peers.peer_link import PeerLink
+from ckptd.peers.replica_store import ReplicaStore
+from ckptd.peers.replicating import RankReplication
+from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
+from ckptd.replication.core import Replicator
+from ckptd.replication.floor import NOTHING_CARRIED, Carried, FloorKind, FloorMessage, FloorTree
+from ckptd.replication.replicas import Promise
+from ckptd.sessions import RankKey
+from ckptd.settings import DaemonConfig
+from ckptd.transport.messages import Join, Member, ReplicationStatus, TargetStatus
+from ckptd.transport.peer_messages import Floor
+
+__all__ = ["Run"]
+
+logger = logging.getLogger(__name__)
+
+_MOST = (1 << 16) - 1
+
+LinkTo = Callable[[str], PeerLink | None]
+
+
+class Run:
+    """Membership, placement, floor and replication of one run on this node.
+
+    Args:
+        link: the connection to a node, None if its address is not known.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        run: str,
+        config: DaemonConfig,
+        store: SegmentStore,
+        replicas: ReplicaStore,
+        events: EventLog,
+        *,
+        link: LinkTo,
+        clock: Callable[[], float],
+    ) -> None:
+        self.job, self.run = job, run
+        self._config, self._store, self._replicas, self._events = config, store, replicas, events
+        self._link, self._clock = link, clock
+        self.epoch, self.epoch_start = -1, -1
+        self.members: tuple[Member, ...] = ()
+        self.ranks: dict[int, RankReplication] = {}
+        self.dead: set[str] = set()
+        self.placement = Placement({}, {}, (), "nobody has joined yet")
+        self.promise = Promise()
+        self.span = 1
+        self.joined_at_s = clock()
+        self._asked_replicas = -1
+        self._tree: FloorTree | None = None
+        self._carried = NOTHING_CARRIED
+
+    @property
+    def epoch_pair(self) -> tuple[int, int]:
+        return max(self.epoch, 0), self.epoch_start
+
+    @property
+    def members_id(self) -> str:
+        return "" if self._tree is None else f"{self.epoch}/{self._tree.members_id}"
+
+    def join(self, key: RankKey, message: Join) -> str:
+        """A local rank tells who takes part; every rank of the node says the same. Returns why it is refused, else ""."""
+        self.joined_at_s = self._clock()
+        told = (message.epoch, message.epoch_start, message.members)
+        fresh = told != (self.epoch, self.epoch_start, self.members)
+        if message.epoch < self.epoch:
+            return f"epoch {message.epoch} of {key} is over: epoch {self.epoch} has begun here"
+        if fresh:
+            self._begin(message)
+        if key.rank not in self.ranks:
+            self.ranks[key.rank] = RankReplication(
+                key,
+                Replicator(),
+                self._store,
+                self._events,
+                link=self._link,
+                epoch=lambda: (*self.epoch_pair, self.span),
+                promise=lambda: (self.promise.floor, self.promise.horizon, self.span, self.epoch),
+                progressed=lambda: self._progressed(key.rank),
+                deadline_s=self._config.peer_deadline_s,
+                clock=self._clock,
+            )
+        self._retarget()
+        self.ranks[key.rank].changed()
+        self._progressed(key.rank)
+        return ""
+
+    def sealed(self, rank: int) -> None:
+        """Something of this rank was sealed here."""
+        if rank in self.ranks:
+            self.ranks[rank].changed()
+
+    def peer_lost(self, node: str, reason: str) -> None:
+        if node in self._nodes() and node not in self.dead:
+            self.dead.add(node)
+            for replication in self.ranks.values():
+                replication.peer_lost(node, reason)
+            self._retarget()
+
+    def peer_back(self, node: str) -> None:
+        if node in self.dead:
+            self.dead.discard(node)
+            self._retarget()
+        for replication in self.ranks.values():
+            replication.peer_back(node)
+
+    def peer_restarted(self, node: str) -> None:
+        """It is there, and knows nothing of our leases any more."""
+        for replication in self.ranks.values():
+            replication.peer_restarted(node)
+
+    def tick(self) -> None:
+        for rank, replication in self.ranks.items():
+            replication.changed()  # a trainer seals its own slots while we are away
+            replication.tick()
+            self._progressed(rank)
+        if self._tree is not None:
+            self._send(self._tree.resend(now_s=self._clock()))
+        self._protect()
+
+    def wake(self, now_s: float) -> float:
+        """Try again what waited until now; returns when this is wanted next (infinity: not at all)."""
+        due = float("inf")
+        for replication in self.ranks.values():
+            at_s = replication.core.wake_at_s
+            if at_s is not None and at_s <= now_s:
+                replication.tick()
+                at_s = replication.core.wake_at_s
+            due = due if at_s is None else min(due, at_s)
+        return due
+
+    def floor_message(self, sender: str, message: Floor) -> None:
+        """A neighbour in the tree tells its minimum or the floor."""
+        if self._tree is None or message.members_id != self.members_id:
+            return  # of another membership: the next heartbeat settles it
+        try:
+            self._send(self._heard(self._tree, sender, message))
+        except RemoteProtocolError as error:
+            self._events.count("floor.garbage")
+            logger.info("%s", error)
+        self._agreed()
+
+    def _heard(self, tree: FloorTree, sender: str, message: Floor) -> list[FloorMessage]:
+        if message.kind == FloorKind.BELOW:
+            return tree.on_below(
+                sender,
+                message.value,
+                message.sequence,
+                horizon=message.horizon,
+                span=message.span,
+                counted=message.counted,
+                carried=Carried(message.carried_epoch, message.carried_floor),
+            )
+        return tree.on_floor(message.value, horizon=message.horizon, span=message.span)
+
+    def status(self, now_s: float) -> list[ReplicationStatus]:
+        """Every local rank, for `ckptctl peers`."""
+        return [
+            ReplicationStatus(
+                self.job,
+                self.run,
+                rank,
+                self.epoch,
+                self.promise.floor,
+                tuple(
+                    TargetStatus(
+                        t.node,
+                        t.phase,
+                        t.alive,
+                        t.counted,
+                        t.held,
+                        t.current_up_to,
+                        t.lag.iterations,
+                        t.lag.bytes,
+                        t.reason,
+                    )
+                    for t in replication.core.states(now_s=now_s)
+                ),
+            )
+            for rank, replication in sorted(self.ranks.items())
+        ]
+
+    def close(self) -> None:
+        for replication in self.ranks.values():
+            replication.close()
+        self.ranks.clear()
+
+    # -- membership ------------------------------------------------------------------------------
+
+    def _begin(self, message: Join) -> None:
+        if self.epoch < 0:
+            self._remember(alone=sum(len(member.ranks) for member in message.members) == 1)
+        if self.promise.floor >= 0:
+            self._carried = max(self._carried, Carried(self.epoch, self.promise.floor))
+        if message.epoch != self.epoch:
+            self.close()  # another history: what was under way belongs to the old one
+            if not self._goes_on_from_carried(message):
+                self._carried, self.span = NOTHING_CARRIED, 1
+            # It is a floor of this history, too, and the largest that anybody knows counts.
+            self._carried = Carried(message.epoch, self._carried.floor)
+            # The horizon is unknown, so that every complete suffix from the floor on is kept until the new tree has agreed.
+            self.promise = Promise(self._carried.floor)
+        self.epoch, self.epoch_start = message.epoch, message.epoch_start
+        self.members, self._asked_replicas = message.members, message.replicas
+        self.dead.clear()
+        names = [member.card.node for member in self.members if member.ranks]
+        self._tree = self._plant(names)
+        self._events.add(
+            "info",
+            "run_joined",
+            f"{self.job}/{self.run}: epoch {self.epoch}, {len(names)} nodes: {', '.join(names[:8])}"
+            + (", …" if len(names) > 8 else ""),
+        )
+
+    def _goes_on_from_carried(self, message: Join) -> bool:
+        """Whether what was agreed on before holds in this epoch: its history was not left before that floor.
+
+        A node that did not take part in the epoch before this one does not know where that one began.
+        """
+        epoch, floor = self._carried
+        if epoch >= message.epoch:
+            return True
+        return floor <= message.epoch_start and message.follows in (epoch, -1)
+
+    def _remember(self, *, alone: bool) -> None:
+        """What a daemon before this one knew of the floor stands beside the slots of our ranks."""
+        for segment in self._store.of_run(self.job, self.run):
+            hint = segment.ring_hint
+            self._carried = max(self._carried, Carried(hint.epoch, hint.floor))
+            self.span = 1 if alone else max(self.span, hint.span)
+
+    def _plant(self, names: list[str]) -> FloorTree | None:
+        ranks = [r for m in self.members if m.card.node == self._store.node_id for r in m.ranks]
+        if self._store.node_id not in names:
+            return None
+        return FloorTree(
+            names,
+            self._store.node_id,
+            ranks=ranks,
+            started=time.time_ns(),
+            epoch=self.epoch,
+            carried=self._carried,
+        )
+
+    def _nodes(self) -> list[str]:
+        return [member.card.node for member in self.members]
+
+    def _retarget(self) -> None:
+        before = self.placement
+        self.placement = self._place()
+        for rank, replication in self.ranks.items():
+            # Also if they are the same: the replication may be new (another epoch, another rank).
+            replication.set_targets(self.placement.targets.get(rank, ()))
+        for warning in self.placement.warnings:
+            if warning not in before.warnings:
+                self._events.add("warning", "placement", f"{self.job}/{self.run}: {warning}")
+
+    def _place(self) -> Placement:
+        wanted = self._asked_replicas if self._asked_replicas >= 0 else self._config.replicas
+        reachable = [m for m in self.members if m.card.endpoint]
+        nodes = [NodeFacts(m.card.node, m.card.labels, _capacity(m)) for m in reachable]
+        ranks = [
+            RankFacts(rank, m.card.node, max(1, size))
+            for m in reachable
+            for rank, size in zip(
+                m.ranks, itertools.chain(m.ring_bytes, itertools.repeat(0)), strict=False
+            )
+        ]
+        domains = tuple(name for name in self._config.domains.split(",") if name)
+        return plan_placement(nodes, ranks, replicas=wanted, domains=domains, without=self.dead)
+
+    # -- the floor -------------------------------------------------------------------------------
+
+    def _progressed(self, rank: int) -> None:
+        if self._tree is None or rank not in self.ranks:
+            return
+        replication = self.ranks[rank]
+        if replication.core.sole:
+            # Nothing of what is told here goes from now on, so look once more at what is there.
+            self._protect_rank(rank)
+            replication.read_slots()
+        replicated = replication.core.replicated
+        self._send(
+            self._tree.set_rank(
+                rank, replicated.last, first=replicated.first, span=self._window(rank)
+            )
+        )
+        self._agreed()
+        self._protect_rank(rank)
+
+    def _window(self, rank: int) -> int:
+        if self._num_ranks == 1:
+            return 1  # there is nobody whose start it must have
+        segments = self._store.of_rank(RankKey(self.job, self.run, rank))
+        return max((s.descriptor.window for s in segments), default=1)
+
+    @property
+    def _num_ranks(self) -> int:
+        return sum(len(member.ranks) for member in self.members)
+
+    def _send(self, messages: Iterable[FloorMessage]) -> None:
+        for told in messages:
+            link = self._link(told.to_node)
+            if link is not None:
+                link.tell(
+                    Floor(
+                        self.job,
+                        self.run,
+                        self.members_id,
+                        told.kind,
+                        told.value,
+                        told.sequence,
+                        told.horizon,
+                        told.span,
+                        told.counted,
+                        *told.carried,
+                    )
+                )
+
+    def _agreed(self) -> None:
+        """Act on what the tree knows now; an older promise is only ever added to."""
+        if self._tree is None:
+            return
+        fresh = Promise(
+            max(self.promise.floor, self._tree.floor), max(self.promise.horizon, self._tree.horizon)
+        )
+        if self._tree.span > self.span:
+            self.span = self._tree.span
+            for replication in self.ranks.values():
+                replication.rejoined()
+        if fresh != self.promise:
+            self.promise = fresh
+            self._protect()
+
+    def _protect(self) -> None:
+        """Tell the trainers' rings what should stay."""
+        for rank in self.ranks:
+            self._protect_rank(rank)
+
+    def _protect_rank(self, rank: int) -> None:
+        core, promise = self.ranks[rank].core, self.promise
+        held = promise.floor < 0 or core.replicated.first <= promise.floor <= core.replicated.last
+        # A target that counts may yet have to receive the suffix of the floor.
+        sole = (core.sole or not held) and self._together()
+        behind = min(core.behind, _MOST)
+        epoch, _ = self.epoch_pair
+        hint = RingHint(promise.floor, promise.horizon, min(self.span, _MOST), sole, behind, epoch)
+        for segment in self._store.of_rank(RankKey(self.job, self.run, rank)):
+            segment.protect(hint)
+
+    def _together(self) -> bool:
+        """Whether there are other ranks, and all their nodes can tell how far they are: otherwise no floor can move."""
+        away = [m.card.node for m in self.members if m.ranks and m.card.node != self._store.node_id]
+        if any(node in self.dead or self._link(node) is None for node in away):
+            return False
+        return self._num_ranks > 1
+
+
+def _capacity(member: Member) -> int | None:
+    """What a node can take from others beside its own ranks; None if it has not told its memory."""
+    memory = member.card.memory_bytes
+    return max(0, memory - sum(member.ring_bytes)) if memory else None

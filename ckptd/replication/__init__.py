@@ -1,0 +1,1 @@
+"""Replication, decided: what goes to which peer, what a host of replicas keeps, and a run's floor (pure)."""

@@ -1,0 +1,637 @@
+"""Replication of one rank's snapshots: what is sent to which target, in which order (pure).
+
+One `Replicator` per local rank. Its shell reports what happened (events) and performs what it answers
+(effects); ``docs/replication.md`` section 5 is the protocol. Each target is served for itself, one snapshot
+at a time::
+
+               Open            Begin              Put            Seal
+    closed ─────────► opening ──► idle ──► beginning ──► putting ──► sealing ──► idle
+       ▲                 │         │  ▲        │            │           │
+       └── unknown, timeout, lost ─┴──┴────────┴─ refused ──┤           │
+                                      └────── cancelling ◄──┴───────────┘ (PutEnded ends it)
+
+What the shell guarantees:
+
+* A snapshot is held from before its `Begin` until the put is over. If its `Hold` failed (the slot was
+  reused), the begin is refused, or the put ends at once, not ok.
+* Exactly one `PutEnded` for each `Put`, also after `Abort` (which cancels the transfer) and after `PeerLost`.
+  Until then the slot stays held, because the fabric may still be reading it.
+* `Opened`, `Granted`, `SealedThere` and the refusals may come late, twice or never. What does not answer the
+  question that stands is ignored; a grant that nobody waits for is given back by `Abort`.
+* `Tick` comes when `wake_at_s` says so.
+
+What a target holds is believed from `Opened` and `SealedThere` alone, and told anew after each of its
+restarts. The complete suffixes that it holds end at the iterations ``first`` to ``last``, without a gap: a
+target that was begun anew (a substitute, or one that fell behind the local ring) holds none that ends
+before ``first``, hence a common end of all ranks exists only within every rank's interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ckptd.errors import LocalProtocolError
+from ckptd.memory.ring import (
+    SlotRecord,
+    Suffix,
+    chain_from,
+    epoch_table,
+    newest_by_iteration,
+)
+from ckptd.replication.events import (
+    Abort,
+    Begin,
+    BeginRefused,
+    Effect,
+    Event,
+    Granted,
+    Hold,
+    Joined,
+    Note,
+    Open,
+    Opened,
+    OpenRefused,
+    PeerBack,
+    PeerLost,
+    Put,
+    PutEnded,
+    Release,
+    Seal,
+    SealedThere,
+    SealRefused,
+    Slots,
+    SnapshotKey,
+    Targets,
+    Tick,
+    key_of,
+)
+from ckptd.replication.replicas import spanning_suffix
+from ckptd.replication.target import (
+    ASKING,
+    NO_INTERVAL,
+    TRANSITIONS,
+    Interval,
+    Lag,
+    Phase,
+    ReplicationConfig,
+    Target,
+    TargetState,
+)
+
+__all__ = [
+    "TRANSITIONS",
+    "Abort",
+    "Begin",
+    "BeginRefused",
+    "Effect",
+    "Event",
+    "Granted",
+    "Hold",
+    "Interval",
+    "Joined",
+    "Lag",
+    "Note",
+    "Open",
+    "OpenRefused",
+    "Opened",
+    "PeerBack",
+    "PeerLost",
+    "Phase",
+    "Put",
+    "PutEnded",
+    "Release",
+    "ReplicationConfig",
+    "Replicator",
+    "Seal",
+    "SealRefused",
+    "SealedThere",
+    "Slots",
+    "SnapshotKey",
+    "TargetState",
+    "Targets",
+    "Tick",
+    "key_of",
+]
+
+
+class Replicator:
+    """One rank's replication; see the module. Nothing in it grows with time."""
+
+    def __init__(self, config: ReplicationConfig | None = None) -> None:
+        self._config = config or ReplicationConfig()
+        self._targets: dict[str, Target] = {}
+        self._local: dict[int, SlotRecord] = {}  # by iteration: sealed, live, the one that counts
+        self._known: dict[SnapshotKey, SlotRecord] = {}
+        self._num_operators = 0
+        self._num_slots = 0
+        self._own: Interval | None = None  # what the primary holds; None until somebody asks
+        self._span = 1
+        self._epochs: dict[int, int] = {}
+        self._joined: dict[int, int] = {}
+        self._holders: dict[SnapshotKey, int] = {}
+        self._effects: list[Effect] = []
+        self._now_s = 0.0
+
+    # What it tells.
+
+    @property
+    def sole(self) -> bool:
+        """Whether no target counts: the primary is the only promised copy."""
+        return not any(target.counted for target in self._targets.values())
+
+    @property
+    def behind(self) -> int:
+        """How many iterations the slowest target that could have everything is behind."""
+        newest = max(self._local, default=-1)
+        slow = [t for t in self._targets.values() if t.wanted and t.alive and not t.no_memory]
+        oldest = min(self._local, default=0) - 1
+        return max((newest - (t.run.last if t.run.last >= 0 else oldest) for t in slow), default=0)
+
+    @property
+    def replicated(self) -> Interval:
+        """Where suffixes end that every promised copy holds: all targets that count, else the primary.
+
+        ``first`` may exceed ``last``: the targets have no end in common yet.
+        """
+        runs = [target.run for target in self._targets.values() if target.counted]
+        runs = runs or [self._own_interval()]
+        if any(run.last < 0 for run in runs):
+            return NO_INTERVAL
+        return Interval(max(run.first for run in runs), min(run.last for run in runs))
+
+    @property
+    def replicated_up_to(self) -> int:
+        """The newest iteration up to which every promised copy is current; -1: none yet."""
+        return self.replicated.last
+
+    def current_up_to(self, node: str) -> int:
+        """The end of the newest complete suffix on ``node``, or -1."""
+        target = self._targets.get(node)
+        return -1 if target is None else target.run.last
+
+    def lag(self, node: str) -> Lag:
+        """How far ``node`` is behind."""
+        target = self._targets.get(node)
+        if target is None or not self._local:
+            return Lag(0, 0)
+        missing = [r for r in self._needed(target) if key_of(r) not in target.held]
+        start = target.run.last if target.run.last >= 0 else min(self._local) - 1
+        return Lag(max(0, max(self._local) - start), sum(r.image_len for r in missing))
+
+    def states(self, *, now_s: float) -> tuple[TargetState, ...]:
+        """All targets, by name."""
+        return tuple(
+            TargetState(
+                t.node, t.phase, t.alive, t.counted, len(t.held), t.run.last, self.lag(t.node),
+                max(0.0, t.retry_at_s - now_s), t.reason,
+            )
+            for t in sorted(self._targets.values(), key=lambda t: t.node)
+            if t.wanted
+        )  # fmt: skip
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """When the next `Tick` is due; None: when something happened."""
+        times = [self._wake_of(t) for t in self._targets.values()]
+        due = [time for time in times if time is not None]
+        return min(due) if due else None
+
+    # What happens.
+
+    def handle(self, event: Event, *, now_s: float) -> list[Effect]:
+        """What is to be done, in this order, because of ``event``."""
+        self._now_s, self._effects = now_s, []
+        match event:
+            case Joined():
+                self._join(event)
+            case Targets(nodes):
+                self._place(nodes)
+            case Slots(records, num_operators):
+                self._take_table(records, num_operators)
+            case Tick():
+                pass
+            case _:
+                self._of_target(event)
+        for target in list(self._targets.values()):
+            self._advance(target)
+        return self._effects
+
+    def _of_target(
+        self,
+        event: Opened | OpenRefused | Granted | BeginRefused | PutEnded | SealedThere | SealRefused
+        | PeerLost | PeerBack,
+    ) -> None:  # fmt: skip
+        target = self._targets.get(event.node)
+        match event:
+            case PutEnded():
+                self._put_ended(target, event)
+            case Granted():
+                self._granted(target, event)
+            case _ if target is None:
+                return
+            case Opened() if target.phase is Phase.OPENING:
+                self._opened(target, event)
+            case OpenRefused() if target.phase is Phase.OPENING:
+                if event.generation == target.generation:
+                    self._open_refused(target, event)
+            case BeginRefused() if target.phase is Phase.BEGINNING and event.key == target.key:
+                self._begin_refused(target, event)
+            case SealedThere() if target.phase is Phase.SEALING and event.key == target.key:
+                self._sealed(target, event.key)
+            case SealRefused() if target.phase is Phase.SEALING and event.key == target.key:
+                self._seal_refused(target, event)
+            case PeerLost(reason=reason):
+                self._lose(target, reason)
+            case PeerBack():
+                self._return(target)
+            case _:
+                return  # an answer to a question that does not stand any more
+
+    def _join(self, event: Joined) -> None:
+        """Another history: hosts may free what was believed to be there, so all are asked anew."""
+        if self._joined == {event.epoch: event.epoch_start} and self._span == event.span:
+            return
+        self._joined, self._span = {event.epoch: event.epoch_start}, event.span
+        self._see(self._local.values())
+        for target in self._targets.values():
+            self._stop(target, "another epoch")
+
+    def _place(self, nodes: Iterable[str]) -> None:
+        wanted = set(nodes)
+        for node in sorted(wanted):
+            target = self._targets.get(node)
+            if target is None:
+                self._targets[node] = Target(node, self._now_s)
+            elif not target.wanted:
+                target.wanted, target.since_s = True, self._now_s
+        for target in list(self._targets.values()):
+            if target.node not in wanted and target.wanted:
+                target.wanted = False
+                self._stop(target, "not a target any more")
+                self._drop_if_done(target)
+
+    def _take_table(self, records: Iterable[SlotRecord], num_operators: int) -> None:
+        if num_operators != self._num_operators:  # other operators: nothing that is held counts
+            self._num_operators = num_operators
+            self._known.clear()
+            for target in self._targets.values():
+                target.held.clear()
+                target.opened.clear()
+        self._see(records)
+        for target in self._targets.values():
+            gone = target.record is not None and self._local_of(target.record) is None
+            if gone and target.phase is Phase.PUTTING:
+                self._cancel(target, "the snapshot is gone here")
+
+    def _see(self, records: Iterable[SlotRecord]) -> None:
+        """Take these as the local table (or the epochs anew) and forget what nobody holds."""
+        table = list(records)
+        self._num_slots = max(self._num_slots, len(table))
+        self._epochs = epoch_table(table, self._joined)
+        self._local = newest_by_iteration(table, self._epochs)
+        self._own = None
+        local = {key_of(record): record for record in self._local.values()}
+        self._known.update(local)
+        for target in self._targets.values():
+            self._recount(target)
+            target.skipped &= local.keys()
+        wanted = set(local).union(*(target.held for target in self._targets.values()))
+        self._known = {key: record for key, record in self._known.items() if key in wanted}
+
+    def _local_of(self, record: SlotRecord) -> SlotRecord | None:
+        found = self._local.get(record.iteration)
+        return found if found is not None and key_of(found) == key_of(record) else None
+
+    # One target: going on.
+
+    def _advance(self, target: Target) -> None:
+        """Whatever the target can do next, now."""
+        self._watch(target)
+        if not (target.wanted and target.alive) or target.phase not in (Phase.CLOSED, Phase.IDLE):
+            return
+        record = self._next(target)
+        if record is None:
+            target.since_s = self._now_s  # nothing to do is no stall
+            return
+        if self._now_s < target.retry_at_s:
+            return
+        target.asked_s = self._now_s
+        if record.generation not in target.opened:
+            target.generation = record.generation
+            target.go(Phase.OPENING)
+            self._effects.append(Open(target.node, record.generation))
+            return
+        target.record = record
+        target.go(Phase.BEGINNING)
+        self._doubt_newer(target, record)
+        self._hold(record)
+        self._effects.append(Begin(target.node, key_of(record), record))
+
+    def _doubt_newer(self, target: Target, record: SlotRecord) -> None:
+        """What comes after ``record`` there and is in no complete suffix: nothing links to it, so the host may fill its slot.
+
+        It is begun once more in its turn; the host answers ``held`` if it has it still.
+        """
+        table = self._held_table(target)
+        if max(table, default=-1) <= record.iteration:
+            return
+        found = spanning_suffix(table, self._num_operators, self._span)
+        kept = set() if found is None else set(map(key_of, found.records))
+        target.held = {k for k in target.held if k.iteration <= record.iteration or k in kept}
+        target.planned = False
+
+    def _watch(self, target: Target) -> None:
+        """Time: questions that stand too long, and targets that get nowhere."""
+        waited_s = self._now_s - target.asked_s
+        if target.phase in ASKING and waited_s >= self._config.answer_s:
+            self._reopen(target, f"no answer for {waited_s:.1f} s while {target.phase}")
+        quiet_s = self._now_s - target.since_s
+        if target.counted and quiet_s >= self._config.stalled_s and self._next(target) is not None:
+            target.stalled = True
+            text = f"{target.node} sealed nothing for {quiet_s:.0f} s ({target.reason or 'slow'})"
+            self._effects.append(Note("warning", "replication_stalled", text))
+
+    def _wake_of(self, target: Target) -> float | None:
+        if not (target.wanted and target.alive):
+            return None
+        if target.phase in ASKING:
+            return target.asked_s + self._config.answer_s
+        if target.phase in (Phase.CLOSED, Phase.IDLE) and self._next(target) is not None:
+            return target.retry_at_s
+        return None
+
+    def _opened(self, target: Target, event: Opened) -> None:
+        if event.generation != target.generation:
+            return
+        target.go(Phase.IDLE)
+        target.opened.add(event.generation)
+        target.no_memory = False
+        told = {key_of(record): record for record in event.held if record.sealed}
+        self._known.update(told)
+        target.held = {k for k in target.held if k.generation != event.generation} | told.keys()
+        target.run = NO_INTERVAL  # counted anew, from what it told
+        self._recount(target)
+
+    def _open_refused(self, target: Target, event: OpenRefused) -> None:
+        target.go(Phase.CLOSED)
+        if event.code == "quota" and not target.no_memory:
+            target.no_memory = True
+            text = f"{target.node} has no memory for a replica: {event.reason}"
+            self._effects.append(Note("warning", "replication_refused", text))
+        self._back_off(target, event.code, event.reason)
+
+    def _granted(self, target: Target | None, event: Granted) -> None:
+        waits = target is not None and target.phase is Phase.BEGINNING and target.key == event.key
+        if target is None or not waits:
+            mine = target is not None and target.key == event.key and target.grant == event.grant
+            if not mine:  # else the same answer came twice
+                self._effects.append(Abort(event.node, event.key, event.grant))
+            return
+        record = None if target.record is None else self._local_of(target.record)
+        if record is None:
+            self._let_go(target, Phase.IDLE)
+            self._effects.append(Abort(event.node, event.key, event.grant))
+            return
+        target.go(Phase.PUTTING)
+        target.grant, target.record = event.grant, record
+        self._effects.append(Put(event.node, event.key, record, event.grant))
+
+    def _begin_refused(self, target: Target, event: BeginRefused) -> None:
+        if event.code == "unknown":
+            self._unknown(target, event.reason)
+            return
+        self._let_go(target, Phase.IDLE)
+        if event.code == "held":
+            self._progress(target, event.key)
+        elif event.code == "stale":
+            target.skipped.add(event.key)
+            target.planned = False
+        else:
+            self._back_off(target, event.code, event.reason)
+
+    def _put_ended(self, target: Target | None, event: PutEnded) -> None:
+        phase = None if target is None else target.phase
+        putting = phase in (Phase.PUTTING, Phase.CANCELLING)
+        if target is None or not putting or target.key != event.key:
+            raise LocalProtocolError(
+                "a put ended that was not begun",
+                operation="replicate",
+                ids={"node": event.node, "iteration": event.key.iteration},
+            )
+        self._release(event.key)
+        if phase is Phase.CANCELLING:
+            target.record = target.grant = None
+            target.go(Phase.IDLE if target.opened else Phase.CLOSED)
+            self._drop_if_done(target)
+        elif event.ok:
+            target.go(Phase.SEALING)
+            target.asked_s = self._now_s
+            self._effects.append(Seal(event.node, event.key, target.grant))
+        else:
+            self._effects.append(Abort(event.node, event.key, target.grant))
+            target.record = target.grant = None
+            target.go(Phase.IDLE)
+            self._back_off(target, "put", event.reason)
+
+    def _sealed(self, target: Target, key: SnapshotKey) -> None:
+        target.go(Phase.IDLE)
+        target.record = target.grant = None
+        self._progress(target, key)
+
+    def _seal_refused(self, target: Target, event: SealRefused) -> None:
+        if event.code == "unknown":
+            self._unknown(target, event.reason)
+            return
+        target.go(Phase.IDLE)
+        target.record = target.grant = None
+        self._back_off(target, event.code, event.reason)
+        if event.code != "digest":
+            return
+        target.digest_refusals += 1
+        if target.digest_refusals >= self._config.digest_refusals:
+            target.skipped.add(event.key)
+            target.planned = False
+            target.digest_refusals = 0
+            text = (
+                f"{target.node} refused iteration {event.key.iteration} for its digest again and "
+                f"again: its copy on this node is suspected, and passed over ({event.reason})"
+            )
+            self._effects.append(Note("error", "snapshot_suspected", text))
+
+    # One target: stopping and starting again.
+
+    def _lose(self, target: Target, reason: str) -> None:
+        if target.alive:
+            self._effects.append(
+                Note("warning", "replication_peer_lost", f"{target.node}: {reason}")
+            )
+        target.alive = False
+        self._stop(target, reason)
+
+    def _return(self, target: Target) -> None:
+        if not target.alive:
+            target.alive, target.since_s, target.reason = True, self._now_s, ""
+            target.no_memory = target.stalled = False
+
+    def _stop(self, target: Target, reason: str) -> None:
+        """Whatever runs ends, and nothing is believed any more."""
+        target.reason = reason
+        target.forget()
+        if target.phase is Phase.PUTTING:
+            self._cancel(target, reason)
+        elif target.phase is not Phase.CANCELLING:
+            if target.phase is Phase.SEALING and target.record is not None:
+                self._effects.append(Abort(target.node, key_of(target.record), target.grant))
+            self._let_go(target, Phase.CLOSED)
+
+    def _cancel(self, target: Target, reason: str) -> None:
+        assert target.record is not None
+        target.go(Phase.CANCELLING)
+        target.reason = reason
+        self._effects.append(Abort(target.node, key_of(target.record), target.grant))
+
+    def _reopen(self, target: Target, reason: str, *, at_once: bool = False) -> None:
+        """The lease is not known there (any more), or nobody can tell: ask what it holds."""
+        target.opened.clear()
+        self._let_go(target, Phase.CLOSED)
+        if at_once:
+            target.reason = reason
+        else:
+            self._back_off(target, "unknown", reason)
+
+    def _unknown(self, target: Target, reason: str) -> None:
+        """The lease means nothing there: it was restarted, and may have lost everything that it ever told of."""
+        target.held.clear()
+        self._recount(target)
+        self._reopen(target, reason, at_once=target.unknowns == 0)
+        target.unknowns += 1
+
+    def _drop_if_done(self, target: Target) -> None:
+        if not target.wanted and target.phase is not Phase.CANCELLING:
+            del self._targets[target.node]
+
+    def _let_go(self, target: Target, phase: Phase) -> None:
+        """Nothing is being sent any more; a slot that was held for a `Begin` is released."""
+        if target.phase is Phase.BEGINNING and target.record is not None:
+            self._release(key_of(target.record))
+        target.record = target.grant = None
+        target.go(phase)
+
+    def _hold(self, record: SlotRecord) -> None:
+        key = key_of(record)
+        self._holders[key] = self._holders.get(key, 0) + 1
+        if self._holders[key] == 1:
+            self._effects.append(Hold(key, record))
+
+    def _release(self, key: SnapshotKey) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._holders[key]
+            self._effects.append(Release(key))
+
+    def _back_off(self, target: Target, code: str, reason: str) -> None:
+        config = self._config
+        bounds = {
+            "busy": (config.busy_s, config.busy_max_s),
+            "quota": (config.quota_s, config.quota_max_s),
+        }
+        first_s, most_s = bounds.get(code, (config.retry_s, config.retry_max_s))
+        delay_s = min(most_s, first_s * 2 ** min(target.failures, 20))
+        target.failures += 1
+        target.retry_at_s = self._now_s + delay_s
+        target.reason = f"{code}: {reason}"
+
+    def _progress(self, target: Target, key: SnapshotKey) -> None:
+        target.held.add(key)
+        target.failures = target.unknowns = target.digest_refusals = 0
+        target.stalled, target.since_s, target.reason = False, self._now_s, ""
+        target.retry_at_s = 0.0
+        self._recount(target)
+
+    # What is held, and what is next.
+
+    def _held_table(self, target: Target) -> dict[int, SlotRecord]:
+        records = (self._known[key] for key in target.held if key in self._known)
+        return newest_by_iteration(records, self._epochs)
+
+    def _recount(self, target: Target) -> None:
+        """The interval of complete ends, from what is held; and forget what no promise needs."""
+        target.planned = False
+        table = self._held_table(target)
+        found = spanning_suffix(table, self._num_operators, self._span)
+        keep: set[SnapshotKey] = set()
+        if table:  # the newest chain, as far as a ring of this size can hold it
+            tip = spanning_suffix(table, self._num_operators, self._span, end=max(table))
+            chain = chain_from(table[max(table)], table)[: self._num_slots]
+            keep.update(map(key_of, chain if tip is None else tip.records))
+        if found is not None:
+            keep.update(map(key_of, found.records))
+            target.run = self._run(found, table, target.run)
+        else:
+            target.run = NO_INTERVAL
+        local = set(map(key_of, self._local.values()))
+        target.held = {key for key in target.held if key in local or key in keep}
+
+    def _own_interval(self) -> Interval:
+        """Where suffixes end that the local ring holds now: unlike a host it may have given the older ones away."""
+        if self._own is None:
+            self._own = self._count_own()
+        return self._own
+
+    def _count_own(self) -> Interval:
+        newest = spanning_suffix(self._local, self._num_operators, self._span)
+        if newest is None:
+            return NO_INTERVAL
+        everything = (1 << self._num_operators) - 1
+        covered = 0
+        oldest_first = reversed(chain_from(self._local[newest.end], self._local))
+        for length, record in enumerate(oldest_first, start=1):
+            covered |= record.anchors
+            if covered & everything == everything and length >= self._span:
+                return Interval(record.iteration, newest.end)
+        return NO_INTERVAL
+
+    def _run(self, newest: Suffix, table: Mapping[int, SlotRecord], old: Interval) -> Interval:
+        """Walk back from the newest complete end for as long as every snapshot is one."""
+        first = newest.end
+        for record in chain_from(table[newest.end], table):
+            here = spanning_suffix(table, self._num_operators, self._span, end=record.iteration)
+            if here is None:
+                break
+            first = record.iteration
+            if 0 <= first == old.last:
+                first = old.first  # from here back it was known already
+                break
+        return Interval(first, newest.end)
+
+    def _next(self, target: Target) -> SlotRecord | None:
+        """The snapshot to send next; None if the target has everything."""
+        if not target.planned:
+            target.planned, target.upcoming = True, self._plan(target)
+        return target.upcoming
+
+    def _plan(self, target: Target) -> SlotRecord | None:
+        for record in self._needed(target):
+            key = key_of(record)
+            if key not in target.held and key not in target.skipped:
+                return record
+        return None
+
+    def _needed(self, target: Target) -> list[SlotRecord]:
+        """The local snapshots, in order, that bring the target up to date.
+
+        It goes on where the target is, if what comes next is still here; otherwise it begins with the
+        newest suffix.
+        """
+        local = [self._local[iteration] for iteration in sorted(self._local)]
+        usable = {r.iteration: r for r in local if key_of(r) not in target.skipped}
+        found = spanning_suffix(usable, self._num_operators, self._span)
+        start = None if found is None else found.start
+        tip = max(self._held_table(target), default=-1)
+        if tip >= 0 and (start is None or tip < start):
+            newer = [record for record in local if record.iteration > tip]
+            if not newer or newer[0].previous in (tip, -1):
+                return newer
+        if found is not None:
+            return [*found.records, *(r for r in local if r.iteration > found.end)]
+        return local

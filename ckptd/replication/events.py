@@ -1,0 +1,260 @@
+"""What happens to a rank's replication and what it wants done: the events and effects of `ckptd.replication.core`.
+
+Users import them from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptd.memory.ring import SlotRecord
+
+__all__ = [
+    "Abort",
+    "Begin",
+    "BeginRefused",
+    "Effect",
+    "Event",
+    "Granted",
+    "Hold",
+    "Joined",
+    "Note",
+    "Open",
+    "OpenRefused",
+    "Opened",
+    "PeerBack",
+    "PeerLost",
+    "Put",
+    "PutEnded",
+    "Release",
+    "Seal",
+    "SealRefused",
+    "SealedThere",
+    "Slots",
+    "SnapshotKey",
+    "Targets",
+    "Tick",
+    "key_of",
+]
+
+
+class SnapshotKey(NamedTuple):
+    """Which snapshot of the rank: no two fills have the same key."""
+
+    generation: int
+    iteration: int
+    epoch: int
+    sequence: int
+
+
+def key_of(record: SlotRecord) -> SnapshotKey:
+    """The key of the snapshot in a slot."""
+    return SnapshotKey(record.generation, record.iteration, record.epoch, record.sequence)
+
+
+# -- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The run goes on in this epoch: older histories end at ``epoch_start``. Comes before `Targets`.
+
+    ``span``: how many snapshots the longest suffix among all ranks has (the largest window).
+    """
+
+    epoch: int
+    epoch_start: int
+    span: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The placement: the nodes that shall hold this rank's replicas."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The primary's slot tables (all generations) after a seal or another change."""
+
+    records: tuple[SlotRecord, ...]
+    num_operators: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The replica of ``generation`` is there; ``held`` is what it holds sealed, with that generation."""
+
+    node: str
+    generation: int
+    lease: int
+    held: tuple[SlotRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRefused:
+    """No replica; ``code`` as in `PeerRefused`, or "timeout"."""
+
+    node: str
+    generation: int
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A slot for this snapshot; ``grant`` is the shell's own and only compared here."""
+
+    node: str
+    key: SnapshotKey
+    grant: object
+
+
+@dataclass(frozen=True, slots=True)
+class BeginRefused:
+    """No slot; ``code``: busy, held, stale, unknown, or any other."""
+
+    node: str
+    key: SnapshotKey
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PutEnded:
+    """The transfer is over and touches no byte any more."""
+
+    node: str
+    key: SnapshotKey
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SealedThere:
+    """The target verified the snapshot and shows it to recovery."""
+
+    node: str
+    key: SnapshotKey
+
+
+@dataclass(frozen=True, slots=True)
+class SealRefused:
+    """The target did not seal; ``code`` is digest, unknown, or any other."""
+
+    node: str
+    key: SnapshotKey
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The node did not answer within the deadline."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBack:
+    """The node answers (again)."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+# -- effects -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Make or find the replica of this generation on the node."""
+
+    node: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Ask for a slot for this snapshot."""
+
+    node: str
+    key: SnapshotKey
+    record: SlotRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Send the image into the granted region."""
+
+    node: str
+    key: SnapshotKey
+    record: SlotRecord
+    grant: object
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Every byte is there: let the target verify and seal it."""
+
+    node: str
+    key: SnapshotKey
+    grant: object
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Cancel the put, if one runs, and give the grant back."""
+
+    node: str
+    key: SnapshotKey
+    grant: object
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Take the read lock of the local slot, and see that it still holds this snapshot."""
+
+    key: SnapshotKey
+    record: SlotRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give the read lock back: no target is being sent this snapshot any more."""
+
+    key: SnapshotKey
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something for the event log; ``level`` is info, warning or error."""
+
+    level: str
+    kind: str
+    message: str
+
+
+Event = (
+    Joined
+    | Targets
+    | Slots
+    | Opened
+    | OpenRefused
+    | Granted
+    | BeginRefused
+    | PutEnded
+    | SealedThere
+    | SealRefused
+    | PeerLost
+    | PeerBack
+    | Tick
+)
+Effect = Open | Begin | Put | Seal | Abort | Hold | Release | Note

@@ -1,0 +1,1 @@
+"""Which operators are anchored at which iteration (pure)."""

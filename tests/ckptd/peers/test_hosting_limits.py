@@ -1,0 +1,210 @@
+"""The host of replicas and peers that say nonsense, say too much, or say nothing any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import decode_descriptor, encode_descriptor, origin_of
+from ckptd.memory.segments import Segment
+from ckptd.peers.replica_store import ReplicaStore
+from ckptd.transport import peer_messages as p
+from tests.ckptd.hosted import Setting, hosted
+from tests.ckptd.puppet import begin_slot, open_replica
+from tests.ckptd.snapshots import snapshot_of, states_in
+
+RETAIN_S = 3600.0
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Iterator[Setting]:
+    with hosted(tmp_path, retain_s=RETAIN_S) as setting:
+        yield setting
+
+
+def told(message: p.PeerMessage) -> p.PeerMessage:
+    """As it arrives."""
+    return p.decode_peer(p.encode_peer(message))
+
+
+# -- numbers that cannot be ----------------------------------------------------------------------
+
+
+def with_descriptor(**changes: int) -> p.OpenReplica:
+    """A request with a descriptor that has these numbers."""
+    message = open_replica("away")
+    descriptor = msgspec.structs.replace(decode_descriptor(message.descriptor), **changes)
+    origin, encoded = origin_of(descriptor), encode_descriptor(descriptor)
+    return msgspec.structs.replace(message, origin=origin, descriptor=encoded)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_operators": -100},
+        {"num_operators": 1 << 43},
+        {"window": 0},
+        {"window": 1 << 40},
+        {"world_size": 0},
+        {"generation": 10**11},
+        {"created_at_ns": (1 << 64) - 1},
+    ],
+)
+def test_a_descriptor_with_numbers_that_cannot_be_is_refused(
+    setting: Setting, changes: dict[str, int]
+) -> None:
+    """Once entered, it broke every tick of the host from then on, or was memory outside the quota after a restart."""
+    setting.open(generation=1)
+    refused = setting.ask(with_descriptor(**changes))
+    assert isinstance(refused, p.PeerRefused)
+    assert refused.code == "bad_message"
+    assert len(setting.replicas) == 1
+    setting.host.tick(setting.now_s)
+
+
+def test_no_ring_is_made_that_a_restart_could_not_read(setting: Setting) -> None:
+    """The wider one is a nanosecond later than the last there can be: put aside at a restart, it would be outside the quota."""
+    message = with_descriptor(created_at_ns=(1 << 63) - 1)
+    for span in (1, 8):
+        refused = setting.ask(msgspec.structs.replace(message, span=span))
+        assert isinstance(refused, p.PeerRefused)
+        assert refused.code == "bad_message"
+    found, bad, _ = ReplicaStore(setting.store).adopt()
+    assert len(found) == 1
+    assert bad == []
+
+
+@pytest.mark.parametrize("changes", [{"epoch": 1 << 40}, {"epoch": -1}, {"epoch_start": -2}])
+def test_an_epoch_that_holdings_cannot_tell_is_no_message(changes: dict[str, int]) -> None:
+    """A node that noted it could not tell anybody any more what it holds."""
+    message = msgspec.structs.replace(open_replica("away"), **changes)
+    with pytest.raises(ValueError, match="not a message between daemons"):
+        told(message)
+    assert told(open_replica("away", epoch=(1 << 32) - 1))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"floor": -2}, {"horizon": 1 << 62}, {"span": (1 << 15) + 1}, {"span": -1}]
+)
+def test_a_promise_that_cannot_be_is_no_message(changes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="not a message between daemons"):
+        told(begin_slot(1, snapshot_of(1), **changes))
+    floor = p.Floor("job", "run", "tree", "floor", 1, 1)
+    with pytest.raises(ValueError, match="not a message between daemons"):
+        told(
+            msgspec.structs.replace(
+                floor, **{"value" if k == "floor" else k: v for k, v in changes.items()}
+            )
+        )
+    assert told(begin_slot(1, snapshot_of(1), floor=5, horizon=7, span=1 << 15))
+    assert told(floor)
+
+
+@pytest.mark.parametrize("wrong", ["descriptor", "origin", "rank"])
+def test_who_is_refused_frees_nothing(setting: Setting, wrong: str) -> None:
+    """A later epoch, in a message that is not what its descriptor says: what is sealed here is not abandoned by it."""
+    setting.fill(setting.open().lease, snapshot_of(5))
+    changes = {"descriptor": b"nonsense", "origin": "nonsense", "rank": 3}
+    message = open_replica("away", epoch=7)
+    refused = setting.ask(msgspec.structs.replace(message, **{wrong: changes[wrong]}), "stranger")
+    assert isinstance(refused, p.PeerRefused)
+    assert refused.code == "bad_message"
+    assert states_in(setting.only.path)[0] is SlotState.SEALED
+    assert setting.host.holdings("job", "run").epoch == 1
+    answer = setting.ask(message)
+    assert isinstance(answer, p.ReplicaOpened)
+    assert answer.held == (), "a message that is right frees it, before it is told what is held"
+
+
+# -- who is gone ---------------------------------------------------------------------------------
+
+
+def tick_for(setting: Setting, seconds: float, *, hello: str = "") -> bool:
+    """Let time pass, with hellos of this boot of the peer; whether the replica is still there."""
+    for _ in range(int(seconds // 20)):
+        setting.now_s += 20
+        if hello:
+            setting.host.heard("p", hello)
+        setting.host.tick(setting.now_s)
+    return bool(list(setting.replicas))
+
+
+def test_a_replica_expires_though_nobody_ended_its_lease(setting: Setting) -> None:
+    """Its sender never came back, and a node without ranks does not meet its senders: nobody says that it is gone."""
+    setting.fill(setting.open(boot_id="b1").lease, snapshot_of(5))
+    assert tick_for(setting, RETAIN_S), "not before its time"
+    assert not tick_for(setting, 200)
+
+
+def test_a_replica_whose_sender_is_there_stays_though_nothing_is_sent(setting: Setting) -> None:
+    """A trainer that hangs for hours must not lose what its node may lose next."""
+    lease = setting.open(boot_id="b1").lease
+    setting.fill(lease, snapshot_of(5))
+    assert tick_for(setting, 3 * RETAIN_S, hello="b1")
+    setting.begin(lease, snapshot_of(6))
+    setting.host.serve("p", p.EndRun("job", "run"), lambda reply: None)
+    assert not tick_for(setting, RETAIN_S + 200, hello="b1"), "its run is over"
+
+
+def test_another_boot_of_the_sender_does_not_keep_what_this_one_had_open(setting: Setting) -> None:
+    setting.fill(setting.open(boot_id="b1").lease, snapshot_of(5))
+    assert not tick_for(setting, RETAIN_S + 200, hello="b2")
+
+
+# -- doubts --------------------------------------------------------------------------------------
+
+
+class Doubts:
+    """A replica with sealed slots, and what is to be verified of it."""
+
+    def __init__(self, setting: Setting, slots: int) -> None:
+        self.setting = setting
+        self.seen: list[int] = []
+        lease = setting.open(num_slots=slots).lease
+        for iteration in range(slots):
+            setting.fill(lease, snapshot_of(iteration))
+        setting.host.doubt = self._doubted
+
+    def _doubted(self, segment: Segment, index: int, sequence: int) -> None:
+        assert segment is self.setting.only
+        self.seen.append(index)
+
+    def tell(self, slot: int, sequence: int | None = None) -> None:
+        header = self.setting.only.header(slot)
+        assert header is not None
+        told = header.sequence if sequence is None else sequence
+        message = p.DoubtSlot("job", "run", self.setting.only.path.name, slot, told)
+        assert isinstance(self.setting.ask(message), p.PeerDone)
+
+
+def test_a_slot_that_many_doubt_is_looked_at_once_at_a_time(setting: Setting) -> None:
+    doubts = Doubts(setting, 2)
+    for _ in range(5):
+        doubts.tell(0)
+    doubts.tell(1)
+    assert doubts.seen == [0, 1]
+    setting.now_s += 60
+    doubts.tell(0)
+    assert doubts.seen == [0, 1, 0]
+
+
+def test_doubts_are_bounded(setting: Setting) -> None:
+    """They are looked at before the trainers' seals that come after them."""
+    doubts = Doubts(setting, 20)
+    for slot in range(20):
+        doubts.tell(slot)
+    assert doubts.seen == list(range(16))
+    assert setting.events.counters["doubts_dropped"] == 4
+    setting.now_s += 60
+    doubts.tell(19)
+    assert doubts.seen[-1] == 19
+
+
+def test_a_doubt_about_what_a_slot_no_longer_holds_is_not_followed(setting: Setting) -> None:
+    doubts = Doubts(setting, 2)
+    doubts.tell(0, sequence=99)
+    assert doubts.seen == []

@@ -1,0 +1,153 @@
+"""Who is lost, back, or another than before: hellos and their answers, with the clock a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+import ckptd
+from ckptd.events import EventLog
+from ckptd.peers.neighbours import NeighbourEvents, Neighbours
+from ckptd.settings import DaemonConfig
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import NodeCard
+from ckptd.transport.verbs import Answered, Fabric, Fault, PeerAddress
+
+DEADLINE_S = 5.0
+
+
+@dataclass
+class FakePeer:
+    """A connection whose hellos are answered when the test says so."""
+
+    address: PeerAddress
+    hellos: list[Answered] = field(default_factory=list)
+    closed: bool = False
+
+    def request(self, body: bytes, *, timeout_s: float, answered: Answered) -> None:
+        assert isinstance(p.decode_peer(body), p.PeerHello)
+        self.hellos.append(answered)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def answer(self, boot_id: str) -> None:
+        welcome = p.PeerWelcome(p.PEER_PROTOCOL_VERSION, ckptd.__version__, "b", boot_id)
+        self.hellos.pop(0)(p.encode_peer(welcome))
+
+    def fail(self, fault: Fault = Fault.DEADLINE) -> None:
+        self.hellos.pop(0)(fault)
+
+
+@dataclass
+class Setting:
+    told: list[tuple[str, ...]] = field(default_factory=list)
+    peers: dict[str, FakePeer] = field(default_factory=dict)
+    now_s: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.neighbours = Neighbours(
+            DaemonConfig(peer_deadline_s=DEADLINE_S),
+            "a",
+            "our boot",
+            cast("Fabric", self),
+            EventLog(100),
+            NeighbourEvents(
+                lambda node, reason: self.told.append(("lost", node)),
+                lambda node: self.told.append(("back", node)),
+                lambda node, boot_id: self.told.append(("restarted", node, boot_id)),
+            ),
+            memory_bytes=1 << 30,
+            post=_at_once,
+            clock=lambda: self.now_s,
+        )
+
+    def peer(self, address: PeerAddress) -> FakePeer:
+        """As the fabric."""
+        return self.peers.setdefault(address.endpoint, FakePeer(address))
+
+    def meet(self, endpoint: str) -> FakePeer:
+        self.neighbours.meet([NodeCard("b", endpoint)])
+        return self.peers[endpoint]
+
+    def later(self, seconds: float = 1.0) -> None:
+        self.now_s += seconds
+        self.neighbours.tick(self.now_s)
+
+    def heard(self) -> list[tuple[str, ...]]:
+        told, self.told = self.told, []
+        return told
+
+
+def _at_once(work: Callable[[], None]) -> None:
+    work()
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
+def test_a_neighbour_that_does_not_answer_is_lost_until_it_does(setting: Setting) -> None:
+    peer = setting.meet("tcp://1")
+    setting.later()
+    peer.answer("b1")
+    setting.later(DEADLINE_S)
+    assert setting.heard() == []
+    peer.fail()
+    setting.later()
+    assert setting.heard() == [("lost", "b")]
+    assert setting.neighbours.lost == ["b"]
+    setting.later()
+    peer.answer("b1")
+    assert setting.heard() == [("back", "b")]
+    assert setting.neighbours.lost == []
+
+
+def test_another_boot_is_told_also_of_one_that_was_lost(setting: Setting) -> None:
+    """Its old life may have begun something here after we took it for lost."""
+    peer = setting.meet("tcp://1")
+    setting.later()
+    peer.answer("b1")
+    setting.later()
+    peer.answer("b2")
+    assert setting.heard() == [("restarted", "b", "b2")]
+    setting.later(2 * DEADLINE_S)
+    assert setting.heard() == [("lost", "b")]
+    peer.answer("b3")
+    assert setting.heard() == [("restarted", "b", "b3"), ("back", "b")]
+
+
+def test_a_restart_is_noticed_across_a_change_of_address(setting: Setting) -> None:
+    old = setting.meet("tcp://1")
+    setting.later()
+    old.answer("b1")
+    setting.later()
+    new = setting.meet("tcp://2")
+    assert old.closed
+    old.answer("b1")  # late, of the address before
+    setting.later()
+    new.answer("b2")
+    assert setting.heard() == [("restarted", "b", "b2")]
+
+
+def test_a_lost_neighbour_gets_its_time_anew_at_another_address(setting: Setting) -> None:
+    setting.meet("tcp://1")
+    setting.later(2 * DEADLINE_S)
+    assert setting.heard() == [("lost", "b")]
+    setting.meet("tcp://2")
+    assert setting.heard() == [("back", "b")]
+    assert setting.neighbours.lost == []
+    setting.later(DEADLINE_S + 1)
+    assert setting.heard() == [("lost", "b")]
+
+
+def test_a_neighbour_of_another_protocol_version_is_lost_at_once(setting: Setting) -> None:
+    peer = setting.meet("tcp://1")
+    setting.later()
+    refused = p.PeerRefused("protocol", "another version")
+    peer.hellos.pop(0)(p.encode_peer(refused))
+    assert setting.heard() == [("lost", "b")]

@@ -1,0 +1,221 @@
+"""What a daemon tells the rings of its ranks about the others (docs/replication.md §6)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+
+from ckptd.events import EventLog
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import (
+    RingHint,
+    SegmentDescriptor,
+    read_ring_hint,
+    write_slot_header,
+)
+from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.peers.replica_store import ReplicaStore
+from ckptd.peers.runs import Run
+from ckptd.replication.replicas import Promise
+from ckptd.sessions import RankKey
+from ckptd.settings import DaemonConfig
+from ckptd.transport.messages import Join, Member, NodeCard
+from tests.ckptd.running import MIB, descriptor, fill
+
+HERE, AWAY = NodeCard("here"), NodeCard("away", "tcp://127.0.0.1:1")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(f"/dev/shm/ckptd-test-runs-{uuid.uuid4().hex[:8]}")
+    path.mkdir(mode=0o700)
+    yield path
+    for left in path.iterdir():
+        left.unlink()
+    path.rmdir()
+
+
+class Node:
+    """A run on one node, without a fabric: ``links`` says which other nodes can be reached."""
+
+    def __init__(self, folder: Path, *links: str, store: SegmentStore | None = None) -> None:
+        self.store = store or SegmentStore(folder, 64 * MIB, "here", mlock="off", hugepages="auto")
+        self.links = {name: Mock() for name in links}
+        self.run = Run(
+            "job",
+            "run",
+            DaemonConfig(),
+            self.store,
+            ReplicaStore(self.store),
+            EventLog(100),
+            link=self.links.get,
+            clock=lambda: 0.0,
+        )
+
+    def rank(self, rank: int, *, window: int = 2) -> Segment:
+        told: SegmentDescriptor = msgspec.structs.replace(
+            descriptor(rank=rank, world_size=2), window=window
+        )
+        return self.store.create(told, 6, MIB)
+
+    def join(
+        self, ranks: tuple[int, ...], *others: Member, epoch: int = 0, start: int = -1
+    ) -> None:
+        members = (Member(HERE, ranks), *others)
+        for rank in ranks:
+            assert self.run.join(RankKey("job", "run", rank), Join(epoch, start, members)) == ""
+
+    def seal(self, segment: Segment, *iterations: int, epoch: int = 0) -> None:
+        for iteration in iterations:
+            anchors = 1 << iteration % 2
+            fill(segment, iteration % 6, iteration, anchors=anchors, state=SlotState.SEALED)
+            header = segment.header(iteration % 6)
+            assert header is not None
+            told = replace(header, epoch=epoch)
+            write_slot_header(segment.buffer, segment.geometry, iteration % 6, told)
+        self.run.sealed(segment.descriptor.rank)
+
+
+def hint(segment: Segment) -> RingHint:
+    return read_ring_hint(segment.buffer)
+
+
+def test_ranks_of_one_node_keep_what_the_slowest_can_go_back_to(folder: Path) -> None:
+    node = Node(folder)
+    quick, slow = node.rank(0), node.rank(1)
+    node.join((0, 1))
+    assert (hint(quick).floor, hint(quick).horizon) == (-1, -1)
+    node.seal(quick, 3, 4, 5)
+    assert hint(quick) == RingHint(-1, 4, 2, sole=True)  # 4 may become the first floor
+    node.seal(slow, 3, 4)
+    assert node.run.promise.floor == 4
+    node.seal(quick, 6, 7)
+    node.run.tick()
+    assert hint(quick) == hint(slow) == RingHint(4, 4, 2, sole=True)
+    node.seal(slow, 5, 6)
+    assert node.run.promise.floor == 6
+    assert hint(quick) == hint(slow) == RingHint(6, 4, 2, sole=True)
+
+
+def test_a_ring_learns_the_longest_window_of_all_ranks(folder: Path) -> None:
+    node = Node(folder)
+    short, long = node.rank(0), node.rank(1, window=4)
+    node.join((0, 1))
+    node.seal(long, 1, 2, 3, 4)
+    node.seal(short, 3, 4)
+    node.run.tick()
+    assert (hint(short).span, hint(long).span) == (4, 4)
+    assert node.run.promise.floor == -1  # the short one does not reach back to 1
+    node.seal(short, 1, 2)
+    assert node.run.promise.floor == 4
+    assert hint(short) == RingHint(4, 4, 4, sole=True)
+
+
+def test_a_run_of_one_rank_promises_by_its_ring_alone(folder: Path) -> None:
+    node = Node(folder)
+    segment = node.rank(0)
+    node.join((0,))
+    node.seal(segment, 3, 4)
+    node.run.tick()
+    assert not hint(segment).sole
+
+
+@pytest.mark.parametrize("reachable", [False, True])
+def test_while_another_node_cannot_tell_no_ring_waits_for_it(folder: Path, reachable: bool) -> None:
+    node = Node(folder, *(["away"] if reachable else []))
+    segment = node.rank(0)
+    node.join((0,), Member(AWAY, (1,)))
+    # Nobody there would hold a replica: it is about the floor alone.
+    node.run.ranks[0].set_targets(())
+    node.seal(segment, 3, 4)
+    node.run.tick()
+    assert hint(segment).sole == reachable
+    if reachable:
+        node.run.peer_lost("away", "no answer")
+        node.run.ranks[0].set_targets(())
+        node.run.tick()
+        assert not hint(segment).sole
+
+
+def test_a_trainer_of_an_abandoned_history_is_refused(folder: Path) -> None:
+    node = Node(folder)
+    node.rank(0)
+    node.join((0,), epoch=9)
+    told = node.run.join(RankKey("job", "run", 0), Join(8, 3, (Member(HERE, (0,)),)))
+    assert told == "epoch 8 of job/run rank 0 is over: epoch 9 has begun here"
+    assert node.run.epoch == 9
+
+
+def test_replicas_go_where_there_is_memory_for_them(folder: Path) -> None:
+    node = Node(folder, "roomy", "full")
+    node.rank(0)
+    node.store.quota_bytes = 64 * MIB
+    here = NodeCard("here", "tcp://127.0.0.1:1", memory_bytes=64 * MIB)
+    roomy, full = (
+        NodeCard(n, "tcp://127.0.0.1:2", memory_bytes=64 * MIB) for n in ("roomy", "full")
+    )
+    members = (
+        Member(here, (0,), (20 * MIB,)),
+        Member(roomy, (1,), (20 * MIB,)),
+        Member(full, (2,), (50 * MIB,)),
+    )
+    assert node.run.join(RankKey("job", "run", 0), Join(0, -1, members, 1)) == ""
+    assert node.run.placement.targets[0] == ("roomy",)
+    assert node.run.placement.targets[1] == ("here",)
+
+
+def test_a_restarted_daemon_goes_on_from_the_floor_that_stands_beside_the_slots(
+    folder: Path,
+) -> None:
+    node = Node(folder)
+    segments = node.rank(0), node.rank(1)
+    node.join((0, 1), epoch=5)
+    for segment in segments:
+        node.seal(segment, 3, 4, epoch=5)
+    assert node.run.promise.floor == 4
+    again = Node(folder, store=node.store)
+    again.join((0,), Member(AWAY, (1,)), epoch=5)
+    assert again.run.promise == Promise(4)
+    assert again.run.span == 2
+    # A recovery that went back further has left that history.
+    later = Node(folder, store=node.store)
+    later.join((0, 1), epoch=6, start=3)
+    assert later.run.promise.floor == -1
+
+
+@pytest.mark.parametrize(("follows", "floor"), [(5, 4), (6, -1)])
+def test_a_floor_counts_only_if_this_node_took_part_in_the_epoch_before(
+    folder: Path, follows: int, floor: int
+) -> None:
+    """In between the run may have begun anew: iteration 4 of today is not that of then."""
+    node = Node(folder)
+    segments = node.rank(0), node.rank(1)
+    node.join((0, 1), epoch=5)
+    for segment in segments:
+        node.seal(segment, 3, 4, epoch=5)
+    later = Node(folder, store=node.store)
+    told = Join(7, 4, (Member(HERE, (0, 1)),), follows=follows)
+    assert later.run.join(RankKey("job", "run", 0), told) == ""
+    assert later.run.promise.floor == floor
+
+
+def test_a_ring_is_hard_until_its_target_holds_what_the_floor_needs(folder: Path) -> None:
+    """A target that counts again after a loss may hold nothing yet."""
+    node = Node(folder, "away")
+    segment = node.rank(0)
+    other = NodeCard("away", "tcp://127.0.0.1:1")
+    here = Member(NodeCard("here", "tcp://127.0.0.1:2"), (0,))
+    node.seal(segment, 3, 4)
+    node.run.promise = Promise(4, 4)
+    node.run.epoch = 0
+    assert (
+        node.run.join(RankKey("job", "run", 0), Join(0, -1, (here, Member(other, (1,))), 1)) == ""
+    )
+    assert not node.run.ranks[0].core.sole
+    assert hint(segment).sole
