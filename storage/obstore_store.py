@@ -8,6 +8,7 @@ again just before the end. Nor can it list half-finished uploads: where s3fs is 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -73,6 +74,8 @@ class ObstoreStore(StoreBase):
         )
         self._options = options
         self._housekeeper = housekeeper
+        self._housekeeping = threading.Lock()
+        self._opened: ObjectStore | None = None
         # What may be repeated within a call (a part, a range), and what may not (a create that was refused because
         # its first attempt, whose answer got lost, had succeeded).
         self._store = _open(url, options, retries=options.attempts - 1)
@@ -82,6 +85,10 @@ class ObstoreStore(StoreBase):
     def close(self) -> None:
         """End the threads; connections end with the client."""
         self._pool.shutdown()
+        with self._housekeeping:
+            if self._opened is not None:
+                self._opened.close()
+                self._opened = None
 
     # --- the seam ---
 
@@ -185,11 +192,10 @@ class ObstoreStore(StoreBase):
     def _abort_uploads(self, prefix: str, older_than_s: float) -> int:
         if self._housekeeper is None:
             return -1
-        keeper = self._housekeeper()
-        try:
-            return keeper.abort_uploads(prefix, older_than_s)
-        finally:
-            keeper.close()
+        with self._housekeeping:
+            if self._opened is None:  # kept: opening one takes most of a CPU second
+                self._opened = self._housekeeper()
+            return self._opened.abort_uploads(prefix, older_than_s)
 
     # --- errors ---
 

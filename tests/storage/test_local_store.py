@@ -114,6 +114,29 @@ def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
     assert done.stdout.split() == ["kept", "0"], done.stderr
 
 
+def test_a_put_leaves_nothing_in_the_page_cache(store: ObjectStore, tmp_path: Path) -> None:
+    """A checkpoint that stays there pushes the training data out: a terabyte a day of what nobody reads again."""
+    _put(store, "a/b", os.urandom(40 * MIB))
+    plain = tmp_path / "plain"
+    plain.write_bytes(bytes(MIB))
+    if _cached(plain, 0) == 0:
+        pytest.skip("this file system does not tell what is cached")
+    held = [at for at in range(0, 40 * MIB, MIB) if _cached(tmp_path / "base" / "a" / "b", at)]
+    assert held == []
+
+
+def _cached(path: Path, offset: int) -> int:
+    """How many bytes can be read here without going to the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(file, [bytearray(4096)], offset, os.RWF_NOWAIT)
+    except OSError as error:
+        assert error.errno in (errno.EAGAIN, errno.EOPNOTSUPP)
+        return 0
+    finally:
+        os.close(file)
+
+
 def test_readers_see_the_old_object_or_the_new_one(store: ObjectStore) -> None:
     contents = [bytes([n]) * (MIB + n) for n in range(2)]
     _put(store, "a", contents[0])

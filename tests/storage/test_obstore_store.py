@@ -128,6 +128,20 @@ def test_without_a_housekeeper_nobody_knows(s3_server: S3Server, s3_url: str) ->
     store.close()
 
 
+def test_the_housekeeper_is_opened_once(s3_server: S3Server, s3_url: str) -> None:
+    """It was opened for each run that a node joins: most of a second of CPU time, taken from training."""
+    opened: list[ObjectStore] = []
+
+    def open_one() -> ObjectStore:
+        opened.append(open_store(s3_url, s3_server.options, "fsspec"))
+        return opened[-1]
+
+    store = ObstoreStore(s3_url, StoreOptions.of(s3_server.options), open_one)
+    assert [store.abort_uploads("", 0.0) for _ in range(2)] == [0, 0]
+    store.close()
+    assert len(opened) == 1
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_time_is_the_servers(s3_server: S3Server, s3_url: str, backend: str) -> None:
     store = open_store(s3_url, s3_server.options, backend)
