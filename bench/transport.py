@@ -1,7 +1,8 @@
 """Put and get between two processes, against raw TCP and a memory copy, by fabric, chunk size and number of connections.
 
 The other process is on the same machine, so both share its cores: bytes per CPU second matter more than what one pair
-reaches here. Raw TCP is ``sendall`` against ``recv_into`` in the same two processes, without digests.
+reaches here. Raw TCP is ``sendall`` against ``recv_into`` in the same two processes, without digests; ``raw_tcp_digest`` is the
+same loop with an xxh3 digest computed at both ends, piece by piece: what digests cost anybody on this machine.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from bench.common import (
     GB,
@@ -38,6 +40,7 @@ from ckptd.transport.zmq_fabric import ZmqFabric
 
 __all__ = ["main"]
 
+RAW_PLAIN, RAW_DIGEST = b"g", b"d"
 LOOPBACK = "tcp://127.0.0.1:0"
 FABRICS: dict[str, type[ZmqFabric]] = {"zmq": ZmqFabric, "stream": StreamFabric}
 DEFAULTS = {"zmq": CHUNK_BYTES >> 10, "stream": STREAM_CHUNK_BYTES >> 10}  # KiB
@@ -85,18 +88,21 @@ def _other(pipe: Pipe, size_bytes: int, keys: Path | None) -> None:
 def _raw_server(listener: socket.socket, buffer: memoryview) -> None:
     connection, _ = listener.accept()
     with connection:
-        while connection.recv(1):
-            _receive(connection, buffer)
-            connection.sendall(b"k")
+        while order := connection.recv(1):
+            digest = xxhash.xxh3_64() if order == RAW_DIGEST else None
+            _receive(connection, buffer, digest)
+            connection.sendall(b"k" if digest is None else digest.digest())
 
 
-def _receive(connection: socket.socket, buffer: memoryview) -> None:
+def _receive(connection: socket.socket, buffer: memoryview, digest: xxhash.xxh3_64 | None) -> None:
     at = 0
     while at < len(buffer):
         # Without MSG_WAITALL a call returns what is there, and the baseline pays for many more of them.
         count = connection.recv_into(buffer[at : at + MIB], 0, socket.MSG_WAITALL)
         if not count:
             raise ConnectionError("the other side is gone")
+        if digest is not None:
+            digest.update(buffer[at : at + count])
         at += count
 
 
@@ -117,12 +123,17 @@ class Other:
         self._pipe.send(True)
         return float(self._pipe.recv()) + time.process_time()
 
-    def raw_put(self, source: memoryview) -> None:
-        self._raw.sendall(b"g")
+    def raw_put(self, source: memoryview, *, digests: bool = False) -> None:
+        digest = xxhash.xxh3_64() if digests else None
+        self._raw.sendall(RAW_PLAIN if digest is None else RAW_DIGEST)
         for at in range(0, len(source), MIB):
-            self._raw.sendall(source[at : at + MIB])
-        if self._raw.recv(1) != b"k":
-            raise ConnectionError("the other side is gone")
+            piece = source[at : at + MIB]
+            if digest is not None:
+                digest.update(piece)
+            self._raw.sendall(piece)
+        wanted = b"k" if digest is None else digest.digest()
+        if self._raw.recv(len(wanted), socket.MSG_WAITALL) != wanted:
+            raise ConnectionError("the other side is gone, or has something else")
 
     def close(self) -> None:
         self._raw.close()
@@ -171,7 +182,10 @@ def compare(
     source, target = _filled(size), memoryview(bytearray(_filled(size)))
     other = Other(size, there)
     meter = Meter(other, size)
-    variants = {"raw_tcp": meter.of("raw_tcp", lambda: other.raw_put(source))}
+    variants = {
+        "raw_tcp": meter.of("raw_tcp", lambda: other.raw_put(source)),
+        "raw_tcp_digest": meter.of("raw_tcp_digest", lambda: other.raw_put(source, digests=True)),
+    }
     with ExitStack() as stack:
         stack.callback(other.close)
         for kind, chunk_kib, connections in _variants(args):
@@ -214,9 +228,10 @@ def report(
         name = f"{verb}_{kind}_{chunk_kib}k_x1"
         if name not in samples:
             continue  # the default was not among the variants asked for
-        pairs = zip(samples[name], samples["raw_tcp"], strict=True)
         ratio = f"{verb}_{kind}"
-        out[f"{ratio}_vs_raw_tcp{suffix}"] = median([ours / raw for ours, raw in pairs])
+        for raw in ("raw_tcp", "raw_tcp_digest"):
+            pairs = zip(samples[name], samples[raw], strict=True)
+            out[f"{ratio}_vs_{raw}{suffix}"] = median([ours / theirs for ours, theirs in pairs])
         out[f"{ratio}_cpu_vs_raw_tcp{suffix}"] = (
             out[f"{name}{suffix}_cpu_s_per_gb"] / out[f"raw_tcp{suffix}_cpu_s_per_gb"]  # type: ignore[operator]
         )
