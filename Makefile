@@ -73,7 +73,7 @@ campaign: $(STAMP)
 	$(BIN)/python -m tests.e2e.campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 campaign-storage: $(STAMP)
-	CKPTD_LONG=1 $(BIN)/python -m pytest -q tests/e2e/test_durable_s3.py
+	CKPTD_LONG=1 $(BIN)/python -m pytest -q tests/e2e/s3
 	$(BIN)/python -m tests.e2e.storage_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 simulation: $(STAMP)

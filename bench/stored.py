@@ -126,7 +126,7 @@ class Keeper:
     def store(self, run: str, snapshots: Snapshots) -> tuple[float, float]:
         """Store and commit one checkpoint of a run of its own; seconds of wall time, and of the keeper's CPU time."""
         name = w.RankName(JOB, run, 0)
-        self._wait([self._ask(w.OpenRank, name, 1, 1, -1)])
+        self._wait([self._ask(w.OpenRank, name, 1, -1)])
         begun_s, cpu_s = time.perf_counter(), self._cpu_s()
         flying: list[int] = []
         path = str(snapshots.segment.path)
@@ -144,9 +144,6 @@ class Keeper:
             w.CommitRank,
             name,
             1,
-            1,
-            -1,
-            ids[0].iteration,
             ids[-1].iteration,
             1,
             list(ids),

@@ -299,6 +299,8 @@ class Daemon:
         self._housekeeper.seal_all()
         while self._busy() and time.monotonic() < deadline:
             self._wait(0.1)
+            if self._tier is not None:
+                self._guarded(self._tier.tick)  # else what failed is not tried again
         if left := self._housekeeper.queued:
             logger.warning("%d slots are not sealed yet; the next start does it", left)
         if self._tier is not None:

@@ -10,8 +10,8 @@ Pure: the listing is given, in any order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -96,6 +96,7 @@ class Catalog:
         identity: ``run.json``, if it is there.
         objects: by (rank, iteration).
         epochs: the known histories by number.
+        known_epochs: those of which the caller knew from elsewhere.
         foreign: keys below the run's prefix that are none of ours; they are left alone.
     """
 
@@ -107,6 +108,7 @@ class Catalog:
     pins: tuple[PinName, ...]
     identity: ObjectInfo | None
     foreign: tuple[str, ...]
+    known_epochs: Mapping[int, int]
 
     @property
     def committed(self) -> tuple[StoredCheckpoint, ...]:
@@ -131,6 +133,14 @@ class Catalog:
         Of several, the one that the store has shown for longest.
         """
         return _leaving(self.epochs, epoch, iteration)
+
+    def only(self, ids: Collection[CheckpointId]) -> Catalog:
+        """The same with these checkpoints alone; no other one tells of a history that makes one of them stale."""
+        manifests = {
+            c.id: {c.world_size: dict(c.manifests)} for c in self.checkpoints if c.id in ids
+        }
+        epochs = _epochs(manifests, self.known_epochs)
+        return replace(self, checkpoints=_checkpoints(manifests, epochs, self.pins), epochs=epochs)
 
 
 _Worlds = dict[int, dict[int, ObjectInfo]]  # of one checkpoint: manifests by world size and rank
@@ -181,30 +191,37 @@ def build_catalog(
     for info in listing:
         if info.key.startswith(prefix):
             found.add(info)
-    epochs = _epochs(found, known_epochs or {})
-    pinned = {(pin.end, pin.epoch, pin.agreement) for pin in found.pins}
-    checkpoints = [
-        _checkpoint(checkpoint, worlds, epochs, pinned)
-        for checkpoint, worlds in found.manifests.items()
-    ]
-    # Newest first; of two that end alike, the one that was written last.
-    checkpoints.sort(key=lambda c: (c.id.end, c.id.epoch, c.modified_ns, c.id), reverse=True)
+    known = dict(known_epochs or {})
+    epochs = _epochs(found.manifests, known)
     return Catalog(
         job,
         run,
-        tuple(checkpoints),
+        _checkpoints(found.manifests, epochs, found.pins),
         found.objects,
         epochs,
         tuple(sorted(found.pins)),
         found.identity,
         tuple(sorted(found.foreign)),
+        known,
     )
 
 
-def _epochs(found: _Found, known: Mapping[int, int]) -> dict[int, Epoch]:
+def _checkpoints(
+    manifests: Mapping[CheckpointId, _Worlds], epochs: Mapping[int, Epoch], pins: Iterable[PinName]
+) -> tuple[StoredCheckpoint, ...]:
+    """Newest first; of two that end alike, the one that was written last."""
+    pinned = {(pin.end, pin.epoch, pin.agreement) for pin in pins}
+    found = [_checkpoint(name, worlds, epochs, pinned) for name, worlds in manifests.items()]
+    found.sort(key=lambda c: (c.id.end, c.id.epoch, c.modified_ns, c.id), reverse=True)
+    return tuple(found)
+
+
+def _epochs(
+    manifests: Mapping[CheckpointId, _Worlds], known: Mapping[int, int]
+) -> dict[int, Epoch]:
     """Every history that is known; where its beginning is told differently, the earliest counts."""
     epochs = {number: Epoch(start, None) for number, start in known.items()}
-    for checkpoint, worlds in found.manifests.items():
+    for checkpoint, worlds in manifests.items():
         since = min([i.modified_ns for infos in worlds.values() for i in infos.values()])
         told = epochs.get(checkpoint.epoch)
         if told is not None:

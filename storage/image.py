@@ -31,7 +31,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import xxhash
 
@@ -44,7 +44,9 @@ __all__ = [
     "ImageTensor",
     "ImageView",
     "MapFunction",
+    "Mismatch",
     "TensorEntry",
+    "mismatches",
     "seal",
     "verify",
 ]
@@ -140,6 +142,14 @@ class ImageTensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+
+class Mismatch(NamedTuple):
+    """Bytes ``[start, stop)`` of an image that are not those that were sealed: of a tensor, or of the ``"header"``."""
+
+    name: str
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,13 +323,31 @@ def verify(buf: memoryview, header_digest: bytes, *, map_fn: MapFunction | None 
     """
     if xxhash.xxh3_128_digest(buf[: _data_offset(buf)]) != header_digest:
         raise DigestMismatch("header")
-    parsed, _ = _parse(buf)
-    stored = binascii.unhexlify(buf[_AT_DIGESTS : _AT_DIGESTS + _DIGEST_HEX * len(parsed.tensors)])
-    at = 0
-    for tensor, digest in zip(parsed.tensors, _digests(buf, parsed, map_fn), strict=True):
-        if stored[at : at + len(digest)] != digest:
-            raise DigestMismatch(tensor.name)
-        at += len(digest)
+    first = next(_changed(buf, map_fn), None)
+    if first is not None:
+        raise DigestMismatch(first.name)
+
+
+def mismatches(
+    buf: memoryview, header_digest: bytes, *, map_fn: MapFunction | None = None
+) -> list[Mismatch]:
+    """Everything in the image that is not, bit for bit, what was sealed with ``header_digest``, in order and in one pass.
+
+    A damaged header hides which tensors are damaged: it is named alone, as far as its length can be told (8 bytes, if that is
+    what is damaged). Who mends it asks again.
+
+    Raises:
+        ImageError: what was sealed is not an image, or does not fit into the buffer: nothing mends that.
+    """
+    if len(buf) < _LENGTH_BYTES:
+        raise ImageError(f"{len(buf)} bytes are too few for an image")
+    try:
+        data_offset = _data_offset(buf)
+    except ImageError:
+        return [Mismatch("header", 0, _LENGTH_BYTES)]
+    if xxhash.xxh3_128_digest(buf[:data_offset]) != header_digest:
+        return [Mismatch("header", 0, data_offset)]
+    return [Mismatch(t.name, t.offset, t.offset + t.nbytes) for t in _changed(buf, map_fn)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -604,6 +632,17 @@ def _digests(buf: memoryview, parsed: _Parsed, map_fn: MapFunction | None) -> li
     results = (map if map_fn is None else map_fn)(digest, parsed.batches)
     in_order = sorted(zip(parsed.batches, results, strict=True), key=lambda pair: pair[0].order)
     return [one for _, group in in_order for one in group]
+
+
+def _changed(buf: memoryview, map_fn: MapFunction | None) -> Iterator[ImageTensor]:
+    """The tensors whose bytes do not match the digests in the header."""
+    parsed, _ = _parse(buf)
+    stored = binascii.unhexlify(buf[_AT_DIGESTS : _AT_DIGESTS + _DIGEST_HEX * len(parsed.tensors)])
+    at = 0
+    for tensor, digest in zip(parsed.tensors, _digests(buf, parsed, map_fn), strict=True):
+        if stored[at : at + len(digest)] != digest:
+            yield tensor
+        at += len(digest)
 
 
 def _fixed_prefix() -> bytes:

@@ -11,7 +11,6 @@ import errno
 import os
 import secrets
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -148,8 +147,8 @@ class LocalStore(StoreBase):
     def _abort_uploads(self, prefix: str, older_than_s: float) -> int:
         """Remove what dead writers left: a living one writes, and that is seen in the file's time."""
         aborted = 0
-        now_s = time.time()
         with self._mapped(prefix):
+            now_s = self._clock_s()
             for key, found in self._walk(prefix):
                 if is_reserved(key) and now_s - found.st_mtime >= older_than_s:
                     with contextlib.suppress(FileNotFoundError):
@@ -158,6 +157,17 @@ class LocalStore(StoreBase):
         return aborted
 
     # --- files and folders ---
+
+    def _clock_s(self) -> float:
+        """The time by the clock that dates files: the folder may be another machine's."""
+        path = os.path.join(self._base, f"{RESERVED}{secrets.token_hex(8)}")
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            return os.fstat(fd).st_mtime
+        finally:
+            os.close(fd)
+            with contextlib.suppress(FileNotFoundError):  # somebody else was tidying up
+                os.unlink(path)
 
     def _path(self, key: str) -> str:
         return os.path.join(self._base, key)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ckptd.storage.objects import NotInstalled, ObjectStore
+from ckptd.storage.objects import NotInstalled, ObjectStore, StoreError, Unavailable
 from ckptd.storage.options import StoreOptions
 from ckptd.storage.store_base import public_url
 
@@ -33,8 +33,9 @@ def open_store(
             always read and written by `LocalStore`; ``memory://`` is fsspec's, which a whole process shares, unless
             obstore is asked for by name.
     Raises:
-        ValueError: an option, a backend or a URL that there is not.
+        ValueError: an option, a backend or a URL that there is not, in one line without what is secret.
         NotInstalled: the package that speaks the scheme is missing.
+        StoreError: a folder that is not there and cannot be made, a server that does not answer.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
@@ -42,6 +43,8 @@ def open_store(
     scheme = urlsplit(url).scheme
     if scheme in ("", "file", "local"):
         return _local(url, checked)
+    if scheme in _OBSTORE_SCHEMES and not urlsplit(url).netloc:
+        raise ValueError(f"the URL names no bucket or container: write {scheme}://name/path")
     if scheme in _S3_SCHEMES:
         checked = checked.for_s3(os.environ)
     spoken = scheme in _OBSTORE_SCHEMES or (scheme == "memory" and backend == "obstore")
@@ -68,7 +71,7 @@ def _obstore(url: str, options: StoreOptions) -> ObjectStore:
         s3 = urlsplit(url).scheme in _S3_SCHEMES and find_spec("s3fs") is not None
         return ObstoreStore(url, options, (lambda: _s3fs(url, options)) if s3 else None)
 
-    return _installed(url, "ckptd[s3]", opened)
+    return _made(url, options, "ckptd[s3]", opened)
 
 
 def _s3fs(url: str, options: StoreOptions) -> ObjectStore:
@@ -77,7 +80,7 @@ def _s3fs(url: str, options: StoreOptions) -> ObjectStore:
 
         return S3fsStore(url, options)
 
-    return _installed(url, "ckptd[s3]", opened)
+    return _made(url, options, "ckptd[s3]", opened)
 
 
 def _fsspec(url: str, options: StoreOptions) -> ObjectStore:
@@ -86,12 +89,31 @@ def _fsspec(url: str, options: StoreOptions) -> ObjectStore:
 
         return FsspecStore(url, options)
 
-    return _installed(url, "", opened)
+    return _made(url, options, "", opened)
 
 
-def _installed(url: str, extra: str, opened: Callable[[], ObjectStore]) -> ObjectStore:
+def _made(
+    url: str, options: StoreOptions, extra: str, opened: Callable[[], ObjectStore]
+) -> ObjectStore:
+    """What ``opened`` makes; whatever a client raises of its own kinds comes out as one of the seam's, or as ValueError."""
     try:
         return opened()
+    except StoreError:
+        raise
     except ImportError as error:
         hint = f"pip install '{extra}'" if extra else "see its documentation"
         raise NotInstalled(public_url(url), f"{error} ({hint})") from error
+    except OSError as error:  # a file system that connects at once
+        raise Unavailable(public_url(url), _told(url, options, error)) from error
+    # Clients of somebody else's are given a URL and options that users typed. What they make of them is of any kind:
+    # obstore's exceptions derive from Exception alone, file systems of fsspec raise what they like.
+    except Exception as error:
+        text = _told(url, options, error)
+        kind = "an option has a value of another kind: " if isinstance(error, TypeError) else ""
+        raise ValueError(f"{kind}{text}") from error
+
+
+def _told(url: str, options: StoreOptions, error: Exception) -> str:
+    """What is wrong, on one line, without a client's insides and without what is secret."""
+    text = str(error).partition("\n\nDebug source:")[0].replace(url, public_url(url))
+    return options.hide(" ".join(text.split()))

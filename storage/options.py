@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["MIN_PART_BYTES", "StoreOptions"]
+import msgspec
+
+__all__ = ["MIN_PART_BYTES", "StoreOptions", "secrets_in"]
 
 MIN_PART_BYTES = 5 << 20  # S3 refuses smaller parts (but the last)
 _MIB = 1 << 20
+_SECRET_NAME = re.compile(r"key|secret|token|passw|credential|sas", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,12 @@ class StoreOptions:
             raise ValueError(
                 f"unknown storage options: {names} (a backend's own belong under 'fsspec' or 'obstore')"
             )
-        return cls(**options)
+        try:
+            return msgspec.convert(dict(options), cls)
+        except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, ValueError):  # of `__post_init__`
+                raise error.__cause__ from None
+            raise ValueError(f"an option has a value of another kind: {error}") from error
 
     def for_s3(self, environment: Mapping[str, str]) -> StoreOptions:
         """With what the environment says of the server: the clients read more of it, each its own part."""
@@ -96,10 +105,20 @@ class StoreOptions:
 
     def hide(self, text: str) -> str:
         """The text without what is secret."""
-        for secret in (self.secret, self.token, self.key):
-            if secret:
-                text = text.replace(secret, "***")
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        for secret in secrets_in(own):
+            text = text.replace(secret, "***")
         return text
+
+
+def secrets_in(options: Mapping[str, Any], secret: bool = False) -> Iterator[str]:
+    """The values that no text may show, by the names of the options; ``secret``: all of them."""
+    for name, value in options.items():
+        named = secret or _SECRET_NAME.search(name) is not None
+        if isinstance(value, Mapping):
+            yield from secrets_in(value, named)
+        elif isinstance(value, str) and value and named:
+            yield value
 
 
 def _is_loopback(host: str) -> bool:

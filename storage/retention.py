@@ -7,8 +7,10 @@ Invariants, whatever the policy and wherever the last plan was cut short:
 
 * a committed checkpoint goes only if a newer one is committed *and verified*, so the newest verified one
   stays, and is whole; and only some time after that one was committed;
-* an object goes only if no manifest that stays refers to it, and nobody can be about to write one that does
-  (``docs/format.md`` section 7). If a manifest that stays could not be read, no object goes.
+* only a checkpoint of the same run replaces one: names stand for another run where ``run.json`` was removed, or
+  where somebody copied checkpoints to them. Which run it is of a manifest tells (``run_id``), and no listing;
+* an object goes only if no manifest that stays refers to it, of whichever run, and nobody can be about to write one
+  that does (``docs/format.md`` section 7). If a manifest that stays could not be read, no object goes.
 
 Time is the store's, as its listing tells it: nobody else's clock is compared with it.
 """
@@ -31,6 +33,7 @@ __all__ = [
     "RetentionPolicy",
     "choose_checkpoints",
     "plan_retention",
+    "run_of",
 ]
 
 
@@ -63,11 +66,12 @@ class References(NamedTuple):
 
     start: int
     objects: frozenset[str]
+    run_id: str
 
     @classmethod
     def of(cls, manifest: RankManifest) -> References:
         """Of a manifest that was read."""
-        return cls(manifest.start, manifest.object_keys)
+        return cls(manifest.start, manifest.object_keys, manifest.run_id)
 
 
 class Deletion(NamedTuple):
@@ -108,9 +112,10 @@ def choose_checkpoints(
     verified: Collection[CheckpointId],
     now_ns: int,
 ) -> CheckpointChoice:
-    """Which checkpoints go, by the listing alone: only the manifests of the others must be read.
+    """Which checkpoints of one run go, by the listing alone.
 
     Args:
+        catalog: where several runs have used the names, of one of them only (`Catalog.only`).
         verified: those that were read and found whole.
         now_ns: by the store's clock.
     """
@@ -147,10 +152,13 @@ def plan_retention(
 
     Args:
         verified: the checkpoints that were read and found whole.
-        references: by key what the manifests say that `choose_checkpoints` keeps.
+        references: by key what the manifests say: at least those of what `choose_checkpoints` keeps. Where they are of
+            several runs, a checkpoint none of whose manifests is known stays.
         now_ns: by the store's clock.
     """
-    choice = choose_checkpoints(catalog, policy, verified=verified, now_ns=now_ns)
+    runs, unknown = _apart(catalog, references)
+    choices = [choose_checkpoints(r, policy, verified=verified, now_ns=now_ns) for r in runs]
+    choice = _together(choices, unknown)
     manifests = [
         Deletion(info.key, info.size, choice.doomed[checkpoint.id])
         for checkpoint in reversed(catalog.checkpoints)
@@ -171,8 +179,54 @@ def plan_retention(
     for checkpoint in staying:
         for info in checkpoint.manifests.values():
             used |= references[info.key].objects
-    objects = _orphans(catalog, used, _begin(catalog, references), policy.grace_ns, now_ns)
+    live = max(runs, key=_committed_ns)
+    objects = _orphans(live, used, _begin(live, references), policy.grace_ns, now_ns)
     return RetentionPlan(tuple(manifests), tuple(objects), choice.kept, ())
+
+
+def run_of(
+    catalog: Catalog, checkpoint: CheckpointId, references: Mapping[str, References]
+) -> Catalog:
+    """The catalog with the checkpoints alone that are of the same run as this one; with all if that cannot be told."""
+    runs, unknown = _apart(catalog, references)
+    if checkpoint in unknown:
+        return catalog
+    return next(run for run in runs if any(c.id == checkpoint for c in run.checkpoints))
+
+
+def _apart(
+    catalog: Catalog, references: Mapping[str, References]
+) -> tuple[list[Catalog], Collection[CheckpointId]]:
+    """Run by run, and the checkpoints of which it is not known.
+
+    A folder's name is a hash of the run, too, so that all of its manifests are of one. If all that is known is of one run,
+    nothing speaks for another one: what cannot be read is taken for damaged, and goes when its time has come.
+    """
+    found: dict[str, set[CheckpointId]] = {}
+    unknown: set[CheckpointId] = set()
+    for checkpoint in catalog.checkpoints:
+        keys = [info.key for info in checkpoint.manifests.values()]
+        told = next((references[key].run_id for key in keys if key in references), None)
+        (unknown if told is None else found.setdefault(told, set())).add(checkpoint.id)
+    if len(found) <= 1:
+        return [catalog], ()
+    return [catalog.only(ids) for ids in found.values()], unknown
+
+
+def _together(
+    choices: Iterable[CheckpointChoice], unknown: Iterable[CheckpointId]
+) -> CheckpointChoice:
+    kept = dict.fromkeys(unknown, "of which run it is cannot be told")
+    doomed: dict[CheckpointId, str] = {}
+    for choice in choices:
+        kept |= choice.kept
+        doomed |= choice.doomed
+    return CheckpointChoice(kept, doomed)
+
+
+def _committed_ns(run: Catalog) -> int:
+    """When its newest checkpoint was; of several runs the one that is under way has the latest."""
+    return -1 if run.newest is None else run.newest.modified_ns
 
 
 def _wanted(

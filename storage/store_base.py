@@ -148,8 +148,12 @@ class StoreBase(ABC):
 
 
 def public_url(url: str) -> str:
-    """The URL without user, password, query and fragment."""
-    parts = urlsplit(url)
+    """The URL without user, password, query and fragment; of what is no URL at most the scheme."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        scheme, found, _ = url.partition("://")
+        return f"{scheme}://…" if found else "…"
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 

@@ -58,6 +58,7 @@ class Fault(StrEnum):
     BOUNDS = "bounds"  # outside of the region
     ACCESS = "access"  # registered for another peer, or not for this operation
     DIGEST = "digest"  # what arrives differs from what was sent, again and again
+    DAMAGED = "damaged"  # the holder has lost these bytes, and may have others of the region
     REFUSED = "refused"  # the peer does not take part: keys not trusted, another version
     CLOSED = "closed"  # this fabric was closed
 

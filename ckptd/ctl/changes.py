@@ -14,6 +14,7 @@ from ckptd.ctl.store_lookup import (
     choose_pin,
     find_catalog,
     read_manifests_of,
+    references_of,
     whole_ones,
 )
 from ckptd.ctl.store_removal import objection, plan_removal
@@ -24,10 +25,10 @@ from ckptd.storage.objects import ObjectStore
 from ckptd.storage.reader import read_catalog
 from ckptd.storage.retention import (
     Deletion,
-    References,
     RetentionPlan,
     RetentionPolicy,
     plan_retention,
+    run_of,
 )
 
 __all__ = [
@@ -158,7 +159,11 @@ def remove(opened: OpenedStore, args: argparse.Namespace) -> Removed:
     )
     manifests = read_manifests_of(opened, catalog.checkpoints)
     verified = whole_ones(catalog, manifests)
-    reason = objection(catalog, chosen, verified=verified, force=args.force)
+    references = references_of(manifests)
+    # What is left of another run is no replacement.
+    mine = run_of(catalog, chosen.id, references)
+    named = next(c for c in mine.checkpoints if c.id == chosen.id)
+    reason = objection(mine, named, verified=verified, force=args.force)
     if reason:
         raise StoreProblem(f"{chosen.id} is not removed: {reason}", EXIT_REFUSED)
     now_ns = store_clock_ns(opened.store, args.job, args.run)
@@ -236,7 +241,7 @@ def _planned(
         catalog,
         policy,
         verified=whole_ones(catalog, manifests),
-        references={key: References.of(manifest) for key, manifest in manifests.read.items()},
+        references=references_of(manifests),
         now_ns=now_ns,
     )
     return _collected(job, run, plan)

@@ -31,6 +31,7 @@ from ckptd.storage.objects import (
     StoreFacts,
 )
 from ckptd.storage.open_store import open_store
+from ckptd.storage.options import secrets_in
 from ckptd.storage.reader import MapFunction
 from ckptd.storage.resilience import Circuit, RetryPolicy
 from ckptd.storage.resilient import Resilient
@@ -57,7 +58,6 @@ _ATTEMPTS = 4
 # Whoever waits at a terminal wants to hear why it fails, and not that it is not tried any more.
 _NEVER_OPENS = 1 << 30
 _MAX_TEXT = 600
-_SECRET_NAME = re.compile(r"key|secret|token|passw|credential|sas", re.IGNORECASE)
 _UNUSABLE_STORE = re.compile(
     r"(store|store_options) = .*\(from ([^()]*)\) cannot be used: ", re.DOTALL
 )
@@ -87,7 +87,7 @@ class Place:
     def hide(self, text: str) -> str:
         """The text on one line, without what is secret."""
         text = text.replace(self.url, self.shown)
-        for secret in _secrets_in(self.options):
+        for secret in secrets_in(self.options):
             text = text.replace(secret, "***")
         text = " ".join(text.split())
         return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"
@@ -215,19 +215,15 @@ class ListedStore:
 
 
 def _open(place: Place) -> ObjectStore:
-    parts = urlsplit(place.url)
-    if parts.scheme in ("file", "local") and not Path(unquote(parts.path)).is_dir():
-        # A store makes its folder when it is opened. Who looks for something has mistyped it.
-        raise StoreProblem(f"there is no folder {unquote(parts.path)}: is the URL right?")
     try:
+        parts = urlsplit(place.url)
+        if parts.scheme in ("file", "local") and not Path(unquote(parts.path)).is_dir():
+            # A store makes its folder when it is opened. Who looks for something has mistyped it.
+            raise StoreProblem(f"there is no folder {unquote(parts.path)}: is the URL right?")
         return open_store(place.url, place.options, place.backend)
-    except StoreError:
-        raise
-    # What a client of somebody else's makes of a URL and options that users type is of no kind that is known.
-    except Exception as error:
-        text = place.hide(str(error).partition("\n\n")[0])
-        kind = "an option has a value of another kind: " if isinstance(error, TypeError) else ""
-        raise StoreProblem(f"the store {place.shown} cannot be opened: {kind}{text}") from error
+    except ValueError as error:
+        text = place.hide(str(error))
+        raise StoreProblem(f"the store {place.shown} cannot be opened: {text}") from error
 
 
 def _sentence(place: Place, error: StoreError) -> str:
@@ -257,15 +253,6 @@ def _hint(error: StoreError) -> str:
 def _url_of(text: str) -> str:
     """A folder may be given by its path."""
     return text if "://" in text else "file://" + quote(str(Path(text).absolute()))
-
-
-def _secrets_in(options: Mapping[str, Any], secret: bool = False) -> Iterator[str]:
-    for name, value in options.items():
-        named = secret or _SECRET_NAME.search(name) is not None
-        if isinstance(value, Mapping):
-            yield from _secrets_in(value, named)
-        elif isinstance(value, str) and value and named:
-            yield value
 
 
 def _without_value(text: str) -> str:

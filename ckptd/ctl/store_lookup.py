@@ -11,6 +11,7 @@ from ckptd.storage.manifest import ManifestError, RankManifest
 from ckptd.storage.names import CheckpointId, PinName
 from ckptd.storage.objects import ObjectInfo, ObjectMissing, TooLarge
 from ckptd.storage.reader import read_catalog, read_manifest
+from ckptd.storage.retention import References
 
 __all__ = [
     "catalogs_of",
@@ -19,6 +20,7 @@ __all__ = [
     "find_catalog",
     "object_sizes",
     "read_manifests_of",
+    "references_of",
     "whole_ones",
 ]
 
@@ -75,15 +77,20 @@ def read_manifests_of(opened: OpenedStore, checkpoints: Iterable[StoredCheckpoin
     return Manifests(manifests, unreadable)
 
 
+def references_of(manifests: Manifests) -> dict[str, References]:
+    """What retention must know of those that were read."""
+    return {key: References.of(manifest) for key, manifest in manifests.read.items()}
+
+
 def object_sizes(catalog: Catalog) -> dict[str, int]:
     """Of every object, as listed."""
     return {o.info.key: o.info.size for listed in catalog.objects.values() for o in listed}
 
 
 def whole_ones(catalog: Catalog, manifests: Manifests) -> set[CheckpointId]:
-    """The committed checkpoints all of whose objects are listed, as long as they were."""
+    """The complete checkpoints all of whose objects are listed, as long as they were; also stale ones."""
     sizes = object_sizes(catalog)
-    return {c.id for c in catalog.committed if is_whole(c, manifests, sizes)}
+    return {c.id for c in catalog.checkpoints if c.complete and is_whole(c, manifests, sizes)}
 
 
 def choose_checkpoint(

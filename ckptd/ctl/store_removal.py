@@ -42,7 +42,8 @@ def objection(
     """Why it must not be removed; "" if it may.
 
     Args:
-        verified: the committed ones that were found whole.
+        catalog: of its run.
+        verified: the complete ones that were found whole.
     """
     if checkpoint.pinned:
         return "it is pinned: `ckptctl checkpoints unpin` it first"

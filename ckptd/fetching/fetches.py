@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ckptd.events import EventLog
+from ckptd.fetching.copies_here import with_copies_here
 from ckptd.fetching.descriptor_search import DescriptorSearch, FoundDescriptor
 from ckptd.fetching.drill import DrillRun
 from ckptd.fetching.job import FetchJob
@@ -59,8 +60,13 @@ class Fetches:
         DescriptorSearch(self._store.node_id, key, sources, self._link, self._local_segment, found)
 
     def fetch(self, segment: Segment, pieces: Sequence[FetchPiece]) -> FetchJob:
-        """Fill a new segment with these pieces."""
-        job = self._make(segment, pieces)
+        """Fill a new segment with these pieces.
+
+        A copy on this node that no plan names, because it is in quarantine, is used all the same: what of it is right need not
+        travel, and may be what nobody else has.
+        """
+        here = (*self._store.of_rank(segment.key), *self._replicas)
+        job = self._make(segment, with_copies_here(pieces, self._store.node_id, segment.key, here))
         self._jobs[segment.key, segment.generation] = job
         job.start()
         return job
@@ -113,7 +119,8 @@ class Fetches:
     def _start_drill(
         self, segment: Segment, pieces: Sequence[FetchPiece], finished: Callable[[str], None]
     ) -> FetchJob:
-        job = self._make(segment, pieces, finished)
+        # What is rehearsed is the loss of a node with all that lies on it, and whether memory elsewhere is enough.
+        job = self._make(segment, pieces, finished, stored=False)
         self._drills = [d for d in self._drills if not d.over] + [job]
         job.start()
         return job
@@ -123,6 +130,8 @@ class Fetches:
         segment: Segment,
         pieces: Sequence[FetchPiece],
         finished: Callable[[str], None] = lambda reason: None,
+        *,
+        stored: bool = True,
     ) -> FetchJob:
         return FetchJob(
             segment,
@@ -135,6 +144,7 @@ class Fetches:
             map_fn=self._map,
             events=self._events,
             clock=self._clock,
+            stored=stored,
             finished=finished,
         )
 

@@ -1,53 +1,78 @@
-"""Whether an image that was brought here is what its digests say; on workers."""
+"""Whether an image that was brought here is what its digests say, and what of a copy on this node can be had; on workers."""
 
 from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ckptd.memory import locks
 from ckptd.memory.pages import copy_bytes
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader, slot_lock_byte
 from ckptd.memory.segments import Segment
-from ckptd.storage.image import DigestMismatch, ImageError, ImageView, MapFunction, verify
+from ckptd.recovery.striping import Part
+from ckptd.storage.image import MapFunction, Mismatch, mismatches
 
-__all__ = ["copy_slot", "wrong_ranges"]
+__all__ = ["Wrong", "copy_parts", "wrong_ranges"]
+
+# Ranges told of one verification. Each is a request of its own, to storage too, and a copy that is wrong in more places than that
+# is hardly one of this snapshot.
+_MAX_RANGES = 1024
+_WITH_IMAGE = (SlotState.SEALED, SlotState.QUARANTINED)
 
 
-def copy_slot(
-    source: Segment,
-    slot: int,
-    wanted: SlotHeader,
-    target: memoryview,
-    map_fn: MapFunction | None,
-) -> list[tuple[int, int]]:
-    """Copy a slot of this node and verify the copy; the ranges that are wrong (all of it if the slot holds something else)."""
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """Bytes ``[start, stop)`` of an image that do not match; the names of what lies there (a tensor, or "header")."""
+
+    start: int
+    stop: int
+    names: tuple[str, ...]
+
+
+def copy_parts(
+    source: Segment, slot: int, wanted: SlotHeader, target: memoryview, parts: Sequence[Part]
+) -> bool:
+    """Copy these parts of a slot of this node, damaged as they may be; False if the slot holds something else (by now)."""
     with locks.lock_file(source.path, slot_lock_byte(slot), exclusive=False) as taken:
         header = source.header(slot)
         if (
             not taken
             or header is None
-            or header.state is not SlotState.SEALED
+            or header.state not in _WITH_IMAGE
             or header.header_digest != wanted.header_digest
+            or header.image_len != wanted.image_len
         ):
-            return [(0, len(target))]
-        copy_bytes(target, source.image(slot, header))
-    return wrong_ranges(target, wanted.header_digest, map_fn)
+            return False
+        image = source.image(slot, header)
+        for part in parts:
+            copy_bytes(target[part.start : part.stop], image[part.start : part.stop])
+    return True
 
 
 def wrong_ranges(
     image: memoryview, header_digest: bytes, map_fn: MapFunction | None
-) -> list[tuple[int, int]]:
-    """The byte ranges that do not match their digests: the first tensor found, or all of it if the header is bad."""
-    try:
-        verify(image, header_digest, map_fn=map_fn)
-    except DigestMismatch as error:
-        if error.tensor == "header":
-            return [(0, min(len(image), 8))] if len(image) < 8 else [(0, _header_len(image))]
-        entry = ImageView(image).tensor(error.tensor)
-        return [(entry.offset, entry.offset + max(entry.nbytes, 1))]
-    except ImageError:
-        return [(0, len(image))]
-    return []
+) -> list[Wrong]:
+    """All of the image that does not match its digests, in order and disjoint; 1024 ranges at most, which then include what is
+    between neighbours.
+
+    Raises:
+        ImageError: what was sealed is not an image that fits here.
+    """
+    return _bounded(mismatches(image, header_digest, map_fn=map_fn), _MAX_RANGES)
 
 
-def _header_len(image: memoryview) -> int:
-    return min(len(image), 8 + int.from_bytes(image[:8], "little"))
+def _bounded(found: Sequence[Mismatch], limit: int) -> list[Wrong]:
+    """The same in so many ranges at most: the widest gaps stay."""
+    if len(found) <= limit:
+        return [_joined([one]) for one in found]
+    gaps = [after.start - before.stop for before, after in itertools.pairwise(found)]
+    cuts = sorted(heapq.nlargest(limit - 1, range(len(gaps)), key=gaps.__getitem__))
+    edges = [0, *(cut + 1 for cut in cuts), len(found)]
+    return [_joined(found[a:b]) for a, b in itertools.pairwise(edges)]
+
+
+def _joined(found: Sequence[Mismatch]) -> Wrong:
+    return Wrong(found[0].start, found[-1].stop, tuple(one.name for one in found))

@@ -35,6 +35,7 @@ class FetchJob:
         doubt: told which of their slots did not match its digests.
         finished: called once, with "" or the reason of the failure.
         verifiers: workers that digest; `map_fn`, if given, spreads one image over threads.
+        stored: whether storage is asked for what no copy has that the plan knows.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class FetchJob:
         map_fn: MapFunction | None,
         events: EventLog,
         clock: Callable[[], float],
+        stored: bool = True,
         finished: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.segment = segment
@@ -58,7 +60,9 @@ class FetchJob:
         self._local, self._events = local, events
         self._clock, self._finished = clock, finished
         self._began_s = clock()
-        tools = FetchTools(segment, node, link, local, doubt, verifiers, map_fn, events, clock)
+        tools = FetchTools(
+            segment, node, link, local, doubt, verifiers, map_fn, events, clock, stored
+        )
         us = Job(self._goes_on, lambda: self.over, self._go_on, self._end)
         self._unfit = ""
         self._pieces: list[FetchedPiece] = []

@@ -16,6 +16,7 @@ from functools import partial
 from ckptd.fetching.tools import FetchTools, Job
 from ckptd.memory.segment_format import SlotHeader, unpack_slot_header
 from ckptd.memory.slot_files import region_of
+from ckptd.recovery.held import STORE_NODE
 from ckptd.recovery.holder import Holder
 from ckptd.recovery.striping import Cancel, Part, Pull, Stripes
 from ckptd.transport import peer_messages as p
@@ -27,12 +28,15 @@ __all__ = ["Pulling"]
 logger = logging.getLogger(__name__)
 
 _PART_DEADLINE_S = 30.0
+# To ask for the same bytes again is in vain; whoever says so is good for others.
+_FOR_GOOD = (Fault.DAMAGED, Fault.BOUNDS)
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
     """One transfer of a part, from this region."""
 
+    part: Part
     region: RegionKey
     transfer: Transfer | None = None
 
@@ -60,6 +64,7 @@ class Pulling:
         self._flights: dict[tuple[FetchSource, int], _Flight] = {}
         # Cancelled, but their last bytes may still be landing: nothing is verified before they have ended.
         self._draining: set[_Flight] = set()
+        self._unable: set[FetchSource] = set()  # it was told of them that they cannot deliver all
         self._ended = False
 
     @property
@@ -68,9 +73,10 @@ class Pulling:
         return bool(self._draining)
 
     def open(self) -> None:
-        """Ask every source that is left for a region to read from."""
+        """Ask every source that is left elsewhere for a region to read from."""
         for source in self._stripes.holders_left():
-            self._open(source)
+            if source.node != self._tools.node:
+                self.ask(source)
 
     def advance(self) -> None:
         """Begin what can be begun."""
@@ -105,8 +111,8 @@ class Pulling:
     def end(self) -> None:
         """The job is over: cancel what is under way."""
         self._ended = True
-        for source, index in list(self._flights):
-            self._cancel(source, [self._stripes.parts[index]])
+        for (source, _), flight in list(self._flights.items()):
+            self._cancel(source, [flight.part])
 
     def close(self) -> None:
         """Close what holders have opened for us, now and from now on."""
@@ -117,7 +123,8 @@ class Pulling:
 
     # -- regions ---------------------------------------------------------------------------------
 
-    def _open(self, source: FetchSource) -> None:
+    def ask(self, source: FetchSource) -> None:
+        """Ask a source for a region."""
         tools = self._tools
         link = tools.link(source.node)
         if link is None:
@@ -163,7 +170,7 @@ class Pulling:
         del self._regions[source]
         self._tell(source, p.CloseRead(failed.region))
         if source in self._stripes.holders_left():
-            self._open(source)
+            self.ask(source)
 
     def _tell(self, source: FetchSource, message: p.PeerMessage) -> None:
         link = self._tools.link(source.node)
@@ -176,7 +183,7 @@ class Pulling:
         source, part = pull.holder, pull.part
         link = self._tools.link(source.node)
         assert link is not None, "it has opened a region"
-        flight = self._flights[source, part.index] = _Flight(self._regions[source])
+        flight = self._flights[source, part.index] = _Flight(part, self._regions[source])
         flight.transfer = link.get(
             flight.region,
             self._image()[part.start : part.stop],
@@ -194,12 +201,28 @@ class Pulling:
         if completion.ok:
             self._stripes.delivered(source, part, self._tools.clock())
         else:
-            logger.info("part %d from %s: %s", part.index, source.node, completion.detail)
+            logger.info(
+                "bytes %d to %d from %s: %s", part.start, part.stop, source.node, completion.detail
+            )
             self._tools.events.count(f"fetch.{completion.fault}")
-            self._cancel(source, self._stripes.failed_part(source, part))
-            if completion.fault in (Fault.REGION, Fault.ACCESS):
-                self._open_again(source, flight.region)
+            self._failed(source, flight, completion)
         self._job.progressed()
+
+    def _failed(self, source: FetchSource, flight: _Flight, completion: Completion) -> None:
+        if completion.fault in _FOR_GOOD:
+            self._stripes.cannot(source, flight.part)
+            self._tell_unable(source, completion.detail)
+            return
+        self._cancel(source, self._stripes.failed_part(source, flight.part))
+        if completion.fault in (Fault.REGION, Fault.ACCESS):
+            self._open_again(source, flight.region)
+
+    def _tell_unable(self, source: FetchSource, detail: str) -> None:
+        if source not in self._unable:
+            self._unable.add(source)
+            where = "storage" if source.node == STORE_NODE else source.node
+            text = f"iteration {self._header.iteration}: {where} cannot deliver all of it: {detail}"
+            self._tools.events.add("error", "fetch_damaged", f"{text}; fetched from other copies")
 
     def _cancel(self, source: FetchSource, parts: Sequence[Part]) -> None:
         for part in parts:

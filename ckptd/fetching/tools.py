@@ -29,6 +29,7 @@ class FetchTools:
         local: segments of this very node.
         doubt: told which of their slots did not match its digests.
         verifiers: workers that digest; `map_fn`, if given, spreads one image over threads.
+        stored: whether storage is asked for what no copy has that the plan knows.
     """
 
     segment: Segment
@@ -40,6 +41,7 @@ class FetchTools:
     map_fn: MapFunction | None
     events: EventLog
     clock: Callable[[], float]
+    stored: bool
 
 
 @dataclass(frozen=True, slots=True)

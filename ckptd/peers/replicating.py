@@ -8,17 +8,16 @@ there, also when the answer comes after the end.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckptd.events import EventLog
-from ckptd.memory import locks
 from ckptd.memory.inventory import records_of
 from ckptd.memory.ring import SlotRecord, SlotState
-from ckptd.memory.segment_format import origin_of, slot_lock_byte, unpack_slot_header
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segment_format import origin_of, unpack_slot_header
+from ckptd.memory.segments import SegmentStore
 from ckptd.memory.slot_files import region_of
+from ckptd.memory.slot_holds import SlotHolds
 from ckptd.peers.peer_link import PeerLink
 from ckptd.recovery.holdings import header_record
 from ckptd.replication.core import (
@@ -66,14 +65,6 @@ class _Grant:
     region: RegionKey
 
 
-@dataclass(slots=True)
-class _Held:
-    segment: Segment
-    index: int
-    sequence: int
-    fd: int
-
-
 class RankReplication:
     """Sends one rank's snapshots to its targets.
 
@@ -103,7 +94,7 @@ class RankReplication:
         self._link, self._epoch, self._promise = link, epoch, promise
         self._progressed = progressed
         self._deadline_s, self._clock = deadline_s, clock
-        self._held: dict[SnapshotKey, _Held] = {}
+        self._holds = SlotHolds(store, key)
         self._leases: dict[tuple[str, int], int] = {}
         self._transfers: dict[tuple[str, SnapshotKey], Transfer] = {}
         self._granted: set[tuple[str, int]] = set()  # node, ticket: neither sealed nor given back
@@ -162,13 +153,9 @@ class RankReplication:
         for node, ticket in list(self._granted):
             self._give_back(node, ticket)
         if not self._transfers:
-            self._release_all()
+            self._holds.release_all()
         for transfer in list(self._transfers.values()):
             transfer.cancel()  # the last completion lets the slots go
-
-    def _release_all(self) -> None:
-        for key in list(self._held):
-            self._release(key)
 
     def feed(self, *events: Event) -> None:
         """Events that belong together, and what follows from them."""
@@ -197,9 +184,10 @@ class RankReplication:
         elif isinstance(effect, Abort):
             self._abort(effect)
         elif isinstance(effect, Hold):
-            self._hold(effect.key, effect.record)
+            # If the trainer was quicker, the next step finds nothing held.
+            self._holds.hold(effect.key, effect.record)
         elif isinstance(effect, Release):
-            self._release(effect.key)
+            self._holds.release(effect.key)
         elif isinstance(effect, Note):
             self._events.add(effect.level, effect.kind, effect.message, self.key)
 
@@ -239,7 +227,7 @@ class RankReplication:
 
     def _begin(self, effect: Begin) -> None:
         node, key = effect.node, effect.key
-        link, held = self._link(node), self._held.get(key)
+        link, held = self._link(node), self._holds.get(key)
         lease = self._leases.get((node, key.generation))
         if link is None or held is None or lease is None:
             self.feed(BeginRefused(node, key, "gone", "the snapshot is gone"))
@@ -268,7 +256,7 @@ class RankReplication:
 
     def _put(self, effect: Put) -> None:
         node, key = effect.node, effect.key
-        link, held, grant = self._link(node), self._held.get(key), effect.grant
+        link, held, grant = self._link(node), self._holds.get(key), effect.grant
         assert isinstance(grant, _Grant)
         # A generation that its trainer dropped meanwhile is unmapped already.
         mapped = held is not None and held.segment.fd >= 0
@@ -282,7 +270,7 @@ class RankReplication:
         def done(completion: Completion) -> None:
             self._transfers.pop((node, key), None)
             if self._closed and not self._transfers:
-                self._release_all()
+                self._holds.release_all()
             reason = "" if completion.ok else f"{completion.fault}: {completion.detail}"
             self._events.count("replicated_bytes", completion.size_bytes if completion.ok else 0)
             self.feed(PutEnded(node, key, completion.ok, reason))
@@ -326,25 +314,6 @@ class RankReplication:
         link = self._link(node)
         if link is not None:
             link.tell(p.AbortSlot(ticket))
-
-    def _hold(self, key: SnapshotKey, record: SlotRecord) -> None:
-        """Keep the trainer from reusing the slot; if it was quicker, the next step finds nothing held."""
-        segment = self._store.get(self.key, key.generation)
-        if segment is None or key in self._held:
-            return
-        fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
-        if locks.try_lock(fd, slot_lock_byte(record.index), exclusive=False):
-            header = segment.header(record.index)
-            sealed = header is not None and header.state is SlotState.SEALED
-            if sealed and header is not None and header.sequence == key.sequence:
-                self._held[key] = _Held(segment, record.index, key.sequence, fd)
-                return
-        os.close(fd)
-
-    def _release(self, key: SnapshotKey) -> None:
-        held = self._held.pop(key, None)
-        if held is not None:
-            os.close(held.fd)
 
 
 def _record(generation: int, slot: HeldSlot) -> SlotRecord | None:

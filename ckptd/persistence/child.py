@@ -28,16 +28,18 @@ from ckptd.persistence.wire import (
     Failed,
     Ping,
     Pong,
+    RankFenced,
     Settled,
     Told,
     decode_from_keeper,
 )
 
-__all__ = ["AWAY", "StoreChild"]
+__all__ = ["AWAY", "BUSY", "StoreChild"]
 
 logger = logging.getLogger(__name__)
 
-AWAY = "away"  # the code of what fails because the keeper died, or could not be started
+# Codes of what the keeper was not even asked, or has no answer to: it died, or could not be started; it has too much to do.
+AWAY, BUSY = "away", "busy"
 _WAITING = 4096
 _BACKOFF_S, _BACKOFF_MAX_S = 0.5, 30.0
 _GRACE_S = 0.5
@@ -70,6 +72,7 @@ class StoreChild:
     Args:
         told: called with each event that the keeper tells.
         settled: called with what became of a checkpoint after its manifest.
+        fenced: called when a later history is seen after a rank's manifest was written.
         died: called when it died; it knows nothing any more.
     """
 
@@ -80,13 +83,14 @@ class StoreChild:
         post: Post,
         told: Callable[[Told], None],
         settled: Callable[[Settled], None],
+        fenced: Callable[[RankFenced], None],
         died: Callable[[str], None],
         clock: Callable[[], float],
         nice: int = 0,
         silent_s: float = _SILENT_S,
     ) -> None:
         self._configure, self._post, self._silent_s = configure, post, silent_s
-        self._told, self._settled, self._died = told, settled, died
+        self._told, self._settled, self._fenced, self._died = told, settled, fenced, died
         self._clock, self._nice = clock, nice
         self._life: _Life | None = None
         self._asked: dict[int, tuple[Done, Refused]] = {}
@@ -106,8 +110,12 @@ class StoreChild:
 
     def ask(self, message: Any, done: Done, refused: Refused) -> None:
         """Send a message that has an ``id``; exactly one of ``done(reply)`` and ``refused(code, reason)`` is called, later."""
-        if len(self._asked) >= _WAITING or not self._alive():
+        if not self._alive():
             self._post(lambda: refused(AWAY, "the store keeper is not running"))
+            return
+        if len(self._asked) >= _WAITING:
+            text = f"the store keeper has {_WAITING} questions to answer already"
+            self._post(lambda: refused(BUSY, text))
             return
         self._asked[message.id] = done, refused
         self._send(message)
@@ -200,6 +208,9 @@ class StoreChild:
         if isinstance(message, Settled):
             self._settled(message)
             return
+        if isinstance(message, RankFenced):
+            self._fenced(message)
+            return
         found = self._asked.pop(message.id, None)
         if found is None:
             return
@@ -245,9 +256,8 @@ def _end(life: _Life) -> None:
     life.outgoing.put(None)
     life.channel.close()
     try:
-        life.process.wait(
-            _GRACE_S
-        )  # it ends by itself when the conversation does; how it ended is told
+        # It ends by itself when the conversation does; how it ended is told.
+        life.process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
         life.process.kill()
         life.process.wait()

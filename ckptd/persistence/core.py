@@ -11,17 +11,42 @@ one is *firm*: it keeps its slots, and for as long as it takes the ring may have
 same, and the suffix that is held is complete). That is reported; more memory is the cure.
 
 What fails in the store is retried there; what it finally refuses gives the checkpoint up, and the newest that is due then (the same
-one, where nothing is trained any more) is tried after a while that doubles each time.
+one, where nothing is trained any more) is tried after a while that doubles each time. A flush stays due whatever becomes of it, until
+the newest suffix is stored or there is none.
+
+What is believed of the store holds for one epoch and one life of who stores: after either, nothing is begun before the slots were told
+anew. Where the store shows that the names are another's (`Fenced`), nothing is begun until another epoch is joined.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptd.memory.ring import SlotRecord, newest_by_iteration
+from ckptd.memory.snapshot_events import SnapshotKey, key_of
 from ckptd.persistence.cadence import Cadence
-from ckptd.replication.events import SnapshotKey, key_of
+from ckptd.persistence.events import (
+    Commit,
+    CommitFailed,
+    Committed,
+    Durable,
+    Effect,
+    Event,
+    Fenced,
+    Flush,
+    Forgotten,
+    Hold,
+    Joined,
+    Lost,
+    Note,
+    Release,
+    Slots,
+    Store,
+    Stored,
+    StoreFailed,
+    Tick,
+)
 from ckptd.replication.replicas import spanning_suffix
 
 __all__ = [
@@ -31,6 +56,7 @@ __all__ = [
     "Durable",
     "Effect",
     "Event",
+    "Fenced",
     "Flush",
     "Forgotten",
     "Hold",
@@ -53,155 +79,12 @@ _LATE = 4  # iterations after which a suffix that is not complete will not be
 _REMEMBERED = 4096  # snapshots that are known to be stored
 
 
-# -- events ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The run goes on in this epoch; ``span``: how many snapshots the longest suffix of all ranks has."""
-
-    epoch: int
-    epoch_start: int
-    span: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Durable:
-    """The newest checkpoint of this history that all ranks have in storage, told when it was looked at anew."""
-
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """The rank's slot tables after a change; ``total`` counts the slots of all generations, whatever is in them."""
-
-    records: tuple[SlotRecord, ...]
-    num_operators: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A snapshot is in storage."""
-
-    key: SnapshotKey
-    size_bytes: int
-    uploaded_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreFailed:
-    """It is not, and trying again at once is of no use."""
-
-    key: SnapshotKey
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The trainer was quicker than we: the slot holds something else."""
-
-    key: SnapshotKey
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """Our manifest of the checkpoint is in storage."""
-
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class CommitFailed:
-    """It is not."""
-
-    end: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Forgotten:
-    """Who stores was restarted, and knows nothing any more of what it has stored and is not committed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flush:
-    """Persist the newest suffix, due or not: the rank has ended in order, or somebody asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed."""
-
-
-Event = (
-    Joined
-    | Durable
-    | Slots
-    | Stored
-    | StoreFailed
-    | Lost
-    | Committed
-    | CommitFailed
-    | Forgotten
-    | Flush
-    | Tick
-)
-
-
-# -- effects ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Keep the trainer from reusing this slot; answer `Lost` if it did already."""
-
-    key: SnapshotKey
-    record: SlotRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Let it go."""
-
-    key: SnapshotKey
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """Bring this snapshot to storage."""
-
-    key: SnapshotKey
-    record: SlotRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """All snapshots of the checkpoint are stored: write the manifest."""
-
-    start: int
-    end: int
-    stride: int
-    keys: tuple[SnapshotKey, ...]
-    phases: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """For the event log."""
-
-    level: str
-    kind: str
-    message: str
-
-
-Effect = Hold | Release | Store | Commit | Note
-
-
 @dataclass(frozen=True, slots=True)
 class PersistState:
-    """For `ckptctl status` and metrics; -1: none yet."""
+    """For `ckptctl status` and metrics; -1: none yet.
+
+    ``committed``: the newest checkpoint that all ranks are known to have in storage; the lag is counted from it.
+    """
 
     under_way: int
     stored: int
@@ -218,15 +101,23 @@ class PersistState:
 
 @dataclass(slots=True)
 class _Checkpoint:
-    start: int
-    end: int
+    """The one that is under way; ``records`` are its snapshots, oldest first."""
+
     records: dict[SnapshotKey, SlotRecord]
     begun_s: float
     firm: bool
-    asked: set[SnapshotKey]
     held: set[SnapshotKey]
-    flush: bool = False
+    flush: bool
+    asked: set[SnapshotKey] = field(default_factory=set)
     committing: bool = False
+
+    @property
+    def last(self) -> SnapshotKey:
+        return next(reversed(self.records))
+
+    @property
+    def end(self) -> int:
+        return self.last.iteration
 
 
 class Persister:
@@ -242,49 +133,58 @@ class Persister:
         self._epoch, self._epoch_start, self._span = -1, -1, 1
         self._newest: Mapping[int, SlotRecord] = {}
         self._num_operators = self._total = 0
+        self._told = False  # of the slots, since the epoch began or who stores was restarted
         self._current: _Checkpoint | None = None
         self._stored: dict[SnapshotKey, None] = {}
         self._last_looked_at = -1
-        self._flush = self._flush_later = False
+        self._flush = self._fenced = False
         self._overtaken = 0
         self._failures, self._not_before_s = 0, 0.0
-        self._committed, self._skipped, self._abandoned = -1, 0, 0
+        # The ends of what this rank has written its manifest of, and of what all ranks have.
+        self._written = self._durable = -1
+        self._skipped = self._abandoned = 0
         self._uploaded_bytes, self._last_s, self._reason = 0, 0.0, ""
 
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
         """What follows from an event."""
         effects: list[Effect] = []
-        if isinstance(event, Joined):
-            self._join(event, effects)
-        elif isinstance(event, Durable):
-            self._committed = max(self._committed, event.end)
-        elif isinstance(event, Slots):
-            self._look(event, effects)
-        elif isinstance(event, Flush):
-            self._flush = True
-        elif isinstance(event, Stored):
-            self._uploaded_bytes += event.uploaded_bytes
-            self._note_stored(event.key)
-            self._let_go(event.key, effects)
-        elif isinstance(event, StoreFailed):
-            if self._wants(event.key):
-                self._fail(event.reason, now_s, effects)
-        elif isinstance(event, Lost):
-            if self._wants(event.key):
-                self._overtake(f"iteration {event.key.iteration} was overwritten", effects)
-        elif isinstance(event, Committed):
-            self._finish(event.end, now_s, effects)
-        elif isinstance(event, CommitFailed):
-            self._not_committed(event, now_s, effects)
-        elif isinstance(event, Forgotten):
-            self._forget(effects)
+        match event:
+            case Joined():
+                self._join(event, effects)
+            case Durable(end):
+                self._durable, self._written = max(self._durable, end), max(self._written, end)
+            case Slots():
+                self._look(event, now_s, effects)
+            case Flush():
+                self._flush = not self._fenced
+            case Stored(key, uploaded_bytes):
+                self._uploaded_bytes += uploaded_bytes
+                self._note_stored(key)
+                self._let_go(key, effects)
+            case StoreFailed(key, reason):
+                if self._wants(key):
+                    self._fail(reason, now_s, effects)
+            case Lost(key):
+                if self._wants(key):
+                    self._overtake(f"iteration {key.iteration} was overwritten", now_s, effects)
+            case Committed(key):
+                self._finish(key, now_s, effects)
+            case CommitFailed(key, reason):
+                if self._current is not None and self._current.last == key:
+                    self._fail(reason, now_s, effects)
+            case Forgotten():
+                self._forget(effects)
+            case Fenced(reason):
+                self._fence(reason, effects)
+            case Tick():
+                pass
         self._go_on(now_s, effects)
         return effects
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way or asked for."""
-        return self._current is None and not (self._flush or self._flush_later)
+        return self._current is None and not self._flush
 
     def state(self) -> PersistState:
         """How far this rank is."""
@@ -294,11 +194,11 @@ class Persister:
             under_way=-1 if current is None else current.end,
             stored=stored,
             of=0 if current is None else len(current.records),
-            committed=self._committed,
+            committed=self._durable,
             stride=self.cadence.stride,
             skipped=self._skipped,
             abandoned=self._abandoned,
-            lag_iterations=max(0, newest - self._committed) if self._committed >= 0 else newest + 1,
+            lag_iterations=max(0, newest - self._durable) if self._durable >= 0 else newest + 1,
             uploaded_bytes=self._uploaded_bytes,
             last_s=self._last_s,
             reason=self._reason,
@@ -307,29 +207,35 @@ class Persister:
     # -- events ----------------------------------------------------------------------------------
 
     def _join(self, event: Joined, effects: list[Effect]) -> None:
-        if event.epoch != self._epoch:
+        if (event.epoch, event.epoch_start) != (self._epoch, self._epoch_start):
             self._give_up(effects)
-            self._newest = {}  # some of it may be of a history that was left
+            self._forget_slots()  # some of it may be of a history that was left
+            self._flush = self._fenced = False
             self._overtaken = self._failures = 0
             self._not_before_s, self._last_looked_at = 0.0, -1
-            if self._committed > event.epoch_start:
-                self._committed = -1  # of a history that was left before it
+            # What ends later is of a history that was left before it.
+            self._written = self._written if self._written <= event.epoch_start else -1
+            self._durable = self._durable if self._durable <= event.epoch_start else -1
         self._epoch, self._epoch_start, self._span = event.epoch, event.epoch_start, event.span
 
-    def _look(self, event: Slots, effects: list[Effect]) -> None:
+    def _forget_slots(self) -> None:
+        """Nothing is begun before we are told of the slots again, and nothing is believed to be stored."""
+        self._newest, self._told = {}, False
+        self._stored.clear()
+
+    def _look(self, event: Slots, now_s: float, effects: list[Effect]) -> None:
         known = {self._epoch: self._epoch_start} if self._epoch >= 0 else {}
-        self._newest = newest_by_iteration(event.records, known)
+        self._newest, self._told = newest_by_iteration(event.records, known), True
         self._num_operators, self._total = event.num_operators, event.total
-        self._flush, self._flush_later = self._flush or self._flush_later, False
         current = self._current
         if current is None or current.committing:
             return
         there = {key_of(record) for record in self._newest.values()}
         gone = [k for k in current.records if k not in there and k not in self._stored]
         if gone:
-            self._overtake(f"iteration {gone[0].iteration} is gone from memory", effects)
+            self._overtake(f"iteration {gone[0].iteration} is gone from memory", now_s, effects)
         elif not current.firm and self._crowded(current):
-            self._overtake("its slots are needed for newer snapshots", effects)
+            self._overtake("its slots are needed for newer snapshots", now_s, effects)
 
     def _crowded(self, current: _Checkpoint) -> bool:
         """Whether what is held, beside the newest suffix, leaves fewer slots than the trainer needs to go on."""
@@ -345,20 +251,16 @@ class Persister:
         while len(self._stored) > _REMEMBERED:
             del self._stored[next(iter(self._stored))]
 
-    def _finish(self, end: int, now_s: float, effects: list[Effect]) -> None:
+    def _finish(self, key: SnapshotKey, now_s: float, effects: list[Effect]) -> None:
         current = self._current
-        if current is None or current.end != end:
+        if current is None or current.last != key:
             return  # committed all the same; this history does not wait for it
         self._last_s = now_s - current.begun_s
         self.cadence.note_upload(self._last_s)
-        self._committed, self._reason = end, ""
+        self._written, self._reason = current.end, ""
         self._overtaken = self._failures = 0
         self._not_before_s = 0.0
         self._give_up(effects)
-
-    def _not_committed(self, event: CommitFailed, now_s: float, effects: list[Effect]) -> None:
-        if self._current is not None and self._current.end == event.end:
-            self._fail(event.reason, now_s, effects)
 
     def _fail(self, reason: str, now_s: float, effects: list[Effect]) -> None:
         current = self._current
@@ -372,30 +274,36 @@ class Persister:
     def _try_again(self, failed: _Checkpoint) -> None:
         """Perhaps nothing falls due any more, because its trainer is gone: it is due until something newer is."""
         self._last_looked_at = min(self._last_looked_at, failed.end - 1)
-        self._flush_later = self._flush_later or failed.flush
+        self._flush = self._flush or failed.flush
 
     def _forget(self, effects: list[Effect]) -> None:
-        self._stored.clear()
-        self._newest = {}  # nothing is begun before who stores is back, and we are told of the slots again
+        self._forget_slots()
         if self._current is not None:
             self._try_again(self._current)
         self._give_up(effects)
 
-    def _overtake(self, reason: str, effects: list[Effect]) -> None:
+    def _fence(self, reason: str, effects: list[Effect]) -> None:
+        if not self._fenced:
+            text = f"nothing more is made durable: {reason}"
+            effects.append(Note("error", "persist.fenced", text))
+        self._fenced, self._flush, self._reason = True, False, reason
+        self._give_up(effects)
+
+    def _overtake(self, reason: str, now_s: float, effects: list[Effect]) -> None:
         current = self._current
         assert current is not None
         self._overtaken += 1
         hint = "storage is slower than training and the ring has too few slots: give the daemon more memory"
-        self._abandon(current, f"{reason} ({hint})", effects)
+        if current.flush:  # nothing falls due after it, so it is tried again
+            self._fail(reason, now_s, effects)
+        else:
+            self._abandon(current, f"{reason} ({hint})", effects)
 
     def _abandon(self, current: _Checkpoint, reason: str, effects: list[Effect]) -> None:
         self._abandoned += 1
         self._reason = reason
-        effects.append(
-            Note(
-                "warning", "persist_abandoned", f"checkpoint {current.end} is not stored: {reason}"
-            )
-        )
+        text = f"checkpoint {current.end} is not stored: {reason}"
+        effects.append(Note("warning", "persist_abandoned", text))
         self._give_up(effects)
 
     def _give_up(self, effects: list[Effect]) -> None:
@@ -442,25 +350,24 @@ class Persister:
         if now_s < self._not_before_s:
             return
         suffix = spanning_suffix(self._newest, self._num_operators, self._span, end=end)
-        if suffix is None:
-            if (
-                max(self._newest) > end + _LATE
-            ):  # else one of its snapshots may still be being digested
-                self._last_looked_at = end
-            return
-        self._last_looked_at = end
-        self._begin(suffix.records, now_s, effects)
+        if suffix is not None:
+            self._last_looked_at = end
+            self._begin(suffix.records, now_s, effects)
+        # Until then one of its snapshots may still be being digested.
+        elif max(self._newest) > end + _LATE:
+            self._last_looked_at = end
 
     def _due(self) -> int | None:
         """The newest iteration that shall be persisted and was not looked at yet."""
+        if self._fenced or not self._told:
+            return None
         if self._flush and self._current is None:
             newest = spanning_suffix(self._newest, self._num_operators, self._span)
-            if newest is not None and newest.end > self._committed:
+            if newest is not None and newest.end > self._written:
                 return newest.end
             self._flush = False  # it is stored already, or there is nothing
-        ends = [i for i in self._newest if i > self._last_looked_at and self.cadence.due(i)]
-        ends = [i for i in ends if i > self._committed]
-        return max(ends, default=None)
+        first = max(self._last_looked_at, self._written) + 1
+        return max((i for i in self._newest if i >= first and self.cadence.due(i)), default=None)
 
     def _skip(self, end: int) -> None:
         current = self._current
@@ -473,16 +380,7 @@ class Persister:
         by_key = {key_of(record): record for record in records}
         firm = self._overtaken >= _FIRM_AFTER
         held = {key for key in by_key if key not in self._stored}
-        self._current = _Checkpoint(
-            records[0].iteration,
-            records[-1].iteration,
-            by_key,
-            now_s,
-            firm,
-            set(),
-            held,
-            flush=self._flush,
-        )
+        self._current = _Checkpoint(by_key, now_s, firm, held, self._flush)
         self._flush = False
         if firm:
             self._overtaken = 0
@@ -494,10 +392,4 @@ class Persister:
         effects += [Hold(key, by_key[key]) for key in by_key if key in held]
 
     def _commit(self, current: _Checkpoint) -> Commit:
-        return Commit(
-            current.start,
-            current.end,
-            self.cadence.stride,
-            tuple(current.records),
-            tuple(record.phase for record in current.records.values()),
-        )
+        return Commit(current.end, self.cadence.stride, tuple(current.records))

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from ckptd.persistence.rank_store import Overtaken, UnknownSnapshot
 from ckptd.persistence.run_store import Fenced, RunStore
 from ckptd.persistence.slot_source import SlotFiles, SlotLost
 from ckptd.storage.manifest import ManifestError
-from ckptd.storage.objects import StoreError
+from ckptd.storage.objects import Damaged, ObjectMissing, StoreError
 from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import SnapshotDamaged
 from ckptd.storage.resilience import Circuit, RetryPolicy
@@ -38,29 +39,36 @@ __all__ = ["Keeper", "main"]
 logger = logging.getLogger(__name__)
 
 _READERS = 4
-_LOOKS_S = (
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-    4.0,
-    8.0,
-    15.0,
-    30.0,
-    60.0,
-)  # after our manifest, for those of the others
+# After our manifest, for those of the others.
+_LOOKS_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 # docs/format.md §7, §8: times within which writers and collectors act, and after which they may rely on that.
 _GRACE_S = 24 * 3600.0
 _SETTLE_S = 600.0
 _STALE_UPLOAD_S = 24 * 3600.0
 
 
+_Key = tuple[str, str, int, int]  # job, run, end, epoch
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Ranks of this node that have written their manifests of a checkpoint, and want to know of the others'."""
+
+    names: list[w.RankName] = field(default_factory=list)
+    looks: int = 0
+    turn: int = 0  # of the look that is due; those before it were put off
+
+
 class Keeper:
     """Serves one daemon.
 
     Args:
-        send: hands a message to the daemon; raises OSError when it is gone.
+        send: hands a message to the daemon; called by several threads, and raises nothing.
         settle_s: how long a checkpoint must have been committed before it replaces others.
+        wall_ns: this node's clock, which may be wrong.
+
+    Raises:
+        StoreError, ValueError: there is no such store.
     """
 
     def __init__(
@@ -69,8 +77,11 @@ class Keeper:
         send: Callable[[Struct], None],
         *,
         settle_s: float = _SETTLE_S,
+        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self._configure, self._send_out = configure, send
+        # First, since it may be refused: then there are no threads to end.
+        opened = open_store(configure.url, configure.options, configure.backend)
+        self._configure, self.send = configure, send
         self._pool = ThreadPoolExecutor(configure.threads, thread_name_prefix="store")
         self._reads = ThreadPoolExecutor(_READERS, thread_name_prefix="read")
         self._helpers = ThreadPoolExecutor(configure.threads, thread_name_prefix="help")
@@ -80,10 +91,11 @@ class Keeper:
         self._lock = threading.Lock()
         self._runs: dict[tuple[str, str], RunStore] = {}
         self._swept: set[tuple[str, str]] = set()
+        self._waiting: dict[_Key, _Waiting] = {}  # only the thread of `_aside` knows it
         policy = RetryPolicy(attempts=1000, deadline_s=configure.deadline_s)
-        self._settle_s = settle_s
+        self._settle_s, self._wall_ns = settle_s, wall_ns
         self._store = Resilient(
-            open_store(configure.url, configure.options, configure.backend),
+            opened,
             policy,
             Circuit(),
             url=configure.url,
@@ -141,7 +153,7 @@ class Keeper:
             raise UnknownSnapshot(f"rank {name.rank} of {name.job}/{name.run} was not opened")
         manifest = rank.commit(message)
         epoch = manifest.checkpoint.epoch
-        self._aside.submit(self._guarded, partial(self._settle, run, name, message.end, epoch, 0))
+        self._aside.submit(self._guarded, partial(self._settle, run, name, message.end, epoch))
         return w.Answer(message.id)
 
     def _find(self, message: w.FindStored) -> Struct:
@@ -158,20 +170,49 @@ class Keeper:
 
     # -- what follows ----------------------------------------------------------------------------
 
-    def _settle(self, run: RunStore, name: w.RankName, end: int, epoch: int, look: int) -> None:
-        """Look whether the others have written their manifests, too; then what that checkpoint replaces may go."""
-        complete, missing = run.settled(end, epoch)
-        if complete or look >= len(_LOOKS_S):
-            self.send(w.Settled(name, end, complete, missing))
-            if complete and name.rank == 0:
-                run.retain()
+    def _settle(self, run: RunStore, name: w.RankName, end: int, epoch: int) -> None:
+        """A manifest of ours was written: look whether the others have written theirs, once for all ranks of this node."""
+        key = name.job, name.run, end, epoch
+        waiting = self._waiting.setdefault(key, _Waiting())
+        waiting.names.append(name)
+        waiting.looks = 0
+        all_here = len(waiting.names) >= run.num_ranks
+        self._look_in(0.0 if all_here else _LOOKS_S[0], run, key)
+
+    def _look_in(self, pause_s: float, run: RunStore, key: _Key) -> None:
+        """Look after a pause, unless another rank's manifest follows before."""
+        waiting = self._waiting[key]
+        waiting.turn += 1
+        look = partial(self._guarded, partial(self._look, run, key, waiting.turn))
+        if not pause_s:
+            look()
             return
-        again = partial(self._settle, run, name, end, epoch, look + 1)
-        timer = threading.Timer(
-            _LOOKS_S[look], lambda: self._aside.submit(self._guarded, again) and None
-        )
+        timer = threading.Timer(pause_s, lambda: self._aside.submit(look) and None)
         timer.daemon = True
         timer.start()
+
+    def _look(self, run: RunStore, key: _Key, turn: int) -> None:
+        """Who waits is told when all are there, or when they have had time enough; then what is replaced may go."""
+        waiting = self._waiting.get(key)
+        if waiting is None or waiting.turn != turn:
+            return
+        *_, end, epoch = key
+        del self._waiting[key]  # unless this look was not the last one
+        try:
+            complete, missing = run.settled(end, epoch)
+        except Fenced as error:
+            for name in waiting.names:
+                self.send(w.RankFenced(name, error.epoch, str(error)))
+            return
+        if not complete and waiting.looks < len(_LOOKS_S):
+            self._waiting[key] = waiting
+            waiting.looks += 1
+            self._look_in(_LOOKS_S[waiting.looks - 1], run, key)
+            return
+        for name in waiting.names:
+            self.send(w.Settled(name, end, epoch, complete, missing))
+        if complete and any(name.rank == 0 for name in waiting.names):
+            run.retain()
 
     def _sweep(self, run: RunStore) -> None:
         """What writers that died left half-finished."""
@@ -180,14 +221,6 @@ class Keeper:
             self.send(w.Told("info", "uploads_aborted", f"{run.job}/{run.run}: {ended}"))
 
     # -- helpers ---------------------------------------------------------------------------------
-
-    def send(self, message: Struct) -> None:
-        """Tell the daemon; when it is gone, so are we."""
-        try:
-            self._send_out(message)
-        except OSError:
-            logger.info("the daemon is gone")
-            os._exit(0)
 
     def tell(self, level: str, kind: str, text: str) -> None:
         """An event for the daemon's log."""
@@ -212,6 +245,7 @@ class Keeper:
                     read_back=self._configure.read_back,
                     map_fn=self._helpers.map,
                     tell=self.tell,
+                    wall_ns=self._wall_ns,
                 )
             return found
 
@@ -228,8 +262,6 @@ class Keeper:
     def _guarded(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except Fenced as error:
-            self.tell("error", "persist.fenced", str(error))
         except (StoreError, ManifestError) as error:
             self.tell("warning", "store_trouble", str(error))
         # A thread that nobody waits for must not take its error with it.
@@ -252,6 +284,8 @@ def _outcome(number: int, work: Callable[[], Struct]) -> Struct:
         return w.Failed(number, w.FailureCode.FENCED, str(error))
     except Overtaken as error:
         return w.Failed(number, w.FailureCode.STORE, str(error))
+    except (ObjectMissing, Damaged) as error:
+        return w.Failed(number, w.FailureCode.DAMAGED, f"{type(error).__name__}: {error}")
     except (StoreError, ManifestError, SnapshotDamaged) as error:
         return w.Failed(number, w.FailureCode.STORE, f"{type(error).__name__}: {error}")
     except LookupError as error:
@@ -271,29 +305,56 @@ def _next(channel: w.Channel) -> Any:
         return None
 
 
+def _send(channel: w.Channel, message: Struct) -> None:
+    """Tell the daemon; when it is gone, so are we, whatever is under way: nobody waits for it any more."""
+    try:
+        channel.send(message)
+    except OSError as error:
+        logger.info("the daemon is gone: %s", error)
+        os._exit(0)  # from any thread, and others may be waiting for a store that does not answer
+
+
+class _Opening:
+    """A keeper, as soon as its store can be opened: each question tries again, and a new reason is told once."""
+
+    def __init__(self, configure: w.Configure, send: Callable[[Struct], None]) -> None:
+        self._configure, self._send = configure, send
+        self._keeper: Keeper | None = None
+        self._reason = ""
+
+    def handle(self, message: Any) -> None:
+        try:
+            self._keeper = self._keeper or Keeper(self._configure, self._send)
+        except (StoreError, ValueError) as error:
+            self._refuse(message, f"the store cannot be opened: {error}")
+            return
+        self._keeper.handle(message)
+
+    def _refuse(self, message: Any, reason: str) -> None:
+        if reason != self._reason:
+            logger.error("%s", reason)
+            self._reason = reason
+        if (number := getattr(message, "id", None)) is not None:
+            self._send(w.Failed(number, w.FailureCode.STORE, reason))
+
+
 def main(argv: list[str]) -> int:
     """Serve the daemon at the other end of the inherited descriptor until it is gone."""
     logging.basicConfig(level=logging.INFO, format="ckptd store keeper: %(message)s")
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # we end with the daemon, not with its terminal
     channel = w.Channel(socket.socket(fileno=int(argv[1])), w.decode_to_keeper)
-    configure = channel.receive()
+    configure = _next(channel)
     if configure is None:
         return 0
     assert isinstance(configure, w.Configure)
-    keeper: Keeper | None = None
+    send = partial(_send, channel)
+    keeper = _Opening(configure, send)
     while (message := _next(channel)) is not None:
         if isinstance(message, w.Ping):
-            channel.send(w.Pong())
-            continue
-        try:
-            keeper = keeper or Keeper(configure, channel.send)
-        except (StoreError, ValueError) as error:
-            if (number := getattr(message, "id", None)) is not None:
-                reason = f"the store cannot be opened: {error}"
-                channel.send(w.Failed(number, w.FailureCode.STORE, reason))
-            continue
-        keeper.handle(message)
+            send(w.Pong())
+        else:
+            keeper.handle(message)
     os._exit(0)  # threads may be waiting for a store that does not answer
 
 

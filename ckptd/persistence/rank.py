@@ -6,16 +6,16 @@ trainer passes it over; the store keeper takes one more, for the case that this 
 
 from __future__ import annotations
 
-import os
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 from ckptd.events import EventLog
-from ckptd.memory import locks
 from ckptd.memory.inventory import records_of
 from ckptd.memory.ring import SlotRecord, SlotState
-from ckptd.memory.segment_format import slot_lock_byte
 from ckptd.memory.segments import SegmentStore
+from ckptd.memory.slot_holds import SlotHolds
+from ckptd.memory.snapshot_events import SnapshotKey
 from ckptd.persistence import wire as w
 from ckptd.persistence.child import AWAY, StoreChild
 from ckptd.persistence.core import (
@@ -25,6 +25,7 @@ from ckptd.persistence.core import (
     Durable,
     Effect,
     Event,
+    Fenced,
     Flush,
     Forgotten,
     Hold,
@@ -40,7 +41,6 @@ from ckptd.persistence.core import (
     StoreFailed,
     Tick,
 )
-from ckptd.replication.events import SnapshotKey
 from ckptd.sessions import RankKey
 
 __all__ = ["RankPersistence"]
@@ -60,7 +60,6 @@ class RankPersistence:
     def __init__(
         self,
         key: RankKey,
-        world_size: int,
         core: Persister,
         store: SegmentStore,
         child: StoreChild,
@@ -71,21 +70,27 @@ class RankPersistence:
     ) -> None:
         self.key, self.core = key, core
         self._name = w.RankName(key.job, key.run, key.rank)
-        self._world_size = world_size
         self._store, self._child, self._events = store, child, events
         self._span, self._clock = span, clock
-        self._epoch, self._epoch_start = -1, -1
-        self._held: dict[SnapshotKey, int] = {}
+        self._world_size, self._epoch, self._epoch_start = 1, -1, -1
+        self._holds = SlotHolds(store, key)
+        self._waiting: deque[Event] = deque()
+        self._feeding = False
         self._opened = self._opening = self._refused = self._closed = self._flush = False
+        self._open_failed = False
         self._open_at_s = 0.0
         self._seen: tuple[int, float] | None = None  # iteration, when: for the pace of training
         self._had_segments = False
 
-    def join(self, epoch: int, epoch_start: int) -> None:
-        """Another history has begun, or the same goes on."""
+    def join(self, world_size: int, epoch: int, epoch_start: int) -> None:
+        """Another history has begun, or the same goes on.
+
+        What is held of the old one is let go now, whenever the store will answer.
+        """
+        self._world_size = world_size
         if (epoch, epoch_start) != (self._epoch, self._epoch_start):
             self._epoch, self._epoch_start = epoch, epoch_start
-            self._opened = self._refused = self._flush = False
+            self._opened = self._refused = self._open_failed = self._flush = False
             self._seen = None
             self._open()
         self._tell_epoch()
@@ -128,6 +133,8 @@ class RankPersistence:
         """All ranks have the checkpoint, or some did not come."""
         if message.complete:
             self.core.cadence.note_committed(message.end)
+            if message.epoch == self._epoch:
+                self.feed(Durable(message.end))
             if self.key.rank == 0:
                 text = f"checkpoint {message.end} is durable on all {self._world_size} ranks"
                 self._events.add("info", "persisted", text, self.key)
@@ -135,6 +142,11 @@ class RankPersistence:
             self.core.cadence.note_left_alone(message.end)
             text = f"checkpoint {message.end} does not count: {message.missing}"
             self._events.add("warning", "persist_incomplete", text, self.key)
+
+    def fenced(self, message: w.RankFenced) -> None:
+        """After a manifest of ours a later history was seen."""
+        if message.epoch > self._epoch:  # else we have joined it meanwhile
+            self._fence(message.reason)
 
     def state(self) -> PersistState:
         """For `ckptctl status`."""
@@ -147,21 +159,28 @@ class RankPersistence:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is on its way."""
-        return not self._opened or (self.core.idle and not self._flush)
+        """Whether nothing is on its way, or can be."""
+        if self._refused or self._open_failed:
+            return True
+        return self.core.idle and not self._flush
 
     def close(self) -> None:
         """Let all slots go."""
         self._closed = True
-        for key in list(self._held):
-            self._release(key)
+        self._holds.release_all()
 
     def feed(self, event: Event) -> None:
-        """An event, and what follows from it."""
-        if self._closed:
+        """An event, and what follows from it; an event that follows from an effect comes after all effects."""
+        self._waiting.append(event)
+        if self._feeding:
             return
-        for effect in self.core.handle(event, now_s=self._clock()):
-            self._perform(effect)
+        self._feeding = True
+        try:
+            while self._waiting and not self._closed:
+                for effect in self.core.handle(self._waiting.popleft(), now_s=self._clock()):
+                    self._perform(effect)
+        finally:
+            self._feeding = False
 
     # -- the store keeper ------------------------------------------------------------------------
 
@@ -170,13 +189,12 @@ class RankPersistence:
             return
         self._opening = True
         self._open_at_s = self._clock() + _OPEN_AGAIN_S
-        message = w.OpenRank(
-            self._child.next_id(), self._name, self._world_size, self._epoch, self._epoch_start
-        )
-        self._child.ask(message, partial(self._was_opened, self._epoch), self._not_opened)
+        epoch = self._epoch
+        message = w.OpenRank(self._child.next_id(), self._name, epoch, self._epoch_start)
+        self._child.ask(message, partial(self._was_opened, epoch), partial(self._not_opened, epoch))
 
     def _was_opened(self, epoch: int, reply: w.Opened) -> None:
-        self._opening = False
+        self._opening = self._open_failed = False
         if epoch != self._epoch:
             self._open()
             return
@@ -185,109 +203,96 @@ class RankPersistence:
         self.feed(Durable(reply.committed))
         self.changed()
 
-    def _not_opened(self, code: str, reason: str) -> None:
+    def _not_opened(self, epoch: int, code: str, reason: str) -> None:
         self._opening = False
         if code == AWAY:
             return  # it is started again, and asked again
-        self._refused = code == w.FailureCode.FENCED
-        level, again = ("error", "") if self._refused else ("warning", "; trying again")
-        text = f"nothing of {self.key} is made durable: {reason}{again}"
-        self._events.add(level, f"persist.{code}", text, self.key)
+        if epoch != self._epoch:
+            self._open()  # the answer is about a history that was left
+        elif code == w.FailureCode.FENCED:
+            self._fence(reason)
+        else:
+            self._open_failed = True
+            text = f"nothing of {self.key} is made durable: {reason}; trying again"
+            self._events.add("warning", f"persist.{code}", text, self.key)
+
+    def _fence(self, reason: str) -> None:
+        """Somebody else writes under our names: nothing more is stored until another epoch is joined."""
+        self._opened, self._refused, self._flush = False, True, False
+        self.feed(Fenced(reason))
 
     def _tell_epoch(self) -> None:
-        if self._opened:
-            self.feed(Joined(self._epoch, self._epoch_start, self._span()))
+        self.feed(Joined(self._epoch, self._epoch_start, self._span()))
 
     # -- effects ---------------------------------------------------------------------------------
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Hold):
-            self._hold(effect.key, effect.record)
+            if not self._holds.hold(effect.key, effect.record):
+                self.feed(Lost(effect.key))
         elif isinstance(effect, Release):
-            self._release(effect.key)
+            self._holds.release(effect.key)
         elif isinstance(effect, Store):
-            self._ask_to_store(effect.key, effect.record)
+            self._ask_to_store(effect.key)
         elif isinstance(effect, Commit):
             self._ask_to_commit(effect)
         elif isinstance(effect, Note):
             self._events.add(effect.level, effect.kind, effect.message, self.key)
 
-    def _ask_to_store(self, key: SnapshotKey, record: SlotRecord) -> None:
-        segment = self._store.get(self.key, key.generation)
-        if segment is None or key not in self._held:
-            self.feed(Lost(key))
-            return
+    def _ask_to_store(self, key: SnapshotKey) -> None:
+        held = self._holds.get(key)
+        if held is None:
+            return  # the core was told when it could not be held
         message = w.StoreSlot(
             self._child.next_id(),
             self._name,
             w.SnapshotId(*key),
-            str(segment.path),
-            record.index,
+            str(held.segment.path),
+            held.index,
         )
 
         def stored(reply: w.StoredSlot) -> None:
             self._events.count("persisted_bytes", reply.uploaded_bytes)
             self._events.count("persist_spared_bytes", reply.size_bytes - reply.uploaded_bytes)
-            self.feed(Stored(key, reply.size_bytes, reply.uploaded_bytes))
+            self.feed(Stored(key, reply.uploaded_bytes))
 
         def refused(code: str, reason: str) -> None:
-            if code == w.FailureCode.LOST:
-                self.feed(Lost(key))
-            elif code != AWAY:  # of that `keeper_died` tells
+            # Of the keeper's end `keeper_died` tells. What is lost although it is held is damaged, or its file is gone.
+            if code != AWAY:
                 self.feed(StoreFailed(key, reason))
 
         self._child.ask(message, stored, refused)
 
     def _ask_to_commit(self, effect: Commit) -> None:
-        segment = self._store.get(self.key, effect.keys[-1].generation)
+        last, epoch = effect.keys[-1], self._epoch
+        segment = self._store.get(self.key, last.generation)
         if segment is None:
-            self.feed(CommitFailed(effect.end, "its generation was dropped"))
+            self.feed(CommitFailed(last, "its generation was dropped"))
             return
-        told = segment.descriptor
         message = w.CommitRank(
             self._child.next_id(),
             self._name,
             self._world_size,
-            self._epoch,
-            self._epoch_start,
-            effect.start,
             effect.end,
             effect.stride,
             [w.SnapshotId(*key) for key in effect.keys],
             segment.raw_descriptor(),
             segment.geometry.slot_bytes,
-            told.window,
+            segment.descriptor.window,
             segment.geometry.num_slots,
         )
 
         def refused(code: str, reason: str) -> None:
             if code == w.FailureCode.UNKNOWN:
                 self.feed(Forgotten())
+            elif code == w.FailureCode.FENCED and epoch == self._epoch:
+                self._fence(reason)
             elif code != AWAY:
-                self.feed(CommitFailed(effect.end, reason))
+                self.feed(CommitFailed(last, reason))
 
-        self._child.ask(message, lambda _: self.feed(Committed(effect.end)), refused)
+        self._child.ask(message, lambda _: self.feed(Committed(last)), refused)
 
-    # -- slots -----------------------------------------------------------------------------------
-
-    def _hold(self, key: SnapshotKey, record: SlotRecord) -> None:
-        """Keep the trainer from reusing the slot; if it was quicker, the core is told when it asks to store."""
-        segment = self._store.get(self.key, key.generation)
-        if segment is None or key in self._held:
-            return
-        fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
-        if locks.try_lock(fd, slot_lock_byte(record.index), exclusive=False):
-            header = segment.header(record.index)
-            sealed = header is not None and header.state is SlotState.SEALED
-            if sealed and header is not None and header.sequence == key.sequence:
-                self._held[key] = fd
-                return
-        os.close(fd)
-
-    def _release(self, key: SnapshotKey) -> None:
-        fd = self._held.pop(key, None)
-        if fd is not None:
-            os.close(fd)
+    # -- the pace --------------------------------------------------------------------------------
 
     def _measure(self, records: tuple[SlotRecord, ...]) -> None:
         """How long an iteration takes, from how far the rank has come."""

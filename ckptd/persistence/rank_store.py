@@ -15,9 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import ckptd
+from ckptd.persistence.shared_look import Seen
 from ckptd.persistence.slot_source import HeldSlot, SlotLost
 from ckptd.persistence.wire import CommitRank, SnapshotId
 from ckptd.storage.commit import Views
@@ -66,9 +67,14 @@ class Kept:
     snapshot: StoredSnapshot
     header: bytes
     relied: frozenset[str]
-    since_s: float = (
-        math.inf
-    )  # when it was begun to be put; of what a manifest refers to, that manifest vouches for it
+    # When it was begun to be put; of what a manifest refers to, that manifest vouches for it.
+    since_s: float = math.inf
+
+
+class Look(Protocol):
+    """Lists the run for a rank that is about to commit the checkpoint ``end``; ``fresh``: nobody else's listing will do."""
+
+    def __call__(self, end: int, *, fresh: bool) -> Seen: ...
 
 
 class RankStore:
@@ -78,9 +84,10 @@ class RankStore:
         prompt: the same store; gives up after a minute.
         run_id: of the run that the names stand for.
         base: the key of this rank's manifest that tells what need not be uploaded again; "" if none is sure to stay.
-        look: lists the run.
+        look: lists the run, for several ranks at once.
         neighbours: the other ranks of this run on this node.
         read_back: compare what was stored, byte for byte, before it counts.
+        wall_ns: this node's clock. It is compared with the store's in one place only (`_upload`).
     """
 
     def __init__(
@@ -93,15 +100,16 @@ class RankStore:
         *,
         run_id: str,
         base: str,
-        look: Callable[[], Views],
+        look: Look,
         neighbours: Callable[[], Iterable[RankStore]],
         read_back: bool,
         map_fn: MapFunction,
+        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._store, self._prompt = store, prompt
         self._job, self._run, self.rank = job, run, rank
         self._run_id, self._look, self._neighbours = run_id, look, neighbours
-        self._read_back, self._map = read_back, map_fn
+        self._read_back, self._map, self._wall_ns = read_back, map_fn, wall_ns
         self._lock = threading.Lock()
         self._since: dict[_Name, Kept] = {}
         self._base: dict[_Name, Kept] = {}
@@ -174,16 +182,20 @@ class RankStore:
             message.world_size,
             message.window,
             message.stride,
-            time.time_ns(),
+            self._wall_ns(),
             message.slot_bytes,
             message.num_slots,
             message.descriptor,
             TOOL,
             tuple(k.snapshot for k in kept),
         )
-        listed_s = time.monotonic()
-        self._check_may_commit(self._look(), manifest, frozenset().union(*(k.relied for k in kept)))
-        if time.monotonic() - listed_s > _LIST_WITHIN_S:
+        relied = frozenset().union(*(k.relied for k in kept))
+        seen = self._look(message.end, fresh=False)
+        if seen.shared and seen.views.refusal(manifest.checkpoint, relied):
+            # It may have been begun before what this rank relies on was there.
+            seen = self._look(message.end, fresh=True)
+        self._check_may_commit(seen.views, manifest, relied)
+        if time.monotonic() - seen.begun_s > _LIST_WITHIN_S:
             raise Unavailable(manifest.key, "listing the run took too long to act upon it")
         try:
             self._prompt.put(manifest.key, [memoryview(manifest.to_bytes())], if_absent=True)
@@ -253,10 +265,14 @@ class RankStore:
 
     def _upload(self, plan: UploadPlan, image: memoryview) -> tuple[ObjectInfo, int]:
         """Put what is new. The key stands for the content: if it has been there for a short time only, we put it in a life before;
-        what is older may be taken for garbage, and is put again."""
+        what is older may be taken for garbage, and is put again.
+
+        A clock that is wrong by hours puts it again in vain, or takes what is hours old for young: that is committed within an
+        hour or two, long before half the grace time (docs/format.md §7).
+        """
         there = self._store.info(plan.key)
         if there is not None and there.size == plan.size:
-            age_s = abs(time.time_ns() - there.modified_ns) / 1e9
+            age_s = abs(self._wall_ns() - there.modified_ns) / 1e9
             if age_s < _FORGET_S:
                 return there, 0
         info = self._store.put(plan.key, plan.parts(image))

@@ -12,6 +12,7 @@ from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader, pack_slot_header
 from ckptd.persistence import wire as w
 from ckptd.persistence.rank_store import TOOL, RankStore
+from ckptd.persistence.shared_look import Seen, SharedLook
 from ckptd.storage.catalog import (
     Catalog,
     CheckpointState,
@@ -21,7 +22,7 @@ from ckptd.storage.catalog import (
 from ckptd.storage.commit import Views, see
 from ckptd.storage.manifest import ManifestError, RankManifest, StoredSnapshot
 from ckptd.storage.names import CheckpointId, RunName, run_prefix
-from ckptd.storage.objects import Damaged, ObjectExists, ObjectMissing
+from ckptd.storage.objects import Damaged, ObjectExists, ObjectMissing, ObjectStore
 from ckptd.storage.reader import (
     MapFunction,
     SnapshotDamaged,
@@ -44,13 +45,18 @@ _BATCH = 500
 # What was decided is done within half the settle time, 300 s (docs/format.md §7, §8): no attempt begins later than the sum of these,
 # and one that has begun may take three requests' time.
 _DELETE_WITHIN_S = 60.0
+_READ_WITHIN_S = 10.0  # of these
 _PROMPT_S = 60.0
 
 Tell = Callable[[str, str, str], None]
 
 
 class Fenced(RuntimeError):
-    """Somebody else writes under these names."""
+    """Somebody else writes under these names: the store shows this later epoch, of which nothing is known here."""
+
+    def __init__(self, epoch: int, text: str) -> None:
+        super().__init__(text)
+        self.epoch = epoch
 
 
 class RunStore:
@@ -58,6 +64,7 @@ class RunStore:
 
     Args:
         tell: an event: level, kind, text.
+        wall_ns: this node's clock, of which nothing here depends.
     """
 
     def __init__(
@@ -70,15 +77,18 @@ class RunStore:
         read_back: bool,
         map_fn: MapFunction,
         tell: Tell,
+        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._store, self.job, self.run = store, job, run
         self._prompt = store.within(_PROMPT_S)
         self._policy, self._read_back, self._map, self._tell = policy, read_back, map_fn, tell
+        self._wall_ns = wall_ns
         self._lock = threading.Lock()
         self._iterations: dict[int, threading.Lock] = {}
         self._identity: RunIdentity | None = None
         self._epochs: dict[int, int] = {}
         self._ranks: dict[int, RankStore] = {}
+        self._shared = SharedLook()
         self._offered: dict[str, RankManifest] = {}
         self._doubted: set[CheckpointId] = set()
         self._complete: deque[tuple[int, int]] = deque(maxlen=16)
@@ -115,10 +125,11 @@ class RunStore:
                 rank,
                 run_id=identity.run_id,
                 base=base,
-                look=self._look,
+                look=self._look_to_commit,
                 neighbours=lambda: self._others(rank),
                 read_back=self._read_back,
                 map_fn=self._map,
+                wall_ns=self._wall_ns,
             )
         except (ManifestError, ObjectMissing, SnapshotDamaged) as error:
             if not base:
@@ -130,6 +141,12 @@ class RunStore:
         """What `open` has made."""
         with self._lock:
             return self._ranks.get(rank)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many were opened."""
+        with self._lock:
+            return len(self._ranks)
 
     def turn(self, iteration: int) -> threading.Lock:
         """Held while a snapshot of this iteration is stored: one rank after the other, so that they share."""
@@ -150,7 +167,7 @@ class RunStore:
         if self._identity is None:
             found = read_identity(self._store, self.job, self.run)
             if found is None:
-                mine = RunIdentity(self.job, self.run, secrets.token_hex(8), time.time_ns(), TOOL)
+                mine = RunIdentity(self.job, self.run, secrets.token_hex(8), self._wall_ns(), TOOL)
                 try:
                     key = RunName(self.job, self.run).key
                     self._store.put(key, [memoryview(mine.to_bytes())], if_absent=True)
@@ -168,24 +185,46 @@ class RunStore:
 
     def _look(self) -> Views:
         """What the store shows of the run, to everybody and to us."""
-        with self._lock:
-            known = dict(self._epochs)
-        listing = self._store.list(run_prefix(self.job, self.run))
+        return self._look_knowing(self._known_epochs(), self._store)
+
+    def _look_to_commit(self, end: int, *, fresh: bool) -> Seen:
+        """The same for a rank that is about to commit, once for all ranks of this node.
+
+        It gives up after a minute: what it shows could not be acted upon any more.
+
+        Raises:
+            Fenced: a later history is there.
+        """
+        known = self._known_epochs()
+        seen = self._shared.get(
+            (end, frozenset(known.items())),
+            lambda: self._look_knowing(known, self._prompt),
+            sharers=self.num_ranks,
+            fresh=fresh,
+        )
+        self._check_epochs(seen.views.own, max(known))
+        return seen
+
+    def _look_knowing(self, known: Mapping[int, int], store: ObjectStore) -> Views:
+        listing = store.list(run_prefix(self.job, self.run))
         return see(listing, self.job, self.run, known_epochs=known)
+
+    def _known_epochs(self) -> dict[int, int]:
+        with self._lock:
+            return dict(self._epochs)
 
     def _catalog_of(self, iteration: int) -> Catalog:
         """The same of one iteration (a large run has many objects)."""
-        with self._lock:
-            known = dict(self._epochs)
         listing = self._store.list(f"{run_prefix(self.job, self.run)}{iteration:012d}/")
-        return build_catalog(listing, self.job, self.run, known_epochs=known)
+        return build_catalog(listing, self.job, self.run, known_epochs=self._known_epochs())
 
     def _check_epochs(self, catalog: Catalog, epoch: int) -> None:
         later = [number for number in catalog.epochs if number > epoch]
         if later:
             raise Fenced(
+                max(later),
                 f"the store holds checkpoints of {self.job}/{self.run} of epoch {max(later)}, and this job is in epoch "
-                f"{epoch}: another job writes under these names, or recovered this one; give one of them another run="
+                f"{epoch}: another job writes under these names, or recovered this one; give one of them another run=",
             )
 
     def settled(self, end: int, epoch: int) -> tuple[bool, str]:
@@ -268,8 +307,8 @@ class RunStore:
             raise
 
     def doubt(self, name: str) -> None:
-        """What was read of a checkpoint is damaged: it is offered no more."""
-        manifest = self._offered.pop(name, None)
+        """What was read of a checkpoint is damaged: it is offered no more. Who has found it may read the rest of it."""
+        manifest = self._offered.get(name)
         if manifest is not None and manifest.checkpoint not in self._doubted:
             self._doubted.add(manifest.checkpoint)
             text = f"checkpoint {manifest.checkpoint} of {self.job}/{self.run} is damaged ({name}); an older one is used"
@@ -283,14 +322,16 @@ class RunStore:
         Raises:
             StoreError: the store cannot be read, or does not delete; what was begun goes on the next time.
         """
-        self._read_all(self._look().own)  # may take long, and is remembered
-        listed_s = time.monotonic()
-        catalog = self._look().own
-        now_ns = max(_times(catalog), default=0)  # the store's clock, by the newest thing in it
+        listed_s, catalog = time.monotonic(), self._look().own
         self._read_all(catalog)
+        if time.monotonic() - listed_s > _READ_WITHIN_S:  # what was read is remembered
+            listed_s, catalog = time.monotonic(), self._look().own
+            self._read_all(catalog)
+        now_ns = max(_times(catalog), default=0)  # the store's clock, by the newest thing in it
         # Its writers saw all of it in the store before they wrote their manifests. It must be there still.
         sizes = {o.info.key: o.info.size for listed in catalog.objects.values() for o in listed}
-        verified = {c.id for c in catalog.committed if self._is_whole(c, sizes)} - self._doubted
+        complete = [c for c in catalog.checkpoints if c.complete]  # stale ones of another run, too
+        verified = {c.id for c in complete if self._is_whole(c, sizes)} - self._doubted
         references = {k: References.of(m) for k, m in self._manifests.items()}
         plan = plan_retention(
             catalog, self._policy, verified=verified, references=references, now_ns=now_ns

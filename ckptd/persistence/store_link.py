@@ -3,6 +3,9 @@
 A `StoreLink` answers like a `PeerLink` whose node is `STORE_NODE`, so the recovery plan, the fetches and the drills know nothing of
 storage: a committed checkpoint is a segment, each of its snapshots a slot. What is read goes from the store keeper straight into
 the file of the segment that is filled. All on the daemon's loop thread.
+
+A trainer that starts waits for what is durable, and is refused where that cannot be told. So the question outlives the keeper: if it
+dies over it, the next one is asked, as long as the trainer can be expected to wait for the answer.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from ckptd.memory.segment_format import decode_descriptor
 from ckptd.memory.segments import Segment
 from ckptd.peers.peer_link import Post
 from ckptd.persistence import wire as w
-from ckptd.persistence.child import StoreChild
+from ckptd.persistence.child import AWAY, StoreChild
 from ckptd.recovery.held import STORE_NODE
 from ckptd.recovery.holdings import operators_id
 from ckptd.transport import peer_messages as p
@@ -31,6 +34,9 @@ from ckptd.transport.verbs import Completion, Done, Fault, PeerAddress, RegionKe
 __all__ = ["StoreLink"]
 
 _TOKEN = bytes(16)
+# How long a question is put to one keeper after the other. A trainer waits 900 s for its answer (`ckptd.client.session`), of which
+# the last keeper may need the 600 s of `store_deadline_s`; and by then eight of them have died over it.
+_ASK_FOR_S = 120.0
 
 
 class StoreLink:
@@ -50,14 +56,22 @@ class StoreLink:
         ranks_of: Callable[[str, str], Iterable[int]],
         segments: Callable[[], Iterable[Segment]],
         boot_id: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._child, self._post = child, post
+        self._child, self._post, self._clock = child, post, clock
         self._ranks_of, self._segments = ranks_of, segments
         self.boot_id = boot_id
         self.address = PeerAddress(STORE_NODE, "")
         self._known: dict[str, w.StoredCheckpoint] = {}
         self._regions: dict[int, tuple[str, int]] = {}
         self._numbers = itertools.count(1)
+        self._unanswered: list[Callable[[], None]] = []  # to be asked again
+
+    def tick(self) -> None:
+        """Time passed: ask again what a keeper died over; the child starts the next one when its time has come."""
+        again, self._unanswered = self._unanswered, []
+        for ask in again:
+            ask()
 
     def ask(
         self,
@@ -68,7 +82,7 @@ class StoreLink:
         *,
         timeout_s: float = 0.0,
     ) -> None:
-        """As `PeerLink.ask`; the store keeper has deadlines of its own."""
+        """As `PeerLink.ask`; the store keeper has deadlines of its own, and its death is not the end of a `GetHoldings`."""
         if isinstance(message, GetHoldings):
             self._find(message, done, failed)
             return
@@ -84,7 +98,7 @@ class StoreLink:
         if isinstance(message, p.CloseRead):
             self._regions.pop(message.region, None)
         elif isinstance(message, p.DoubtSlot):
-            self._known.pop(message.name, None)
+            # It stays known here: other snapshots of the checkpoint, and other parts of this one, may be whole.
             self._child.tell(w.DoubtStored(message.name))
 
     def get(
@@ -110,7 +124,7 @@ class StoreLink:
         self._child.ask(
             message,
             lambda _: read.end(None, ""),
-            lambda code, reason: read.end(Fault.REFUSED, f"{code}: {reason}"),
+            lambda code, reason: read.end(_fault(code), f"{code}: {reason}"),
         )
         return read
 
@@ -126,8 +140,19 @@ class StoreLink:
             epoch = max((c.epoch for c in reply.checkpoints), default=-1)
             done(Holdings(STORE_NODE, tuple(segments), epoch))
 
-        question = w.FindStored(self._child.next_id(), message.job, message.run, ranks)
-        self._child.ask(question, found, failed)
+        give_up_s = self._clock() + _ASK_FOR_S
+
+        def refused(code: str, reason: str) -> None:
+            if code == AWAY and self._clock() < give_up_s:
+                self._unanswered.append(ask)
+            else:
+                failed(code, reason)
+
+        def ask() -> None:
+            question = w.FindStored(self._child.next_id(), message.job, message.run, ranks)
+            self._child.ask(question, found, refused)
+
+        ask()
 
     def _held(self, stored: w.StoredCheckpoint) -> HeldSegment | None:
         try:
@@ -196,6 +221,10 @@ class _Read:
     def end(self, fault: Fault | None, detail: str) -> None:
         seconds = time.monotonic() - self._began_s
         self._done(Completion(fault, detail, self._size_bytes if fault is None else 0, 0, seconds))
+
+
+def _fault(code: str) -> Fault:
+    return Fault.DAMAGED if code == w.FailureCode.DAMAGED else Fault.REFUSED
 
 
 def _address(view: memoryview) -> int:

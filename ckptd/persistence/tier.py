@@ -51,6 +51,7 @@ class StorageTier:
             post=post,
             told=self._told,
             settled=self._settled,
+            fenced=self._fenced,
             died=self._died,
             clock=clock,
             nice=config.nice,
@@ -70,7 +71,6 @@ class StorageTier:
             cadence = Cadence(self._config.persist_every, self._config.persist_every_s)
             rank = self._ranks[key] = RankPersistence(
                 key,
-                world_size,
                 Persister(cadence),
                 self._store,
                 self._child,
@@ -78,7 +78,7 @@ class StorageTier:
                 span=lambda: self._span_of(key.job, key.run),
                 clock=self._clock,
             )
-        rank.join(epoch, epoch_start)
+        rank.join(world_size, epoch, epoch_start)
 
     def changed(self, key: RankKey) -> None:
         """The snapshots of a rank changed."""
@@ -98,6 +98,7 @@ class StorageTier:
     def tick(self) -> None:
         """Time passed."""
         self._child.tick()
+        self.link.tick()
         for key, rank in list(self._ranks.items()):
             rank.tick()
             if rank.over:
@@ -130,9 +131,17 @@ class StorageTier:
             self._events.add(message.level, message.kind, message.message)
 
     def _settled(self, message: w.Settled) -> None:
-        rank = self._ranks.get(RankKey(message.rank.job, message.rank.run, message.rank.rank))
+        rank = self._rank(message.rank)
         if rank is not None:
             rank.settled(message)
+
+    def _fenced(self, message: w.RankFenced) -> None:
+        rank = self._rank(message.rank)
+        if rank is not None:
+            rank.fenced(message)
+
+    def _rank(self, name: w.RankName) -> RankPersistence | None:
+        return self._ranks.get(RankKey(name.job, name.run, name.rank))
 
     def _died(self, reason: str) -> None:
         self._events.add("error", "store_keeper_died", reason)

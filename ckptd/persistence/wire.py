@@ -31,6 +31,7 @@ __all__ = [
     "Opened",
     "Ping",
     "Pong",
+    "RankFenced",
     "RankName",
     "ReadRange",
     "Retain",
@@ -58,7 +59,7 @@ class RankName(Struct, frozen=True, array_like=True):
 
 
 class SnapshotId(Struct, frozen=True, array_like=True):
-    """Which snapshot of a rank; see `ckptd.replication.events.SnapshotKey`."""
+    """Which snapshot of a rank; see `ckptd.memory.snapshot_events.SnapshotKey`."""
 
     generation: int
     iteration: int
@@ -95,7 +96,6 @@ class OpenRank(Struct, frozen=True, tag=True):
 
     id: int
     rank: RankName
-    world_size: int
     epoch: int
     epoch_start: int
 
@@ -116,9 +116,6 @@ class CommitRank(Struct, frozen=True, tag=True):
     id: int
     rank: RankName
     world_size: int
-    epoch: int
-    epoch_start: int
-    start: int
     end: int
     stride: int
     snapshots: list[SnapshotId]
@@ -171,6 +168,7 @@ class FailureCode(StrEnum):
     """Why something was not done."""
 
     LOST = "lost"  # the slot holds something else
+    DAMAGED = "damaged"  # something stored is missing or cut short: asking again is in vain
     STORE = "store"  # the store refuses, or failed for too long
     FENCED = "fenced"  # the names are taken by another run
     UNKNOWN = "unknown"  # a snapshot or checkpoint that the keeper does not know (any more)
@@ -231,12 +229,24 @@ class Found(Struct, frozen=True, tag=True):
 
 
 class Settled(Struct, frozen=True, tag=True):
-    """What became of a checkpoint after our manifest: every rank has one, or they did not come in time."""
+    """What became of a checkpoint after our manifest: every rank has one, or they did not come in time.
+
+    ``epoch``: of its last snapshot.
+    """
 
     rank: RankName
     end: int
+    epoch: int
     complete: bool
     missing: str
+
+
+class RankFenced(Struct, frozen=True, tag=True):
+    """After our manifest a later ``epoch`` was seen, which we know nothing of: whoever is of it writes under our names."""
+
+    rank: RankName
+    epoch: int
+    reason: str
 
 
 class Told(Struct, frozen=True, tag=True):
@@ -252,7 +262,7 @@ class Pong(Struct, frozen=True, tag=True):
     """Yes."""
 
 
-FromKeeper = Opened | StoredSlot | Answer | Failed | Found | Settled | Told | Pong
+FromKeeper = Opened | StoredSlot | Answer | Failed | Found | Settled | RankFenced | Told | Pong
 
 _to_keeper = msgspec.msgpack.Decoder(ToKeeper)
 _from_keeper = msgspec.msgpack.Decoder(FromKeeper)

@@ -6,9 +6,17 @@ Users import them from there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ckptd.memory.ring import SlotRecord
+from ckptd.memory.snapshot_events import (
+    Hold,
+    Joined,
+    Note,
+    Release,
+    SnapshotKey,
+    Tick,
+    key_of,
+)
 
 __all__ = [
     "Abort",
@@ -39,38 +47,12 @@ __all__ = [
 ]
 
 
-class SnapshotKey(NamedTuple):
-    """Which snapshot of the rank: no two fills have the same key."""
-
-    generation: int
-    iteration: int
-    epoch: int
-    sequence: int
-
-
-def key_of(record: SlotRecord) -> SnapshotKey:
-    """The key of the snapshot in a slot."""
-    return SnapshotKey(record.generation, record.iteration, record.epoch, record.sequence)
-
-
 # -- events --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """The run goes on in this epoch: older histories end at ``epoch_start``. Comes before `Targets`.
-
-    ``span``: how many snapshots the longest suffix among all ranks has (the largest window).
-    """
-
-    epoch: int
-    epoch_start: int
-    span: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class Targets:
-    """The placement: the nodes that shall hold this rank's replicas."""
+    """The placement: the nodes that shall hold this rank's replicas. `Joined` comes before it."""
 
     nodes: tuple[str, ...]
 
@@ -165,11 +147,6 @@ class PeerBack:
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
 # -- effects -------------------------------------------------------------------------------------
 
 
@@ -216,30 +193,6 @@ class Abort:
     node: str
     key: SnapshotKey
     grant: object
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Take the read lock of the local slot, and see that it still holds this snapshot."""
-
-    key: SnapshotKey
-    record: SlotRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Give the read lock back: no target is being sent this snapshot any more."""
-
-    key: SnapshotKey
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Something for the event log; ``level`` is info, warning or error."""
-
-    level: str
-    kind: str
-    message: str
 
 
 Event = (

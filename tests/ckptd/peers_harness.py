@@ -109,7 +109,7 @@ class Trainer:
     def _write(self, segment: MappedSegment, index: int, iteration: int, size: int) -> None:
         table, window = self.memory.table, self.window
         layout = ImageLayout.build(
-            [TensorEntry("w", "U8", (size,))],
+            [TensorEntry(name, "U8", (size,)) for name in self.job.tensors],
             identity={"job": self.job.name},
             num_operators=window,
             anchors=1 << iteration % window,
@@ -130,8 +130,9 @@ class Trainer:
         slot = segment.slot(index)
         layout.write_header(slot, iteration=iteration, previous=self.last, scalars_len=0)
         random = np.random.default_rng((self.rank, iteration, table.epoch))
-        offset = layout.offset_of("w")
-        slot[offset : offset + size] = random.bytes(size)
+        for name in self.job.tensors:
+            offset = layout.offset_of(name)
+            slot[offset : offset + size] = random.bytes(size)
         segment.write_header(index, replace(header, state=SlotState.FILLED))
         segment.unlock_slot(index)
 
@@ -150,6 +151,7 @@ class Job:
 
     Args:
         homes: the node of each rank.
+        tensors: of each snapshot, all of one size.
         window: how many snapshots anchor everything; also the number of operators. One for all ranks, or of each.
     """
 
@@ -163,10 +165,11 @@ class Job:
         replicas: int | None = None,
         slot_bytes: int = 1 << 20,
         slack: int = 2,
+        tensors: Sequence[str] = ("w",),
     ) -> None:
         self.name, self.run, self.net, self.homes = "job", run, net, list(homes)
         self.windows = [window] * len(homes) if isinstance(window, int) else list(window)
-        self.replicas, self.slot_bytes = replicas, slot_bytes
+        self.replicas, self.slot_bytes, self.tensors = replicas, slot_bytes, tuple(tensors)
         self.num_slots = slots_for_window(max(self.windows), slack)
         self.written: dict[tuple[int, int, int, int], Snapshot] = {}
         self.trainers: list[Trainer] = []
@@ -220,9 +223,8 @@ class Job:
             told = [
                 s for (r, i, _, _), s in self.written.items() if (r, i) == (rank, view.iteration)
             ]
-            assert any(bytes(view.data("w")) in s.image for s in told), (
-                f"iteration {view.iteration}"
-            )
+            found = b"".join(bytes(view.data(tensor.name)) for tensor in view)
+            assert any(s.image.endswith(found) for s in told), f"iteration {view.iteration}"
             anchored |= 1 << view.iteration % self.windows[rank]
         assert anchored == (1 << self.windows[rank]) - 1
 

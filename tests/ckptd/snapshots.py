@@ -12,13 +12,14 @@ import numpy as np
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader
 from ckptd.memory.segments import open_segment
-from ckptd.storage.image import ImageLayout, TensorEntry, seal
+from ckptd.storage.image import ImageLayout, ImageView, TensorEntry, seal
 
 __all__ = [
     "IMAGE_BYTES",
     "Snapshot",
     "content_of",
     "flip",
+    "flip_tensor",
     "sealed_in",
     "snapshot_of",
     "states_in",
@@ -64,15 +65,18 @@ def content_of(header: SlotHeader) -> tuple[object, ...]:
     return (*identity, h.image_len, h.layout_id, h.header_digest)
 
 
-def snapshot_of(iteration: int, *, size: int = IMAGE_BYTES) -> Snapshot:
-    """A sealed snapshot that no trainer made, of an epoch 1."""
-    layout = ImageLayout.build(
-        [TensorEntry("w", "U8", (size,))], identity={"job": "job"}, num_operators=1, anchors=1
-    )
+def snapshot_of(
+    iteration: int, *, size: int = IMAGE_BYTES, tensors: Sequence[str] = ("w",)
+) -> Snapshot:
+    """A sealed snapshot that no trainer made, of an epoch 1; each of its tensors has ``size`` bytes."""
+    entries = [TensorEntry(name, "U8", (size,)) for name in tensors]
+    layout = ImageLayout.build(entries, identity={"job": "job"}, num_operators=1, anchors=1)
     image = bytearray(layout.image_len)
     layout.write_header(memoryview(image), iteration=iteration, previous=-1, scalars_len=0)
-    offset = layout.offset_of("w")
-    image[offset : offset + size] = np.random.default_rng(iteration).bytes(size)
+    random = np.random.default_rng(iteration)
+    for name in tensors:
+        offset = layout.offset_of(name)
+        image[offset : offset + size] = random.bytes(size)
     digest = seal(memoryview(image))
     header = SlotHeader(
         state=SlotState.SEALED,
@@ -86,6 +90,22 @@ def snapshot_of(iteration: int, *, size: int = IMAGE_BYTES) -> Snapshot:
         epoch=1,
     )
     return Snapshot(header, bytes(image))
+
+
+def flip_tensor(paths: Sequence[Path], iteration: int, name: str) -> None:
+    """Change a byte in the middle of a tensor of the one sealed snapshot of this iteration in these segment files."""
+    changed = 0
+    for path in paths:
+        segment = open_segment(path)
+        for index, header in segment.headers():
+            if header.state is SlotState.SEALED and header.iteration == iteration:
+                image = segment.image(index, header)
+                tensor = ImageView(image).tensor(name)
+                image[tensor.offset + tensor.nbytes // 2] ^= 1
+                changed += 1
+                image.release()
+        segment.close()
+    assert changed == 1
 
 
 def states_in(path: Path) -> list[SlotState]:

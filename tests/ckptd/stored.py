@@ -17,11 +17,12 @@ from ckptd.storage.objects import ObjectStore
 from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import read_manifest
 from ckptd.storage.verifier import verify_store
-from tests.storage.samples import JOB, Writer, window, write_identity
+from tests.storage.samples import JOB, RUN, Writer, window, write_identity
 
 __all__ = [
     "ENDS",
     "FROZEN",
+    "NAMES",
     "Ctl",
     "age",
     "fill_store",
@@ -31,6 +32,7 @@ __all__ = [
     "whole_ends",
 ]
 
+NAMES = (JOB, RUN)
 ENDS = (11, 21, 31)
 FROZEN = {
     "expert.0.w": 1

@@ -7,22 +7,17 @@ ranks that nobody disturbed and that know nothing of ckptd.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import pytest
 
 from ckptd.transport.keys import Keys, trust
 from tests.cluster.daemons import HostDaemon
-from tests.cluster.hosts import Cluster, Host, clean_environment
-from tests.cluster.torchrun import TorchrunJob
-from tests.e2e.compare import differences
+from tests.cluster.hosts import Cluster, Host
+from tests.cluster.training import ClusterTraining, undisturbed
 
 NUM_RANKS = 3
 TOTAL = 100
@@ -32,50 +27,20 @@ BACK_S = 60.0
 pytestmark = pytest.mark.slow
 
 
-class Run:
+class Run(ClusterTraining):
     """One job over a cluster with a daemon on every host; use as a context manager."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self.folder = cluster, folder
         settings = {"replicas": "2", "memory": "64MiB"}
-        self.daemons = {
-            host.name: HostDaemon(host, folder, settings=settings) for host in cluster.hosts
-        }
-        self.job = TorchrunJob(
-            cluster,
-            ["-m", "--", "tests.cluster.job", str(folder), "--total", str(TOTAL)],
-            nnodes=NUM_RANKS,
-            folder=folder,
-            env=lambda host: self.daemons[host.name].env,
+        super().__init__(
+            cluster, folder, num_ranks=NUM_RANKS, total=TOTAL, settings=settings, soon_s=BACK_S
         )
 
     def __enter__(self) -> Self:
         exchange_keys_here(self.daemons.values())
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(HostDaemon.start, self.daemons.values()))
-        self.job.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.job.stop()
+        return super().__enter__()
 
     # -- looking ---------------------------------------------------------------------------------
-
-    def events(self, rank: int, event: str, *, since_s: float = 0.0) -> list[dict[str, Any]]:
-        """What a rank has written, of one kind and after a moment; a line torn by a SIGKILL is none."""
-        path, found = self.folder / f"{rank}.jsonl", []
-        for line in path.read_text().splitlines() if path.exists() else ():
-            try:
-                told = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if told["event"] == event and told["time_s"] > since_s:
-                found.append(told)
-        return found
-
-    def newest_step(self, rank: int) -> int:
-        """The newest iteration that the rank has done; -1 for none."""
-        return max((told["step"] for told in self.events(rank, "step")), default=-1)
 
     def host_of(self, rank: int) -> Host:
         """Where the rank lives now."""
@@ -97,54 +62,19 @@ class Run:
 
     # -- doing -----------------------------------------------------------------------------------
 
-    def reach(self, step: int) -> None:
-        """Wait until every rank has done an iteration."""
-        for rank in range(NUM_RANKS):
-            self.job.until(
-                lambda rank=rank: self.newest_step(rank) >= step,  # type: ignore[misc]
-                f"iteration {step} of rank {rank}",
-                timeout_s=BACK_S,
-            )
-
-    def destroy(self, *hosts: Host) -> int:
-        """Destroy hosts one right after the other; the newest iteration that any rank has done by then."""
-        for host in hosts:
-            host.destroy()
-            self.job.lost(host)
-        return self._newest()
-
     def stop_processes(self, host: Host) -> int:
         """SIGKILL all processes of a host, the daemon among them; its memory stays."""
         host.kill_all()
         self.job.lost(host)
-        return self._newest()
-
-    def return_empty(self, host: Host) -> None:
-        """A destroyed host comes back with nothing, and offers itself to the job."""
-        host.boot()
-        self.daemons[host.name].start()
-        self.job.join(host)
-
-    def _newest(self) -> int:
-        return max(self.newest_step(rank) for rank in range(NUM_RANKS))
+        return self.newest_step
 
     def come_back(self, newest: int, *, since_s: float) -> None:
         """Wait until all ranks are beyond an iteration, and look at how they came back."""
         self.reach(newest + 1)
-        ends = {
-            self.events(rank, "attached", since_s=since_s)[-1]["resumed_from"]
-            for rank in range(NUM_RANKS)
-        }
+        ends = self.resumed_from(since_s=since_s)
         print(f"after iteration {newest}: resumed at {ends}, {time.time() - since_s:.1f} s")  # noqa: T201
         assert len(ends) == 1, "all ranks go on from the same iteration"
         assert None not in ends, "the run has started over"
-
-    def check_end(self, reference: Path) -> None:
-        """Let the job end, and compare."""
-        (self.folder / "hurry").touch()
-        self.job.wait(timeout_s=60)
-        for rank in range(NUM_RANKS):
-            assert differences(reference / f"{rank}.pt", self.folder / f"{rank}.pt") == []
 
 
 def exchange_keys_here(daemons: Iterable[HostDaemon]) -> None:
@@ -160,22 +90,7 @@ def exchange_keys_here(daemons: Iterable[HostDaemon]) -> None:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The end of ranks that nobody disturbs, without hosts and without ckptd."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "hurry").touch()
-    command = [sys.executable, "-m", "tests.cluster.job", str(folder), "--daemon", "none"]
-    command += ["--total", str(TOTAL), "--store", str(folder / "store")]
-    ranks = []
-    for rank in range(NUM_RANKS):
-        own = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(NUM_RANKS)}
-        env = {**clean_environment(), **own, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        ranks.append(subprocess.Popen(command, env=env))
-    try:
-        assert [process.wait(timeout=90) for process in ranks] == [0] * NUM_RANKS
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return folder
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"), num_ranks=NUM_RANKS, total=TOTAL)
 
 
 @pytest.fixture

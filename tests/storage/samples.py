@@ -100,12 +100,17 @@ def make_sample(
 
 
 def manifest_of(
-    snapshots: Iterable[StoredSnapshot], *, rank: int = 0, world_size: int = 1, job: str = JOB
+    snapshots: Iterable[StoredSnapshot],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    job: str = JOB,
+    run_id: str = RUN_ID,
 ) -> RankManifest:
     return RankManifest(
         job=job,
         run=RUN,
-        run_id=RUN_ID,
+        run_id=run_id,
         rank=rank,
         world_size=world_size,
         window=2,
@@ -127,6 +132,7 @@ class Writer:
     rank: int = 0
     world_size: int = 1
     job: str = JOB
+    run_id: str = RUN_ID
     min_tensor_bytes: int = 64
     index: StoredIndex = field(default_factory=StoredIndex)
     samples: dict[int, Sample] = field(default_factory=dict)
@@ -150,7 +156,13 @@ class Writer:
 
     def commit(self, samples: Iterable[Sample]) -> RankManifest:
         stored = [self.upload(sample) for sample in samples]
-        manifest = manifest_of(stored, rank=self.rank, world_size=self.world_size, job=self.job)
+        manifest = manifest_of(
+            stored,
+            rank=self.rank,
+            world_size=self.world_size,
+            job=self.job,
+            run_id=self.run_id,
+        )
         self.store.put(manifest.key, [memoryview(manifest.to_bytes())])
         return manifest
 

@@ -180,6 +180,18 @@ def test_a_writer_that_is_killed_leaves_a_file_that_is_found(
     assert _files(base) == []
 
 
+def test_what_is_being_written_is_as_old_as_the_folder_says(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node whose clock was a day ahead took what others were writing in a shared folder for left behind, and removed it."""
+    begun = tmp_path / "base" / ".ckptd-0123456789abcdef"
+    begun.write_bytes(b"half of it")
+    ahead_s = time.time() + 25 * 3600.0
+    monkeypatch.setattr(time, "time", lambda: ahead_s)
+    assert store.abort_uploads("", 24 * 3600.0) == 0
+    assert _files(tmp_path / "base") == [begun.name]
+
+
 def test_a_base_that_vanished_is_not_made_again(store: ObjectStore, tmp_path: Path) -> None:
     """It may be a mount: its objects would land on another disk."""
     _put(store, "a", b"x")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.storage import open_store as module
-from ckptd.storage.objects import NotInstalled, ObjectStore
+from ckptd.storage.objects import NotInstalled, ObjectStore, Unavailable
 from ckptd.storage.open_store import open_store
 from ckptd.storage.options import StoreOptions
 from ckptd.storage.store_base import public_url
@@ -73,6 +73,46 @@ def test_a_scheme_that_nobody_speaks() -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "options", "reason"),
+    [
+        ("s3://", {}, "names no bucket or container: write s3://name/path"),
+        ("gs:///x", {}, "names no bucket or container: write gs://name/path"),
+        ("abfss://x", {}, "Account must be specified"),
+        ("s3://a:99999/x", {}, "invalid port number"),
+        ("s3://bucket/%ff", {}, "contained non-unicode characters"),
+        ("s3://bucket/x", {"obstore": {"nonsense": "1"}}, "'nonsense' is not valid"),
+        ("s3://bucket/x", {"obstore": {"client_options": {"timeout": "z"}}}, 'parse "z" as Dura'),
+        ("github://a", {}, "missing 2 required positional arguments"),
+    ],
+)
+def test_what_a_client_cannot_open_is_a_value_error_on_one_line(
+    url: str, options: dict[str, object], reason: str
+) -> None:
+    """obstore raises exceptions of its own kind, with a page of its insides; fsspec's file systems raise what they like."""
+    with pytest.raises(ValueError, match=reason) as error:
+        open_store(url, options)
+    text = str(error.value)
+    assert ("\n" in text, "Debug source" in text) == (False, False)
+
+
+def test_what_cannot_be_opened_shows_no_secret() -> None:
+    """obstore quotes the URL, and the client's options may hold a token of their own."""
+    options = {"obstore": {"client_options": {"timeout": "tok-1"}, "bearer_token": "tok-1"}}
+    with pytest.raises(ValueError, match=r"parse \"\*\*\*\"") as error:
+        open_store("gs://bucket/x", options)
+    assert "tok-1" not in str(error.value)
+    with pytest.raises(ValueError, match=r"contained non-unicode") as error:
+        open_store("gs://me:hush@bucket/%ff", {})
+    assert "hush" not in str(error.value)
+
+
+def test_a_server_that_a_file_system_does_not_reach_is_unavailable() -> None:
+    """It connects when it is opened."""
+    with pytest.raises(Unavailable, match=r"^ftp://127\.0\.0\.1:1/x: "):
+        open_store("ftp://me:hush@127.0.0.1:1/x")
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         {"endpoint": "http://a"},
@@ -82,10 +122,12 @@ def test_a_scheme_that_nobody_speaks() -> None:
         {"attempts": 0},
         {"request_timeout_s": 0.0},
         {"key": "without a secret"},
+        {"part_bytes": "16777216"},
+        {"obstore": ["nonsense"]},
     ],
 )
 def test_options_that_cannot_work(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"unknown|must be|together"):
+    with pytest.raises(ValueError, match=r"unknown|must be|together|of another kind"):
         StoreOptions.of(wrong)
 
 
@@ -94,6 +136,7 @@ def test_secrets_show_nowhere() -> None:
     assert not {"id-1", "hush", "psst"} & {*repr(options).replace("'", " ").split()}
     assert options.hide("hush, said psst of id-1") == "***, said *** of ***"
     assert public_url("ftp://user:pass@host/a?sig=1#x") == "ftp://host/a"
+    assert public_url("s3://user:pass@[x/a") == "s3://…"
 
 
 @pytest.mark.parametrize(

@@ -52,15 +52,17 @@ class World:
         at: int = OLD,
         ranks: Iterable[int] | None = None,
         also: Collection[str] = (),
+        run_id: str = "a",
     ) -> CheckpointId:
         """Manifests of these ranks (all), each with an object of its own, ``also`` with these."""
         begin = end - 1 if start is None else start
-        name = CheckpointId(end, epoch, epoch_start, f"{end * 100 + epoch:032x}")
+        agreement = f"{run_id}{end * 100 + epoch:031x}"
+        name = CheckpointId(end, epoch, epoch_start, agreement)
         for rank in range(self.world_size) if ranks is None else ranks:
             own = {self.object(i, rank, epoch=epoch, at=at) for i in range(begin, end + 1)}
             key = ManifestName(JOB, RUN, name, rank, self.world_size).key
             self.listing[key] = ObjectInfo(key, 10, at, "")
-            self.references[key] = References(begin, frozenset(own | set(also)))
+            self.references[key] = References(begin, frozenset(own | set(also)), run_id)
         return name
 
     def pin(self, name: CheckpointId) -> None:
@@ -311,6 +313,77 @@ def test_only_manifests_that_stay_must_be_read() -> None:
     choice = choose_checkpoints(world.catalog, POLICY, verified=ids, now_ns=NOW)
     assert set(choice.kept) == set(ids[1:])
     assert set(choice.doomed) == {ids[0]}
+
+
+# -- several runs under one name -------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_one_run_never_replaces_one_of_another() -> None:
+    """Somebody removed ``run.json``, and the job began anew under the same names: by the listing alone, the two that were left
+    of the run before (which had come further) replaced all that the new one committed, and later the other way round."""
+    world = World()
+    before = [world.checkpoint(end, run_id="a") for end in (100, 110, 120)]
+    now = [world.checkpoint(end, run_id="b", epoch=8, epoch_start=10) for end in (20, 30, 130)]
+    plan = world.plan([*before, *now])
+    assert gone(plan) == {100, 20}
+    assert plan.kept == dict.fromkeys([before[1], before[2], now[1], now[2]], "one of the last 2")
+    assert {int(d.key.split("/")[2]) for d in plan.objects} == {99, 100, 19, 20}
+    assert gone(world.plan(now)) == {20}
+    assert gone(world.plan(before)) == {100}
+
+
+def test_a_history_of_one_run_makes_nothing_of_another_stale() -> None:
+    world = World()
+    before = world.checkpoint(100, run_id="a")
+    new = world.checkpoint(30, run_id="b", epoch=9, epoch_start=20)
+    assert world.plan([new]).kept == dict.fromkeys([before, new], "one of the last 2")
+    stale = World()
+    stale.checkpoint(100)
+    assert gone(stale.plan([stale.checkpoint(30, epoch=9, epoch_start=20)])) == {100}
+
+
+def test_an_unfinished_checkpoint_of_one_run_is_not_given_up_for_another() -> None:
+    world = World()
+    world.checkpoint(50, run_id="a")
+    world.checkpoint(60, run_id="a")
+    begun = world.checkpoint(40, run_id="b", ranks=[0])
+    reason = "incomplete, and no newer one is committed (long enough ago)"
+    assert world.plan([]).kept[begun] == reason
+
+
+def test_what_a_manifest_of_another_run_refers_to_stays() -> None:
+    """The new run found a tensor unchanged in what the run before it had stored, and the other way round."""
+    world = World()
+    of_before = world.object(5)
+    world.checkpoint(10, run_id="a", also={of_before})
+    shared = world.object(4)
+    ids = [world.checkpoint(end, run_id="b", also={shared}) for end in (20, 30, 40)]
+    plan = world.plan(ids)
+    assert gone(plan) == {20}
+    assert not {of_before, shared} & {deletion.key for deletion in plan.objects}
+
+
+def test_where_several_runs_are_what_cannot_be_read_stays_and_with_it_all_objects() -> None:
+    world = World()
+    ids = [world.checkpoint(end, run_id="a") for end in (10, 20, 30)]
+    other = world.checkpoint(5, run_id="b")
+    world.checkpoint(40, run_id="b")
+    unread = [key for key in world.references if "/000000000005/" in key]
+    plan = world.plan(ids, unread=unread)
+    assert plan.kept[other] == "of which run it is cannot be told"
+    assert (gone(plan), plan.objects) == ({10}, ())
+    known = world.plan(ids, unread=unread[:1])  # one of its two manifests tells
+    assert known.kept[other] == "one of the last 2"
+
+
+def test_objects_that_nobody_names_go_by_the_run_that_is_under_way() -> None:
+    """The run before had come further: its newest checkpoint says nothing of what this run may be storing."""
+    world = World()
+    world.checkpoint(100, run_id="a")
+    world.checkpoint(30, run_id="b", at=OLD + HOUR)
+    orphan, needed = (world.object(i, tag="f" * 16) for i in (20, 50))
+    keys = {deletion.key for deletion in world.plan([]).objects}
+    assert (orphan in keys, needed in keys) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from ckptd.ctl.store_access import OpenedStore, Place, StoreProblem
 from ckptd.memory.segments import Segment
 from ckptd.storage.names import ManifestName, parse
 from ckptd.storage.objects import ObjectInfo, ObjectStore, Unavailable
-from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import read_catalog
 from ckptd.storage.retention import RetentionPolicy
 from ckptd.storage.verifier import verify_store
@@ -23,6 +22,7 @@ from tests.ckptd.persistence.slots import descriptor, fill, segment_store
 from tests.ckptd.persistence.test_keeper import Desk
 from tests.ckptd.stored import (
     FROZEN,
+    NAMES,
     Ctl,
     age,
     fill_store,
@@ -35,38 +35,18 @@ from tests.ckptd.stored import (
 from tests.storage.memory_store import SECOND_NS, MemoryStore
 from tests.storage.samples import JOB, RUN, Writer, window
 
-NAMES = (JOB, RUN)
 AT_ONCE = ("--grace", "0", "--settle", "0")
 HOUR = 3600.0
 OLD = 30 * HOUR  # older than the grace time
 
-
-@pytest.fixture(autouse=True)
-def _no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("CKPTD_")]:
-        monkeypatch.delenv(name)
-    empty = tmp_path / "empty.toml"
-    empty.touch()
-    monkeypatch.setenv("CKPTD_CONFIG", str(empty))
+pytestmark = pytest.mark.usefixtures("no_configuration")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def store(folder: Path) -> ObjectStore:
+def store(store: ObjectStore, folder: Path) -> ObjectStore:
     """Checkpoints 11, 21 and 31 of two ranks, more than a day old."""
-    opened = open_store(str(folder))
-    fill_store(opened)
     age(folder, OLD)
-    return opened
-
-
-@pytest.fixture
-def ctl(capsys: pytest.CaptureFixture[str], folder: Path) -> Ctl:
-    return Ctl(capsys, str(folder))
+    return store
 
 
 def ends(store: ObjectStore) -> list[int]:
@@ -456,3 +436,20 @@ def test_a_stale_checkpoint_of_which_a_later_one_is_whole_may_be_removed(
     assert ends(store) == [25, 21, 11]
     assert whole_ends(folder) == [11, 21, 25]
     assert object_keys(store, iteration=31) == []
+
+
+def test_each_run_of_a_name_keeps_its_own(ctl: Ctl, store: ObjectStore, folder: Path) -> None:
+    """Somebody removed ``run.json``, and the job began anew: what the run before had stored was "replaced" by what it has not to do
+    with, and its newest checkpoint could be removed without being asked twice."""
+    for rank in (0, 1):
+        other = Writer(store, rank=rank, world_size=2, run_id="89abcdef")
+        for end in (41, 51):
+            other.commit(window(end, seeds=FROZEN, rank=rank))
+    age(folder, OLD)
+    ctl("gc", "--keep-last", "1", *AT_ONCE)
+    assert ends(store) == [51, 31]
+    for newest in ("31", "51"):
+        assert "it is the newest whole one" in ctl("rm", *NAMES, newest, code=4)
+    ctl("rm", *NAMES, "31", "--force")
+    assert ends(store) == [51]
+    assert set(object_keys(store)) == set(needed_by(store, 51))

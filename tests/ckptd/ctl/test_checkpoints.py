@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,10 @@ import pytest
 from ckptd.ctl.store_access import OpenedStore, Place
 from ckptd.ctl.store_checks import check_run
 from ckptd.storage.objects import ObjectStore
-from ckptd.storage.open_store import open_store
 from tests.ckptd.stored import (
     ENDS,
     FROZEN,
+    NAMES,
     Ctl,
     age,
     fill_store,
@@ -25,34 +24,7 @@ from tests.ckptd.stored import (
 from tests.storage.memory_store import MemoryStore
 from tests.storage.samples import JOB, RUN, Writer, window, write_identity
 
-NAMES = (JOB, RUN)
-
-
-@pytest.fixture(autouse=True)
-def _no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("CKPTD_")]:
-        monkeypatch.delenv(name)
-    empty = tmp_path / "empty.toml"
-    empty.touch()
-    monkeypatch.setenv("CKPTD_CONFIG", str(empty))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "the store"
-
-
-@pytest.fixture
-def store(folder: Path) -> ObjectStore:
-    """Checkpoints 11, 21 and 31 of two ranks."""
-    opened_store = open_store(str(folder))
-    fill_store(opened_store)
-    return opened_store
-
-
-@pytest.fixture
-def ctl(capsys: pytest.CaptureFixture[str], folder: Path) -> Ctl:
-    return Ctl(capsys, str(folder))
+pytestmark = pytest.mark.usefixtures("no_configuration")
 
 
 def flip(folder: Path, key: str) -> None:

@@ -15,10 +15,10 @@ import pytest
 
 from ckptd.ctl.store_access import Place, opened
 from ckptd.storage.objects import ObjectStore
-from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import read_catalog
 from tests.ckptd.running import ROOT
 from tests.ckptd.stored import (
+    NAMES,
     Ctl,
     fill_store,
     needed_by,
@@ -27,35 +27,9 @@ from tests.ckptd.stored import (
 from tests.storage.s3_server import S3Server, weed
 from tests.storage.samples import JOB, RUN
 
-NAMES = (JOB, RUN)
 SECRET = "not-for-anybody-4711"
 
-
-@pytest.fixture(autouse=True)
-def _no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("CKPTD_")]:
-        monkeypatch.delenv(name)
-    empty = tmp_path / "empty.toml"
-    empty.touch()
-    monkeypatch.setenv("CKPTD_CONFIG", str(empty))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "the store"
-
-
-@pytest.fixture
-def store(folder: Path) -> ObjectStore:
-    """Checkpoints 11, 21 and 31 of two ranks."""
-    opened_store = open_store(str(folder))
-    fill_store(opened_store)
-    return opened_store
-
-
-@pytest.fixture
-def ctl(capsys: pytest.CaptureFixture[str], folder: Path) -> Ctl:
-    return Ctl(capsys, str(folder))
+pytestmark = pytest.mark.usefixtures("no_configuration")
 
 
 def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -121,7 +95,10 @@ def test_what_is_not_there_is_told_in_a_sentence(
     ("url", "options", "told"),
     [
         ("foo://x", "{}", "Protocol not known"),
-        ("s3://", "{}", "cannot be opened"),
+        ("s3://", "{}", "names no bucket or container"),
+        ("s3://b[x", "{}", "Invalid IPv6 URL"),
+        ("abfss://x", "{}", "cannot be opened: Generic MicrosoftAzure error"),
+        ("s3://b/x", json.dumps({"obstore": {"my_token": SECRET}}), "'my_token' is not valid"),
         ("gs://bucket/x", "{}", "gcsfs"),
         ("file://elsewhere/x", "{}", "a file URL has an absolute path"),
         ("/tmp", '{"frobnicate": 1}', "unknown storage options: frobnicate"),

@@ -2,197 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, cast
 
-import msgspec
 import pytest
 
-from ckptd.events import EventLog
 from ckptd.fetching import piece as fetch_piece
-from ckptd.fetching.job import FetchJob
+from ckptd.fetching.image import Wrong
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
-from ckptd.memory.segment_format import (
-    SlotHeader,
-    pack_slot_header,
-    slot_lock_byte,
-    write_slot_header,
-)
-from ckptd.memory.segments import Segment, SegmentStore
-from ckptd.peers.peer_link import PeerLink
+from ckptd.memory.segment_format import slot_lock_byte
 from ckptd.recovery.striping import PART_BYTES
-from ckptd.transport import peer_messages as p
-from ckptd.transport.messages import FetchPiece, FetchSource
+from ckptd.transport.messages import FetchSource
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey
 from ckptd.workers import Workers
-from tests.ckptd.running import descriptor, eventually
-from tests.ckptd.snapshots import Snapshot, snapshot_of
-
-MIB = 1 << 20
-SNAPSHOT = snapshot_of(4)
-AWAY = FetchSource("away", "a.seg", 0)
-
-
-@dataclass
-class Holder:
-    """Grants reads, and delivers when it is told to (`later`).
-
-    Args:
-        ended: what is got of the first so many reads is refused, as if they had been ended.
-        refuses: segments that it knows nothing of.
-        others: segments that hold something else.
-    """
-
-    ended: int = 0
-    refuses: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    snapshot: Snapshot = SNAPSHOT
-    boot_id: str = "b1"
-    opened: list[p.OpenRead] = field(default_factory=list)
-    closed: list[int] = field(default_factory=list)
-    doubted: list[str] = field(default_factory=list)
-    got_of: list[int] = field(default_factory=list)
-    later: list[Callable[[], None]] = field(default_factory=list)
-
-    def ask(
-        self,
-        message: p.PeerMessage,
-        expect: type,
-        done: Callable[[Any], None],
-        failed: Callable[[str, str], None],
-        *,
-        timeout_s: float = 10.0,
-    ) -> None:
-        assert isinstance(message, p.OpenRead)
-        if message.name in self.refuses:
-            self.later.append(lambda: failed("unknown", "it is not here"))
-            return
-        self.opened.append(message)
-        header = self.snapshot.header
-        if message.name in self.others:
-            header = replace(header, header_digest=bytes(len(header.header_digest)))
-        reply = p.ReadOpened(
-            len(self.opened), bytes(16), len(self.snapshot.image), pack_slot_header(header)
-        )
-        self.later.append(lambda: done(reply))
-
-    def tell(self, message: p.PeerMessage) -> None:
-        if isinstance(message, p.DoubtSlot):
-            self.doubted.append(message.name)
-            return
-        assert isinstance(message, p.CloseRead)
-        self.closed.append(message.region)
-
-    def get(
-        self, source: RegionKey, target: memoryview, *, offset: int, deadline_s: float, done: Done
-    ) -> None:
-        fault = Fault.REGION if source.region <= self.ended else None
-        self.got_of.append(source.region)
-        if fault is None:
-            target[:] = self.snapshot.image[offset : offset + len(target)]
-        self.later.append(lambda: done(Completion(fault, "", len(target), 0, 0.0)))
-
-
-@dataclass
-class Setting:
-    """A job on a node named "here"."""
-
-    store: SegmentStore
-    workers: Workers
-    holder: Holder | None = None
-    events: EventLog = field(default_factory=lambda: EventLog(100))
-    over: list[str] = field(default_factory=list)
-    doubted: list[tuple[str, int, int]] = field(default_factory=list)
-    segments: dict[str, Segment] = field(default_factory=dict)
-
-    def make(self, rank: int, num_slots: int = 2, slot_bytes: int = MIB) -> Segment:
-        told = msgspec.structs.replace(
-            descriptor(), rank=rank, node_id="here", created_at_ns=1, window=1, num_operators=1
-        )
-        segment = self.store.create(told, num_slots, slot_bytes)
-        self.segments[segment.path.name] = segment
-        return segment
-
-    def holding(self, *, damaged: bool = False) -> FetchSource:
-        """A copy of the snapshot on this very node."""
-        segment = self.make(len(self.segments) + 1)
-        image = segment.image(1, SNAPSHOT.header)
-        image[:] = SNAPSHOT.image
-        image[SNAPSHOT.header.image_len // 2] ^= damaged
-        write_slot_header(segment.buffer, segment.geometry, 1, SNAPSHOT.header)
-        return FetchSource("here", segment.path.name, 1)
-
-    def job(
-        self,
-        *sources: FetchSource,
-        header: SlotHeader = SNAPSHOT.header,
-        workers: Workers | None = None,
-        slot_bytes: int = MIB,
-    ) -> FetchJob:
-        holder = self.holder
-
-        def link(node: str) -> PeerLink | None:
-            return None if node == "here" else cast("PeerLink | None", holder)
-
-        job = FetchJob(
-            self.make(0, slot_bytes=slot_bytes),
-            [FetchPiece(pack_slot_header(header), sources)],
-            node="here",
-            link=link,
-            local=self.segments.get,
-            doubt=lambda s, index, sequence: self.doubted.append((s.path.name, index, sequence)),
-            verifiers=workers or self.workers,
-            map_fn=None,
-            events=self.events,
-            clock=lambda: 100.0,
-            finished=self.over.append,
-        )
-        job.start()
-        return job
-
-    def finish(self, job: FetchJob) -> str:
-        """Let everything happen that is under way, and a tick now and then; how the job ended."""
-
-        def finished() -> bool:
-            self.deliver()
-            self.workers.collect()
-            job.tick()
-            return bool(self.over)
-
-        eventually(finished, "the fetch ends")
-        self.deliver()
-        return self.over[0]
-
-    def deliver(self) -> None:
-        while self.holder is not None and self.holder.later:
-            self.holder.later.pop(0)()
-
-    def lost(self) -> list[str]:
-        return [
-            event.message
-            for event in self.events.page(0, 100).events
-            if event.kind == "fetch_source_lost"
-        ]
-
-
-@pytest.fixture
-def setting(tmp_path: Path) -> Iterator[Setting]:
-    workers = Workers("test", 1, 100, lambda: None)
-    store = SegmentStore(tmp_path, 64 * MIB, "here", mlock="off", hugepages="off")
-    yield Setting(store, workers)
-    workers.close(5.0)
-
-
-def check_sealed(segment: Segment, snapshot: Snapshot = SNAPSHOT) -> None:
-    header = segment.header(0)
-    assert header is not None
-    assert header.state is SlotState.SEALED
-    assert bytes(segment.image(0, header)) == snapshot.image
-    assert not locks.is_locked(segment.fd, slot_lock_byte(0), exclusive=True)
-
+from tests.ckptd.fetching.setting import AWAY, MIB, SNAPSHOT, Holder, Setting, check_sealed
+from tests.ckptd.snapshots import snapshot_of
 
 # -- what holders opened for us ------------------------------------------------------------------
 
@@ -263,22 +88,7 @@ def test_both_copies_of_one_node_are_closed_and_one_that_is_named_twice_is_opene
 def test_a_copy_that_is_damaged_is_doubted_and_the_other_one_of_its_node_delivers(
     setting: Setting,
 ) -> None:
-    @dataclass
-    class Liar(Holder):
-        def get(
-            self,
-            source: RegionKey,
-            target: memoryview,
-            *,
-            offset: int,
-            deadline_s: float,
-            done: Done,
-        ) -> None:
-            super().get(source, target, offset=offset, deadline_s=deadline_s, done=done)
-            if source.region == 1:
-                target[len(target) // 2] ^= 1
-
-    setting.holder = Liar()
+    setting.holder = Holder(damaged={"a.seg": [len(SNAPSHOT.image) // 2]})
     job = setting.job(AWAY, FetchSource("away", "b.rep", 0))
     assert setting.finish(job) == ""
     assert setting.holder.doubted == ["a.seg"]
@@ -390,11 +200,13 @@ def test_a_copy_on_this_node_waits_for_a_worker(setting: Setting) -> None:
     assert not setting.over
     job.tick()
     assert not setting.over
-    full._limit = 1  # a place became free; the job itself is done by hand
+    full._limit = 2  # places became free; the work itself is done by hand
     job.tick()
-    task = full._todo.get_nowait()
-    assert task is not None
-    task.done(task.task())
+    for _ in ("it is copied", "it is verified"):
+        assert not setting.over
+        task = full._todo.get_nowait()
+        assert task is not None
+        task.done(task.task())
     assert setting.over == [""]
     assert not setting.lost()
     check_sealed(job.segment)
@@ -461,8 +273,8 @@ def test_damage_that_nobody_delivered_fails_the_job(
 ) -> None:
     """Else it would be verified again and again."""
 
-    def beyond(image: memoryview, digest: bytes, map_fn: object) -> Sequence[tuple[int, int]]:
-        return [(len(image), len(image) + 1)]
+    def beyond(image: memoryview, digest: bytes, map_fn: object) -> Sequence[Wrong]:
+        return [Wrong(len(image), len(image) + 1, ("w",))]
 
     monkeypatch.setattr(fetch_piece, "wrong_ranges", beyond)
     setting.holder = Holder()

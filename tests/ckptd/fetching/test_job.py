@@ -76,7 +76,7 @@ def test_a_liar_is_found_out_and_another_delivers(data: str) -> None:
         assert flip(liar.replicas(0), [2]) == 1
         net.path(here, honest).delay_s = 0.02
         job.check_images(0, wanted(job))
-        assert here.saw("fetch_damaged", f"delivered by {liar.name}")
+        assert here.saw("fetch_damaged", f"1 tensor (w) of {liar.name}'s copy does not match")
         assert f"from {honest.name}" in fetched(here)
         job.end()
 

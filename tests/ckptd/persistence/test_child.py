@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ckptd.persistence import wire as w
-from ckptd.persistence.child import AWAY, StoreChild
+from ckptd.persistence.child import AWAY, BUSY, StoreChild
 
 RANK = w.RankName("job", "run", 0)
 
@@ -30,6 +30,7 @@ class Loop:
             post=self.posted.put,
             told=lambda message: None,
             settled=lambda message: None,
+            fenced=lambda message: None,
             died=self.died.append,
             clock=lambda: time.monotonic() + self.skipped_s,
             silent_s=silent_s,
@@ -51,7 +52,7 @@ class Loop:
         return answers
 
     def open(self) -> Any:
-        answers = self.begin(w.OpenRank(self.child.next_id(), RANK, 1, 1, -1))
+        answers = self.begin(w.OpenRank(self.child.next_id(), RANK, 1, -1))
         self.run_until(lambda: bool(answers))
         return answers[0]
 
@@ -81,7 +82,7 @@ def test_what_was_asked_fails_when_it_dies_and_it_is_started_again(loop: Loop) -
     loop.open()
     pid = loop.child.pid
     os.kill(pid, signal.SIGSTOP)  # so that it does not answer before
-    answers = loop.begin(w.OpenRank(loop.child.next_id(), RANK, 1, 1, -1))
+    answers = loop.begin(w.OpenRank(loop.child.next_id(), RANK, 1, -1))
     os.kill(pid, signal.SIGKILL)
     loop.run_until(lambda: bool(answers))
     code, reason = answers[0]
@@ -99,6 +100,19 @@ def test_a_keeper_that_does_not_read_holds_up_nothing(loop: Loop) -> None:
     for _ in range(2000):
         loop.begin(w.FindStored(loop.child.next_id(), "job", "run", list(range(500))))
     assert time.monotonic() - begun < 20
+    loop.child.close()
+
+
+def test_what_is_too_much_for_it_is_refused_and_does_not_pass_for_its_death(loop: Loop) -> None:
+    """Who asks hears of its death from elsewhere, and waited for that, for ever."""
+    loop.open()
+    os.kill(loop.child.pid, signal.SIGSTOP)
+    for _ in range(4096):
+        loop.begin(w.FindStored(loop.child.next_id(), "job", "run", []))
+    answers = loop.begin(w.FindStored(loop.child.next_id(), "job", "run", []))
+    loop.run_until(lambda: bool(answers))
+    assert answers[0][0] == BUSY
+    assert loop.died == []
     loop.child.close()
 
 

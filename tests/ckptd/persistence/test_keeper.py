@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +35,14 @@ RANK = w.RankName("job", "run", 0)
 class Desk:
     """Asks a keeper, and waits for what it says."""
 
-    def __init__(self, url: str, *, settle_s: float = 600.0, **settings: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        settle_s: float = 600.0,
+        wall_ns: Callable[[], int] = time.time_ns,
+        **settings: Any,
+    ) -> None:
         given = {
             "options": {},
             "backend": "auto",
@@ -47,9 +54,10 @@ class Desk:
         }
         self.said: queue.Queue[Any] = queue.Queue()
         configure = w.Configure(url, **{**given, **settings})
-        self.keeper = Keeper(configure, self.said.put, settle_s=settle_s)
+        self.keeper = Keeper(configure, self.said.put, settle_s=settle_s, wall_ns=wall_ns)
         self.told: list[w.Told] = []
         self.settled: list[w.Settled] = []
+        self.fenced: list[w.RankFenced] = []
         self._ids = 0
 
     def ask(self, kind: Any, *fields: Any) -> Any:
@@ -57,16 +65,28 @@ class Desk:
         self.keeper.handle(kind(self._ids, *fields))
         while True:
             found = self.said.get(timeout=30)
-            if isinstance(found, w.Told):
-                self.told.append(found)
-            elif isinstance(found, w.Settled):
-                self.settled.append(found)
-            else:
+            if not self._heard(found):
                 assert found.id == self._ids
                 return found
 
-    def open(self, rank: int = 0, *, world_size: int = 1, epoch: int = 1, start: int = -1) -> Any:
-        return self.ask(w.OpenRank, w.RankName("job", "run", rank), world_size, epoch, start)
+    def _heard(self, found: Any) -> bool:
+        """Whether it was told without a question."""
+        if isinstance(found, w.Told):
+            self.told.append(found)
+        elif isinstance(found, w.Settled):
+            self.settled.append(found)
+        elif isinstance(found, w.RankFenced):
+            self.fenced.append(found)
+        else:
+            return False
+        return True
+
+    def hear_until(self, done: Callable[[], object]) -> None:
+        while not done():
+            assert self._heard(self.said.get(timeout=30))
+
+    def open(self, rank: int = 0, *, epoch: int = 1, start: int = -1) -> Any:
+        return self.ask(w.OpenRank, w.RankName("job", "run", rank), epoch, start)
 
     def put(self, segment: Segment, index: int, snapshot: w.SnapshotId) -> Any:
         name = w.RankName("job", "run", segment.descriptor.rank)
@@ -78,9 +98,6 @@ class Desk:
             w.CommitRank,
             w.RankName("job", "run", told.rank),
             told.world_size,
-            snapshots[-1].epoch,
-            -1,
-            snapshots[0].iteration,
             snapshots[-1].iteration,
             1,
             list(snapshots),
@@ -91,9 +108,7 @@ class Desk:
         )
 
     def wait_settled(self) -> w.Settled:
-        while not self.settled:
-            found = self.said.get(timeout=30)
-            (self.settled if isinstance(found, w.Settled) else self.told).append(found)
+        self.hear_until(lambda: self.settled)
         return self.settled.pop()
 
     def find(self, *ranks: int) -> list[w.StoredCheckpoint]:
@@ -133,7 +148,7 @@ def test_what_is_stored_is_found_and_read_back_bit_for_bit(
 ) -> None:
     assert desk.open().committed == -1
     checkpoint(desk, segment, 4)
-    assert desk.wait_settled() == w.Settled(RANK, 4, True, "")
+    assert desk.wait_settled() == w.Settled(RANK, 4, 1, True, "")
     (found,) = desk.find(0)
     assert (found.end, found.window, found.descriptor) == (
         4,
@@ -212,7 +227,7 @@ def test_replicas_of_the_same_state_on_one_node_are_uploaded_once(
     store = segment_store(tmp_path / "two")
     ranks = [store.create(descriptor(rank, world_size=2), 6, 1 << 20) for rank in (0, 1)]
     for rank in (0, 1):
-        desk.open(rank, world_size=2)
+        desk.open(rank)
     uploaded = []
     for iteration in (3, 4):
         for segment in ranks:
@@ -313,6 +328,55 @@ def test_a_job_that_does_not_know_of_a_later_history_is_fenced(
     reply = late.open(epoch=3)
     assert reply.code == w.FailureCode.FENCED
     assert "another job writes under these names" in reply.reason
+
+
+def test_a_later_history_that_appears_after_opening_fences_the_commit(
+    desk: Desk, segment: Segment, folder: Path
+) -> None:
+    """It was answered like a store that refuses: the rank went on to upload, every few minutes, until its end."""
+    desk.open(epoch=3)
+    late = [fill(segment, i, i, epoch=3) for i in (3, 4)]
+    for snapshot in late:
+        desk.put(segment, snapshot.iteration, snapshot)
+    other = Desk(f"file://{folder}")
+    other.open(epoch=7)
+    checkpoint(other, segment, 2, epoch=7)
+    reply = desk.commit(segment, *late)
+    assert reply.code == w.FailureCode.FENCED
+    assert "another job writes under these names" in reply.reason
+
+
+def test_a_later_history_that_appears_after_the_manifest_fences_the_rank(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The event log told of it, and the rank went on."""
+    store = segment_store(tmp_path / "shm")
+    segment = store.create(descriptor(world_size=2), 6, 1 << 20)
+    desk, other = Desk(f"file://{folder}"), Desk(f"file://{folder}")
+    desk.open(epoch=3)
+    checkpoint(desk, segment, 4, epoch=3)  # the other rank's manifest is looked for
+    other.open(epoch=7)
+    checkpoint(other, segment, 4, epoch=7)
+    desk.hear_until(lambda: desk.fenced)
+    (told,) = desk.fenced
+    assert (told.rank, told.epoch) == (RANK, 7)
+    assert "another job writes under these names" in told.reason
+    segment.close()
+
+
+def test_an_epoch_that_another_rank_of_the_node_has_joined_already_fences_nobody(
+    desk: Desk, segment: Segment, folder: Path
+) -> None:
+    desk.open(epoch=3)
+    mine = [fill(segment, i, i, epoch=3) for i in (3, 4)]
+    for snapshot in mine:
+        desk.put(segment, snapshot.iteration, snapshot)
+    other = Desk(f"file://{folder}")
+    other.open(epoch=7)
+    checkpoint(other, segment, 2, epoch=7)
+    desk.open(1, epoch=7)
+    reply = desk.commit(segment, *mine)
+    assert (reply.code, "a later history began" in reply.reason) == (w.FailureCode.STORE, True)
 
 
 def test_a_damaged_checkpoint_is_offered_no_more_and_the_older_one_is(

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ckptd.events import EventLog
-from ckptd.memory.segments import SegmentStore
+from ckptd.memory import locks
+from ckptd.memory.segment_format import slot_lock_byte
+from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.persistence import wire as w
 from ckptd.persistence.tier import StorageTier
 from ckptd.sessions import RankKey
 from ckptd.settings import DaemonConfig
@@ -21,15 +27,14 @@ RANK = RankKey("job", "run", 0)
 
 
 class Daemon:
-    """What a tier needs of one."""
+    """What a tier needs of one; ``store``: the folder that it shares with others."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, store: Path | None = None) -> None:
         self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
         self.store: SegmentStore = segment_store(folder / "shm")
         self.events = EventLog(100)
-        config = replace(
-            DaemonConfig(), store=f"file://{folder}/store", persist_every=2, persist_every_s=0.0
-        )
+        url = f"file://{store or folder / 'store'}"
+        config = replace(DaemonConfig(), store=url, persist_every=2, persist_every_s=0.0)
         self.tier = StorageTier(
             config,
             self.store,
@@ -82,3 +87,176 @@ def test_a_rank_whose_memory_was_given_back_is_forgotten(daemon: Daemon) -> None
     daemon.store.remove(segment)
     daemon.tier.tick()
     assert daemon.tier.states() == {}
+
+
+def is_held(segment: Segment, index: int) -> bool:
+    """Whether the trainer would pass over this slot."""
+    return locks.is_locked(segment.fd, slot_lock_byte(index), exclusive=True)
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A store keeper that answers nothing meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def another_job(folder: Path, tmp_path: Path, *, epoch: int) -> Iterator[None]:
+    """The names in the store are used by a daemon of another job, too, which is in a later epoch."""
+    other = Daemon(tmp_path, store=folder)
+    other.tier.join(RANK, 1, epoch, -1)
+    segment = other.store.create(descriptor(), 6, 1 << 20)
+    for iteration in (1, 2):
+        fill(segment, iteration, iteration, epoch=epoch)
+    other.run_until(lambda: bool(other.told("persisted")))
+    try:
+        yield
+    finally:
+        other.tier.close()
+
+
+def test_a_later_history_that_appears_while_a_checkpoint_is_under_way_stops_the_rank(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    """As when it is there at the start. It was tried again every few minutes, for ever."""
+    daemon.tier.join(RANK, 1, 1, -1)
+    segment = daemon.store.create(descriptor(), 6, 1 << 20)
+    for iteration in (1, 2):
+        fill(segment, iteration, iteration)
+    daemon.run_until(lambda: bool(daemon.told("persisted")))
+    with another_job(tmp_path / "store", tmp_path / "other", epoch=5):
+        for iteration in (3, 4):
+            fill(segment, iteration, iteration)
+        daemon.run_until(lambda: bool(daemon.told("persist.fenced")))
+    assert daemon.tier.idle
+    assert not any(is_held(segment, index) for index in range(6))
+    assert "another job writes under these names" in daemon.tier.states()[RANK].reason
+    daemon.tier.leave(RANK)
+    assert daemon.tier.idle, "nothing is asked of the store any more"
+    daemon.tier.join(RANK, 1, 6, 4)
+    for iteration in (5, 6):
+        fill(segment, iteration - 1, iteration, epoch=6)
+    daemon.run_until(lambda: "checkpoint 6 is durable on all 1 ranks" in daemon.told("persisted"))
+
+
+def test_an_answer_about_an_epoch_that_was_left_does_not_stop_the_next(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    """A rank that was fenced in epoch 1, and had joined epoch 6 before it heard of that, was never made durable again."""
+    daemon.tier.join(RankKey("job", "run", 1), 1, 1, -1)
+    daemon.run_until(lambda: daemon.tier.keeper_pid > 0)
+    with another_job(tmp_path / "store", tmp_path / "other", epoch=5):
+        with stopped(daemon.tier.keeper_pid):
+            daemon.tier.join(RANK, 1, 1, -1)
+            daemon.tier.join(RANK, 1, 6, 2)
+        segment = daemon.store.create(descriptor(), 6, 1 << 20)
+        for iteration in (3, 4):
+            fill(segment, iteration, iteration, epoch=6)
+        daemon.run_until(
+            lambda: "checkpoint 4 is durable on all 1 ranks" in daemon.told("persisted")
+        )
+
+
+def test_the_slots_of_a_history_that_is_over_are_let_go_although_the_store_does_not_answer(
+    daemon: Daemon,
+) -> None:
+    """They were held until the store had answered for the new one, and the new trainer had only what was left of the ring."""
+    daemon.tier.join(RANK, 1, 1, -1)
+    segment = daemon.store.create(descriptor(), 6, 1 << 20)
+    for iteration in (1, 2):
+        fill(segment, iteration, iteration)
+    daemon.run_until(lambda: bool(daemon.told("persisted")))
+    with stopped(daemon.tier.keeper_pid):
+        for iteration in (3, 4):
+            fill(segment, iteration, iteration)
+        daemon.run_until(lambda: is_held(segment, 4))
+        daemon.tier.join(RANK, 1, 2, 2)
+        assert not is_held(segment, 4)
+
+
+def test_a_flush_that_waits_for_the_store_is_not_idle(daemon: Daemon) -> None:
+    """A daemon that was stopped right after its trainer's end did not wait for what it had been asked to make durable."""
+    segment = daemon.store.create(descriptor(), 6, 1 << 20)
+    for iteration in (2, 3):
+        fill(segment, iteration, iteration)
+    daemon.tier.join(RANK, 1, 1, -1)
+    daemon.tier.leave(RANK)  # before the store keeper has answered for the first time
+    assert not daemon.tier.idle
+    daemon.run_until(lambda: daemon.tier.idle)
+    daemon.run_until(lambda: bool(daemon.told("persisted")))
+    assert daemon.told("persisted") == ["checkpoint 3 is durable on all 1 ranks"]
+
+
+def test_the_size_of_the_world_is_that_of_the_last_join(daemon: Daemon, tmp_path: Path) -> None:
+    """A rank that had joined before it had memory, and joined again in a smaller world, wrote manifests of the first one."""
+    daemon.tier.join(RANK, 2, 1, -1)
+    daemon.tier.join(RANK, 1, 2, -1)
+    segment = daemon.store.create(descriptor(), 6, 1 << 20)
+    for iteration in (1, 2):
+        fill(segment, iteration, iteration, epoch=2)
+    folder = tmp_path / "store"
+    daemon.run_until(lambda: any(folder.rglob("*-of-*.json")))
+    assert [found.name for found in folder.rglob("*-of-*.json")] == ["rank-00000-of-00001.json"]
+
+
+def test_a_snapshot_that_is_damaged_in_memory_is_told_of(daemon: Daemon) -> None:
+    """The operator was told to give the daemon more memory."""
+    daemon.tier.join(RANK, 1, 1, -1)
+    segment = daemon.store.create(descriptor(), 6, 1 << 20)
+    for iteration in (1, 2):
+        fill(segment, iteration, iteration)
+    segment.buffer[segment.geometry.slot_offset(1) + 200_000] ^= 1
+    daemon.run_until(lambda: bool(daemon.told("persist_abandoned")))
+    (told,) = daemon.told("persist_abandoned")
+    assert "iteration 1 is damaged in memory" in told
+    assert "more memory" not in told
+
+
+def test_a_later_history_that_appears_after_our_manifest_stops_the_rank(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    """The event log told of it, and the rank went on to upload."""
+    daemon.tier.join(RANK, 2, 1, -1)  # the other rank's manifest is looked for, and never comes
+    segment = daemon.store.create(descriptor(world_size=2), 6, 1 << 20)
+    for iteration in (1, 2):
+        fill(segment, iteration, iteration)
+    daemon.run_until(lambda: daemon.tier.states()[RANK].last_s > 0)
+    with another_job(tmp_path / "store", tmp_path / "other", epoch=5):
+        daemon.run_until(lambda: bool(daemon.told("persist.fenced")))
+    for iteration in (3, 4):
+        fill(segment, iteration, iteration)
+    daemon.tier.changed(RANK)
+    assert daemon.tier.states()[RANK].under_way == -1
+    assert not any(is_held(segment, index) for index in range(6))
+
+
+def test_a_fence_against_an_epoch_that_was_joined_meanwhile_is_none(daemon: Daemon) -> None:
+    daemon.tier.join(RANK, 1, 5, -1)
+    segment = daemon.store.create(descriptor(), 6, 1 << 20)
+    daemon.tier._ranks[RANK].fenced(
+        w.RankFenced(w.RankName("job", "run", 0), 5, "epoch 5 is there")
+    )
+    for iteration in (1, 2):
+        fill(segment, iteration, iteration, epoch=5)
+    daemon.run_until(lambda: bool(daemon.told("persisted")))
+    assert daemon.told("persist.fenced") == []
+
+
+def test_a_slot_that_the_trainer_takes_gives_the_checkpoint_up_and_the_next_is_persisted(
+    daemon: Daemon,
+) -> None:
+    daemon.tier.join(RANK, 1, 1, -1)
+    segment = daemon.store.create(descriptor(), 6, 1 << 20)
+    for iteration in (1, 2):
+        fill(segment, iteration, iteration)
+    with locks.lock_file(segment.path, slot_lock_byte(2), exclusive=True):
+        daemon.run_until(lambda: bool(daemon.told("persist_abandoned")))
+    assert "iteration 2 was overwritten" in daemon.told("persist_abandoned")[0]
+    assert not is_held(segment, 1)
+    for iteration in (3, 4):
+        fill(segment, iteration, iteration)
+    daemon.run_until(lambda: "checkpoint 4 is durable on all 1 ranks" in daemon.told("persisted"))

@@ -1,0 +1,77 @@
+"""Slots of one rank that stay as they are while they are read: each under a read lock of a description of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+from ckptd.memory import locks
+from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.memory.segment_format import slot_lock_byte
+from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.snapshot_events import SnapshotKey
+from ckptd.sessions import RankKey
+
+__all__ = ["HeldSnapshot", "SlotHolds"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSnapshot:
+    """Where a held snapshot lies; ``fd`` is the description that has the lock."""
+
+    segment: Segment
+    index: int
+    fd: int
+
+
+class SlotHolds:
+    """What one user of a rank's slots holds: the trainer passes over these slots until they are released."""
+
+    def __init__(self, store: SegmentStore, rank: RankKey) -> None:
+        self._store, self._rank = store, rank
+        self._held: dict[SnapshotKey, HeldSnapshot] = {}
+
+    def hold(self, key: SnapshotKey, record: SlotRecord) -> bool:
+        """Hold the slot if it has this snapshot still; false if the trainer was quicker."""
+        if key in self._held:
+            return True
+        segment = self._store.get(self._rank, key.generation)
+        if segment is None:
+            return False
+        try:
+            fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:  # somebody removed the file; its memory goes when it is unmapped
+            logger.warning("a slot of %s cannot be held: %s", segment.path, error)
+            return False
+        if locks.try_lock(fd, slot_lock_byte(record.index), exclusive=False) and _is_there(
+            segment, record.index, key
+        ):
+            self._held[key] = HeldSnapshot(segment, record.index, fd)
+            return True
+        os.close(fd)
+        return False
+
+    def get(self, key: SnapshotKey) -> HeldSnapshot | None:
+        """Where it lies; None if it is not held."""
+        return self._held.get(key)
+
+    def release(self, key: SnapshotKey) -> None:
+        """Let the slot go, if it is held."""
+        held = self._held.pop(key, None)
+        if held is not None:
+            os.close(held.fd)
+
+    def release_all(self) -> None:
+        """Let everything go."""
+        for key in list(self._held):
+            self.release(key)
+
+
+def _is_there(segment: Segment, index: int, key: SnapshotKey) -> bool:
+    header = segment.header(index)
+    if header is None or header.state is not SlotState.SEALED:
+        return False
+    return (header.iteration, header.epoch, header.sequence) == key[1:]

@@ -1,0 +1,131 @@
+"""The question what is durable, put to store keepers that die over it: real processes, a real folder."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.memory.segments import Segment
+from ckptd.persistence import wire as w
+from ckptd.persistence.child import AWAY, StoreChild
+from ckptd.persistence.store_link import StoreLink
+from ckptd.transport.messages import GetHoldings, Holdings
+from tests.ckptd.persistence.slots import descriptor, segment_store
+from tests.ckptd.persistence.test_keeper import Desk, checkpoint
+
+SOON_S = 60.0  # other tests may have the machine, too
+
+
+class Loop:
+    """A daemon's loop with nothing in it but a keeper and the link to what it knows."""
+
+    def __init__(self, url: str) -> None:
+        self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
+        self.died: list[str] = []
+        self.skipped_s = 0.0
+        self.child = StoreChild(
+            w.Configure(url, {}, "auto", 2, 0.0, 20.0, False, w.Retain(1, 0, 0.0)),
+            post=self.posted.put,
+            told=lambda message: None,
+            settled=lambda message: None,
+            fenced=lambda message: None,
+            died=self.died.append,
+            clock=self.now_s,
+        )
+        self.link = StoreLink(
+            self.child,
+            post=self.posted.put,
+            ranks_of=lambda job, run: [0],
+            segments=list,
+            boot_id="b",
+            clock=self.now_s,
+        )
+
+    def now_s(self) -> float:
+        return time.monotonic() + self.skipped_s
+
+    def ask(self) -> list[Any]:
+        """What comes back; a refusal is a (code, reason)."""
+        answers: list[Any] = []
+
+        def failed(code: str, reason: str) -> None:
+            answers.append((code, reason))
+
+        self.link.ask(GetHoldings("job", "run"), Holdings, answers.append, failed)
+        return answers
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SOON_S
+        while not done():
+            assert time.monotonic() < deadline
+            self.child.tick()
+            self.link.tick()
+            try:
+                self.posted.get(timeout=0.05)()
+            except queue.Empty:
+                continue
+
+
+@pytest.fixture
+def segment(tmp_path: Path) -> Iterator[Segment]:
+    made = segment_store(tmp_path / "shm").create(descriptor(), 6, 1 << 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def loop(segment: Segment, tmp_path: Path) -> Iterator[Loop]:
+    """Of a daemon that was started again: checkpoint 4 is durable, and its keeper is up."""
+    desk = Desk(f"file://{tmp_path}/store")
+    desk.open()
+    checkpoint(desk, segment, 4)
+    made = Loop(f"file://{tmp_path}/store")
+    answers = made.ask()
+    made.run_until(lambda: bool(answers))
+    assert isinstance(answers[0], Holdings)
+    yield made
+    made.child.close()
+
+
+def test_a_keeper_that_dies_over_the_question_what_is_durable_is_not_the_end_of_it(
+    loop: Loop,
+) -> None:
+    """The trainer that had asked was refused ("what is durable is not known"), and its job did not start, although the next
+    keeper knew half a second later. The second one dies over it, too."""
+    killed = loop.child.pid
+    os.kill(killed, signal.SIGSTOP)  # so that it does not answer before
+    answers = loop.ask()
+    os.kill(killed, signal.SIGKILL)
+    loop.run_until(lambda: loop.child.pid not in (0, killed))
+    second = loop.child.pid
+    os.kill(second, signal.SIGKILL)  # it takes a while to come up
+    loop.run_until(lambda: bool(answers))
+    (holdings,) = answers
+    assert isinstance(holdings, Holdings), holdings
+    assert [len(segment.slots) for segment in holdings.segments] == [2]
+    assert loop.child.pid not in (0, killed, second)
+    assert ["SIGKILL" in reason for reason in loop.died] == [True, True]
+
+
+def test_a_question_that_no_keeper_lives_to_answer_is_given_up(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None can be started any more: who asked hears of it in time, and once."""
+    monkeypatch.setattr("ckptd.persistence.child.sys.executable", "/nowhere/python")
+    os.kill(loop.child.pid, signal.SIGKILL)
+    answers = loop.ask()
+    loop.run_until(lambda: len(loop.died) > 1)
+    assert answers == []
+    loop.skipped_s += 200.0
+    loop.run_until(lambda: bool(answers))
+    assert answers[0][0] == AWAY
+    loop.child.tick()
+    loop.link.tick()
+    assert (len(answers), loop.posted.empty()) == (1, True)
