@@ -215,11 +215,11 @@ class RankMemory:
             )
         if STORE_NODE in view.silent:
             raise DaemonUnavailable(
-                f"{plan.reason}; and the store did not answer: what is durable is not known",
+                f"{plan.reason}; and the store did not answer, or nothing that it holds of this run can be used",
                 operation="recover",
                 ids={"job": job, "run": run},
-                hint="Nothing was lost. `ckptctl events` says why it did not; start again when it does, or without CKPTD_STORE "
-                "to begin anew",
+                hint="`ckptctl events` says which. Start again when the store answers. What is damaged is named by "
+                "`ckptctl checkpoints verify`; to begin anew remove it with `ckptctl checkpoints rm`, or pass run= a new name",
             )
         if not view.silent or not recoverable_before:
             return

@@ -22,7 +22,7 @@ from ckptd.storage.catalog import (
 from ckptd.storage.commit import Views, see
 from ckptd.storage.manifest import ManifestError, RankManifest, StoredSnapshot
 from ckptd.storage.names import CheckpointId, RunName, run_prefix
-from ckptd.storage.objects import Damaged, ObjectExists, ObjectMissing, ObjectStore
+from ckptd.storage.objects import Damaged, ObjectExists, ObjectMissing, ObjectStore, StoreError
 from ckptd.storage.reader import (
     MapFunction,
     SnapshotDamaged,
@@ -59,6 +59,14 @@ class Fenced(RuntimeError):
         self.epoch = epoch
 
 
+class NothingUsable(StoreError):
+    """Checkpoints of the run are there, and none of them can be used."""
+
+
+class _OfAnotherRun(ManifestError):
+    """It bears the names of this run, and belongs to another one."""
+
+
 class RunStore:
     """Everything of one run but the uploads of its ranks.
 
@@ -91,6 +99,7 @@ class RunStore:
         self._shared = SharedLook()
         self._offered: dict[str, RankManifest] = {}
         self._doubted: set[CheckpointId] = set()
+        self._passed_over: set[CheckpointId] = set()  # of them, those that are not offered
         self._complete: deque[tuple[int, int]] = deque(maxlen=16)
         self._manifests: dict[str, RankManifest] = {}  # of all ranks: for what may go
 
@@ -246,22 +255,36 @@ class RunStore:
         return False, found[0].reason if found else "it is not listed"
 
     def find(self, ranks: Iterable[int]) -> list[w.StoredCheckpoint]:
-        """The newest committed checkpoints, these ranks' part of them."""
-        catalog = self._look().own
+        """The newest committed checkpoints, these ranks' part of them; none if the run has none.
+
+        Raises:
+            NothingUsable: it has some, and none of them can be used. A job that took this for an empty store would begin anew.
+        """
         offered: list[w.StoredCheckpoint] = []
+        unusable: list[str] = []
         left = _OFFERED
-        for checkpoint in catalog.committed:
+        for checkpoint in self._look().own.committed:
             if left == 0:
                 break
-            if checkpoint.id in self._doubted:
+            if checkpoint.id in self._passed_over:
+                unusable.append(f"checkpoint {checkpoint.id} is damaged")
                 continue
             try:
                 offered += [self._offer(checkpoint, rank) for rank in ranks]
+            except _OfAnotherRun as error:
+                self._tell("warning", "checkpoint_of_another_run", str(error))
+                continue
             except (ManifestError, ObjectMissing) as error:
-                text = f"checkpoint {checkpoint.id} cannot be used: {error}; an older one is"
+                text = f"checkpoint {checkpoint.id} cannot be used: {error}"
+                unusable.append(text)
                 self._tell("error", "checkpoint_damaged", text)
                 continue
             left -= 1
+        if unusable and not offered:
+            self._passed_over.clear()  # what looked damaged for a while may be read by who asks next
+            text = f"nothing stored of {self.job}/{self.run} can be used: {'; '.join(unusable)}"
+            self._tell("error", "storage_unusable", text)
+            raise NothingUsable("", text)
         return offered
 
     def _offer(self, checkpoint: StoredCheckpoint, rank: int) -> w.StoredCheckpoint:
@@ -271,7 +294,7 @@ class RunStore:
         manifest = self._offered.get(key) or read_manifest(self._store, key)
         identity = self._identity or read_identity(self._store, self.job, self.run)
         if identity is not None and manifest.run_id != identity.run_id:
-            raise ManifestError(f"{key}: it is of run {manifest.run_id}, not {identity.run_id}")
+            raise _OfAnotherRun(f"{key}: it is of run {manifest.run_id}, not {identity.run_id}")
         self._offered[key] = manifest
         return w.StoredCheckpoint(
             name=key,
@@ -307,11 +330,14 @@ class RunStore:
             raise
 
     def doubt(self, name: str) -> None:
-        """What was read of a checkpoint is damaged: it is offered no more. Who has found it may read the rest of it."""
+        """What was read of a checkpoint is damaged: others are offered. Who has found it may read the rest of it."""
         manifest = self._offered.get(name)
-        if manifest is not None and manifest.checkpoint not in self._doubted:
+        if manifest is None:
+            return
+        self._passed_over.add(manifest.checkpoint)
+        if manifest.checkpoint not in self._doubted:
             self._doubted.add(manifest.checkpoint)
-            text = f"checkpoint {manifest.checkpoint} of {self.job}/{self.run} is damaged ({name}); an older one is used"
+            text = f"checkpoint {manifest.checkpoint} of {self.job}/{self.run} is damaged ({name})"
             self._tell("error", "checkpoint_damaged", text)
 
     # -- what may go -----------------------------------------------------------------------------

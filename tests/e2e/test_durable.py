@@ -49,6 +49,14 @@ def committed(store: Path, run: str) -> list[int]:
     return [c.id.end for c in read_catalog(open_store(f"file://{store}"), job, run).committed]
 
 
+def damage(store: Path, end: int) -> None:
+    """Flip a bit in an object of that checkpoint; twice does nothing."""
+    victim = max(store.rglob(f"{end:012d}/rank-00000/*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-100] ^= 1
+    victim.write_bytes(data)
+
+
 def test_a_job_that_lost_all_memory_resumes_from_storage_at_the_exact_bits(
     jobs: Jobs, daemon: DaemonProcess, store: Path
 ) -> None:
@@ -75,9 +83,10 @@ def test_a_run_that_ended_in_order_leaves_its_newest_state(
     )
 
 
-def test_a_damaged_checkpoint_is_passed_over(
+def test_a_damaged_checkpoint_is_passed_over_and_if_all_are_nothing_begins_anew(
     jobs: Jobs, daemon: DaemonProcess, store: Path
 ) -> None:
+    """With the last copy damaged a job began again at iteration 0, as if it had never got anywhere."""
     run = uuid.uuid4().hex[:8]
     reference = jobs.run("plain", "--total", "40", daemon="none")
     slowly = ("--step-ms", "100")  # so that more than one checkpoint falls due while it runs
@@ -88,12 +97,21 @@ def test_a_damaged_checkpoint_is_passed_over(
         timeout_s=30,
     )
     daemon.kill()
-    newest, older = committed(store, run)[:2]
-    victim = max(store.rglob(f"{newest:012d}/rank-00000/*.safetensors"))
-    data = bytearray(victim.read_bytes())
-    data[-100] ^= 1
-    victim.write_bytes(data)
+    there = committed(store, run)
+    newest, older = there[:2]
+    for end in there:
+        damage(store, end)
     lose_memory(daemon)
+    refused = ""
+    while "nothing that it holds of this run can be used" not in refused:
+        # A life tries five plans, each of which finds one more damaged; what is found is remembered.
+        process, out = jobs.start("plain", "--total", "40", "--run", run)
+        process.join(60)
+        refused = jobs.log(out)
+        assert process.exitcode == 1, refused
+        assert "starting" not in refused
+    assert daemon.events("storage_unusable"), daemon.events("checkpoint_damaged")
+    damage(store, older)  # the same bit again: whole
     resumed = jobs.run("plain", "--total", "40", "--run", run, "--seed", "77")
     assert jobs.report(resumed)["resumed_from"] == older, jobs.log(resumed)
     assert any(str(newest) in text for text in daemon.events("checkpoint_damaged"))
@@ -108,5 +126,5 @@ def test_a_store_that_is_away_stops_a_start_over_and_nothing_else(jobs: Jobs, st
         process, out = jobs.start("plain", "--total", "12", "--run", "r", daemon=daemon.endpoint)
         process.join(60)
         assert process.exitcode != 0
-        assert "what is durable is not known" in jobs.log(out)
+        assert "the store did not answer" in jobs.log(out)
         assert json.dumps(daemon.events("store_silent"))

@@ -67,6 +67,24 @@ def test_a_checkpoint_of_which_something_is_gone_is_not_offered_again(
     assert any(told.kind == "checkpoint_damaged" for told in desk.told)
 
 
+def test_where_nothing_can_be_used_that_is_said_and_looked_at_anew_when_asked_again(
+    desk: Desk, segment: Segment, folder: Path
+) -> None:
+    """It was told that there is nothing, so a job began anew; and for the keeper's life it was never looked at again."""
+    names = [found.name for found in desk.find(0)]
+    objects = {path: path.read_bytes() for path in folder.rglob("rank-00000/*.safetensors")}
+    for path in objects:
+        path.unlink()
+    for name in names:
+        assert isinstance(read(desk, name, segment), w.Failed)
+    refused = desk.ask(w.FindStored, "job", "run", [0])
+    assert isinstance(refused, w.Failed)
+    assert "can be used" in refused.reason
+    for path, data in objects.items():
+        path.write_bytes(data)
+    assert [found.end for found in desk.find(0)] == [8, 4]
+
+
 def test_a_checkpoint_of_another_run_is_not_offered(desk: Desk, folder: Path) -> None:
     """Whoever copies two runs of one name into one folder must not get one that is mixed of both."""
     newest = desk.find(0)[0]
