@@ -36,8 +36,10 @@ from ckptd.storage.upload_plan import StoredIndex, UploadPlan, plan_upload
 __all__ = ["TOOL", "Overtaken", "RankStore", "UnknownSnapshot", "Uploaded"]
 
 TOOL = f"ckptd {ckptd.__version__}"
-# What belongs to no manifest may be collected after the grace time, which is many times longer.
-_FORGET_S = 3600.0
+# What belongs to no manifest may be collected after the grace time, 24 h, and is committed within half of that after it was put
+# (docs/format.md §7). It may have been there for this long when it is found, is committed at most as long after that, and as much is
+# left for clocks that are wrong. A suffix that takes longer to upload is never committed.
+_FORGET_S = 4 * 3600.0
 # What a listing said of what stays holds for half the settle time, 300 s (docs/format.md §7). An attempt that has begun may
 # take three requests' time, so the listing, and all but the last attempt to put the manifest, must be over in a minute each.
 _LIST_WITHIN_S = 60.0
@@ -267,8 +269,8 @@ class RankStore:
         """Put what is new. The key stands for the content: if it has been there for a short time only, we put it in a life before;
         what is older may be taken for garbage, and is put again.
 
-        A clock that is wrong by hours puts it again in vain, or takes what is hours old for young: that is committed within an
-        hour or two, long before half the grace time (docs/format.md §7).
+        A clock that is wrong by up to four hours puts it again in vain, or takes what is older for young: that is still committed
+        before half the grace time is over (docs/format.md §7).
         """
         there = self._store.info(plan.key)
         if there is not None and there.size == plan.size:

@@ -308,14 +308,14 @@ def test_what_refers_to_an_object_that_no_manifest_names_is_as_old_as_that_objec
 ) -> None:
     """Else snapshots that refer to one another could keep garbage in use for longer than its grace time."""
     desk.open()
-    hour_s, begun_s = rank_store._FORGET_S, time.monotonic()
+    forget_s, begun_s = rank_store._FORGET_S, time.monotonic()
     clock = SimpleNamespace(monotonic=lambda: begun_s, time_ns=time.time_ns)
     monkeypatch.setattr(rank_store, "time", clock)
     first, second = (fill(segment, i, i) for i in (3, 4))
     assert isinstance(desk.put(segment, 3, first), w.StoredSlot)
-    clock.monotonic = lambda: begun_s + 0.4 * hour_s
+    clock.monotonic = lambda: begun_s + 0.4 * forget_s
     assert desk.put(segment, 4, second).uploaded_bytes < FRESH_BYTES + 20_000
-    clock.monotonic = lambda: begun_s + 1.2 * hour_s
+    clock.monotonic = lambda: begun_s + 1.2 * forget_s
     assert desk.commit(segment, second).code == w.FailureCode.UNKNOWN
 
 
