@@ -18,7 +18,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ckptd-installed
 PIP_FLAGS ?=
-PYTEST_FLAGS ?=
+# Two at a time, file by file (fixtures are shared within a file): most tests wait for processes more than they compute.
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 CKPTD_KILLS ?= 300
 CKPTD_SCHEDULES ?= 10000
 

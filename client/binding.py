@@ -3,6 +3,9 @@
 ``Binding`` is the only place that knows where a tensor lives. A parameter's *held* tensor is what the optimizer updates:
 the parameter itself, or its separately kept fp32 master. Parameters that an optimizer holds and the model does not know
 appear as ``extra/<optimizer>.<group>.<index>``.
+
+A ``ZeroRedundancyOptimizer`` updates a part of the parameters here and gets the others from the ranks that update those. The
+others are in ``elsewhere``: this rank keeps no state for them and cannot recompute their update.
 """
 
 from __future__ import annotations
@@ -13,7 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptd.client.probe import ProbeResult, StateSpec, observe_state, probe_optimizer, state_specs
+from ckptd.client.names import (
+    named_buffers,
+    named_modules,
+    named_parameters,
+    names_with_wrappers,
+)
+from ckptd.client.probe import (
+    ProbeResult,
+    StateSpec,
+    observe_state,
+    probe_optimizer,
+    state_keeper,
+    state_specs,
+)
 
 __all__ = ["Binding", "find_masters", "local"]
 
@@ -43,10 +59,14 @@ class Binding:
     ) -> None:
         self.model = model
         self.optimizers = list(optimizers)
-        self.params: dict[str, Tensor] = dict(model.named_parameters())
+        # What holds the state of each: another object where the state is spread over ranks.
+        self.keepers = [state_keeper(o) for o in self.optimizers]
+        self.params: dict[str, Tensor] = dict(named_parameters(model))
         owner = self._owners()
-        self.masters = dict(
-            find_masters(self.params, owner.values()) if masters is None else masters
+        self.masters = (
+            find_masters(self.params, owner.values())
+            if masters is None
+            else _by_plain_name(masters, model)
         )
         self._check_masters(masters is not None, {id(t) for t, _, _ in owner.values()})
         self._bind(owner)
@@ -73,8 +93,11 @@ class Binding:
             found = owner.get(id(self.held(name)))
             if found is not None:
                 self.owner[name] = (found[1], found[2][0])
+        kept = {id(t) for k in self.keepers for g in k.param_groups for t in g["params"]}
+        self.elsewhere = frozenset(n for n in self.owner if id(self.held(n)) not in kept)
         self._probes: dict[tuple[object, ...], ProbeResult] = {}
         self._plain: list[str] | None = None
+        self._inseparable: frozenset[str] | None = None
         self._observed: dict[str, tuple[StateSpec, ...]] = {}
 
     def _owners(self) -> dict[int, tuple[Tensor, int, tuple[int, int]]]:
@@ -104,6 +127,11 @@ class Binding:
                     f"masters[{name!r}] is in no optimizer's param_groups; pass the tensor that the optimizer updates"
                 )
 
+    def num_rows(self, name: str) -> int:
+        """How many rows of this parameter are here; 1 where it has none."""
+        shape = local(self.params[name]).shape
+        return int(shape[0]) if shape else 1
+
     def held(self, name: str) -> Tensor:
         """What the optimizer updates for this parameter."""
         return self.masters.get(name, self.params[name])
@@ -113,10 +141,14 @@ class Binding:
         owner = self.owner.get(name)
         if owner is None:
             return {}
-        state = self.optimizers[owner[0]].state
+        state = self.keepers[owner[0]].state
         held = self.held(name)
         found: dict[str, Any] = state.get(held, {})
         return found
+
+    def keeper(self, name: str) -> torch.optim.Optimizer:
+        """The optimizer in whose ``state`` this parameter's is."""
+        return self.keepers[self.owner[name][0]]
 
     def group(self, name: str) -> dict[str, Any]:
         oi, gi = self.owner[name]
@@ -132,7 +164,7 @@ class Binding:
         key = (*owner, held.ndim, held.dtype, held.device)
         if key not in self._probes:
             self._probes[key] = probe_optimizer(
-                self.optimizers[owner[0]],
+                self.keepers[owner[0]],
                 self.group(name),
                 ndim=held.ndim,
                 dtype=held.dtype,
@@ -144,6 +176,21 @@ class Binding:
         """Whether rows of this parameter can be captured and replayed apart from each other."""
         probe = self.probe(name)
         return self.params[name].ndim > 0 and (probe is None or probe.rowwise)
+
+    @property
+    def inseparable(self) -> frozenset[str]:
+        """Sharded parameters whose update is not one of single rows: it needs all shards, and communicates within ``step()``.
+
+        Ranks freeze operators at different iterations, so one rank's update would lack another's state, or wait for it. They
+        are anchored in every snapshot, and never frozen.
+        """
+        if self._inseparable is None:
+            self._inseparable = frozenset(
+                n
+                for n in self.owner
+                if hasattr(self.held(n), "to_local") and not self.rows_allowed(n)
+            )
+        return self._inseparable
 
     def dependent(self) -> list[str]:
         """Why parts of the model cannot be captured at different iterations; empty if they can."""
@@ -157,7 +204,7 @@ class Binding:
     def specs(self, name: str) -> tuple[StateSpec, ...]:
         """The optimizer state to keep for this parameter: what is there, completed by what the probe saw."""
         probe = self.probe(name)
-        if probe is None:
+        if probe is None or name in self.elsewhere:
             return ()
         live = state_specs(
             local(self.held(name)), {k: _local_value(v) for k, v in self.state(name).items()}
@@ -165,9 +212,8 @@ class Binding:
         known = {s.key: s for s in probe.state}
         if any(s.kind == "tensor" for s in probe.state):
             if name not in self._observed:
-                owner = self.owner[name]
                 self._observed[name] = observe_state(
-                    self.optimizers[owner[0]], self.group(name), local(self.held(name))
+                    self.keeper(name), self.group(name), local(self.held(name))
                 )
             known.update({s.key: s for s in self._observed[name]})
         known.update({s.key: s for s in live if s.kind != "none" or s.key not in known})
@@ -179,14 +225,23 @@ class Binding:
             self._plain = [
                 n
                 for n in self.owner
-                if (p := self.probe(n)) is not None
+                if n not in self.elsewhere
+                and (p := self.probe(n)) is not None
                 and any(s.kind in ("python", "none") for s in p.state)
             ]
         return self._plain
 
     def buffers(self) -> dict[str, Tensor]:
         """All buffers that hold data, persistent or not."""
-        return {n: b for n, b in self.model.named_buffers() if b is not None}
+        return dict(named_buffers(self.model))
+
+    def buffer_places(self) -> dict[str, tuple[Mapping[str, Tensor | None], str]]:
+        """The dictionary that holds each buffer, and its key there: another tensor may take its place."""
+        return {
+            f"{path}.{leaf}" if path else leaf: (module._buffers, leaf)
+            for path, module in named_modules(self.model)
+            for leaf in module._buffers
+        }
 
     def named_held(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.owner:
@@ -195,6 +250,12 @@ class Binding:
 
 def _local_value(value: Any) -> Any:
     return local(value) if isinstance(value, Tensor) else value
+
+
+def _by_plain_name(masters: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Masters are given by the names of ``model.named_parameters()``, or by those without wrappers."""
+    plain = names_with_wrappers(model)
+    return {plain.get(name, name): master for name, master in masters.items()}
 
 
 def find_masters(params: Mapping[str, Tensor], owned: Any) -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ class DenseState:
         self._binding, self._stateful = binding, stateful
         self.tensors = {name: t.clone() for name, t in _tensors(binding).items()}
         self._grads = {id(p): None if p.grad is None else p.grad.clone() for p in _owners(binding)}
-        self._optimizer = [{p: dict(s) for p, s in o.state.items()} for o in binding.optimizers]
+        self._optimizer = [{p: dict(s) for p, s in o.state.items()} for o in binding.keepers]
         self._plain = values.pack(_plain_state(binding))
         self.rng = capture_rng()
         self._groups = gather_groups(binding)
@@ -89,10 +89,10 @@ class DenseState:
         """Put the live state back to this copy."""
         binding = self._binding
         with torch.no_grad():
-            for optimizer, recorded in zip(binding.optimizers, self._optimizer, strict=True):
-                optimizer.state.clear()
+            for keeper, recorded in zip(binding.keepers, self._optimizer, strict=True):
+                keeper.state.clear()
                 for param, state in recorded.items():
-                    optimizer.state[param] = state
+                    keeper.state[param] = state
             for name, tensor in _tensors(binding).items():
                 tensor.copy_(self.tensors[name])
         for param in _owners(binding):

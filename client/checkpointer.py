@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ckptd.client.agreement import all_or_none, exchange
 from ckptd.client.arguments import all_operators, check_options, check_state, needed_memory
 from ckptd.client.binding import Binding, local
+from ckptd.client.buckets import Buckets
 from ckptd.client.certificate import Certificate, DenseState
 from ckptd.client.data import Batches
 from ckptd.client.describe import describe_table
@@ -32,7 +33,9 @@ from ckptd.client.freeze import Tape, choose_freezing, clip_norm_tap, scaler_tap
 from ckptd.client.hooks import ModuleHook
 from ckptd.client.identity import identify
 from ckptd.client.memory import RankMemory
+from ckptd.client.names import is_compiled
 from ckptd.client.operators import Grouping
+from ckptd.client.placement import check_sharded, placement_lines
 from ckptd.client.planning import operator_costs
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
@@ -40,6 +43,7 @@ from ckptd.client.probe import unwrap_optimizer
 from ckptd.client.provision import Options
 from ckptd.client.recorder import Recorder
 from ckptd.client.recovery import Recovery, Resumption
+from ckptd.client.rehearsal import callables_of, rehearsal_tap, without_trace
 from ckptd.client.replay import Replay, SnapshotImage
 from ckptd.client.scalars import Stateful
 from ckptd.client.start_from import load_start, start_unprotected
@@ -141,9 +145,8 @@ class Checkpointer:
             unwrap_optimizer(o)
             for o in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])
         ]
-        # A compiled model's parameters go by the names that they have without compiling.
-        inner: nn.Module = getattr(model, "_orig_mod", model)
-        self._binding = Binding(inner, optimizers, masters)
+        self._binding = Binding(model, optimizers, masters)
+        check_sharded(self._binding)
         if policy != "dense" and (reasons := self._binding.dependent()):
             raise ValueError(
                 f"sparse snapshots need an optimizer that updates each parameter independently: {'; '.join(reasons)}. "
@@ -151,12 +154,13 @@ class Checkpointer:
             )
         self._identity = identify(job, run, rank, world_size)
         freezing, why = choose_freezing(
-            inner,
+            model,
             masters=bool(self._binding.masters),
             wanted=freeze,
             world_size=self._identity.world_size,
+            spread=bool(self._binding.elsewhere),
         )
-        self._operators = all_operators(inner, self._binding, operators)
+        self._operators = all_operators(model, self._binding, operators)
         self._options = Options(
             policy,
             window,
@@ -197,9 +201,10 @@ class Checkpointer:
                 )
                 self._precision = PrecisionProbe(self._binding.params)
                 # Hooks within a compiled graph would break it: its experts are anchored in the order of the model.
-                counted = self._operators if inner is model else []
-                self._counter = TokenCounter(inner, counted, self._options.ordering, capacities)
+                counted = [] if is_compiled(model) else self._operators
+                self._counter = TokenCounter(model, counted, self._options.ordering, capacities)
                 self._cleanup.callback(self._counter.close)
+                self._buckets = Buckets(model)
                 self._recorder = self._make_recorder()
             self._restore()
             self._install(model)
@@ -317,6 +322,8 @@ class Checkpointer:
             if plan is not None
             else "window: chosen after the first steps are measured",
         ]
+        if self._identity.world_size > 1:
+            head += placement_lines(self._binding)
         return describe_table(operators, costs, plan.schedule if plan is not None else None, head)
 
     def verify(self, run_step: Callable[[int], Any]) -> Certificate:
@@ -482,8 +489,8 @@ class Checkpointer:
             self._recorder.after_optimizer_step(index)
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # recomputation inside a backward
+        if self._rehearses or torch._C._current_graph_task_id() != -1:
+            return  # no forward of a step; or recomputation inside a backward
         if self._recorder is not None:
             self._survive(self._recorder, self._recorder.first_forward)
         first, self._first = self._first, None
@@ -492,6 +499,18 @@ class Checkpointer:
         self._precision.enter()
 
     _first: Replay | None = None
+    _rehearses = False
+
+    @contextlib.contextmanager
+    def _rehearsing(self) -> Iterator[None]:
+        """A pipeline's schedule runs its stages to learn their shapes, in the first step of every process."""
+        resumed = self._first is not None
+        self._rehearses = True
+        try:
+            with without_trace(self._binding) if resumed else contextlib.nullcontext():
+                yield
+        finally:
+            self._rehearses = False
 
     def _forward_ended(self, module: nn.Module, args: Any, output: Any) -> None:
         self._precision.leave()
@@ -505,8 +524,10 @@ class Checkpointer:
             keep.callback(optimizer.register_step_pre_hook(self._before_optimizer_step).remove)
             keep.callback(optimizer.register_step_post_hook(self._after_optimizer_step).remove)
         begins, ended = ModuleHook(self._forward_begins), ModuleHook(self._forward_ended)
-        keep.callback(model.register_forward_pre_hook(begins).remove)
-        keep.callback(model.register_forward_hook(ended, always_call=True).remove)
+        for module in callables_of(model):
+            keep.callback(module.register_forward_pre_hook(begins).remove)
+            keep.callback(module.register_forward_hook(ended, always_call=True).remove)
+        keep.enter_context(rehearsal_tap(self._rehearsing))
         keep.enter_context(clip_norm_tap(self._tape))
         for item in self._stateful.values():
             if hasattr(item, "_unscale_grads_"):
@@ -525,6 +546,7 @@ class Checkpointer:
             options=self._options,
             counter=self._counter,
             precision=self._precision,
+            buckets=self._buckets,
         )
 
     # -- restoring -------------------------------------------------------------------------------
@@ -543,6 +565,10 @@ class Checkpointer:
         replay = found.replay
         with all_or_none(self._meet, memory.session.node_id):
             replay.load_first()
+            layouts = replay.bucket_layouts
+        self._buckets.put_back(layouts, self._meet)
+        if replay.buffer_senders is not None:
+            self._buckets.send_next(replay.buffer_senders)
         self._operators = found.plan.operators
         self._resume = self._first = self._replay = replay
         self._resumed = found

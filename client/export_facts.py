@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptd.client.binding import Binding
+from ckptd.client.names import named_modules, named_parameters
 
 __all__ = ["export_facts"]
 
@@ -18,13 +19,13 @@ def export_facts(binding: Binding) -> dict[str, Any]:
     model = binding.model
     transient = [
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
+        for prefix, module in named_modules(model)
         for name in module._non_persistent_buffers_set
     ]
     first = {id(param): name for name, param in binding.params.items()}
     aliases = {
         name: first[id(param)]
-        for name, param in model.named_parameters(remove_duplicate=False)
+        for name, param in named_parameters(model, remove_duplicate=False)
         if name != first[id(param)]
     }
     several = sum(len(o.param_groups) for o in binding.optimizers) > 1

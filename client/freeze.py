@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grad
 
 __all__ = ["BackwardLimiter", "Tape", "choose_freezing", "clip_norm_tap", "scaler_tap"]
@@ -128,9 +129,10 @@ def scaler_tap(scaler: Any, tape: Tape) -> Iterator[None]:
 
 
 class BackwardLimiter:
-    """While active, ``backward`` computes gradients for the active parameters only.
+    """While active, ``backward`` computes the gradients of all leaves of its graph but the frozen parameters.
 
-    Falls back to a full backward in a step that uses reentrant checkpointing, which does not support it.
+    Leaves that are no parameters need theirs: a pipeline stage sends that of its input to the stage before it. Falls back to
+    a full backward in a step that uses reentrant checkpointing, which does not support it.
     """
 
     def __init__(self, params: Callable[[], tuple[list[Tensor], list[Tensor]]]) -> None:
@@ -147,11 +149,14 @@ class BackwardLimiter:
         @functools.wraps(backward)
         def limited(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
                     grad_variables: Any = None, inputs: Any = None) -> None:  # fmt: skip
-            active, frozen = self._params()
-            if inputs is not None or self.saw_reentrant or not active:
+            _, frozen = self._params()
+            without = {id(p) for p in frozen}
+            given = inputs is not None
+            wanted = [] if given else [t for t in _leaves(tensors) if id(t) not in without]
+            if self.saw_reentrant or not wanted:
                 backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
                 return
-            backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, active)
+            backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, wanted)
             for param in frozen:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
@@ -173,20 +178,48 @@ class BackwardLimiter:
             self._saved = None
 
 
+def _leaves(tensors: Any) -> list[Tensor]:
+    """The tensors into whose ``grad`` a full backward from these would accumulate."""
+    roots = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
+    edges = [get_gradient_edge(r) if isinstance(r, Tensor) else r for r in roots]
+    waiting = [edge.node for edge in edges]
+    seen = set(waiting)
+    found = []
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return found
+
+
 def choose_freezing(
-    model: nn.Module, *, masters: bool, wanted: str = "auto", world_size: int = 1
+    model: nn.Module,
+    *,
+    masters: bool,
+    wanted: str = "auto",
+    world_size: int = 1,
+    spread: bool = False,
 ) -> tuple[str, str]:
     """The freezing mechanism for this model and the reason, which is reported.
 
     With several ranks it is always ``drop`` unless asked otherwise: the wrapper that reduces gradients may stand around the
     module that we were given, and ranks that skip different gradients would hang or crash in its collectives.
 
+    Args:
+        masters: there are separate master weights.
+        spread: other ranks keep part of the optimizer's state; then operators are frozen at other times on other ranks.
     Raises:
         ValueError: ``wanted`` is not one of auto, drop, inputs, or ``inputs`` cannot be exact for this model.
     """
     if wanted not in ("auto", "drop", "inputs"):
         raise ValueError(f"freeze={wanted!r}: choose 'auto', 'drop' or 'inputs'")
     obstacle = _inputs_obstacle(model, masters)
+    if spread and not obstacle:
+        obstacle = "each rank updates other parameters and needs the sum of all ranks' gradients"
     if wanted == "inputs" and obstacle:
         raise ValueError(
             f"freeze='inputs' would not be exact here: {obstacle}; use 'auto' or 'drop'"

@@ -114,6 +114,7 @@ def member_bytes(
 ) -> int:
     """Bytes that this member takes in a snapshot at this level."""
     tensor = local(binding.params[member.param])
+    anchored = anchored or member.param in binding.elsewhere | binding.inseparable
     share = 1.0 if member.start is None else (member.stop - member.start) / max(tensor.shape[0], 1)  # type: ignore[operator]
     if not anchored:
         return (
@@ -162,9 +163,12 @@ def build_phase(
     anchored = frozenset(anchored)
     for index in (*anchored, *compute):
         for m in operators[index].members:
-            shape = local(binding.params[m.param]).shape
-            rows = m.range(shape[0] if shape else 1)
+            rows = m.range(binding.num_rows(m.param))
             levels.setdefault(m.param, []).append((rows[0], rows[1], index in anchored))
+    # What another rank updates, or only all ranks together, cannot be recomputed from an older anchor here: all of it is in
+    # every snapshot.
+    always = binding.elsewhere | binding.inseparable
+    levels.update({n: [(0, binding.num_rows(n), True)] for n in always})
     pairs: list[tuple[TensorEntry, Source | None]] = []
     for name in (n for n in binding.params if n in levels):
         for start, stop, full in _merge(levels[name]):
@@ -259,6 +263,8 @@ def _entries_of(
 ) -> list[tuple[TensorEntry, Source | None]]:
     param = local(binding.params[name])
     whole = param.ndim == 0 or (start == 0 and stop == param.shape[0])
+    # What is copied by address must lie within the tensor.
+    assert whole or 0 <= start < stop <= param.shape[0], f"{name}[{start}:{stop}] is not here"
     a, b = (None, None) if whole else (start, stop)
     shape = tuple(param.shape) if whole else (stop - start, *param.shape[1:])
     dtype = param.dtype if full else compute_dtypes.get(name, param.dtype)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ckptd.client.names import named_modules, named_parameters
 from ckptd.schedules.schedule import OperatorKind
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ _COUNT_ATTRIBUTES = (
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A whole parameter (``start is None``) or its rows ``[start, stop)`` along dimension 0."""
+    """A whole parameter (``start is None``) or its rows ``[start, stop)`` along dimension 0.
+
+    Of a sharded parameter, what is meant is this rank's shard, and its rows are counted from the shard's first.
+    """
 
     param: str
     start: int | None = None
@@ -76,7 +80,7 @@ def discover_operators(
     """Partition the parameters of ``model`` into operators.
 
     Args:
-        model: any module; parameters are named as in ``model.named_parameters()``.
+        model: any module; parameters are named as in ``client.names``, without wrappers.
         rows_allowed: whether the optimizer's update of this parameter is independent per row; where it is not, a fused
             tensor becomes one operator instead of one per expert.
         grouping: the user's own grouping, first match wins: ``{operator name: [parameter name pattern, ...]}`` or a
@@ -84,7 +88,7 @@ def discover_operators(
     Raises:
         ValueError: a pattern of ``grouping`` matches no parameter.
     """
-    params = dict(model.named_parameters())
+    params: dict[str, Tensor] = dict(named_parameters(model))
     taken: set[str] = set()
     operators = _grouped(params, grouping, taken)
     for container in _expert_containers(model, params):
@@ -177,25 +181,28 @@ class _ExpertContainer:
             for n in _own(params, self.name)
             if n not in taken and _is_fused(params[n], self.num_experts)
         ]
-        sliced = [n for n in names if rows_allowed(n)]
+        held = {n: _experts_held(params[n]) for n in names if rows_allowed(n)}
         taken.update(names)
         found = [
             Operator(n, OperatorKind.EXPERT, (Member(n),), layer=_layer_of(n))
             for n in names
-            if n not in sliced
+            if not held.get(n)
         ]
-        if not sliced:
-            return found
         return found + [
             Operator(
                 f"{self.name}.{index}",
                 OperatorKind.EXPERT,
-                tuple(Member(n, index, index + 1) for n in sliced),
+                tuple(
+                    Member(n, index - rows.start, index - rows.start + 1)
+                    for n, rows in held.items()
+                    if index in rows
+                ),
                 layer=_layer_of(self.name),
                 group=self.name,
                 expert=(self.name, index),
             )
             for index in range(self.num_experts)
+            if any(index in rows for rows in held.values())
         ]
 
 
@@ -203,7 +210,7 @@ def _expert_containers(
     model: nn.Module, params: Mapping[str, Tensor]
 ) -> Iterator[_ExpertContainer]:
     """Modules that hold experts: by name, by a sibling that routes to as many targets, and by shape."""
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     for name, module in modules.items():
         leaf = name.rpartition(".")[2].lower()
         gates = _sibling_gates(modules, name)
@@ -242,6 +249,22 @@ def _fused_count(
             return count
     routed = [c for c in leading if c >= 2 and any(_routes_to(modules[g], c) for g in gates)]
     return routed[0] if len(routed) == 1 else None
+
+
+def _experts_held(param: Tensor) -> range:
+    """Which experts' rows of a fused parameter are here; empty where its local rows are not one range of the whole's."""
+    start, count = 0, param.shape[0]
+    for axis, placement in enumerate(getattr(param, "placements", ())):
+        if type(placement).__name__ == "_StridedShard":
+            return range(0)
+        if placement.is_shard(0):
+            mesh = param.device_mesh  # type: ignore[attr-defined]
+            # As torch.chunk cuts: the last shards are smaller, or empty.
+            size = -(-count // mesh.size(axis))
+            first = min(size * mesh.get_local_rank(axis), count)
+            start, count = start + first, min(size, count - first)
+    local = param.to_local() if hasattr(param, "to_local") else param
+    return range(start, start + count) if local.shape[0] == count else range(0)
 
 
 def _is_fused(param: Tensor, num_experts: int) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ckptd.client.hooks import ModuleHook
+from ckptd.client.names import named_modules
 from ckptd.client.operators import Operator
 from ckptd.client.planning import Plan
 from ckptd.schedules.schedule import (
@@ -49,7 +50,7 @@ class TokenCounter:
         self._since_look = 0
         self._target: list[int] | None = None
         self._handles: list[RemovableHandle] = []
-        modules = dict(model.named_modules())
+        modules = dict(named_modules(model))
         for op in operators:
             if op.expert is not None:
                 name, index = op.expert
@@ -173,6 +174,7 @@ class TokenCounter:
                     else torch.ones_like(flat, dtype=torch.float32)
                 )
                 if flat.numel():
-                    total.scatter_add_(0, flat.clamp(0, size - 1), ones)
+                    # Experts that are not on this rank have indices beyond those that are counted.
+                    total.scatter_add_(0, flat.clamp(0, size - 1), ones * (flat < size))
 
         return hook

@@ -24,6 +24,7 @@ __all__ = [
     "StateSpec",
     "observe_state",
     "probe_optimizer",
+    "state_keeper",
     "state_specs",
     "unwrap_optimizer",
 ]
@@ -74,6 +75,23 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
             )
         optimizer, seen = optimizer.optimizer, seen + 1
     return optimizer
+
+
+def state_keeper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that keeps the state: this rank's part of a ``ZeroRedundancyOptimizer``, else the optimizer itself.
+
+    Raises:
+        ValueError: its updates happen within the backward pass, where no step can be told from the next.
+    """
+    if not any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        return optimizer
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        raise ValueError(
+            "ZeroRedundancyOptimizer(overlap_with_ddp=True) updates weights within the backward pass, "
+            "where no snapshot boundary can be; pass overlap_with_ddp=False and call step()"
+        )
+    part: torch.optim.Optimizer = optimizer.optim  # type: ignore[attr-defined]
+    return part
 
 
 def probe_optimizer(

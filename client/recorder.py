@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ckptd.client.binding import Binding
+from ckptd.client.buckets import Buckets
 from ckptd.client.capture import Capture
 from ckptd.client.copymode import CopyModeChooser
 from ckptd.client.freeze import Tape
@@ -68,6 +69,7 @@ class Recorder:
         options: Options,
         counter: TokenCounter,
         precision: PrecisionProbe,
+        buckets: Buckets,
     ) -> None:
         self._binding, self._operators, self._memory, self._engine = (
             binding,
@@ -76,7 +78,7 @@ class Recorder:
             engine,
         )
         self._stateful, self._tape, self._stats, self._options = stateful, tape, stats, options
-        self._counter, self._precision = counter, precision
+        self._counter, self._precision, self._buckets = counter, precision, buckets
         self._capture: Capture | None = None
         # Which boundary of the schedule this is. With several ranks every clean boundary counts, whether or not its
         # snapshot came about: all ranks must be in the same phase.
@@ -314,6 +316,8 @@ class Recorder:
             "python": python_state(self._binding),
             "grads": grad_flags(self._binding),
             "tape": [list(pair) for pair in self._tape.take()],
+            "buckets": self._buckets.layouts(),
+            "senders": self._buckets.senders(),
             "phases": [list(p) for p in plan.schedule.phases],
         }
 
@@ -332,6 +336,7 @@ class Recorder:
             "groups": gather_groups(self._binding),
             "state": gather_state(self._stateful),
             "python": python_state(self._binding),
+            "buckets": [list(range(len(self._binding.params)))],
             "phases": list(range(len(self._operators) * 2)),
         }
 

@@ -81,17 +81,21 @@ class Recovery:
         if isinstance(found, str):
             memory.forget_everything()
             return None
+        self._heed(meet(bytes([memory.hint])))
         with all_or_none(meet, memory.session.node_id):
             return self._resumption(memory, *found)
 
-    def _resumption(
-        self, memory: RankMemory, images: Sequence[SnapshotImage], reason: str
-    ) -> Resumption:
-        if memory.hint == HINT_DROP_GRADIENTS and self.freezing == "inputs":
+    def _heed(self, hints: Sequence[bytes]) -> None:
+        """Freeze otherwise if any rank left the hint: what one computes from all gradients, it computes from the others', too."""
+        if bytes([HINT_DROP_GRADIENTS]) in hints and self.freezing == "inputs":
             self.freezing = "drop"
             self.freezing_reason = (
                 "an earlier replay with 'inputs' did not reproduce what was recorded"
             )
+
+    def _resumption(
+        self, memory: RankMemory, images: Sequence[SnapshotImage], reason: str
+    ) -> Resumption:
         newest = memory.table.segments[-1]
         self._check_signature(newest.descriptor.client)
         plan = plan_from_payload(

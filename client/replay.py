@@ -9,6 +9,9 @@
 
 After W-1 steps every operator is active and the state is dense. What is frozen keeps no optimizer state: its gradients are
 taken away before the optimizer's step; rows of a fused tensor of which other rows are active are overwritten instead.
+
+What another rank updates and sends (``Binding.elsewhere``) stays frozen here until the end, whatever was anchored: that rank has a
+schedule of its own, and sends the old weights for as long as the operator is frozen there.
 """
 
 from __future__ import annotations
@@ -146,6 +149,21 @@ class Replay:
         return self._scalars(len(self._images) - 1)
 
     @property
+    def bucket_layouts(self) -> dict[str, list[list[int]]]:
+        """How DDP reduced gradients; the first snapshots of a run may have been taken before that was known."""
+        for scalars in (self._scalars(0), self.newest_scalars):
+            found: dict[str, list[list[int]]] = scalars.get("buckets", {})
+            if found:
+                return found
+        return {}
+
+    @property
+    def buffer_senders(self) -> list[str] | None:
+        """The DDP wrappers that are about to broadcast buffers where replay begins; None: not recorded."""
+        found: list[str] | None = self._scalars(0).get("senders")
+        return found
+
+    @property
     def dense(self) -> bool:
         """Whether every operator is active."""
         return self._position == len(self._images) - 1
@@ -153,8 +171,8 @@ class Replay:
     def load_first(self) -> None:
         """Load the oldest snapshot: its anchors, every other operator's compute weights, scalars and the user's state."""
         scalars = self._scalars(0)
-        for optimizer in self._binding.optimizers:
-            optimizer.state.clear()
+        for keeper in self._binding.keepers:
+            keeper.state.clear()
         for name in self._binding.params:
             self._binding.params[name].grad = None
             if name in self._binding.masters:
@@ -206,10 +224,10 @@ class Replay:
             if n in owner and owner[n][0] == optimizer
         }
         items = [
-            self._item(image, piece, source, entry, self._binding.params[source.name])
+            self._item(image, piece, source, entry, live)
             for source, entry in image.sources()
-            if source.kind == "param"
-            for piece in self._pieces(source, frozen, {})
+            if source.kind in ("param", "master")
+            for piece, live in self._targets(image, source, entry, {}, frozen, set(), False)
         ]
         self._engine.restore(items, image.memory, image.base)
         self._frozen_masters()
@@ -253,18 +271,23 @@ class Replay:
         anchors = image.view.anchors
         fresh = anchors & ~self._active
         wanted = self._rows_of(fresh)
+        if everything:
+            wanted.update(self._never_frozen())
         self._active |= anchors
         self._note_frozen()
         absent = set(scalars["absent"])
         items = [
             self._item(image, piece, source, entry, live)
             for source, entry in image.sources()
-            for piece, live in self._targets(image, source, entry, wanted, absent, everything)
+            for piece, live in self._targets(
+                image, source, entry, wanted, self._frozen_rows, absent, everything
+            )
         ]
         self._engine.restore(items, image.memory, image.base)
         self.bytes_loaded += sum(i.nbytes for i in items)
         self._frozen_masters()
-        names = [n for n in wanted if n in self._binding.owner and n not in absent]
+        kept = self._binding.owner.keys() - self._binding.elsewhere
+        names = [n for n in wanted if n in kept and n not in absent]
         self._scalar_state(image, scalars, names)
         zero_grads(self._binding, scalars["grads"], wanted)
 
@@ -274,6 +297,7 @@ class Replay:
         source: Source,
         entry: str,
         wanted: Rows,
+        frozen: Rows,
         absent: set[str],
         everything: bool,
     ) -> list[tuple[Source, Tensor]]:
@@ -282,12 +306,12 @@ class Replay:
         if source.kind == "buffer":
             return [(source, binding.buffers()[source.name])] if everything else []
         if source.kind == "param":
-            return [
-                (p, binding.params[source.name])
-                for p in self._pieces(source, wanted, self._frozen_rows)
-            ]
+            return [(p, binding.params[source.name]) for p in self._pieces(source, wanted, frozen)]
         if source.kind == "master":
-            return [(p, binding.masters[source.name]) for p in self._pieces(source, wanted, {})]
+            # Of the frozen, only what comes from elsewhere has a master in every snapshot.
+            also = {n: rows for n, rows in frozen.items() if n in binding.elsewhere}
+            pieces = self._pieces(source, wanted, also)
+            return [(p, binding.masters[source.name]) for p in pieces]
         if source.kind == "optim" and source.name not in absent:
             pieces = self._pieces(source, wanted, {})
             return [(p, self._state_tensor(source, image.tensor(entry))) for p in pieces]
@@ -312,7 +336,8 @@ class Replay:
         pieces = []
         for a, b in (*wanted.get(source.name, ()), *also.get(source.name, ())):
             start, stop = max(a, low), min(b, high)
-            if start < stop:
+            # A rank may have an empty shard: nothing to load, but the optimizer expects its (empty) state.
+            if start < stop or total == 0:
                 whole = source.start is None and (start, stop) == (0, total)
                 rows = (None, None) if whole else (start, stop)
                 pieces.append(replace(source, start=rows[0], stop=rows[1]))
@@ -321,9 +346,8 @@ class Replay:
     def _state_tensor(self, source: Source, recorded: Tensor) -> Tensor:
         """The live optimizer state tensor for a recorded one, created (zero) where it does not exist yet."""
         binding = self._binding
-        optimizer = binding.optimizers[binding.owner[source.name][0]]
         held = binding.held(source.name)
-        state = optimizer.state[held]
+        state = binding.keeper(source.name).state[held]
         if not isinstance(state.get(source.key), Tensor):
             # All rows of a whole tensor are about to be loaded: zeros would be written for nothing.
             if source.start is not None:
@@ -350,8 +374,8 @@ class Replay:
         }
         for name in names:
             held = binding.held(name)
-            optimizer = binding.optimizers[binding.owner[name][0]]
-            state = optimizer.state[held]
+            keeper = binding.keeper(name)
+            state = keeper.state[held]
             for key, (dtype, on_host) in layout["scalars"].get(name, {}).items():
                 if not isinstance(state.get(key), Tensor):
                     state[key] = torch.zeros(
@@ -361,14 +385,14 @@ class Replay:
                 state[key] = value
             ordered = {k: state[k] for k in layout["keys"].get(name, ()) if k in state}
             ordered.update({k: v for k, v in state.items() if k not in ordered})
-            optimizer.state[held] = ordered
+            keeper.state[held] = ordered
         apply_packed(binding, packed, names, layout["packed"])
 
     def _frozen_masters(self) -> None:
         """A frozen master holds the rounded weight: the user's own copy-back then leaves the weight as recorded."""
         with torch.no_grad():
             for name, ranges in self._frozen_rows.items():
-                if name in self._binding.masters:
+                if name in self._binding.masters and name not in self._binding.elsewhere:
                     master, param = (
                         local(self._binding.masters[name]),
                         local(self._binding.params[name]),
@@ -382,8 +406,7 @@ class Replay:
     # -- which rows are frozen -------------------------------------------------------------------
 
     def _num_rows(self, name: str) -> int:
-        shape = local(self._binding.params[name]).shape
-        return int(shape[0]) if shape else 1
+        return self._binding.num_rows(name)
 
     def _rows_of(self, mask: int) -> Rows:
         rows: Rows = {}
@@ -396,6 +419,14 @@ class Replay:
     def _note_frozen(self) -> None:
         everything = (1 << len(self._operators)) - 1
         self._frozen_rows = self._rows_of(everything & ~self._active)
+        for name in self._binding.elsewhere:
+            self._frozen_rows[name] = [(0, self._num_rows(name))]
+        for name in self._never_frozen():
+            self._frozen_rows.pop(name, None)
+
+    def _never_frozen(self) -> Rows:
+        """What every snapshot anchors, whatever operators it names (see ``Binding.inseparable``)."""
+        return {n: [(0, self._num_rows(n))] for n in self._binding.inseparable}
 
     def _is_frozen(self, name: str) -> bool:
         """Whether all of this parameter is frozen (partly frozen fused tensors are stepped and overwritten)."""
@@ -414,7 +445,11 @@ class Replay:
 
     def _compare(self, image: SnapshotImage, scalars: dict[str, Any]) -> list[str]:
         found = []
-        active_rows = self._rows_of(self._active)
+        active_rows = {
+            name: rows
+            for name, rows in self._rows_of(self._active).items()
+            if name not in self._binding.elsewhere
+        } | self._never_frozen()
         for source, entry in image.sources():
             live = self._live(source)
             if live is None or source.kind == "packed":

@@ -76,12 +76,13 @@ class LiveSources:
 
     def _refresh(self) -> None:
         # Ids are unique because what they are of is held below: the state objects and every parameter's own.
-        key = tuple((id(o.state), *map(id, o.state.values())) for o in self._binding.optimizers)
+        key = tuple((id(o.state), *map(id, o.state.values())) for o in self._binding.keepers)
         if key == self._state_key:
             return
         self._state_key = key
-        self._held = [(o.state, list(o.state.values())) for o in self._binding.optimizers]
+        self._held = [(o.state, list(o.state.values())) for o in self._binding.keepers]
         binding = self._binding
+        buffers = binding.buffer_places()
         states = self._states = {name: binding.state(name) for name in binding.owner}
         self._places = []
         for source in self.plan.sources:
@@ -94,8 +95,7 @@ class LiveSources:
             elif source.kind == "optim":
                 self._places.append((states[source.name], source.key))
             else:
-                owner, _, leaf = source.name.rpartition(".")
-                self._places.append((binding.model.get_submodule(owner)._buffers, leaf))
+                self._places.append(buffers[source.name])
         self._packed_places = {
             dtype: [(states[name], key) for name, key in pairs]
             for dtype, pairs in self.plan.packed.items()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ckptd.client.binding import Binding
 from ckptd.client.host_bytes import DTYPES, buffer_of
+from ckptd.client.names import named_buffers, named_modules, named_parameters
 from ckptd.client.probe import unwrap_optimizer
 from ckptd.storage.model_set import (
     FolderFiles,
@@ -68,8 +69,7 @@ def start_unprotected(
 ) -> str:
     """`load_start` for a run without a daemon: a switched-off ``Checkpointer`` begins at the same model."""
     listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return load_start(Binding(inner, [unwrap_optimizer(o) for o in listed], masters), source)
+    return load_start(Binding(model, [unwrap_optimizer(o) for o in listed], masters), source)
 
 
 class _Opened:
@@ -197,9 +197,9 @@ class _Start:
         count = 0
         for stored in self._set.optimizer.values():
             name, key = self._whose(stored.name)
-            if key:
+            if key and name not in binding.elsewhere:
                 held = binding.held(name)
-                state = binding.optimizers[binding.owner[name][0]].state[held]
+                state = binding.keeper(name).state[held]
                 group = binding.group(name)
                 tensor = self._read(stored)
                 if tensor.ndim or group.get("capturable") or group.get("fused"):
@@ -226,15 +226,15 @@ class _Start:
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers under every name that they have."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+    yield from named_parameters(model, remove_duplicate=False)
+    yield from named_buffers(model, remove_duplicate=False)
 
 
 def _transient(model: nn.Module) -> set[str]:
     """The names of buffers that a state dict leaves out: they need not be there."""
     return {
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
+        for prefix, module in named_modules(model)
         for name in module._non_persistent_buffers_set
     }
 

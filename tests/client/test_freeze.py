@@ -261,6 +261,22 @@ class TestBackwardLimiter:
         assert net.first.weight.grad.any()
         assert net.second.weight.grad is None
 
+    def test_leaves_that_are_no_parameters_get_their_gradients(self, net: Net) -> None:
+        """A pipeline stage sends its input's gradient upstream. It was None, and the stage before waited for ever."""
+        arrived = torch.randn(2, 8)
+        grads = []
+        for frozen in (set(), {"first.weight", "first.bias"}):
+            x = arrived.clone().requires_grad_()
+            limiter = limited(net, frozen)
+            limiter.start()
+            net.block(x).sum().backward()
+            limiter.stop()
+            grads.append(x.grad)
+        full, partial = grads
+        assert full is not None
+        assert partial is not None
+        assert torch.equal(full, partial)
+
     def test_gradients_by_autograd_grad_are_untouched(self, net: Net) -> None:
         limiter = limited(net, {"first.weight"})
         limiter.start()
@@ -332,6 +348,13 @@ class TestChoice:
         model = nn.Linear(2, 2)
         assert choose_freezing(model, masters=False, world_size=2)[0] == "drop"
         assert choose_freezing(model, masters=False, wanted="inputs", world_size=2)[0] == "inputs"
+
+    def test_state_spread_over_ranks_needs_every_gradient(self) -> None:
+        """Other ranks freeze other operators: what is skipped here, another rank's update would miss."""
+        model = nn.Linear(2, 2)
+        assert choose_freezing(model, masters=False, spread=True)[0] == "drop"
+        with pytest.raises(ValueError, match="each rank updates other parameters"):
+            choose_freezing(model, masters=False, wanted="inputs", spread=True)
 
     @pytest.mark.parametrize(
         ("model", "masters", "reason"),

@@ -84,6 +84,16 @@ def test_fused_experts_count_the_choices() -> None:
     assert counts(found) == {"0": 3.0, "1": 1.0, "2": 2.0}
 
 
+def test_choices_of_experts_on_other_ranks_count_for_none_here() -> None:
+    """Of a sharded tensor this rank has the first two experts; tokens of the third once counted for the second."""
+    model = Fused()
+    operators = [op for op in discover_operators(model, rows_allowed=lambda name: True)
+                 if op.expert is None or op.expert[1] < 2]  # fmt: skip
+    found = TokenCounter(model, operators, Ordering.HARD), operators
+    model(torch.ones(3, 4))
+    assert counts(found) == {"0": 3.0, "1": 1.0}
+
+
 def test_soft_counts_are_the_gates_weights() -> None:
     model = Fused()
     found = counter(model, Ordering.SOFT)

@@ -150,6 +150,10 @@ class Data:
         return torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator)
 
 
+# One training step of a job; it calls its last argument at points where it may be killed.
+Body = Callable[["Job", int, Callable[[str], None]], None]
+
+
 @dataclass
 class Job:
     """One training job: how to step it, and what has state."""
@@ -157,7 +161,7 @@ class Job:
     model: nn.Module
     optimizers: list[Any]
     state: dict[str, Any]
-    body: Callable[[Job, int, Callable[[str], None]], None]
+    body: Body
     options: dict[str, Any] = field(default_factory=dict)
     ckpt: Any = None
     on_start: Callable[[Job], None] | None = None
@@ -656,12 +660,16 @@ CASES: dict[str, Callable[[int], Job]] = {
 
 
 def find_case(name: str) -> Callable[[int], Job]:
-    """The builder of a case; those named ``hf_…`` need transformers, which is imported only for them.
+    """The builder of a case; those named ``hf_…`` need transformers, and ``family/…`` a process group, imported only for them.
 
     Raises:
         ValueError: there is no such case.
     """
     known = CASES
+    if "/" in name:
+        from tests.e2e.parallel.registry import find_parallel_case
+
+        return find_parallel_case(name)
     if name.startswith("hf_"):
         from tests.e2e.hf_cases import HF_CASES
 

@@ -29,20 +29,27 @@ def final_state(job: Job) -> dict[str, Any]:
     """Everything that must be identical to the bit."""
     from ckptd.client.rng import capture_rng
 
-    state: dict[str, Any] = {
-        f"param/{n}": p.detach().clone() for n, p in job.model.named_parameters()
-    }
-    state.update({f"buffer/{n}": b.detach().clone() for n, b in job.model.named_buffers()})
+    state: dict[str, Any] = {f"param/{n}": _plain(p) for n, p in job.model.named_parameters()}
+    state.update({f"buffer/{n}": _plain(b) for n, b in job.model.named_buffers()})
     for oi, optimizer in enumerate(job.optimizers):
+        keeper = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's own part
         for gi, group in enumerate(optimizer.param_groups):
             for pi, param in enumerate(group["params"]):
-                state[f"held/{oi}.{gi}.{pi}"] = param.detach().clone()
-                for key, value in optimizer.state[param].items():
-                    state[f"optim/{oi}.{gi}.{pi}.{key}"] = value
+                state[f"held/{oi}.{gi}.{pi}"] = _plain(param)
+                for key, value in keeper.state.get(param, {}).items():
+                    state[f"optim/{oi}.{gi}.{pi}.{key}"] = _plain(value)
             state[f"group/{oi}.{gi}"] = {k: v for k, v in group.items() if k != "params"}
     state["rng"] = capture_rng()
     state["stateful"] = {n: s.state_dict() for n, s in job.state.items()}
     return state
+
+
+def _plain(value: Any) -> Any:
+    """A copy that needs no process group to be read: of a DTensor, the local shard and how it is placed."""
+    if hasattr(value, "to_local"):
+        placed = f"{value.placements} of {tuple(value.shape)} over {value.device_mesh}"
+        return {"shard": value.to_local().detach().clone(), "placed": placed}
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -52,20 +59,30 @@ def replace_text(path: Path, text: str) -> None:
     temporary.rename(path)
 
 
-def distribute(job: Job, store: Path) -> None:
-    """Data parallel over the ranks of torchrun's environment, each with data of its own."""
+def make_job(case: str, seed: int, store: Path | None) -> Job:
+    """The job of this process; with ``store``, of this rank of torchrun's environment.
+
+    Cases that know nothing of ranks are trained with DDP then, each rank on data of its own.
+    """
+    if store is None:
+        return find_case(case)(seed)
     from torch import distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    job.model = DistributedDataParallel(job.model, find_unused_parameters=True)
-    job.state["data"].position = 10_000 * rank
+    job = find_case(case)(seed)
+    if "/" not in case:
+        job.model = DistributedDataParallel(job.model, find_unused_parameters=True)
+        job.state["data"].position = 10_000 * rank
+    return job
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("case", help="a name in cases.py or hf_cases.py")
+    parser.add_argument(
+        "case", help="a name in cases.py or hf_cases.py, or family/name of parallel/"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--total", type=int, default=12)
     parser.add_argument("--kill-at", type=int, default=-1)
@@ -80,7 +97,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--progress", type=Path)
     parser.add_argument("--stats", type=Path, help="keep the Checkpointer's counters in this file")
     parser.add_argument("--nan-at", type=int, default=-1, help="make a weight NaN after that step")
-    parser.add_argument("--store", type=Path, help="train with DDP over gloo, meeting at this file")
+    parser.add_argument(
+        "--store", type=Path, help="one of several ranks, meeting over gloo at this file"
+    )
+    parser.add_argument("--leave-out", help="restore without this (see parallel/sabotage.py)")
     parser.add_argument("--break-at", type=int, default=-1, help="end the chain in that step")
     parser.add_argument("--verify-at", type=int, default=-1)
     parser.add_argument("--split", type=int, default=0)
@@ -91,9 +111,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
-    job = find_case(args.case)(args.seed)
-    if args.store is not None:
-        distribute(job, args.store)
+    job = make_job(args.case, args.seed, args.store)
+    if args.leave_out:
+        from tests.e2e.parallel.sabotage import LEAVE_OUT
+
+        LEAVE_OUT[args.leave_out]()
     random.seed(99)
     np.random.seed(99)
     options = {k: json.loads(v) for k, v in (pair.split("=", 1) for pair in args.set)}
@@ -112,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if step == args.kill_at and point == args.kill_point:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    replayed_with_frozen = 0
     # A loop that is left and entered again goes on where it was.
     for step in (
         itertools.chain(ckpt.steps(args.split), ckpt.steps(args.total))
@@ -119,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else ckpt.steps(args.total)
     ):
         maybe_die(step, "top")
+        replayed_with_frozen += ckpt.replaying
         if step == args.break_at:
             assert ckpt._recorder is not None
             ckpt._recorder.break_chain()  # as when a snapshot found no slot
@@ -138,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         maybe_die(step, "after")
     report: dict[str, Any] = {
         "resumed_from": ckpt.resumed_from,
+        "replayed_with_frozen": replayed_with_frozen,
         "describe": ckpt.describe(),
         **ckpt.stats(),
     }

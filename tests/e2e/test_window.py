@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+
+import pytest
 
 from tests.e2e.compare import differences
-from tests.e2e.harness import Jobs
+from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    """One of its own: the session's may be full of other runs, and a wider window is only taken where there is memory."""
+    with own_daemon("--memory", "1GiB") as process:
+        yield process
 
 
 def test_a_window_that_stalls_training_is_widened(jobs: Jobs) -> None:

@@ -1,0 +1,61 @@
+"""For negative controls: a restore that leaves something out. ``job.py --leave-out <what>`` calls one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckptd.client import replay
+from ckptd.client.layout import Source
+from ckptd.client.replay import Replay, Rows
+
+__all__ = ["LEAVE_OUT"]
+
+
+def _frozen_weights() -> None:
+    """The recorded weights of one frozen parameter are never loaded: it keeps what the new process began with."""
+    original = Replay._pieces
+    victims: list[str] = []
+
+    def without(self: Replay, source: Source, wanted: Rows, also: Rows) -> list[Source]:
+        frozen = self._frozen_rows
+        if not victims:
+            victims.extend(n for n in frozen if self._num_rows(n) and n in self._binding.owner)
+        if source.kind == "param" and source.name == victims[0]:
+            wanted = {} if wanted.get(source.name) == frozen.get(source.name) else wanted
+            also = {}
+        return original(self, source, wanted, also)
+
+    Replay._pieces = without  # type: ignore[method-assign]
+
+
+def _random_state() -> None:
+    """The random generators are not set at the first replayed step."""
+
+    def nothing(state: Any) -> None: ...
+
+    replay.restore_rng = nothing  # type: ignore[attr-defined]
+
+
+def _elsewhere() -> None:
+    """What another rank updates is taken for this rank's: active, and compared, once this rank's anchor was reached."""
+    for name in ("_note_frozen", "_compare"):
+        setattr(Replay, name, _believing_in_itself(getattr(Replay, name)))
+
+
+def _believing_in_itself(method: Callable[..., Any]) -> Callable[..., Any]:
+    def without(self: Replay, *args: Any) -> Any:
+        kept, self._binding.elsewhere = self._binding.elsewhere, frozenset()
+        try:
+            return method(self, *args)
+        finally:
+            self._binding.elsewhere = kept
+
+    return without
+
+
+LEAVE_OUT: dict[str, Callable[[], None]] = {
+    "frozen weights": _frozen_weights,
+    "random state": _random_state,
+    "elsewhere": _elsewhere,
+}

@@ -1,0 +1,37 @@
+"""DistributedDataParallel: every case is exact through SIGKILL and replay, on every rank; ``CKPTD_LONG=1`` plays all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.harness import DaemonProcess, Jobs
+from tests.e2e.parallel.checks import assert_exact_through_a_kill, assert_noticed_when_left_out
+from tests.e2e.parallel.ddp import CASES
+from tests.e2e.parallel.registry import LONG, Case
+from tests.e2e.ranks import Ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.parameters())
+def test_exact_through_a_kill(jobs: Jobs, daemon: DaemonProcess, case: Case) -> None:
+    assert_exact_through_a_kill(jobs, daemon, case)
+
+
+@pytest.mark.slow
+def test_what_is_left_out_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
+    """The negative control of the tests above."""
+    assert_noticed_when_left_out(jobs, daemon, CASES.cases["plain"], "frozen weights", rank=1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="not on the diagonal: CKPTD_LONG=1 runs it")
+def test_random_state_that_is_left_out_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
+    """Dropout then drops others than it did."""
+    assert_noticed_when_left_out(jobs, daemon, CASES.cases["plain"], "random state", rank=1)
+
+
+@pytest.mark.slow
+def test_the_table_tells_what_is_replicated(jobs: Jobs) -> None:
+    life = Ranks(jobs, "layout", case="ddp/plain", total=6)
+    told = jobs.report(life.end()[1])["describe"]
+    assert "parameters replicated over 2 ranks (DistributedDataParallel): 21 (embed.weight)" in told
