@@ -358,11 +358,15 @@ class Run:
 
     def _protect_rank(self, rank: int) -> None:
         core, promise = self.ranks[rank].core, self.promise
-        held = promise.floor < 0 or core.replicated.first <= promise.floor <= core.replicated.last
+        epoch, epoch_start = self.epoch_pair
+        if promise.floor < 0:
+            # After a recovery there may be one, which somebody else knows; it is told when the new tree agrees.
+            held = epoch_start < 0
+        else:
+            held = core.replicated.first <= promise.floor <= core.replicated.last
         # A target that counts may yet have to receive the suffix of the floor.
         sole = (core.sole or not held) and self._together()
         behind = min(core.behind, _MOST)
-        epoch, _ = self.epoch_pair
         hint = RingHint(promise.floor, promise.horizon, min(self.span, _MOST), sole, behind, epoch)
         for segment in self._store.of_rank(RankKey(self.job, self.run, rank)):
             segment.protect(hint)

@@ -340,6 +340,13 @@ class Replicator:
         target.held = {k for k in target.held if k.iteration <= record.iteration or k in kept}
         target.planned = False
 
+    def _doubt_all(self, target: Target) -> None:
+        """It does not count any more, so the floor goes on without it, and the host may give away what ends before: a ring that grew
+        has several replicas there, and of the older ones nobody would tell. It is asked again for each."""
+        target.held.clear()
+        target.opened.clear()
+        self._recount(target)
+
     def _watch(self, target: Target) -> None:
         """Time: questions that stand too long, and targets that get nowhere."""
         waited_s = self._now_s - target.asked_s
@@ -348,6 +355,7 @@ class Replicator:
         quiet_s = self._now_s - target.since_s
         if target.counted and quiet_s >= self._config.stalled_s and self._next(target) is not None:
             target.stalled = True
+            self._doubt_all(target)
             text = f"{target.node} sealed nothing for {quiet_s:.0f} s ({target.reason or 'slow'})"
             self._effects.append(Note("warning", "replication_stalled", text))
 
@@ -376,6 +384,7 @@ class Replicator:
         target.go(Phase.CLOSED)
         if event.code == "quota" and not target.no_memory:
             target.no_memory = True
+            self._doubt_all(target)
             text = f"{target.node} has no memory for a replica: {event.reason}"
             self._effects.append(Note("warning", "replication_refused", text))
         self._back_off(target, event.code, event.reason)

@@ -240,17 +240,20 @@ class Runs(Senders):
 
     def _protect_rank(self, name: str, daemon: Daemon, rank: int) -> None:
         run = daemon.run
-        sole = self._is_sole(run.senders[rank], run.promise.floor) and self._together(name, run)
+        sole = self._is_sole(
+            run.senders[rank], run.promise.floor, after_recovery=run.epoch_start >= 0
+        )
+        sole = sole and self._together(name, run)
         for segment in self.nodes[name].segments.values():
             if segment.own and segment.rank == rank:
                 promise, epoch = run.promise, max(run.epoch, 0)
                 segment.hint = Hint(promise.floor, promise.horizon, run.span, sole, epoch)
 
-    def _is_sole(self, sender: Sender, floor: int) -> bool:
+    def _is_sole(self, sender: Sender, floor: int, *, after_recovery: bool) -> bool:
         """Whether no target is known to hold the suffix that ends at the floor."""
         told = sender.core.replicated
-        held = floor < 0 or told.first <= floor <= told.last or not self.config.hard_until_held
-        return sender.core.sole or not held
+        held = not after_recovery if floor < 0 else told.first <= floor <= told.last
+        return sender.core.sole or not (held or not self.config.hard_until_held)
 
     def _together(self, name: str, run: RunSide) -> bool:
         """Whether there are other ranks, and all their nodes can tell how far they are."""

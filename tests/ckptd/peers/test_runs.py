@@ -219,3 +219,21 @@ def test_a_ring_is_hard_until_its_target_holds_what_the_floor_needs(folder: Path
     )
     assert not node.run.ranks[0].core.sole
     assert hint(segment).sole
+
+
+@pytest.mark.parametrize(("start", "hard"), [(-1, False), (4, True)])
+def test_after_a_recovery_a_ring_is_hard_until_a_floor_was_heard_of(
+    folder: Path, start: int, hard: bool
+) -> None:
+    """Others may know one that was announced right before: a node that had not heard of it gave its suffix away (seed 13400)."""
+    node = Node(folder, "away")
+    segment = node.rank(0)
+    other = Member(NodeCard("away", "tcp://127.0.0.1:1"), (1,))
+    here = Member(NodeCard("here", "tcp://127.0.0.1:2"), (0,))
+    node.seal(segment, 3, 4)
+    assert (
+        node.run.join(RankKey("job", "run", 0), Join(5, start, (here, other), 1, follows=0)) == ""
+    )
+    assert not node.run.ranks[0].core.sole
+    assert node.run.promise.floor == -1
+    assert hint(segment).sole == hard

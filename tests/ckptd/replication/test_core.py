@@ -296,6 +296,45 @@ class TestRefusals:
         core.handle(Opened("a", 0, 1, ()), now_s=100)
         assert core.replicated_up_to == -1
 
+    @pytest.mark.parametrize("why", ["no memory", "stalled"])
+    def test_what_a_target_held_when_it_ceased_to_count_is_asked_anew(self, why: str) -> None:
+        """Without it the floor went on, so the host gave its older ring away, and of the newer one it told what that holds: a suffix of
+        which half was gone counted as complete (simulation, seeds 11445 and 16406)."""
+        core = opened("a", table=(3, 4))
+        for iteration in (3, 4):
+            core.handle(Granted("a", key(iteration), "g"), now_s=0)
+            core.handle(PutEnded("a", key(iteration), True, ""), now_s=0)
+            core.handle(SealedThere("a", key(iteration)), now_s=0)
+        assert core.replicated == Interval(4, 4)
+        grown = replace(snapshot(5), generation=1)
+        core.handle(Slots((snapshot(3), snapshot(4), grown), W), now_s=1)
+        now_s = 2.0
+        if why == "no memory":
+            core.handle(OpenRefused("a", 1, "quota", ""), now_s=now_s)
+        else:
+            while not core.sole:
+                now_s += 60
+                core.handle(Tick(), now_s=now_s)
+        there: set[int] = set()  # what the host has now
+        for _ in range(20):
+            now_s += 60
+            todo = core.handle(Tick(), now_s=now_s)
+            while todo:
+                effect = todo.pop(0)
+                if isinstance(effect, Open):
+                    todo += core.handle(Opened("a", effect.generation, 2, ()), now_s=now_s)
+                elif isinstance(effect, Begin):
+                    todo += core.handle(Granted("a", effect.key, "h"), now_s=now_s)
+                elif isinstance(effect, Put):
+                    todo += core.handle(PutEnded("a", effect.key, True, ""), now_s=now_s)
+                elif isinstance(effect, Seal):
+                    there.add(effect.key.iteration)
+                    todo += core.handle(SealedThere("a", effect.key), now_s=now_s)
+                last = core.replicated.last
+                assert core.sole or last < 0 or {last - 1, last} <= there
+        assert core.replicated == Interval(5, 5)
+        assert there == {4, 5}
+
     def test_after_three_wrong_digests_the_local_copy_is_suspected_and_passed_over(self) -> None:
         core, now_s = opened("a"), 0.0
         for attempt in range(1, 4):
@@ -305,7 +344,7 @@ class TestRefusals:
             assert [effect.level for effect in effects if isinstance(effect, Note)] == (
                 ["error"] if attempt == 3 else []
             )
-            now_s += 60
+            now_s += 30
             effects = core.handle(Tick(), now_s=now_s)
         assert effects[-1] == Begin("a", key(4), snapshot(4))
 
