@@ -3,7 +3,7 @@
 (a) A sealed copy is the primary's snapshot, byte by byte.
 (b) A plan's pieces are one history.
 (c) The promise of the floor F. When F was announced, each rank had *holders*: the targets that its replicator
-    counted, or its own primary where none counted; its latest word on F counts. As long as a daemon of the run knows
+    counted, or its own primary where none counted; its latest word on F counts (of its newest epoch). As long as a daemon of the run knows
     of F, no newer floor is announced and no recovery went below F: every holder whose memory still exists holds the rank's complete suffix that ends at F. Lose any nodes, of
     which at most r have not been lost yet: if each rank is left one such holder, or its own node with a suffix
     that ends at F, then a plan exists for the job killed now, and ends at F or later. A node that is cut off
@@ -60,8 +60,15 @@ class Checks(Network):
             del known[:-_VOUCHED_MAX]
             told = self.announced
             if told is not None and self._covers(fresh, told.floor):
-                told.holders[rank] = fresh.holders
+                told.holders[rank] = self._word(rank, told.floor).holders
                 self.changed = True
+
+    def _word(self, rank: int, floor: int) -> Vouched:
+        """The rank's latest word on this floor: that of its newest epoch, for its home of before may not have heard that it moved."""
+        said = [v for v in self.vouched.get(rank, ()) if self._covers(v, floor)]
+        assert said, f"(c) floor {floor}, of which rank {rank} has never told"
+        newest = max(v.epoch for v in said)
+        return [v for v in said if v.epoch == newest][-1]
 
     def _covers(self, said: Vouched, floor: int) -> bool:
         """Whether it was said of this floor, in a history that goes on from there or later."""
@@ -81,9 +88,7 @@ class Checks(Network):
             return  # somebody heard late of what was announced before
         holders: dict[int, tuple[Holder, ...]] = {}
         for rank in self.homes:
-            said = [v for v in self.vouched.get(rank, ()) if self._covers(v, floor)]
-            assert said, f"(c) floor {floor}, of which rank {rank} has never told"
-            holders[rank] = said[-1].holders
+            holders[rank] = self._word(rank, floor).holders
         self.announced, self.highest = Announced(floor, holders), floor
         self.changed = True
         self.seen["floor moved"] += 1
