@@ -407,6 +407,8 @@ class Checkpointer:
             self._stepping = False
             self._survive(recorder, recorder.top, step)
             self._stepping = True
+        else:
+            self._tape.take()  # given up: what the taps still record is for nobody
 
     def _survive(self, recorder: Recorder, work: Callable[..., object], *args: object) -> None:
         """Run our side of a step: whatever goes wrong in it must not reach the user's loop.
@@ -432,6 +434,7 @@ class Checkpointer:
                 logger.error(
                     "no more snapshots are taken in this run; training goes on unprotected"
                 )
+                recorder.give_up()
                 self._recorder = None
         else:
             if work == recorder.top:

@@ -16,15 +16,16 @@ clipping, and the loss scaler's ``found_inf``.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grad
+
+from ckptd.client.patches import layered
 
 __all__ = ["BackwardLimiter", "Tape", "choose_freezing", "clip_norm_tap", "scaler_tap"]
 
@@ -81,11 +82,9 @@ def _copy(value: Any) -> Any:
 @contextmanager
 def clip_norm_tap(tape: Tape) -> Iterator[None]:
     """Route the total norm inside ``clip_grad_norm_`` (however it was imported) through the tape."""
-    original: Callable[..., Tensor] = clip_grad._get_total_norm
 
-    @functools.wraps(original)
-    def tapped(*args: Any, **kwargs: Any) -> Tensor:
-        norm = original(*args, **kwargs)
+    def tapped(below: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        norm = below(*args, **kwargs)
         full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         recorded = tape.record("total_norm", full)
         if recorded is full:
@@ -94,11 +93,8 @@ def clip_norm_tap(tape: Tape) -> Iterator[None]:
             return _replicated_like(norm, recorded)
         return recorded  # type: ignore[no-any-return]
 
-    clip_grad._get_total_norm = tapped
-    try:
+    with layered(clip_grad, "_get_total_norm", tapped):
         yield
-    finally:
-        clip_grad._get_total_norm = original
 
 
 def _replicated_like(norm: Any, value: Tensor) -> Tensor:
@@ -110,22 +106,17 @@ def _replicated_like(norm: Any, value: Tensor) -> Tensor:
 @contextmanager
 def scaler_tap(scaler: Any, tape: Tape) -> Iterator[None]:
     """Route a GradScaler's ``found_inf`` through the tape."""
-    original = scaler._unscale_grads_
 
-    @functools.wraps(original)
-    def tapped(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = original(*args, **kwargs)
+    def tapped(below: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = below(*args, **kwargs)
         for device, value in found.items():
             recorded = tape.record(f"found_inf/{device}", value)
             if recorded is not value:
                 value.copy_(recorded)
         return found
 
-    scaler._unscale_grads_ = tapped
-    try:
+    with layered(scaler, "_unscale_grads_", tapped):
         yield
-    finally:
-        del scaler._unscale_grads_
 
 
 class BackwardLimiter:
@@ -137,45 +128,35 @@ class BackwardLimiter:
 
     def __init__(self, params: Callable[[], tuple[list[Tensor], list[Tensor]]]) -> None:
         self._params = params
-        self._saved: tuple[Any, Any] | None = None
+        self._patches = ExitStack()
         self.saw_reentrant = False
 
     def start(self) -> None:
-        from torch.utils import checkpoint
+        from torch.utils.checkpoint import CheckpointFunction
 
-        backward, forward = torch.autograd.backward, checkpoint.CheckpointFunction.forward
-        self._saved = (backward, forward)
-
-        @functools.wraps(backward)
-        def limited(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
-                    grad_variables: Any = None, inputs: Any = None) -> None:  # fmt: skip
-            _, frozen = self._params()
-            without = {id(p) for p in frozen}
-            given = inputs is not None
-            wanted = [] if given else [t for t in _leaves(tensors) if id(t) not in without]
-            if self.saw_reentrant or not wanted:
-                backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-                return
-            backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, wanted)
-            for param in frozen:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-
-        @functools.wraps(forward)
-        def seen(*args: Any, **kwargs: Any) -> Any:
-            self.saw_reentrant = True
-            return forward(*args, **kwargs)
-
-        torch.autograd.backward = limited
-        setattr(checkpoint.CheckpointFunction, "forward", staticmethod(seen))  # noqa: B010 - a patch, undone in stop()
+        self._patches.enter_context(layered(torch.autograd, "backward", self._backward))
+        self._patches.enter_context(layered(CheckpointFunction, "forward", self._forward))
 
     def stop(self) -> None:
-        from torch.utils import checkpoint
+        self._patches.close()
 
-        if self._saved is not None:
-            torch.autograd.backward = self._saved[0]
-            setattr(checkpoint.CheckpointFunction, "forward", staticmethod(self._saved[1]))  # noqa: B010
-            self._saved = None
+    def _backward(self, below: Callable[..., None], tensors: Any, grad_tensors: Any = None, retain_graph: Any = None,
+                  create_graph: bool = False, grad_variables: Any = None, inputs: Any = None) -> None:  # fmt: skip
+        _, frozen = self._params()
+        without = {id(p) for p in frozen}
+        given = inputs is not None
+        wanted = [] if given else [t for t in _leaves(tensors) if id(t) not in without]
+        if self.saw_reentrant or not wanted:
+            below(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            return
+        below(tensors, grad_tensors, retain_graph, create_graph, grad_variables, wanted)
+        for param in frozen:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+    def _forward(self, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.saw_reentrant = True
+        return below(*args, **kwargs)
 
 
 def _leaves(tensors: Any) -> list[Tensor]:

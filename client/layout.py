@@ -263,8 +263,9 @@ def _entries_of(
 ) -> list[tuple[TensorEntry, Source | None]]:
     param = local(binding.params[name])
     whole = param.ndim == 0 or (start == 0 and stop == param.shape[0])
-    # What is copied by address must lie within the tensor.
-    assert whole or 0 <= start < stop <= param.shape[0], f"{name}[{start}:{stop}] is not here"
+    if not (whole or 0 <= start < stop <= param.shape[0]):
+        # What is copied by address must lie within the tensor, with `python -O` too.
+        raise ValueError(f"{name}[{start}:{stop}] is not in a tensor of {tuple(param.shape)}")
     a, b = (None, None) if whole else (start, stop)
     shape = tuple(param.shape) if whole else (stop - start, *param.shape[1:])
     dtype = param.dtype if full else compute_dtypes.get(name, param.dtype)

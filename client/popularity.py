@@ -6,6 +6,7 @@ Counts decide only in which order experts are anchored (popular ones late: they 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ckptd.client.binding import local
 from ckptd.client.hooks import ModuleHook
 from ckptd.client.names import named_modules
 from ckptd.client.operators import Operator
@@ -28,6 +30,8 @@ from ckptd.schedules.schedule import (
 
 __all__ = ["TokenCounter"]
 
+logger = logging.getLogger(__name__)
+
 
 class TokenCounter:
     """Counts tokens (``soft``: gate probabilities) per expert of every container that the operators name."""
@@ -40,6 +44,7 @@ class TokenCounter:
         capacities: Mapping[str, float] | None = None,
     ) -> None:
         self.enabled = True
+        self._broken = False
         self._ordering, self._capacities = ordering, capacities
         self._listed: dict[str, list[float]] = {}
         self._fused: dict[str, Tensor | None] = {}
@@ -66,8 +71,25 @@ class TokenCounter:
                 self._count(module, self._count_fused(name, size))
 
     def _count(self, module: nn.Module, count: Callable[..., None]) -> None:
-        hook = ModuleHook(count)
+        hook = ModuleHook(self._guarded(count))
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _guarded(self, count: Callable[..., None]) -> Callable[..., None]:
+        """It runs within the user's forward, which must survive it."""
+
+        def guarded(*args: Any) -> None:
+            if self._broken or not self._counts_now():
+                return
+            try:
+                count(*args)
+            except Exception as error:  # noqa: BLE001 - whatever a model hands to its experts
+                self._broken = True
+                logger.warning(
+                    "tokens are not counted any more, experts are anchored in the order of before: %r",
+                    error,
+                )
+
+        return guarded
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -142,24 +164,21 @@ class TokenCounter:
         counts = self._listed[name]
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._counts_now():
-                first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-                if first is not None:
-                    counts[index] += first.numel() / max(first.shape[-1], 1) if first.ndim else 1.0
+            first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+            if first is not None:
+                counts[index] += first.numel() / max(first.shape[-1], 1) if first.ndim else 1.0
 
         return hook
 
     def _count_fused(self, name: str, size: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._counts_now():
-                return
-            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            tensors = [local(a) for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
             index = next(
                 (t for t in tensors if t.dtype in (torch.int64, torch.int32) and t.ndim >= 1), None
             )
-            if index is None:
-                return
-            with torch.no_grad():
+            if index is None or type(index) is not Tensor:
+                return  # none, or a fake one: somebody looks at shapes only
+            with torch.inference_mode(False), torch.no_grad():
                 total = self._fused[name]
                 if total is None:
                     total = self._fused[name] = torch.zeros(size, device=index.device)

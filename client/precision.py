@@ -25,12 +25,18 @@ class PrecisionProbe:
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = {n: p for n, p in params.items() if local(p).dtype is torch.float32}
         self._mode: _Watch | None = None
+        # Forwards that have begun and not ended: a container's children may call each other.
+        self._depth = 0
         self._found: dict[str, torch.dtype] = {}
         self.done = not self._params
 
     def enter(self) -> None:
-        """The model's forward begins (training thread)."""
-        if self.done or self._mode is not None:
+        """A forward of the model begins (training thread); it may be inside another one, which then goes on being watched."""
+        if self.done:
+            return
+        self._depth += 1
+        # Only the outermost is watched: what it still reads after an inner one ended would be missed.
+        if self._depth > 1:
             return
         device = local(next(iter(self._params.values()))).device.type
         if not torch.is_autocast_enabled(device):
@@ -40,10 +46,11 @@ class PrecisionProbe:
         self._mode.__enter__()
 
     def leave(self) -> None:
-        """The model's forward ended, however it ended."""
-        mode, self._mode = self._mode, None
-        if mode is None:
+        """A forward of the model ended, however it ended; more often than ``enter`` if some did not count as forwards."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth or self._mode is None:
             return
+        mode, self._mode = self._mode, None
         mode.__exit__(None, None, None)
         self.done = True
         self._found = {n: mode.dtype for n in mode.cast if n not in mode.read}

@@ -118,6 +118,10 @@ class Recorder:
     def close(self) -> None:
         """Finish, and stop waiting for other ranks."""
         self.finish()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Stop waiting for other ranks."""
         self._provision.close()
 
     # -- the life of a step ----------------------------------------------------------------------

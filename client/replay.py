@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
@@ -151,11 +152,12 @@ class Replay:
     @property
     def bucket_layouts(self) -> dict[str, list[list[int]]]:
         """How DDP reduced gradients; the first snapshots of a run may have been taken before that was known."""
-        for scalars in (self._scalars(0), self.newest_scalars):
-            found: dict[str, list[list[int]]] = scalars.get("buckets", {})
-            if found:
-                return found
-        return {}
+        found: dict[str, list[list[int]]] = self._scalars(0).get("buckets", {})
+        if not found and any(
+            isinstance(m, DistributedDataParallel) for m in self._binding.model.modules()
+        ):
+            found = self.newest_scalars.get("buckets", {})  # waits until that snapshot is here
+        return found
 
     @property
     def buffer_senders(self) -> list[str] | None:

@@ -123,13 +123,15 @@ class FetchedPiece:
         """Lock the slot and mark it; false if that cannot be, and the job has ended."""
         segment = self._tools.segment
         try:
-            self._fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             self._job.failed(f"{segment.path.name} cannot be opened: {error.strerror}")
             return False
-        if not locks.try_lock(self._fd, slot_lock_byte(self._index), exclusive=True):
+        if not locks.try_lock(fd, slot_lock_byte(self._index), exclusive=True):
+            os.close(fd)
             self._job.failed(f"slot {self._index} of {segment.path.name} is locked")
             return False
+        self._fd = fd  # from here on the slot is ours to free
         filling = replace(self.header, state=SlotState.FILLING, writer_pid=os.getpid())
         write_slot_header(segment.buffer, segment.geometry, self._index, filling)
         return True

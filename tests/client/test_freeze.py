@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -87,6 +88,18 @@ class TestClipNormTap:
         clip_grad_norm_(self.params(), 1.0)
         assert tape.take() == []
 
+    def test_of_two_checkpointers_the_first_may_end_first(self) -> None:
+        """It put torch's own function back: the second recorded nothing more, and when it ended, the dead tap stayed for good."""
+        original = torch.nn.utils.clip_grad._get_total_norm
+        tapes, users = (Tape(), Tape()), (ExitStack(), ExitStack())
+        for tape, user in zip(tapes, users, strict=True):
+            user.enter_context(clip_norm_tap(tape))
+        users[0].close()
+        clip_grad_norm_(self.params(), 1.0)
+        assert [len(tape.take()) for tape in tapes] == [0, 1]
+        users[1].close()
+        assert torch.nn.utils.clip_grad._get_total_norm is original
+
 
 class TestScalerTap:
     def step(self, scaler: Any, loss_scale: float) -> Tensor:
@@ -121,6 +134,18 @@ class TestScalerTap:
         assert "_unscale_grads_" not in vars(scaler)
         self.step(scaler, 1.0)
         assert tape.take() == []
+
+    def test_a_scaler_of_two_checkpointers_outlives_the_first(self) -> None:
+        """Two models may share one scaler. The first to end took the other's tap along, which then failed to end itself."""
+        tapes, users = (Tape(), Tape()), (ExitStack(), ExitStack())
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for tape, user in zip(tapes, users, strict=True):
+            user.enter_context(scaler_tap(scaler, tape))
+        users[0].close()
+        self.step(scaler, 1.0)
+        assert [len(tape.take()) for tape in tapes] == [0, 1]
+        users[1].close()
+        assert "_unscale_grads_" not in vars(scaler)
 
     def test_a_skipped_step_never_reaches_the_optimizers_hooks(self) -> None:
         """The trap behind the rule that iterations are never counted in hooks."""
@@ -324,6 +349,23 @@ class TestBackwardLimiter:
         limiter.stop()
         assert (torch.autograd.backward, CheckpointFunction.forward) == before
         assert Net("reentrant")(TOKENS).requires_grad
+
+    def test_of_two_limiters_the_first_may_stop_first(self, net: Net) -> None:
+        """Two runs replay at once. The second computed every gradient from then on, and its stop left the first's patch."""
+        from torch.utils.checkpoint import CheckpointFunction
+
+        before = torch.autograd.backward, CheckpointFunction.forward
+        one, two = limited(Net(), {"first.weight"}), limited(net, {"first.weight"})
+        one.start()
+        two.start()
+        one.stop()
+        grads = backward(net)
+        assert grads["first.weight"] is not None
+        assert not grads["first.weight"].any()
+        Net("reentrant")(TOKENS)
+        assert (one.saw_reentrant, two.saw_reentrant) == (False, True)
+        two.stop()
+        assert (torch.autograd.backward, CheckpointFunction.forward) == before
 
 
 class DistributedDataParallel(nn.Module):

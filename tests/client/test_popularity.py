@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from ckptd.client.operators import Operator, discover_operators
@@ -137,3 +139,54 @@ def test_closed_it_leaves_no_hook_and_copies_never_count() -> None:
     assert set(counts(found).values()) == {0.0}
     found[0].close()
     assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def compiled_block(model: nn.Module) -> nn.Module:
+    block = torch.compile(model, fullgraph=True, backend="eager")
+    assert isinstance(block, nn.Module)
+    return block
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(fullgraph=True, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [compiled_block, compiled_in_place])
+def test_a_compiled_block_runs_as_if_nobody_counted(
+    compiled: Callable[[nn.Module], nn.Module],
+) -> None:
+    """Its graph was to hold our hook as well, and with ``fullgraph=True`` that was an error at the first step."""
+    model = nn.Sequential(Fused())
+    expected = model(torch.ones(3, 4))
+    counting, operators = counter(model)
+    model[0] = compiled(model[0])
+    assert torch.equal(model(torch.ones(3, 4)), expected)
+    assert not any(counting.popularity(operators))
+    counting.close()
+
+
+def test_a_first_forward_in_inference_mode_or_of_shapes_only_spoils_no_later_one() -> None:
+    """The counter was made there: the first training step added to it and raised."""
+    model = Fused()
+    counting, operators = counter(model)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.ones(3, 4))
+    with torch.inference_mode():
+        model(torch.ones(3, 4))
+    model(torch.ones(3, 4)).sum().backward()
+    assert sum(counting.popularity(operators)) == 12
+    counting.close()
+
+
+def test_a_model_that_cannot_be_counted_trains_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Fused()
+    counting, operators = counter(model)
+    counting._fused = {}  # whatever it is that the hook stumbles over
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+    assert not any(counting.popularity(operators))
+    assert caplog.text.count("not counted any more") == 1
+    counting.close()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ckptd.client.precision import PrecisionProbe
+from ckptd.client.rehearsal import callables_of
 
 
 class Model(nn.Module):
@@ -135,6 +136,79 @@ def test_a_forward_that_raises_leaves_no_mode_behind() -> None:
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     assert _get_current_dispatch_mode() is None
+
+
+class Decoder(nn.Module):
+    """Calls its sibling, and reads its weight in fp32 afterwards."""
+
+    def __init__(self, encoder: nn.Linear) -> None:
+        super().__init__()
+        self.shared = [encoder]
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.shared[0](x))
+        return out.sum() + self.shared[0].weight.square().mean()
+
+
+def watched_calls(model: nn.ModuleDict) -> PrecisionProbe:
+    """With the hooks that a checkpointer sets on a container's children."""
+    probe = PrecisionProbe(dict(model.named_parameters()))
+    for module in callables_of(model):
+        module.register_forward_pre_hook(lambda *_: probe.enter())
+        module.register_forward_hook(lambda *_: probe.leave(), always_call=True)
+    return probe
+
+
+def test_a_forward_inside_a_forward_does_not_end_the_watch() -> None:
+    """Children of a container called each other; what the outer one read after that went unseen, and was recorded rounded."""
+    encoder = nn.Linear(8, 8)
+    model = nn.ModuleDict({"encoder": encoder, "decoder": Decoder(encoder)})
+    probe = watched_calls(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model["decoder"](torch.randn(2, 8))
+    assert probe.done
+    assert set(probe.sufficient()) == {
+        "encoder.bias",
+        "decoder.linear.weight",
+        "decoder.linear.bias",
+    }
+
+
+class Late(nn.Module):
+    """Turns autocast on around its sibling alone."""
+
+    def __init__(self, encoder: nn.Linear) -> None:
+        super().__init__()
+        self.shared = [encoder]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out: Tensor = self.shared[0](x)
+        return out.sum() + self.shared[0].weight.square().mean()
+
+
+def test_only_outermost_forwards_are_watched() -> None:
+    """An inner one that is alone under autocast says nothing of what the outer one reads."""
+    encoder = nn.Linear(8, 8)
+    model = nn.ModuleDict({"encoder": encoder, "late": Late(encoder)})
+    probe = watched_calls(model)
+    model["late"](torch.randn(2, 8))
+    assert not probe.done
+    assert probe.sufficient() == {}
+
+
+def test_an_end_that_had_no_beginning_is_none() -> None:
+    """Recomputation inside a backward ends, but never began as a forward."""
+    model = Model()
+    probe = PrecisionProbe(dict(model.named_parameters()))
+    probe.leave()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        probe.enter()
+        model(TOKENS)
+        probe.leave()
+    assert probe.done
+    assert "linear.weight" in probe.sufficient()
 
 
 def test_a_model_without_fp32_has_nothing_to_watch() -> None:

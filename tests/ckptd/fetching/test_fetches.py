@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,8 @@ from ckptd.fetching import piece as fetch_piece
 from ckptd.fetching.image import Wrong
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
-from ckptd.memory.segment_format import slot_lock_byte
+from ckptd.memory.segment_format import slot_lock_byte, write_slot_header
+from ckptd.memory.segments import Segment
 from ckptd.recovery.striping import PART_BYTES
 from ckptd.transport.messages import FetchSource
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey
@@ -281,3 +284,30 @@ def test_damage_that_nobody_delivered_fails_the_job(
     job = setting.job(AWAY)
     assert "does not match its digests" in setting.finish(job)
     assert setting.holder.closed == [1]
+
+
+def test_a_slot_that_somebody_else_has_locked_is_left_alone(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not be locked, and was freed all the same: a sealed snapshot was lost."""
+    near = setting.holding()
+    make = setting.make
+
+    def made(rank: int, **options: Any) -> Segment:
+        segment = make(rank, **options)
+        if rank == 0:
+            sealed = replace(SNAPSHOT.header, state=SlotState.SEALED)
+            write_slot_header(segment.buffer, segment.geometry, 0, sealed)
+            other.append(os.open(segment.path, os.O_RDWR))
+            assert locks.try_lock(other[0], slot_lock_byte(0), exclusive=True)
+        return segment
+
+    other: list[int] = []
+    monkeypatch.setattr(setting, "make", made)
+    job = setting.job(near)
+    assert job.over
+    assert "locked" in job.reason
+    header = job.segment.header(0)
+    assert header is not None
+    assert header.state is SlotState.SEALED
+    os.close(other[0])
