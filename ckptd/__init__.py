@@ -1,3 +1,3 @@
 """Snapshots of every training iteration, kept in the memory of a daemon on each node."""
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"

@@ -184,7 +184,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.proxy.ended.wait(60)
                 self.close_connection = True
             case Answer(status, code):
-                self._tell(status, [], f"<Error><Code>{code}</Code></Error>".encode())
+                # An answer to HEAD has no body: it would be taken for the beginning of the next answer.
+                text = "" if self.command == "HEAD" else f"<Error><Code>{code}</Code></Error>"
+                self._tell(status, [], text.encode())
             case LoseAnswer():
                 self._forward(body)
                 self._reset()

@@ -120,12 +120,12 @@ def test_the_receiver_dies_while_it_receives(data: str) -> None:
         eventually(lambda: is_filling(there), "a slot there is being filled")
         there.kill()
         assert is_filling(there)
-        net.path(here, there).heal()
         there.launch()
         assert there.saw("replica_adopted")
-        assert holds_nothing_unsealed(there), "nobody fills it any more"
         assert job.holders(0, 0) == [there], "what was sealed is still there"
+        net.path(here, there).heal()
         job.await_replicas(1, 1, ranks=[0])
+        assert holds_nothing_unsealed(there), "nobody fills it any more"
         job[1].record(1)
         job.record(2, 3, 4)
         job.await_replicas(4, 1)
