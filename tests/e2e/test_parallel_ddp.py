@@ -32,6 +32,6 @@ def test_random_state_that_is_left_out_is_noticed(jobs: Jobs, daemon: DaemonProc
 
 @pytest.mark.slow
 def test_the_table_tells_what_is_replicated(jobs: Jobs) -> None:
-    life = Ranks(jobs, "layout", case="ddp/plain", total=6)
+    life = Ranks(jobs, "layout-ddp", case="ddp/plain", total=6)
     told = jobs.report(life.end()[1])["describe"]
     assert "parameters replicated over 2 ranks (DistributedDataParallel): 21 (embed.weight)" in told

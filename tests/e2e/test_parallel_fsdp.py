@@ -25,7 +25,7 @@ def test_what_is_left_out_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
 
 @pytest.mark.slow
 def test_the_table_tells_what_is_sharded(jobs: Jobs) -> None:
-    life = Ranks(jobs, "layout", case="fsdp/hsdp", world_size=4, total=6)
+    life = Ranks(jobs, "layout-fsdp", case="fsdp/hsdp", world_size=4, total=6)
     told = jobs.report(life.end()[3])["describe"]
     placed = "replicated over 2 ranks (replicate), sharded along 0 over 2 ranks (shard)"
     assert f"parameters {placed}: 21 (embed.weight)" in told
