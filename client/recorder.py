@@ -199,6 +199,9 @@ class Recorder:
     def abort(self) -> None:
         """Something failed in the middle: forget the snapshot in the making, and let the chain begin anew."""
         self._previous = -1
+        # Where the top of a step failed, the next one would count its optimizer's updates together with this one's.
+        self._stepped = False
+        self._updates.clear()
         if self._capture is not None:
             self._capture.abort()
 

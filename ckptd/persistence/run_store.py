@@ -272,7 +272,7 @@ class RunStore:
             try:
                 offered += [self._offer(checkpoint, rank) for rank in ranks]
             except _OfAnotherRun as error:
-                self._tell("warning", "checkpoint_of_another_run", str(error))
+                self._tell("error", "checkpoint_damaged", f"{checkpoint.id} is not ours: {error}")
                 continue
             except (ManifestError, ObjectMissing) as error:
                 text = f"checkpoint {checkpoint.id} cannot be used: {error}"
