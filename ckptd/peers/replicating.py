@@ -18,18 +18,17 @@ from ckptd.memory.segment_format import origin_of, unpack_slot_header
 from ckptd.memory.segments import SegmentStore
 from ckptd.memory.slot_files import region_of
 from ckptd.memory.slot_holds import SlotHolds
+from ckptd.memory.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick
 from ckptd.peers.peer_link import PeerLink
 from ckptd.recovery.holdings import header_record
-from ckptd.replication.core import (
+from ckptd.replication.core import Replicator
+from ckptd.replication.events import (
     Abort,
     Begin,
     BeginRefused,
     Effect,
     Event,
     Granted,
-    Hold,
-    Joined,
-    Note,
     Open,
     Opened,
     OpenRefused,
@@ -37,15 +36,11 @@ from ckptd.replication.core import (
     PeerLost,
     Put,
     PutEnded,
-    Release,
-    Replicator,
     Seal,
     SealedThere,
     SealRefused,
     Slots,
-    SnapshotKey,
     Targets,
-    Tick,
 )
 from ckptd.sessions import RankKey
 from ckptd.transport import peer_messages as p

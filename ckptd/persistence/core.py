@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptd.memory.ring import SlotRecord, newest_by_iteration
-from ckptd.memory.snapshot_events import SnapshotKey, key_of
+from ckptd.memory.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
 from ckptd.persistence.cadence import Cadence
 from ckptd.persistence.events import (
     Commit,
@@ -36,42 +36,15 @@ from ckptd.persistence.events import (
     Fenced,
     Flush,
     Forgotten,
-    Hold,
-    Joined,
     Lost,
-    Note,
-    Release,
     Slots,
     Store,
     Stored,
     StoreFailed,
-    Tick,
 )
 from ckptd.replication.replicas import spanning_suffix
 
-__all__ = [
-    "Commit",
-    "CommitFailed",
-    "Committed",
-    "Durable",
-    "Effect",
-    "Event",
-    "Fenced",
-    "Flush",
-    "Forgotten",
-    "Hold",
-    "Joined",
-    "Lost",
-    "Note",
-    "PersistState",
-    "Persister",
-    "Release",
-    "Slots",
-    "Store",
-    "StoreFailed",
-    "Stored",
-    "Tick",
-]
+__all__ = ["PersistState", "Persister"]
 
 _FIRM_AFTER = 2
 _BACKOFF_S, _BACKOFF_MAX_S = 5.0, 300.0

@@ -1,7 +1,4 @@
-"""What happens to a rank's way to storage and what it wants done: the events and effects of `ckptd.persistence.core`.
-
-Users import them from there.
-"""
+"""What happens to a rank's way to storage and what it wants done: the events and effects of `ckptd.persistence.core`."""
 
 from __future__ import annotations
 
@@ -20,16 +17,11 @@ __all__ = [
     "Fenced",
     "Flush",
     "Forgotten",
-    "Hold",
-    "Joined",
     "Lost",
-    "Note",
-    "Release",
     "Slots",
     "Store",
     "StoreFailed",
     "Stored",
-    "Tick",
 ]
 
 

@@ -15,10 +15,11 @@ from ckptd.memory.inventory import records_of
 from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segments import SegmentStore
 from ckptd.memory.slot_holds import SlotHolds
-from ckptd.memory.snapshot_events import SnapshotKey
+from ckptd.memory.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick
 from ckptd.persistence import wire as w
 from ckptd.persistence.child import AWAY, StoreChild
-from ckptd.persistence.core import (
+from ckptd.persistence.core import Persister, PersistState
+from ckptd.persistence.events import (
     Commit,
     CommitFailed,
     Committed,
@@ -28,18 +29,11 @@ from ckptd.persistence.core import (
     Fenced,
     Flush,
     Forgotten,
-    Hold,
-    Joined,
     Lost,
-    Note,
-    Persister,
-    PersistState,
-    Release,
     Slots,
     Store,
     Stored,
     StoreFailed,
-    Tick,
 )
 from ckptd.sessions import RankKey
 

@@ -38,6 +38,7 @@ from ckptd.memory.ring import (
     epoch_table,
     newest_by_iteration,
 )
+from ckptd.memory.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
 from ckptd.replication.events import (
     Abort,
     Begin,
@@ -45,9 +46,6 @@ from ckptd.replication.events import (
     Effect,
     Event,
     Granted,
-    Hold,
-    Joined,
-    Note,
     Open,
     Opened,
     OpenRefused,
@@ -55,21 +53,16 @@ from ckptd.replication.events import (
     PeerLost,
     Put,
     PutEnded,
-    Release,
     Seal,
     SealedThere,
     SealRefused,
     Slots,
-    SnapshotKey,
     Targets,
-    Tick,
-    key_of,
 )
 from ckptd.replication.replicas import spanning_suffix
 from ckptd.replication.target import (
     ASKING,
     NO_INTERVAL,
-    TRANSITIONS,
     Interval,
     Lag,
     Phase,
@@ -78,40 +71,7 @@ from ckptd.replication.target import (
     TargetState,
 )
 
-__all__ = [
-    "TRANSITIONS",
-    "Abort",
-    "Begin",
-    "BeginRefused",
-    "Effect",
-    "Event",
-    "Granted",
-    "Hold",
-    "Interval",
-    "Joined",
-    "Lag",
-    "Note",
-    "Open",
-    "OpenRefused",
-    "Opened",
-    "PeerBack",
-    "PeerLost",
-    "Phase",
-    "Put",
-    "PutEnded",
-    "Release",
-    "ReplicationConfig",
-    "Replicator",
-    "Seal",
-    "SealRefused",
-    "SealedThere",
-    "Slots",
-    "SnapshotKey",
-    "TargetState",
-    "Targets",
-    "Tick",
-    "key_of",
-]
+__all__ = ["Replicator"]
 
 
 class Replicator:

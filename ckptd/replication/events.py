@@ -1,7 +1,4 @@
-"""What happens to a rank's replication and what it wants done: the events and effects of `ckptd.replication.core`.
-
-Users import them from there.
-"""
+"""What happens to a rank's replication and what it wants done: the events and effects of `ckptd.replication.core`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from ckptd.memory.snapshot_events import (
     Release,
     SnapshotKey,
     Tick,
-    key_of,
 )
 
 __all__ = [
@@ -25,9 +21,6 @@ __all__ = [
     "Effect",
     "Event",
     "Granted",
-    "Hold",
-    "Joined",
-    "Note",
     "Open",
     "OpenRefused",
     "Opened",
@@ -35,15 +28,11 @@ __all__ = [
     "PeerLost",
     "Put",
     "PutEnded",
-    "Release",
     "Seal",
     "SealRefused",
     "SealedThere",
     "Slots",
-    "SnapshotKey",
     "Targets",
-    "Tick",
-    "key_of",
 ]
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckptd.errors import LocalProtocolError
 from ckptd.memory.ring import SlotRecord
-from ckptd.replication.events import SnapshotKey, key_of
+from ckptd.memory.snapshot_events import SnapshotKey, key_of
 
 __all__ = [
     "ASKING",

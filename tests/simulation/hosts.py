@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckptd.memory.ring import SlotRecord, SlotState, epoch_table, is_stale
-from ckptd.replication import core as rep
-from ckptd.replication.core import SnapshotKey
+from ckptd.memory.snapshot_events import SnapshotKey
+from ckptd.replication import events as rep
 from ckptd.replication.replicas import Deny, Promise, admit, promised, removable, stale_slots
 from tests.simulation.checks import Checks
 from tests.simulation.model import (

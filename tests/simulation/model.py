@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckptd.memory.ring import SlotRecord, SlotState, check_transition
+from ckptd.memory.snapshot_events import SnapshotKey
 from ckptd.placement import Placement
-from ckptd.replication import core as rep
-from ckptd.replication.core import Replicator, SnapshotKey
+from ckptd.replication.core import Replicator
 from ckptd.replication.floor import NOTHING_CARRIED, Carried, FloorTree
 from ckptd.replication.known_runs import KnownRuns
 from ckptd.replication.replicas import Promise
+from ckptd.replication.target import ReplicationConfig
 
 __all__ = [
     "DEADLINE_S", "FAN_OUT", "JOB", "LEASE_IDLE_S", "NO_PLACEMENT", "REPLICATION", "SLACK", "STEP_S", "TICKET_S",
@@ -30,7 +31,7 @@ TICK_S = 1.0
 FAN_OUT = 2  # so that a handful of nodes is a tree of some depth
 TORN = ("torn",)
 JOB = ("job", "run")
-REPLICATION = rep.ReplicationConfig(answer_s=2.0, retry_max_s=2.0, quota_s=1.0, quota_max_s=2.0)
+REPLICATION = ReplicationConfig(answer_s=2.0, retry_max_s=2.0, quota_s=1.0, quota_max_s=2.0)
 NO_PROMISE = Promise()
 NO_PLACEMENT = Placement({}, {}, (), "nobody has joined yet")
 

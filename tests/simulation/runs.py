@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from ckptd.memory.snapshot_events import Joined, Tick
 from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
-from ckptd.replication import core as rep
+from ckptd.replication import events as rep
 from ckptd.replication.core import Replicator
 from ckptd.replication.floor import (
     ANY_SPAN,
@@ -121,7 +122,7 @@ class Runs(Senders):
         run.placement = self._place(run.members, run.dead)
         for rank, sender in list(run.senders.items()):
             targets = run.placement.targets.get(rank, ())
-            joined = rep.Joined(max(run.epoch, 0), run.epoch_start, run.span)
+            joined = Joined(max(run.epoch, 0), run.epoch_start, run.span)
             self.feed(name, daemon, rank, sender, joined)
             self.feed(name, daemon, rank, sender, rep.Targets(targets))
 
@@ -209,7 +210,7 @@ class Runs(Senders):
         fresh = Promise(max(before.floor, tree.floor), max(before.horizon, tree.horizon))
         if tree.span > run.span:
             run.span = tree.span
-            joined = rep.Joined(max(run.epoch, 0), run.epoch_start, run.span)
+            joined = Joined(max(run.epoch, 0), run.epoch_start, run.span)
             self.feed_all(name, daemon, joined)
         if fresh != before:
             run.promise = fresh
@@ -224,7 +225,7 @@ class Runs(Senders):
         run = daemon.run
         for rank, sender in list(run.senders.items()):
             self.tell_slots(name, daemon, rank, sender)
-            self.feed(name, daemon, rank, sender, rep.Tick())
+            self.feed(name, daemon, rank, sender, Tick())
             self.progressed(name, daemon, rank)
         if run.tree is not None:
             self._send(name, run, run.tree.resend(now_s=self.now_s))

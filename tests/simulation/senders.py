@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptd.replication import core as rep
-from ckptd.replication.core import SnapshotKey, key_of
+from ckptd.memory.snapshot_events import Hold, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.replication import events as rep
 from tests.simulation.hosts import Hosts
 from tests.simulation.model import DEADLINE_S, Daemon, Segment, Sender, Transfer
 
@@ -33,7 +33,7 @@ class Senders(Hosts):
         if wake_s is not None and sender.woken_s != wake_s:
             sender.woken_s = wake_s
             delay_s = max(0.001, wake_s - self.now_s)
-            self.later(delay_s, lambda: self.feed(name, daemon, rank, sender, rep.Tick()))
+            self.later(delay_s, lambda: self.feed(name, daemon, rank, sender, Tick()))
 
     def feed_all(self, name: str, daemon: Daemon, event: rep.Event) -> None:
         for rank, sender in list(daemon.run.senders.items()):
@@ -79,7 +79,7 @@ class Senders(Hosts):
                     ended = lambda: self._ended(name, daemon, rank, sender, transfer, False)
                     self.later(0.01, ended)
                 self._give_back(name, sender, node, grant)
-            case rep.Hold(key, record):
+            case Hold(key, record):
                 segment = self._own(name, rank, key.generation)
                 slots = [] if segment is None else segment.slots  # maybe another of that number
                 slot = slots[record.index] if record.index < len(slots) else None
@@ -89,11 +89,11 @@ class Senders(Hosts):
                     sender.holds[key] = slot
                 else:
                     self.seen["hold failed"] += 1
-            case rep.Release(key):
+            case Release(key):
                 held = sender.holds.pop(key, None)
                 if held is not None:
                     held.readers -= 1
-            case rep.Note(_, kind, message):
+            case Note(_, kind, message):
                 self.seen[kind] += 1
                 self.tell(f"{name} r{rank} {kind}: {message}")
 

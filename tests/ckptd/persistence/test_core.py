@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.memory.ring import SlotRecord, SlotState, choose_slot, newest_by_iteration
-from ckptd.memory.snapshot_events import SnapshotKey, key_of
+from ckptd.memory.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
 from ckptd.persistence.cadence import Cadence
-from ckptd.persistence.core import (
+from ckptd.persistence.core import Persister
+from ckptd.persistence.events import (
     Commit,
     CommitFailed,
     Committed,
@@ -20,17 +21,11 @@ from ckptd.persistence.core import (
     Fenced,
     Flush,
     Forgotten,
-    Hold,
-    Joined,
     Lost,
-    Note,
-    Persister,
-    Release,
     Slots,
     Store,
     Stored,
     StoreFailed,
-    Tick,
 )
 from ckptd.replication.replicas import spanning_suffix
 

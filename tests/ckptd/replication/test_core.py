@@ -8,36 +8,28 @@ import pytest
 
 from ckptd.errors import LocalProtocolError
 from ckptd.memory.ring import SlotRecord, SlotState
-from ckptd.replication.core import (
+from ckptd.memory.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.replication.core import Replicator
+from ckptd.replication.events import (
     Abort,
     Begin,
     BeginRefused,
     Effect,
     Granted,
-    Hold,
-    Interval,
-    Joined,
-    Note,
     Open,
     Opened,
     OpenRefused,
     PeerBack,
     PeerLost,
-    Phase,
     Put,
     PutEnded,
-    Release,
-    ReplicationConfig,
-    Replicator,
     Seal,
     SealedThere,
     SealRefused,
     Slots,
-    SnapshotKey,
     Targets,
-    Tick,
-    key_of,
 )
+from ckptd.replication.target import Interval, Phase, ReplicationConfig
 
 W = 2
 CONFIG = ReplicationConfig()
