@@ -9,12 +9,13 @@ from torch import nn
 from ckptd.client import values
 from ckptd.client.binding import Binding
 from ckptd.client.operators import Grouping, Member, Operator, discover_operators
-from ckptd.client.planning import MAX_WINDOW, operator_costs
+from ckptd.client.planning import MAX_WINDOW, fixed_bytes, operator_costs
 from ckptd.client.provision import MIN_SCALARS
 from ckptd.client.scalars import Stateful
+from ckptd.client.sharing import Sharing
 from ckptd.schedules.schedule import OperatorKind, Ordering
 
-__all__ = ["all_operators", "check_options", "check_state", "needed_memory"]
+__all__ = ["all_operators", "check_options", "check_state", "needed_memory", "own_share_bytes"]
 
 
 def all_operators(model: nn.Module, binding: Binding, grouping: Grouping | None) -> list[Operator]:
@@ -25,10 +26,14 @@ def all_operators(model: nn.Module, binding: Binding, grouping: Grouping | None)
 
 
 def needed_memory(
-    binding: Binding, operators: Sequence[Operator], policy: str, window: int | None
+    binding: Binding,
+    operators: Sequence[Operator],
+    policy: str,
+    window: int | None,
+    sharing: Sharing,
 ) -> tuple[int, str]:
     """The least memory with which this rank can be protected, for the daemon to check at the attach, and how it comes about."""
-    costs = operator_costs(binding, operators, {})
+    costs = sharing.mean_costs(operators, operator_costs(binding, operators, {}))
     anchor, compute = sum(c.anchor_bytes for c in costs), sum(c.compute_bytes for c in costs)
     windows = (
         [1] if policy == "dense" else [window] if window is not None else range(1, MAX_WINDOW + 1)
@@ -38,6 +43,19 @@ def needed_memory(
     return sizes[
         best
     ], f"{best + 2} slots of {sizes[best] // (best + 2)} bytes for a window of {best}"
+
+
+def own_share_bytes(
+    sharing: Sharing, operators: Sequence[Operator], binding: Binding, policy: str
+) -> int:
+    """What every snapshot of this rank takes beside what it has in common with others."""
+    shared = {i for indices in sharing.groups(operators).values() for i in indices}
+    costs = operator_costs(binding, operators, {})
+    return fixed_bytes(binding, 0) + sum(
+        cost.anchor_bytes if policy == "dense" else cost.compute_bytes
+        for i, cost in enumerate(costs)
+        if i not in shared
+    )
 
 
 def check_options(

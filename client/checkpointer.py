@@ -20,10 +20,17 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.client.agreement import all_or_none, exchange
-from ckptd.client.arguments import all_operators, check_options, check_state, needed_memory
+from ckptd.client.arguments import (
+    all_operators,
+    check_options,
+    check_state,
+    needed_memory,
+    own_share_bytes,
+)
 from ckptd.client.binding import Binding, local
 from ckptd.client.buckets import Buckets
 from ckptd.client.certificate import Certificate, DenseState
@@ -42,15 +49,15 @@ from ckptd.client.precision import PrecisionProbe
 from ckptd.client.probe import unwrap_optimizer
 from ckptd.client.provision import Options
 from ckptd.client.recorder import Recorder
-from ckptd.client.recovery import Recovery, Resumption
+from ckptd.client.recovery import Recovery, Resumption, newest_window
 from ckptd.client.rehearsal import callables_of, rehearsal_tap, without_trace
 from ckptd.client.replay import Replay, SnapshotImage
 from ckptd.client.scalars import Stateful
+from ckptd.client.sharing import NOTHING_SHARED, Sharing, find_replicas, meet_sharing
 from ckptd.client.start_from import load_start, start_unprotected
 from ckptd.client.stats import Stats
 from ckptd.cuda.select import make_engine
 from ckptd.launch import ensure_daemon
-from ckptd.memory.ring import NoSuffix, find_suffix
 from ckptd.schedules.schedule import Ordering
 
 __all__ = ["Checkpointer"]
@@ -85,6 +92,9 @@ class Checkpointer:
         inline_copy: copy in the training thread, beside it, or (None) whichever is measured to be faster; CPU only.
         nan_check_every: look for NaN in the weights of every that many snapshots (0: never).
         replicas: on how many other nodes each snapshot is kept; None leaves it to the daemons' configuration.
+        replicated: what several ranks have alike though no wrapper tells: patterns of parameter names, each with the process
+            group (or one-dimensional ``DeviceMesh``) over which what matches is replicated.
+        capture_once: what several ranks have alike is captured by one of them (bytes are spread evenly); False: by each.
         start_from: a model to begin with where there is nothing to resume from: a folder or file of safetensors with the
             model's own names, or what ``ckptctl import`` tells. With optimizer state, where it has one.
         topology: any text that must be equal for a restart to be accepted (a parallel layout, say).
@@ -120,6 +130,8 @@ class Checkpointer:
         inline_copy: bool | None = None,
         nan_check_every: int = 16,
         replicas: int | None = None,
+        replicated: Mapping[str, Any] | None = None,
+        capture_once: bool = True,
         start_from: str | os.PathLike[str] | None = None,
         timeout_s: float = 30.0,
     ) -> None:
@@ -171,6 +183,11 @@ class Checkpointer:
             nan_check_every,
             inline_copy,
         )
+        # Told by structure, so the same on all ranks; `_restore` needs it whatever is captured from now on.
+        told = Sharing()
+        if self._identity.world_size > 1 and dist.is_available() and dist.is_initialized():
+            told = Sharing(find_replicas(self._binding, replicated))
+        self._sharing = NOTHING_SHARED
         device = next((local(p).device for p in self._binding.params.values()), torch.device("cpu"))
         self._engine = make_engine(device, inline=bool(inline_copy))
         self._recovery = Recovery(
@@ -182,9 +199,16 @@ class Checkpointer:
             freezing=freezing,
             freezing_reason=why,
             on_mismatch=on_mismatch,
+            sharing=told,
         )
         self._meet = partial(exchange, self._identity)
-        needed, text = needed_memory(self._binding, self._operators, policy, window)
+        needed, text = needed_memory(
+            self._binding,
+            self._operators,
+            policy,
+            window,
+            told if capture_once else NOTHING_SHARED,
+        )
         try:
             # A rank that is refused must not leave the others waiting for it.
             with all_or_none(self._meet, platform.node()):
@@ -205,7 +229,11 @@ class Checkpointer:
                 self._counter = TokenCounter(model, counted, self._options.ordering, capacities)
                 self._cleanup.callback(self._counter.close)
                 self._buckets = Buckets(model)
-                self._recorder = self._make_recorder()
+            if self._identity.world_size > 1:
+                shared = told if capture_once else NOTHING_SHARED
+                own_bytes = own_share_bytes(shared, self._operators, self._binding, policy)
+                self._sharing = meet_sharing(self._binding, shared.replicas, own_bytes, self._meet)
+            self._recorder = self._make_recorder()
             self._restore()
             self._install(model)
             atexit.register(_close, weakref.ref(self))
@@ -314,7 +342,8 @@ class Checkpointer:
             return "ckptd is off (daemon=None)"
         plan = self._recorder.plan if self._recorder is not None else None
         operators = plan.operators if plan is not None else self._operators
-        costs = plan.costs if plan is not None else operator_costs(self._binding, operators, {})
+        dtypes = plan.compute_dtypes if plan is not None else {}
+        costs = operator_costs(self._binding, operators, dtypes)
         head = [
             f"job {self._identity.job}, run {self._identity.run}, rank {self._identity.rank} of {self._identity.world_size}",
             f"freezing in replay: {self._recovery.freezing} ({self._recovery.freezing_reason})",
@@ -324,16 +353,20 @@ class Checkpointer:
         ]
         if self._identity.world_size > 1:
             head += placement_lines(self._binding)
-        return describe_table(operators, costs, plan.schedule if plan is not None else None, head)
+        owners = plan.owners if plan is not None else []
+        return describe_table(
+            operators, costs, plan.schedule if plan is not None else None, owners, head
+        )
 
     def verify(self, run_step: Callable[[int], Any]) -> Certificate:
         """Replay the newest window in process and compare with the live state: a certificate that anyone can rerun.
 
-        Call it between steps (after the optimizer's step, or after the loop). ``run_step(step)`` must do what the loop's body
-        does, with data that comes from objects in ``state=`` (or from ``batches``). The live state is put back afterwards.
+        Call it between steps (after the optimizer's step, or after the loop), on all ranks at the same step. ``run_step(step)``
+        must do what the loop's body does, with data that comes from objects in ``state=`` (or from ``batches``). The live state is
+        put back afterwards.
 
         Raises:
-            ValueError: off, replaying, or there is no complete window yet.
+            ValueError: off, replaying, or there is no complete window yet (that all ranks have).
         """
         recorder, memory = self._recorder, self._memory
         if recorder is None or memory is None or self._replay is not None:
@@ -341,9 +374,7 @@ class Checkpointer:
         recorder.finish()
         memory.session.flush(_SEAL_WAIT_S)
         memory.settle_filled(_SEAL_WAIT_S)
-        suffix = find_suffix(memory.table.records(), memory.num_operators)
-        if isinstance(suffix, NoSuffix):
-            raise ValueError(f"there is no complete window to verify yet: {suffix.reason}")  # noqa: TRY004 - a state, not a type
+        suffix = newest_window(memory, self._meet)
         images = memory.images(suffix.records)
         until = self._step + 1 if self._stepping else self._step
         return self._certify(images, until, run_step)
@@ -550,6 +581,7 @@ class Checkpointer:
             counter=self._counter,
             precision=self._precision,
             buckets=self._buckets,
+            sharing=self._sharing,
         )
 
     # -- restoring -------------------------------------------------------------------------------
@@ -598,7 +630,7 @@ class Checkpointer:
         assert recorder.plan is not None
         live = DenseState(self._binding, self._stateful)
         kept = self._tape.take()
-        replay = self._recovery.replay_of(images, recorder.plan.operators, on_mismatch="warn")
+        replay = self._recovery.replay_of(images, recorder.plan, self._meet, on_mismatch="warn")
         self._counter.enabled = False
         self._replay = replay
         try:

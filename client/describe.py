@@ -14,11 +14,16 @@ def describe_table(
     operators: Sequence[Operator],
     costs: Sequence[OperatorCost],
     schedule: Schedule | None,
+    owners: Sequence[int],
     head: Sequence[str],
 ) -> str:
-    """Operators with kind, bytes anchored and not, the phase in which they are anchored, and copies held elsewhere."""
+    """Operators with kind, bytes anchored and not, the phase in which they are anchored, and who captures them.
+
+    Args:
+        owners: the rank that captures each; negative (or none given): every rank that has it.
+    """
     phase_of = schedule.phase_of if schedule is not None else None
-    rows = [("operator", "kind", "params", "anchor", "compute", "phase", "replicas")]
+    rows = [("operator", "kind", "params", "anchor", "compute", "phase", "captured by")]
     for i, (op, cost) in enumerate(zip(operators, costs, strict=True)):
         phase = str(phase_of[i]) if phase_of is not None else "-"
         rows.append(
@@ -29,7 +34,7 @@ def describe_table(
                 human(cost.anchor_bytes),
                 human(cost.compute_bytes),
                 phase,
-                "-",
+                f"rank {owners[i]}" if owners and owners[i] >= 0 else "each",
             )
         )
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]

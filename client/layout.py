@@ -157,12 +157,17 @@ def build_phase(
     compute_dtypes: Mapping[str, torch.dtype],
     identity: Mapping[str, str],
     scalars_capacity: int,
+    left_out: frozenset[int] = frozenset(),
 ) -> PhasePlan:
-    """The plan of a snapshot that anchors some operators and holds the compute weights of others."""
+    """The plan of a snapshot that anchors some operators and holds the compute weights of others.
+
+    Args:
+        left_out: operators that another rank captures at the same levels (``ckptd.client.sharing``).
+    """
     levels: dict[str, list[tuple[int, int, bool]]] = {}
     anchored = frozenset(anchored)
     for index in (*anchored, *compute):
-        for m in operators[index].members:
+        for m in operators[index].members if index not in left_out else ():
             rows = m.range(binding.num_rows(m.param))
             levels.setdefault(m.param, []).append((rows[0], rows[1], index in anchored))
     # What another rank updates, or only all ranks together, cannot be recomputed from an older anchor here: all of it is in

@@ -19,6 +19,7 @@ from ckptd.client.binding import Binding, local
 from ckptd.client.export_facts import export_facts
 from ckptd.client.layout import PhasePlan, StateTable, build_phase, member_bytes
 from ckptd.client.operators import Member, Operator, split_operator
+from ckptd.client.sharing import EVERY_RANK, NOTHING_SHARED, Sharing
 from ckptd.memory.segment_format import SegmentGeometry
 from ckptd.schedules.schedule import (
     AlignedPolicy,
@@ -53,6 +54,11 @@ logger = logging.getLogger(__name__)
 
 MAX_WINDOW = 64
 _SLOT_SLACK = 64 << 10
+# What ranks share is cut until each rank's part is that many pieces, so that parts come out alike; but not into more than so many
+# altogether (each is named in every step's scalars), nor into smaller ones. Not by the window: owners outlive its changes.
+_PIECES_PER_SHARE = 32
+_MAX_PIECES = 4096
+_MIN_PIECE_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,10 @@ class TrainingSpeed:
 
 @dataclass
 class Plan:
-    """What is captured when, and how large the ring is for it."""
+    """What is captured when, and how large the ring is for it.
+
+    ``costs``: what each operator takes in this rank's snapshots; of what several ranks share, this rank's part in the mean.
+    """
 
     operators: list[Operator]
     costs: list[OperatorCost]
@@ -91,6 +100,8 @@ class Plan:
     upload_slots: int = 0
     # What may be copied per step, as it was measured (or agreed on); it decides where large operators are split.
     budget_bytes: int | None = None
+    # The rank that captures each operator; empty: this one, all of them.
+    owners: list[int] = field(default_factory=list)
     _policy: SnapshotPolicy | None = None
     _phases: dict[int, tuple[PhasePlan, bool] | None] = field(default_factory=dict)
     _state: StateTable | None = None
@@ -107,6 +118,12 @@ class Plan:
         if self.policy_name == "dense":
             return DensePolicy(len(self.operators), self.every)
         return SlidingPolicy(self.schedule)
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """The operators that another rank captures."""
+        mine = (EVERY_RANK, int(self.identity["rank"]))
+        return frozenset(i for i, owner in enumerate(self.owners) if owner not in mine)
 
     @property
     def span(self) -> int:
@@ -151,6 +168,7 @@ class Plan:
             compute_dtypes=self.compute_dtypes,
             identity=self.identity,
             scalars_capacity=self.scalars_capacity,
+            left_out=self.left_out,
         )
 
     def measure_slots(self, binding: Binding) -> None:
@@ -189,6 +207,7 @@ class Plan:
                     ]
                     for op in self.operators
                 ],
+                "owners": self.owners,
                 "signature": signature(binding),
                 "phases": [list(p) for p in self.schedule.phases],
                 "policy": self.policy_name,
@@ -246,14 +265,21 @@ def make_plan(
     identity: dict[str, str],
     scalars_capacity: int,
     slack: int = 0,
+    sharing: Sharing = NOTHING_SHARED,
+    before: Plan | None = None,
 ) -> Plan:
     """Plan the smallest window that fits the budget and the memory; the schedule's reason says what decided.
 
+    Args:
+        sharing: what several ranks have alike and one of them captures.
+        before: the plan that this one follows. Other ranks may go over to theirs at another iteration, so owners stay what they
+            were, and where operators are cut in another way than before, every rank captures all of them.
     Raises:
         ValueError: no window's ring fits ``available_bytes``; the message has the numbers.
     """
     fixed = fixed_bytes(binding, scalars_capacity)
-    worthwhile = _worthwhile_window(operator_costs(binding, operators, compute_dtypes), fixed)
+    whole = operator_costs(binding, operators, compute_dtypes)
+    worthwhile = _worthwhile_window(sharing.mean_costs(operators, whole), fixed)
     wanted = 1 if policy == "dense" else window
     tried = []
     candidates = [wanted] if wanted is not None else [None, *range(2, MAX_WINDOW + 1)]
@@ -273,6 +299,8 @@ def make_plan(
             identity,
             scalars_capacity,
             slack,
+            sharing,
+            before,
         )
         if candidate is None and not plan.schedule.fits and plan.schedule.window > worthwhile:
             # No window fits, so the largest was planned: most of its length buys next to nothing and lengthens recovery.
@@ -311,9 +339,11 @@ def _plan_once(
     identity: dict[str, str],
     scalars_capacity: int,
     slack: int,
+    sharing: Sharing,
+    before: Plan | None,
 ) -> Plan:
     parts = list(operators)
-    costs = operator_costs(binding, parts, compute_dtypes)
+    costs = sharing.mean_costs(parts, operator_costs(binding, parts, compute_dtypes))
     order = order_operators(costs, popularity or [0.0] * len(costs), ordering)
     planner = plan_aligned if policy == "aligned" else plan_schedule
     schedule = planner(
@@ -325,10 +355,11 @@ def _plan_once(
         window=window,
     )
     limit = max_piece_bytes(costs, _split_window(costs, schedule, fixed, budget_bytes), fixed)
-    if limit is not None and schedule.window > 1:
-        parts = _split(binding, parts, limit, compute_dtypes)
+    if (limit is not None and schedule.window > 1) or sharing.replicas:
+        alone = limit if schedule.window > 1 else None
+        parts = _split(binding, parts, alone, compute_dtypes, sharing)
         if len(parts) != len(operators):
-            costs = operator_costs(binding, parts, compute_dtypes)
+            costs = sharing.mean_costs(parts, operator_costs(binding, parts, compute_dtypes))
             popular = _popularity_of(parts, operators, popularity)
             order = order_operators(costs, popular, ordering)
             schedule = planner(
@@ -341,8 +372,21 @@ def _plan_once(
             )
     plan = Plan(parts, costs, schedule, policy, compute_dtypes, identity, scalars_capacity, every)
     plan.slack, plan.budget_bytes = slack, budget_bytes
+    if before is None:
+        whole = operator_costs(binding, parts, compute_dtypes)
+        plan.owners = sharing.owners(parts, whole, schedule.phases)
+    else:
+        plan.owners = _owners_as_before(before, parts)
     plan.measure_slots(binding)
     return plan
+
+
+def _owners_as_before(before: Plan, operators: Sequence[Operator]) -> list[int]:
+    """Who captured these operators; every rank, where any that was shared is cut otherwise now."""
+    pairs = zip(before.operators, before.owners, strict=False)
+    owner_of = {(op.name, op.members): owner for op, owner in pairs if owner != EVERY_RANK}
+    owners = [owner_of.pop((op.name, op.members), EVERY_RANK) for op in operators]
+    return [] if owner_of else owners
 
 
 def _split_window(
@@ -361,19 +405,40 @@ def _split_window(
 def _split(
     binding: Binding,
     operators: Sequence[Operator],
-    limit: int,
+    limit: int | None,
     compute_dtypes: Mapping[str, torch.dtype],
+    sharing: Sharing,
 ) -> list[Operator]:
+    """Cut what is larger than ``limit``, and what is shared into pieces that can be spread evenly over its ranks."""
     shapes = {name: tuple(local(p).shape) for name, p in binding.params.items()}
 
-    def bytes_of(member: Member) -> int:
+    def anchored(member: Member) -> int:
         return member_bytes(binding, member, compute_dtypes, anchored=True)
 
-    return [
-        part
-        for op in operators
-        for part in split_operator(op, shapes, bytes_of, limit, binding.rows_allowed)
-    ]
+    def stored(member: Member) -> int:
+        # Not what an anchor takes: all ranks must cut alike, also where one has not seen yet all that its optimizer keeps.
+        param = local(binding.params[member.param])
+        start, stop = member.range(binding.num_rows(member.param))
+        return (
+            param.numel()
+            * param.element_size()
+            * (stop - start)
+            // max(binding.num_rows(member.param), 1)
+        )
+
+    shared: dict[int, int] = {}
+    for group, indices in sharing.groups(operators).items():
+        total = sum(stored(m) for i in indices for m in operators[i].members)
+        even = total // min(len(group.ranks) * _PIECES_PER_SHARE, _MAX_PIECES)
+        shared.update(dict.fromkeys(indices, max(even, _MIN_PIECE_BYTES)))
+    found: list[Operator] = []
+    for i, op in enumerate(operators):
+        bytes_of, most = (stored, shared[i]) if i in shared else (anchored, limit)
+        if most is None:
+            found.append(op)
+        else:
+            found += split_operator(op, shapes, bytes_of, most, binding.rows_allowed)
+    return found
 
 
 def _popularity_of(
@@ -386,7 +451,11 @@ def _popularity_of(
 
 
 def plan_from_payload(
-    binding: Binding, payload: bytes, identity: dict[str, str], geometry: SegmentGeometry
+    binding: Binding,
+    payload: bytes,
+    identity: dict[str, str],
+    geometry: SegmentGeometry,
+    sharing: Sharing = NOTHING_SHARED,
 ) -> Plan:
     """The plan under which a segment was written, for this process's live tensors."""
     told: dict[str, Any] = values.unpack(payload)
@@ -402,7 +471,7 @@ def plan_from_payload(
         for name, kind, layer, group, expert, members in told["operators"]
     ]
     compute_dtypes = {k: getattr(torch, v) for k, v in told["compute_dtypes"].items()}
-    costs = operator_costs(binding, operators, compute_dtypes)
+    costs = sharing.mean_costs(operators, operator_costs(binding, operators, compute_dtypes))
     capacity = told["scalars_capacity"]
     schedule = schedule_of(costs, told["phases"], fixed_bytes(binding, capacity), told["policy"])
     return Plan(
@@ -417,6 +486,7 @@ def plan_from_payload(
         geometry.slot_bytes,
         geometry.num_slots,
         budget_bytes=told["budget_bytes"],
+        owners=list(told.get("owners", ())),
     )
 
 

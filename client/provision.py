@@ -21,6 +21,7 @@ from ckptd.client.pace import Pace
 from ckptd.client.planning import MAX_WINDOW, Plan, TrainingSpeed, make_plan
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
+from ckptd.client.sharing import NOTHING_SHARED, Sharing
 from ckptd.client.stats import Stats
 from ckptd.client.windows import Windows
 from ckptd.cuda.engine import CopyEngine, measure_bandwidth
@@ -80,6 +81,7 @@ class Provision:
         counter: TokenCounter,
         precision: PrecisionProbe,
         pace: Pace,
+        sharing: Sharing,
         scalars_sample: Callable[[], dict[str, Any]],
         switched: Callable[[bool], None],
     ) -> None:
@@ -106,6 +108,9 @@ class Provision:
         self._ranks = memory.identity.world_size
         self._windows = Windows(memory)
         self._own_plan: Plan | None = None
+        # A plan that waits until the ranks with which it shares have told that theirs is the same.
+        self._shared_plan: Plan | None = None
+        self._sharing = sharing
         self._longest = MAX_WINDOW
         self._lagging = 0
         self._budget: int | None = None
@@ -139,6 +144,8 @@ class Provision:
         why = "no ring yet"
         if self._ranks == 1:
             return self._replan(why, step)
+        if self._shared_plan is not None:
+            return self._share(self._shared_plan, step, why)
         windows = self._windows
         if self._budget is None:
             agreed = windows.limits(self._measured)
@@ -166,6 +173,27 @@ class Provision:
             )
             self._no_generation(step, why, error)
             return False
+        return self._share(plan, step, why)
+
+    def _share(self, plan: Plan, step: int, why: str) -> bool:
+        """Go on with a plan once all with whom it shares have the same; if they have not, with one that shares nothing."""
+        told = self._sharing.fingerprints(plan.operators, plan.schedule.phases, plan.owners)
+        alike = self._windows.planned_alike(told)
+        if alike is None:
+            self._shared_plan = plan
+            self._windows.waits(step)
+            return False
+        if not alike:
+            text = "not all ranks plan alike what they have in common: each captures all of it"
+            logger.warning("%s", text)
+            self._memory.session.notice("warning", "not_shared", text)
+            self._sharing = NOTHING_SHARED
+            alone = self._try_plan(why, step, window=plan.schedule.window)
+            if alone is None:
+                self._shared_plan = None
+                return False
+            plan = alone
+        self._shared_plan = None
         self._begin_generation(plan, step, why)
         return True
 
@@ -232,6 +260,8 @@ class Provision:
             identity=self._memory.identity.metadata(),
             scalars_capacity=max(MIN_SCALARS, 2 * packed),
             slack=max(self._memory.slack, 0 if alone else _RANKS_SLACK),
+            sharing=self._sharing,
+            before=self.plan,
         )
         if self._memory.persists:
             plan.make_room_for_uploads(available)

@@ -32,6 +32,7 @@ from ckptd.client.provision import Options, Provision
 from ckptd.client.rng import capture_rng
 from ckptd.client.scalars import Stateful, gather_groups, gather_state, grad_flags, python_state
 from ckptd.client.segment import MappedSegment
+from ckptd.client.sharing import Sharing
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine, CpuEngine
 
@@ -70,6 +71,7 @@ class Recorder:
         counter: TokenCounter,
         precision: PrecisionProbe,
         buckets: Buckets,
+        sharing: Sharing,
     ) -> None:
         self._binding, self._operators, self._memory, self._engine = (
             binding,
@@ -106,6 +108,7 @@ class Recorder:
             counter=counter,
             precision=precision,
             pace=self._pace,
+            sharing=sharing,
             scalars_sample=self._scalars_sample,
             switched=self._switched,
         )

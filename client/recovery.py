@@ -6,23 +6,26 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from ckptd.client import values
-from ckptd.client.agreement import all_or_none, exchange
+from ckptd.client.agreement import Exchange, all_or_none, exchange
 from ckptd.client.binding import Binding
 from ckptd.client.freeze import Tape
+from ckptd.client.handing import Handing, arrange
 from ckptd.client.identity import Identity
 from ckptd.client.memory import RankMemory
-from ckptd.client.operators import Operator
 from ckptd.client.planning import Plan, plan_from_payload, signature, signature_difference
 from ckptd.client.replay import Replay, ReplayMismatch, SnapshotImage
 from ckptd.client.scalars import Stateful
+from ckptd.client.sharing import Sharing
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused
+from ckptd.memory.ring import NoSuffix, Suffix, find_suffix
 from ckptd.memory.segment_format import HINT_DROP_GRADIENTS
 
-__all__ = ["Recovery", "Resumption"]
+__all__ = ["Recovery", "Resumption", "newest_window"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,37 @@ class Resumption:
     reason: str
 
 
+def newest_window(memory: RankMemory, meet: Exchange) -> Suffix:
+    """The newest complete suffix that every rank's ring holds; a collective call.
+
+    Raises:
+        ValueError: there is none; on every rank.
+    """
+    records = memory.table.records()
+    newest = find_suffix(records, memory.num_operators)
+    ends = _told(newest, meet)
+    if min(end for _, end in ends) >= 0:
+        # A rank may be a snapshot ahead of the others.
+        newest = find_suffix(records, memory.num_operators, end=min(end for _, end in ends))
+    starts = {start for start, _ in _told(newest, meet)}
+    if isinstance(newest, NoSuffix):
+        raise ValueError(f"there is no complete window to verify yet: {newest.reason}")  # noqa: TRY004 - a state, not a type
+    if len(starts) > 1:
+        raise ValueError(
+            f"the ranks hold no window in common yet: theirs begin at {sorted(starts)} (-1: none)"
+        )
+    return newest
+
+
+def _told(suffix: Suffix | NoSuffix, meet: Exchange) -> list[tuple[int, int]]:
+    """Start and end of each rank's suffix; -1 where there is none."""
+    mine = (-1, -1) if isinstance(suffix, NoSuffix) else (suffix.start, suffix.end)
+    return [
+        msgspec.msgpack.decode(data, type=tuple[int, int])
+        for data in meet(msgspec.msgpack.encode(mine))
+    ]
+
+
 class Recovery:
     """Makes replays of this rank's snapshots.
 
@@ -46,6 +80,7 @@ class Recovery:
         freezing: ``drop`` or ``inputs``; falls back to ``drop`` where an earlier trainer left that hint.
         freezing_reason: why, for ``describe()``.
         on_mismatch: ``raise`` or ``warn``.
+        sharing: what several ranks have alike, whether or not they have the same values now: a replay gives them these.
     """
 
     def __init__(
@@ -59,10 +94,12 @@ class Recovery:
         freezing: str,
         freezing_reason: str,
         on_mismatch: str,
+        sharing: Sharing,
     ) -> None:
         self._binding, self._engine, self._identity = binding, engine, identity
         self._stateful, self._tape, self._on_mismatch = stateful, tape, on_mismatch
         self.freezing, self.freezing_reason = freezing, freezing_reason
+        self._sharing = sharing
 
     def find(self, memory: RankMemory) -> Resumption | None:
         """The newest state that every rank can be brought back to; None to start from the beginning. A collective call.
@@ -83,7 +120,13 @@ class Recovery:
             return None
         self._heed(meet(bytes([memory.hint])))
         with all_or_none(meet, memory.session.node_id):
-            return self._resumption(memory, *found)
+            plan = self._plan_of(memory)
+        images, reason = found
+        with all_or_none(meet, memory.session.node_id):
+            replay = self.replay_of(images, plan, meet)
+            # What is loaded first must have arrived. The rest is waited for in replay.
+            _ = images[0].view
+        return Resumption(replay, plan, images[-1].phase, reason)
 
     def _heed(self, hints: Sequence[bytes]) -> None:
         """Freeze otherwise if any rank left the hint: what one computes from all gradients, it computes from the others', too."""
@@ -93,36 +136,43 @@ class Recovery:
                 "an earlier replay with 'inputs' did not reproduce what was recorded"
             )
 
-    def _resumption(
-        self, memory: RankMemory, images: Sequence[SnapshotImage], reason: str
-    ) -> Resumption:
+    def _plan_of(self, memory: RankMemory) -> Plan:
         newest = memory.table.segments[-1]
         self._check_signature(newest.descriptor.client)
-        plan = plan_from_payload(
-            self._binding, newest.descriptor.client, self._identity.metadata(), newest.geometry
+        return plan_from_payload(
+            self._binding,
+            newest.descriptor.client,
+            self._identity.metadata(),
+            newest.geometry,
+            self._sharing,
         )
-        replay = self.replay_of(images, plan.operators)
-        # What is loaded first must have arrived. The rest is waited for in replay.
-        _ = images[0].view
-        return Resumption(replay, plan, images[-1].phase, reason)
 
     def replay_of(
         self,
         images: Sequence[SnapshotImage],
-        operators: Sequence[Operator],
+        plan: Plan,
+        meet: Exchange,
         *,
         on_mismatch: str | None = None,
     ) -> Replay:
-        """A replay of these snapshots, oldest first."""
+        """A replay of these snapshots, oldest first; a collective call if there are several ranks.
+
+        Raises:
+            ValueError: what this rank shares with others was recorded by none that it can reach now.
+        """
+        handing: Handing | None = None
+        if self._identity.world_size > 1:
+            handing = arrange(self._sharing, plan.operators, plan.owners, self._identity.rank, meet)
         return Replay(
             self._binding,
-            operators,
+            plan.operators,
             self._engine,
             images,
             stateful=self._stateful,
             tape=self._tape,
             freezing=self.freezing,
             on_mismatch=on_mismatch or self._on_mismatch,
+            handing=handing,
         )
 
     def advance(self, replay: Replay, memory: RankMemory) -> None:

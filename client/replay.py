@@ -10,6 +10,9 @@
 After W-1 steps every operator is active and the state is dense. What is frozen keeps no optimizer state: its gradients are
 taken away before the optimizer's step; rows of a fused tensor of which other rows are active are overwritten instead.
 
+What several ranks have alike is in the snapshots of one of them, which hands it to the others each time that something is loaded
+(``ckptd.client.handing``): all of them are at the same boundary, or after the same optimizer's step.
+
 What another rank updates and sends (``Binding.elsewhere``) stays frozen here until the end, whatever was anchored: that rank has a
 schedule of its own, and sends the old weights for as long as the operator is frozen there.
 """
@@ -28,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
 from ckptd.client.freeze import BackwardLimiter, Tape
+from ckptd.client.handing import Handing, Piece
 from ckptd.client.layout import SAFETENSORS_DTYPES, SCALARS, STATIC, Source, parse_entry_name
 from ckptd.client.operators import Operator
 from ckptd.client.rng import capture_rng, restore_rng
@@ -102,6 +106,7 @@ class Replay:
         tape: supplies recorded values during replayed steps.
         freezing: ``drop`` or ``inputs`` (see ``client.freeze``).
         on_mismatch: ``raise`` or ``warn``.
+        handing: between the ranks that have something alike; None if each has recorded all of its own.
     """
 
     def __init__(
@@ -115,8 +120,10 @@ class Replay:
         tape: Tape,
         freezing: str,
         on_mismatch: str = "raise",
+        handing: Handing | None = None,
     ) -> None:
         self._binding, self._operators, self._engine = binding, operators, engine
+        self._handing = handing or Handing(-1, ())
         self._images, self._stateful, self._tape = list(images), stateful, tape
         self.freezing, self.on_mismatch = freezing, on_mismatch
         self._position = 0
@@ -232,6 +239,9 @@ class Replay:
             for piece, live in self._targets(image, source, entry, {}, frozen, set(), False)
         ]
         self._engine.restore(items, image.memory, image.base)
+        everything = (1 << len(self._operators)) - 1
+        owned = frozenset(n for n in owner if owner[n][0] == optimizer)
+        self._handing.hand(lambda of: self._to_hand(image, of, 0, everything, owned), self._take)
         self._frozen_masters()
 
     def advance(self) -> None:
@@ -287,11 +297,58 @@ class Replay:
         ]
         self._engine.restore(items, image.memory, image.base)
         self.bytes_loaded += sum(i.nbytes for i in items)
+        absent |= self._handing.hand(
+            lambda of: self._to_hand(image, of, fresh, ~self._active, None), self._take
+        )
         self._frozen_masters()
         kept = self._binding.owner.keys() - self._binding.elsewhere
         names = [n for n in wanted if n in kept and n not in absent]
         self._scalar_state(image, scalars, names)
         zero_grads(self._binding, scalars["grads"], wanted)
+
+    def _to_hand(
+        self,
+        image: SnapshotImage,
+        operators: frozenset[int],
+        fresh: int,
+        frozen: int,
+        only: frozenset[str] | None,
+    ) -> tuple[list[Piece], set[str]]:
+        """What an image holds of some operators, for the ranks that have them too: of ``fresh`` ones anchors, of ``frozen`` ones
+        compute weights (bitmaps over operators); and which parameters have no optimizer state."""
+        mask = sum(1 << i for i in operators)
+        wanted, also = self._rows_of(fresh & mask), self._rows_of(frozen & mask & ~fresh)
+        if only is not None:
+            also = {name: rows for name, rows in also.items() if name in only}
+        # What of a parameter is frozen by its own operators only; the other rows are not ours to hand over.
+        also = {n: _common(rows, self._frozen_rows.get(n, [])) for n, rows in also.items()}
+        pieces: list[Piece] = []
+        for source, entry in image.sources():
+            if source.kind not in ("param", "master", "optim"):
+                continue
+            of = also if source.kind == "param" else {}
+            recorded = None
+            for piece in self._pieces(source, wanted, of):
+                recorded = image.tensor(entry) if recorded is None else recorded
+                pieces.append((piece, _rows_within(recorded, piece, source)))
+        absent: list[str] = [] if only is not None else self._absent_of(image)
+        return pieces, {name for name in absent if name in wanted}
+
+    def _absent_of(self, image: SnapshotImage) -> list[str]:
+        position = self._images.index(image)
+        found: list[str] = self._scalars(position)["absent"]
+        return found
+
+    def _take(self, piece: Source, data: Tensor) -> None:
+        """Put what another rank has recorded into the live tensors."""
+        binding = self._binding
+        if piece.kind == "optim":
+            live = self._state_tensor(piece, data)
+        else:
+            live = (binding.params if piece.kind == "param" else binding.masters)[piece.name]
+        with torch.no_grad():
+            _rows(local(live), piece).copy_(data)
+        self.bytes_loaded += data.numel() * data.element_size()
 
     def _targets(
         self,
@@ -519,6 +576,12 @@ def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, stop))
     return merged
+
+
+def _common(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The rows that are in both."""
+    pairs = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
+    return [(a, b) for a, b in pairs if a < b]
 
 
 def _rows(tensor: Tensor, piece: Source) -> Tensor:

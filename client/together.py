@@ -37,9 +37,16 @@ class Together:
         self._found: dict[str, tuple[int, ...]] = {}
         self._closed = threading.Event()
 
-    def propose(self, what: str, mine: Sequence[int]) -> None:
-        """Tell this rank's numbers, beside training."""
-        self._beside(lambda store: self._agree(store, what, tuple(mine)), f"agree on the {what}")
+    def propose(self, what: str, mine: Sequence[int], *, among: int | None = None) -> None:
+        """Tell this rank's numbers, beside training.
+
+        Args:
+            among: how many ranks take part; all, if not given.
+        """
+        several = among or self._identity.world_size
+        self._beside(
+            lambda store: self._agree(store, what, tuple(mine), several), f"agree on the {what}"
+        )
 
     def largest(self, what: str) -> tuple[int, ...] | None:
         """The largest of each number over all ranks; None until all have proposed theirs."""
@@ -59,9 +66,9 @@ class Together:
 
         threading.Thread(target=run, name="ckptd-agree", daemon=True).start()
 
-    def _agree(self, store: Any, what: str, mine: tuple[int, ...]) -> None:
+    def _agree(self, store: Any, what: str, mine: tuple[int, ...], among: int) -> None:
         key = f"{self._prefix}/{what}"
-        propose(store, key, mine, rank=self._identity.rank, world_size=self._identity.world_size)
+        propose(store, key, mine, rank=self._identity.rank, world_size=among)
         wait_s = _POLL_S
         while not store.check([f"{key}/decided"]):
             if self._closed.wait(wait_s):

@@ -6,9 +6,10 @@ It then stays: were one rank to go over to another before the others, what they 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ckptd.client.memory import RankMemory
+from ckptd.client.sharing import Replicas
 from ckptd.client.together import Together, job_store
 
 __all__ = ["Windows"]
@@ -47,6 +48,23 @@ class Windows:
         found = self._met().largest("window")
         return None if found is None else found[0]
 
+    def planned_alike(self, fingerprints: Mapping[Replicas, int]) -> bool | None:
+        """Whether in each group all members have planned what they share with the same fingerprint as this rank.
+
+        All members of a group come to the same answer about what they told first. Whoever plans otherwise later hears False: it
+        must capture everything itself, and whatever the others leave to it is then there.
+        """
+        alike: bool | None = True
+        for group, fingerprint in fingerprints.items():
+            what = f"shares-{group.key}"
+            self._propose(what, fingerprint, -fingerprint, among=len(group.ranks))
+            found = self._met().largest(what)
+            if found is None:
+                alike = None if alike else alike
+            elif found != (fingerprint, -fingerprint):
+                alike = False
+        return alike
+
     def waits(self, step: int) -> None:
         """Tell once if other ranks take long: the reason stands in their logs, not here."""
         self._waits_since = step if self._waits_since is None else self._waits_since
@@ -61,10 +79,10 @@ class Windows:
         if self._together is not None:
             self._together.close()
 
-    def _propose(self, what: str, *numbers: int) -> None:
+    def _propose(self, what: str, *numbers: int, among: int | None = None) -> None:
         if what not in self._proposed:
             self._proposed.add(what)
-            self._met().propose(what, numbers)
+            self._met().propose(what, numbers, among=among)
 
     def _met(self) -> Together:
         """Where the ranks of this epoch agree."""

@@ -21,26 +21,26 @@ COSTS = [
 def test_one_row_per_operator_under_a_heading() -> None:
     schedule = plan_schedule(COSTS, budget_bytes=None, order=[1, 0], window=2)
     head, title, rule, *rows, total = describe_table(
-        OPERATORS, COSTS, schedule, ["job j"]
+        OPERATORS, COSTS, schedule, [3, -1], ["job j"]
     ).splitlines()
     assert head == "job j"
-    assert title.split() == ["operator", "kind", "params", "anchor", "compute", "phase", "replicas"]
+    assert title.split()[-3:] == ["phase", "captured", "by"]
     assert set(rule) == {"-"}
     assert [row.split() for row in rows] == [
-        ["layers.0.experts.0", "expert", "2", "12.0", "MiB", "2.0", "MiB", "1", "-"],
-        ["layers.0.gate", "gate", "1", "2.9", "KiB", "500", "B", "0", "-"],
+        ["layers.0.experts.0", "expert", "2", "12.0", "MiB", "2.0", "MiB", "1", "rank", "3"],
+        ["layers.0.gate", "gate", "1", "2.9", "KiB", "500", "B", "0", "each"],
     ]
     assert total == "2 operators, dense 12.0 MiB, compute weights 2.0 MiB"
 
 
 def test_columns_line_up() -> None:
-    lines = describe_table(OPERATORS, COSTS, None, []).splitlines()
+    lines = describe_table(OPERATORS, COSTS, None, [], []).splitlines()
     assert len({len(line.rstrip()) for line in lines[:-1]}) == 1
 
 
 def test_before_a_schedule_there_are_no_phases() -> None:
-    row = describe_table(OPERATORS, COSTS, None, []).splitlines()[2]
-    assert row.split()[-2:] == ["-", "-"]
+    row = describe_table(OPERATORS, COSTS, None, [], []).splitlines()[2]
+    assert row.split()[-2:] == ["-", "each"]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from ckptd.client.operators import discover_operators
 from ckptd.client.planning import make_plan
 from ckptd.client.recovery import Recovery, Resumption
 from ckptd.client.scalars import Stateful
+from ckptd.client.sharing import NOTHING_SHARED
 from ckptd.cuda.engine import CopyEngine
 from ckptd.cuda.select import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
@@ -51,7 +52,7 @@ def payload(width: int) -> bytes:
         popularity=None,
         ordering=Ordering.HARD,
         compute_dtypes={},
-        identity={},
+        identity={"rank": "0"},
         scalars_capacity=4096,
     )
     return plan.payload(binding)
@@ -105,6 +106,7 @@ def find(
             freezing="inputs",
             freezing_reason="",
             on_mismatch="raise",
+            sharing=NOTHING_SHARED,
         ).find(memories[rank])
 
     monkeypatch.setattr(recovery, "exchange", lambda identity, said: exchanges[identity.rank](said))

@@ -42,6 +42,16 @@ def test_a_killed_rank_takes_both_back_to_the_same_iteration(
 
 
 @pytest.mark.slow
+def test_both_verify_the_window_that_both_hold(jobs: Jobs, run: str) -> None:
+    """Rank 1 lags a snapshot behind, and each has captured a half: they replay one window together."""
+    outs = Ranks(jobs, run, "--verify", each={1: ("--break-at", "3")}).end()
+    certificates = [jobs.report(out)["certificate"] for out in outs]
+    assert all("identical to the bit" in told for told in certificates), certificates
+    windows = {told.split(" from ")[0] for told in certificates}
+    assert len(windows) == 1, certificates
+
+
+@pytest.mark.slow
 def test_damage_on_one_rank_takes_both_to_the_next_older_suffix(
     jobs: Jobs, daemon: DaemonProcess, run: str
 ) -> None:

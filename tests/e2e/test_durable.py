@@ -15,6 +15,7 @@ from ckptd.storage.reader import read_catalog
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
+from tests.e2e.ranks import Ranks
 
 
 @pytest.fixture
@@ -81,6 +82,46 @@ def test_a_run_that_ended_in_order_leaves_its_newest_state(
         f"the end is durable\n{jobs.log(out)}",
         timeout_s=30,
     )
+
+
+def tensors(store: Path, end: int, rank: int) -> dict[str, int]:
+    """Bytes of each parameter and optimizer tensor that this rank has uploaded of one iteration."""
+    found: dict[str, int] = {}
+    for path in store.rglob(f"{end:012d}/rank-{rank:05d}/*.safetensors"):
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        for name, entry in header.items():
+            if not name.startswith(("__metadata__", "ckptd.", "buffer/")):
+                found[name] = entry["data_offsets"][1] - entry["data_offsets"][0]
+    return found
+
+
+def test_what_two_nodes_have_alike_is_uploaded_once_and_both_come_back(
+    jobs: Jobs, daemon: DaemonProcess, store: Path
+) -> None:
+    """Data-parallel ranks on two nodes: each uploads its half, and reads what is its own again."""
+    run = uuid.uuid4().hex[:8]
+    dense = ("--set", 'policy="dense"', "--set", "replicas=0")
+    with own_daemon(*storing(store)) as other:
+        nodes = {0: (), 1: ("--daemon", other.endpoint)}
+        references = Ranks(jobs, run, *dense, daemon="none", total=30).end()
+        life = Ranks(jobs, run, *dense, "--step-ms", "50", each=nodes, total=30)
+        life.end()
+        eventually(lambda: 30 in committed(store, run), f"durable\n{life.logs}", timeout_s=60)
+        end = committed(store, run)[0]
+        first, second = tensors(store, end, 0), tensors(store, end, 1)
+        assert first
+        assert second
+        assert first.keys() & second.keys() == set()
+        assert 0.5 < sum(first.values()) / sum(second.values()) < 2
+        for node in (daemon, other):
+            lose_memory(node)
+        after = Ranks(jobs, run, *dense, "--seed", "7", each=nodes, total=30)
+        outs = after.end()
+    assert {jobs.report(out)["resumed_from"] for out in outs} == {end}, after.logs
+    for reference, out in zip(references, outs, strict=True):
+        assert differences(reference, out) == []
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_if_all_are_nothing_begins_anew(

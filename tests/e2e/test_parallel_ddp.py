@@ -24,6 +24,12 @@ def test_what_is_left_out_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_not_handed_over_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
+    """Rank 1 keeps one wrong weight that rank 0 has recorded for both: the mean gradient is another."""
+    assert_noticed_when_left_out(jobs, daemon, CASES.cases["plain"], "handed weights", rank=1)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not LONG, reason="not on the diagonal: CKPTD_LONG=1 runs it")
 def test_random_state_that_is_left_out_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
     """Dropout then drops others than it did."""
@@ -35,3 +41,5 @@ def test_the_table_tells_what_is_replicated(jobs: Jobs) -> None:
     life = Ranks(jobs, "layout-ddp", case="ddp/plain", total=6)
     told = jobs.report(life.end()[1])["describe"]
     assert "parameters replicated over 2 ranks (DistributedDataParallel): 21 (embed.weight)" in told
+    captured = [line.split()[-1] for line in told.splitlines() if line.startswith("blocks.")]
+    assert set(captured) == {"0", "1"}, told

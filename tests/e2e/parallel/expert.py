@@ -254,4 +254,14 @@ def with_replicas(seed: int) -> Job:
         at("step")
         job.optimizers[0].zero_grad()
 
-    return job_of(model, torch.optim.AdamW(model.parameters(), lr=3e-3), body)
+    told = {"*": dist.group.WORLD, "*.experts.*": mesh["replicate"]}
+    return job_of(model, torch.optim.AdamW(model.parameters(), lr=3e-3), body, replicated=told)
+
+
+@CASES.case()
+def uneven_told(seed: int) -> Job:
+    """The ranks' schedules differ, so they cannot share: each captures all of what both have."""
+    job = uneven(seed)
+    dense = [n for n, _ in job.model.named_parameters() if ".experts." not in n]
+    job.options["replicated"] = dict.fromkeys(dense, dist.group.WORLD)
+    return job

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from ckptd.client import replay
+from ckptd.client.handing import Handing, Take
 from ckptd.client.layout import Source
 from ckptd.client.replay import Replay, Rows
 
@@ -54,8 +57,26 @@ def _believing_in_itself(method: Callable[..., Any]) -> Callable[..., Any]:
     return without
 
 
+def _handed_weights() -> None:
+    """What this rank is handed of one frozen parameter is lost."""
+    original = Handing.hand
+    victims: list[str] = []
+
+    def without(self: Handing, mine: Any, take: Take) -> set[str]:
+        def some(source: Source, data: Tensor) -> None:
+            if source.kind == "param" and not victims:
+                victims.append(source.name)
+            if source.kind != "param" or source.name != victims[0]:
+                take(source, data)
+
+        return original(self, mine, some)
+
+    Handing.hand = without  # type: ignore[method-assign]
+
+
 LEAVE_OUT: dict[str, Callable[[], None]] = {
     "frozen weights": _frozen_weights,
     "random state": _random_state,
     "elsewhere": _elsewhere,
+    "handed weights": _handed_weights,
 }
