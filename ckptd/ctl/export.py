@@ -217,8 +217,8 @@ def _export_text(report: ExportReport) -> str:
     if report.optimizer_tensors:
         parts.insert(1, f"{report.optimizer_tensors} of the optimizer's state")
     converted = f" ({report.converted} converted to compute precision)" if report.converted else ""
-    joined = (
-        f", with what {named_ranks(report.joined_ranks)} captured for it" * bool(report.joined_ranks)
+    joined = f", with what {named_ranks(report.joined_ranks)} captured for it" * bool(
+        report.joined_ranks
     )
     line = (
         f"{report.path}: {', '.join(parts)}, iteration {report.iteration} of {report.job}/{report.run} "

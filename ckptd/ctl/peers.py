@@ -77,13 +77,13 @@ def ask_whereabouts(
 ) -> dict[int, tuple[str, ...]]:
     """By rank, the nodes that hold its snapshot of this iteration; of a rank of which none does, where it trains."""
     seen = client.ask(m.SeeRun(job, run), m.RunSeen)
-    found: dict[int, dict[str, None]] = {}
+    found: dict[int, set[str]] = {}
     for told in seen.holdings:
         for held in held_from_segments(told.node, told.segments):
             if any(record.iteration == iteration for record in held.records):
-                found.setdefault(held.rank, {})[told.node] = None
+                found.setdefault(held.rank, set()).add(told.node)
     homes = {rank: (member.card.node,) for member in seen.members for rank in member.ranks}
-    return homes | {rank: tuple(nodes) for rank, nodes in found.items()}
+    return homes | {rank: tuple(sorted(nodes)) for rank, nodes in found.items()}
 
 
 def run_drill(client: ControlClient, args: argparse.Namespace) -> m.DrillReport:
