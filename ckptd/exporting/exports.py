@@ -42,7 +42,7 @@ class ExportReport:
 
     Attributes:
         place: where the snapshot was: ``memory``, or the store's URL.
-        joined_ranks: other ranks that captured a part of it.
+        joined_ranks: other ranks that captured a share of it.
         tensors: how many the model has; ``optimizer_tensors`` those of the optimizer's state.
         converted: tensors that were brought to compute precision.
         notes: what whoever uses it should know.

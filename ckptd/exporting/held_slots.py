@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptd.errors import SegmentError
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
-from ckptd.exporting.parts import RankImage
+from ckptd.exporting.joining import RankImage
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader, slot_lock_byte

@@ -15,10 +15,10 @@ from ckptd.exporting.held_slots import (
     sealed_slots,
     verify_slot,
 )
-from ckptd.exporting.parts import Joined, RankImage, join, lacking
+from ckptd.exporting.joining import Joined, RankImage, join, lacking
 from ckptd.exporting.ranks_here import (
-    PartsMissing,
     RanksHere,
+    SharesMissing,
     Whereabouts,
     first_whole,
     why_missing,
@@ -69,14 +69,14 @@ def open_slot(
     rank: int | None = None,
     whereabouts: Whereabouts = nobody_knows,
 ) -> Iterator[SlotSource]:
-    """The snapshot of ``iteration``, locked until the end of the block (None: the newest one all parts of which are here).
+    """The snapshot of ``iteration``, locked until the end of the block (None: the newest one all of which is here).
 
     Args:
         segment_dir: where the segments are; no daemon is needed.
         job, run, rank: needed where more than one has such a snapshot.
-        whereabouts: asked where parts may be that are not here.
+        whereabouts: asked where other ranks' shares may be that are not here.
     Raises:
-        ExportError: there is no such snapshot, or more than one, or parts of it are in other nodes' memory.
+        ExportError: there is no such snapshot, or more than one, or other ranks' shares of it are in other nodes' memory.
         DamagedSnapshot: its digests do not match.
     """
     with ExitStack() as opened:
@@ -94,16 +94,16 @@ def open_slot(
 def _first_whole(
     slots: Sequence[SealedSlot], here: RanksHere, opened: ExitStack, whereabouts: Whereabouts
 ) -> SlotSource:
-    """Of the first of these snapshots all parts of which are here; ``opened`` ends it.
+    """Of the first of these snapshots all of which is here; ``opened`` ends it.
 
     Raises:
         ExportError: there is none; why not the first one.
     """
-    first: PartsMissing | None = None
+    first: SharesMissing | None = None
     for slot in slots:
         try:
             return opened.enter_context(_whole(slot, here))
-        except PartsMissing as missing:
+        except SharesMissing as missing:
             first = first or missing
     assert first is not None, "there is a slot at least"
     raise why_missing(first, whereabouts)
@@ -114,7 +114,7 @@ def _whole(slot: SealedSlot, here: RanksHere) -> Iterator[SlotSource]:
     """A snapshot with all that other ranks captured for it, held and verified.
 
     Raises:
-        PartsMissing: something is not here; nothing was read yet.
+        SharesMissing: something is not here; nothing was read yet.
     """
     told = slot.segment.descriptor
     with held(slot) as view, ExitStack() as others:

@@ -21,7 +21,7 @@ from ckptd.memory.segments import Segment
 from ckptd.sessions import RankKey
 from ckptd.storage.image import ImageView
 
-__all__ = ["PartsMissing", "RanksHere", "Whereabouts", "first_whole", "why_missing"]
+__all__ = ["RanksHere", "SharesMissing", "Whereabouts", "first_whole", "why_missing"]
 
 _TOLD = 3
 
@@ -29,10 +29,10 @@ _TOLD = 3
 Whereabouts = Callable[[str, str, int], Mapping[int, Sequence[str]]]
 
 
-class PartsMissing(Exception):
+class SharesMissing(Exception):
     """This node does not hold what other ranks captured for a rank.
 
-    ``shares`` are the parts by rank, ``here`` the iterations of these ranks that this node does hold.
+    ``shares`` are given by rank, ``here`` the iterations of these ranks that this node does hold.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RanksHere:
         """The copies here of what other ranks captured at the iteration (and in the epoch) of ``slot``, by rank.
 
         Raises:
-            PartsMissing: of some rank there is none.
+            SharesMissing: of some rank there is none.
         """
         told = slot.segment.key
         sealed = {rank: sealed_slots(self.of(RankKey(told.job, told.run, rank))) for rank in lacks}
@@ -84,7 +84,7 @@ class RanksHere:
         missing = {rank: lacks[rank] for rank in lacks if not found[rank]}
         if missing:
             here = {rank: sorted({s.header.iteration for s in sealed[rank]}) for rank in missing}
-            raise PartsMissing(slot, missing, here)
+            raise SharesMissing(slot, missing, here)
         return found
 
     def _replica_files(self, key: RankKey) -> list[Path]:
@@ -112,7 +112,7 @@ def first_whole(copies: Sequence[SealedSlot]) -> Iterator[tuple[SealedSlot, Imag
     raise AssertionError("there is a copy at least")
 
 
-def why_missing(missing: PartsMissing, whereabouts: Whereabouts) -> ExportError:
+def why_missing(missing: SharesMissing, whereabouts: Whereabouts) -> ExportError:
     """In words: what is missing, where it may be, and what to do."""
     slot, ranks = missing.slot, sorted(missing.shares)
     key, iteration = slot.segment.key, slot.header.iteration
@@ -129,9 +129,9 @@ def why_missing(missing: PartsMissing, whereabouts: Whereabouts) -> ExportError:
     ]
     return ExportError(
         f"{slot} is not whole: {first_of(params, _TOLD)} are captured by {named_ranks(ranks)} for all ranks that "
-        f"have them, and this node's memory does not hold that part of iteration {iteration}"
-        f"{''.join(f'; {text}' for text in held_here)} ({'; '.join(nodes)}). Choose an iteration of which all parts "
-        "are here, export on a node that holds them all, or out of storage (--durable, or --store URL)"
+        f"have them, and this node's memory does not hold that share of iteration {iteration}"
+        f"{''.join(f'; {text}' for text in held_here)} ({'; '.join(nodes)}). Choose an iteration of which everything "
+        "is here, export on a node that holds them all, or out of storage (--durable, or --store URL)"
     )
 
 

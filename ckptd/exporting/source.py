@@ -21,7 +21,7 @@ CHUNK_BYTES = 16 << 20
 class Origin:
     """Which snapshot it is, and where it was found: ``memory``, or a store's URL without secrets.
 
-    ``joined``: the other ranks in whose images a part of it lies.
+    ``joined``: the other ranks in whose images shares of it lie.
     """
 
     job: str
@@ -89,7 +89,9 @@ def facts_of(client: bytes, rank: int) -> SnapshotFacts:
     try:
         told = msgspec.msgpack.decode(client, type=_Told)
     except msgspec.MsgspecError as error:
-        if b"owners" in client:  # then a part of the model may be elsewhere, and nobody would notice
+        if (
+            b"owners" in client
+        ):  # then a part of the model may be elsewhere, and nobody would notice
             raise ExportError(
                 f"what rank {rank} tells of who captures its operators is not understood ({error}); "
                 "export with the version that trained"

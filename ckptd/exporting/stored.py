@@ -9,7 +9,7 @@ import xxhash
 
 from ckptd.errors import SegmentError
 from ckptd.exporting.errors import ExportError
-from ckptd.exporting.parts import Joined, join, lacking
+from ckptd.exporting.joining import Joined, join, lacking
 from ckptd.exporting.read_ahead import ReadAhead
 from ckptd.exporting.source import Origin, facts_of
 from ckptd.exporting.stored_images import StoredImage, open_image, open_images, rank_manifest

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
-from ckptd.exporting.parts import RankImage
+from ckptd.exporting.joining import RankImage
 from ckptd.exporting.wording import named_ranks
 from ckptd.storage.catalog import StoredCheckpoint
 from ckptd.storage.headers import HeaderError, ObjectHeader, parse_header
@@ -96,7 +96,7 @@ def open_images(
     unknown = [rank for rank in ranks if rank not in checkpoint.manifests]
     if unknown:
         raise ExportError(
-            f"a part of the model was captured by {named_ranks(unknown)}, and {checkpoint.id} has ranks "
+            f"a share of the model was captured by {named_ranks(unknown)}, and {checkpoint.id} has ranks "
             f"0 to {checkpoint.world_size - 1}; choose another checkpoint"
         )
 

@@ -122,8 +122,8 @@ def test_several_runs_must_be_told_apart(net: Net) -> None:
     assert "known are job/run" in ctl(net[0], "drill", "--rank", "0", "--job", "other", code=4)
 
 
-def test_an_export_that_lacks_a_ranks_part_says_where_that_is(net: Net, tmp_path: Path) -> None:
-    """A snapshot on n0 of which rank 1, on n1 with a replica on n2, captured a part."""
+def test_an_export_that_lacks_a_ranks_share_says_where_that_is(net: Net, tmp_path: Path) -> None:
+    """A snapshot on n0 of which rank 1, on n1 with a replica on n2, captured a share."""
     with segment_folder() as folder:
         told = client_payload([Op("w", None, 1)])
         made = snapshot(folder, LAST, entries(n=torch.zeros(1)), 7, client=told).path

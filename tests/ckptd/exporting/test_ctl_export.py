@@ -160,7 +160,7 @@ def shared(rank: int) -> Tensors:
     return rank_tensors(rank, SHARED, {"a": WEIGHTS, "b": WEIGHTS + 1})
 
 
-def test_ranks_that_captured_a_part_are_told(
+def test_ranks_that_captured_a_share_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = client_payload(SHARED)

@@ -1,4 +1,4 @@
-"""Exports of runs whose ranks share what they have in common: each image holds a part, and the model is whole again."""
+"""Exports of runs whose ranks share what they have in common: each image holds a share, and the model is whole again."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_of_two_copies_the_whole_one_is_taken(
     check(tmp_path / "m", expected(0, AT))
 
 
-def test_a_part_that_is_not_here_is_told_with_its_rank(folder: Path, tmp_path: Path) -> None:
+def test_a_share_that_is_not_here_is_told_with_its_rank(folder: Path, tmp_path: Path) -> None:
     """Not that a window is aligned: that would send people to another iteration, which lacks the same."""
     dense(folder, 0)
     dense(folder, 1, AT - 1)
@@ -319,7 +319,7 @@ def objects_of(tmp_path: Path, rank: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("how", ["object", "bit", "manifest"])
-def test_damage_to_another_ranks_part_is_told_as_such(
+def test_damage_to_another_ranks_share_is_told_as_such(
     store: ObjectStore, tmp_path: Path, how: str
 ) -> None:
     manifests = [store_rank(store, rank, window=1) for rank in range(WORLD)]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ckptd.exporting.errors import ExportError
-from ckptd.exporting.parts import Joined, RankImage, join, lacking
+from ckptd.exporting.joining import Joined, RankImage, join, lacking
 from ckptd.exporting.plan import Share, SnapshotFacts, plan_export
 from ckptd.exporting.source import facts_of
 from ckptd.storage.image import ImageTensor
@@ -82,7 +82,7 @@ def test_what_every_image_holds_is_asked_of_nobody() -> None:
     assert set(lacking(image("optim/m/w", "buffer/q"), shares)) == {1, 2, 3}
 
 
-def test_a_sparse_part_makes_a_sparse_model_in_compute_precision() -> None:
+def test_a_sparse_share_makes_a_sparse_model_in_compute_precision() -> None:
     own, theirs = image("a", "optim/m/a"), image("b")
     low = image("b", "a", dtype="BF16")
     share = Share("b", None, 1)
