@@ -45,6 +45,7 @@ class SnapshotFacts:
         aliases: further names of parameters that the model has under several.
         groups: (optimizer, group) of each parameter that an optimizer has; empty if unknown.
         shares: what other ranks capture for this one.
+        aligned: windows are aligned, as far as is known: only the first snapshot of one is whole.
     """
 
     dense: bool = False
@@ -54,6 +55,7 @@ class SnapshotFacts:
     aliases: Mapping[str, str] = field(default_factory=dict)
     groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     shares: tuple[Share, ...] = ()
+    aligned: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +194,9 @@ def _check_complete(wholes: Mapping[str, Whole], facts: SnapshotFacts) -> None:
         nor = f", and what {named_ranks(ranks)} captured for it does not make it whole" * bool(
             ranks
         )
+        why = ": within an aligned window only the first one holds the whole model" * facts.aligned
         raise ExportError(
-            f"the snapshot does not hold {first_of(missing, _TOLD)}{nor}: within an aligned window only the first "
-            "one holds the whole model; choose another iteration"
+            f"the snapshot does not hold {first_of(missing, _TOLD)}{nor}{why}; choose another iteration"
         )
 
 
@@ -212,7 +214,8 @@ def _check_state(state: Iterable[Whole], params: Mapping[str, Whole]) -> None:
 
 
 def _why(facts: SnapshotFacts) -> str:
-    return " (within an aligned window only the first one is whole)" if facts.rows else ""
+    known = facts.rows and facts.aligned
+    return " (within an aligned window only the first one is whole)" if known else ""
 
 
 def _check_unique(names: Sequence[str]) -> None:

@@ -72,6 +72,7 @@ class _Told(msgspec.Struct, frozen=True):
     operators: list[Any] = []
     # Beside `operators`: the rank whose images hold each of them, or -1: this rank's own. Absent: all are its own.
     owners: list[int] = []
+    policy: str = "aligned"
     transient_buffers: list[str] = []
     aliases: dict[str, str] = {}
     groups: dict[str, tuple[int, int]] = {}
@@ -103,6 +104,7 @@ def facts_of(client: bytes, rank: int) -> SnapshotFacts:
         aliases=told.aliases,
         groups=told.groups,
         shares=_shares(told, rank),
+        aligned=told.policy == "aligned",
     )
 
 

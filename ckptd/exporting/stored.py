@@ -44,9 +44,10 @@ class StoredSource:
         self.scalars_len = int(images[origin.rank].header.metadata.get("scalars_len", "0"))
         self._ranks, self._images = joined.ranks, images
         self._digests = {
-            (rank, tensor.name): digest
+            tensor.name: digest
             for rank, image in images.items()
             for tensor, digest in zip(image.header.tensors, image.header.digests, strict=True)
+            if joined.ranks.get(tensor.name) == rank
         }
         self._ahead = ReadAhead(lambda rank, begin, end: images[rank].read(store, begin, end))
 
@@ -68,7 +69,7 @@ class StoredSource:
             digest.update(part)
             yield part
             at += len(part)
-        if digest.digest() != self._digests[rank, tensor.name]:
+        if digest.digest() != self._digests[tensor.name]:
             raise self._images[rank].damaged(tensor)
 
 

@@ -100,6 +100,17 @@ def test_tensors_are_read_rank_by_rank() -> None:
     assert [p.name for p in plan_export(found.tensors, found.facts).pieces] == ["z", "a", "c", "b"]
 
 
+def test_only_aligned_windows_are_called_so() -> None:
+    for aligned in (True, False):
+        facts = SnapshotFacts(rows={"w": 6, "v": 0}, aligned=aligned)
+        for tensors in (image("w"), image("w[0:2]", "w[4:6]")):
+            with pytest.raises(ExportError) as caught:
+                plan_export(tensors, facts)
+            assert ("aligned window" in str(caught.value)) == aligned
+    assert not facts_of(msgspec.msgpack.encode({"policy": "sliding"}), rank=0).aligned
+    assert facts_of(msgspec.msgpack.encode({"policy": "aligned"}), rank=0).aligned
+
+
 def test_state_that_lacks_rows_is_refused() -> None:
     tensors = image("w[0:2]", "w[2:4]", "optim/m/w[0:2]")
     with pytest.raises(ExportError, match=r"state 'm' of w the snapshot holds 2 of 4 rows"):
