@@ -27,10 +27,12 @@ from ckptd.exporting.importing import (
     import_to_store,
     open_import,
 )
-from ckptd.exporting.memory import open_slot
+from ckptd.exporting.memory import nobody_knows, open_slot
+from ckptd.exporting.ranks_here import Whereabouts
 from ckptd.exporting.shards import Moved
 from ckptd.exporting.source import TensorSource
 from ckptd.exporting.stored import open_stored
+from ckptd.exporting.wording import named_ranks
 from ckptd.storage.names import check_name
 from ckptd.storage.open_store import BACKENDS
 from ckptd.units import format_bytes
@@ -40,18 +42,21 @@ __all__ = ["add_export_arguments", "add_import_arguments", "run_export", "run_im
 FORMATS = ("safetensors", "hf", "dcp")
 
 
-def run_export(args: argparse.Namespace, segment_dir: Callable[[], str]) -> Outcome:
+def run_export(
+    args: argparse.Namespace, segment_dir: Callable[[], str], whereabouts: Whereabouts
+) -> Outcome:
     """`ckptctl export`.
 
     Args:
         segment_dir: finds out where this node's segments are.
+        whereabouts: finds out which nodes hold what this one lacks; it is not asked where a folder is named.
     Raises:
         ExportError, DamagedSnapshot: it cannot be exported, and why; nothing is left.
         StoreProblem, ConfigError: the store cannot be used.
     """
     if args.config and args.format != "hf":
         raise ExportError("--config is for --format hf: no other format has a place for it")
-    with _source(args, segment_dir) as source:
+    with _source(args, segment_dir, whereabouts) as source:
         report = _write(args, source)
     return Outcome(report, _export_text(report))
 
@@ -151,11 +156,14 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def _source(args: argparse.Namespace, segment_dir: Callable[[], str]) -> Iterator[TensorSource]:
+def _source(
+    args: argparse.Namespace, segment_dir: Callable[[], str], whereabouts: Whereabouts
+) -> Iterator[TensorSource]:
     if not (args.durable or args.store):
         folder = Path(args.segment_dir or segment_dir())
+        known = nobody_knows if args.segment_dir else whereabouts
         which = {"job": args.job, "run": args.run, "rank": args.rank}
-        with open_slot(folder, args.iteration, **which) as slot:
+        with open_slot(folder, args.iteration, **which, whereabouts=known) as slot:
             yield slot
         return
     if args.job is None or args.run is None:
@@ -209,9 +217,12 @@ def _export_text(report: ExportReport) -> str:
     if report.optimizer_tensors:
         parts.insert(1, f"{report.optimizer_tensors} of the optimizer's state")
     converted = f" ({report.converted} converted to compute precision)" if report.converted else ""
+    joined = f", with what {named_ranks(report.joined_ranks)} captured for it" * bool(
+        report.joined_ranks
+    )
     line = (
         f"{report.path}: {', '.join(parts)}, iteration {report.iteration} of {report.job}/{report.run} "
-        f"rank {report.rank}{converted}"
+        f"rank {report.rank}{joined}{converted}"
     )
     return "\n".join([line, *report.notes])
 

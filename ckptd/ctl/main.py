@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,13 +34,14 @@ from ckptd.ctl.keys import add_keys_commands, run_keys
 from ckptd.ctl.peers import (
     as_json,
     ask_what_if,
+    ask_whereabouts,
     render_drill,
     render_peers,
     render_what_if,
     run_drill,
 )
 from ckptd.ctl.store_access import StoreProblem
-from ckptd.errors import DaemonUnavailable
+from ckptd.errors import DaemonUnavailable, RemoteProtocolError
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.launch import answers
 from ckptd.settings import DaemonConfig
@@ -145,7 +146,9 @@ def _forget(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    return _show_outcome(args, run_export(args, lambda: _segment_dir(args)))
+    return _show_outcome(
+        args, run_export(args, lambda: _segment_dir(args), partial(_whereabouts, args))
+    )
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -215,6 +218,17 @@ def _segment_dir(args: argparse.Namespace) -> str:
             return client.ask(m.GetStatus(), m.Status, timeout_s=1.0).segment_dir
     except RequestTimeout:
         return _config(args).segment_dir
+
+
+def _whereabouts(
+    args: argparse.Namespace, job: str, run: str, iteration: int
+) -> Mapping[int, Sequence[str]]:
+    """Where other ranks' snapshots are; nothing if no daemon can tell (whoever asks says that it is not known)."""
+    try:
+        with _connect(args) as client:
+            return ask_whereabouts(client, job, run, iteration)
+    except (RequestTimeout, DaemonUnavailable, RefusedError, WireError, RemoteProtocolError):
+        return {}
 
 
 def _connect(args: argparse.Namespace) -> ControlClient:

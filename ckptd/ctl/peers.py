@@ -17,6 +17,7 @@ from ckptd.units import format_bytes, format_table
 __all__ = [
     "as_json",
     "ask_what_if",
+    "ask_whereabouts",
     "choose_run",
     "render_drill",
     "render_peers",
@@ -69,6 +70,20 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace) -> WhatIf:
         homes = {h.rank: h.node for h in held if h.own}
     labels = {member.card.node: member.card.labels for member in seen.members}
     return what_if(held, max(worlds), homes, labels, args.lose.split(","))
+
+
+def ask_whereabouts(
+    client: ControlClient, job: str, run: str, iteration: int
+) -> dict[int, tuple[str, ...]]:
+    """By rank, the nodes that hold its snapshot of this iteration; of a rank of which none does, where it trains."""
+    seen = client.ask(m.SeeRun(job, run), m.RunSeen)
+    found: dict[int, set[str]] = {}
+    for told in seen.holdings:
+        for held in held_from_segments(told.node, told.segments):
+            if any(record.iteration == iteration for record in held.records):
+                found.setdefault(held.rank, set()).add(told.node)
+    homes = {rank: (member.card.node,) for member in seen.members for rank in member.ranks}
+    return homes | {rank: tuple(sorted(nodes)) for rank, nodes in found.items()}
 
 
 def run_drill(client: ControlClient, args: argparse.Namespace) -> m.DrillReport:

@@ -42,6 +42,7 @@ class ExportReport:
 
     Attributes:
         place: where the snapshot was: ``memory``, or the store's URL.
+        joined_ranks: other ranks that captured a share of it.
         tensors: how many the model has; ``optimizer_tensors`` those of the optimizer's state.
         converted: tensors that were brought to compute precision.
         notes: what whoever uses it should know.
@@ -60,6 +61,7 @@ class ExportReport:
     size_bytes: int
     converted: int
     notes: tuple[str, ...] = ()
+    joined_ranks: tuple[int, ...] = ()
 
 
 @contextmanager
@@ -174,6 +176,7 @@ def report_of(
         size_bytes=size,
         converted=sum(whole.converted for whole in plan.model),
         notes=notes,
+        joined_ranks=origin.joined,
     )
 
 

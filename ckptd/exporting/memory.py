@@ -1,40 +1,62 @@
-"""Snapshots in this node's memory: which one is meant, held and verified."""
+"""Snapshots in this node's memory: which one is meant, held and verified, with what other ranks captured for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ckptd.errors import SegmentError
-from ckptd.exporting.errors import DamagedSnapshot, ExportError
-from ckptd.exporting.plan import SnapshotFacts
+from ckptd.exporting.errors import ExportError
+from ckptd.exporting.held_slots import (
+    SealedSlot,
+    held,
+    open_segments,
+    rank_image,
+    sealed_slots,
+    verify_slot,
+)
+from ckptd.exporting.joining import Joined, RankImage, join, lacking
+from ckptd.exporting.ranks_here import (
+    RanksHere,
+    SharesMissing,
+    Whereabouts,
+    first_whole,
+    why_missing,
+)
 from ckptd.exporting.source import CHUNK_BYTES, Origin, facts_of
-from ckptd.memory import locks
-from ckptd.memory.ring import SlotState
-from ckptd.memory.segment_format import SlotHeader, slot_lock_byte
-from ckptd.memory.segments import Segment, open_segment
-from ckptd.storage.image import ImageError, ImageTensor, ImageView, verify
+from ckptd.exporting.wording import ranges
+from ckptd.memory.segments import Segment
+from ckptd.storage.image import ImageTensor, ImageView
 
-__all__ = ["SlotSource", "open_slot"]
+__all__ = ["SlotSource", "nobody_knows", "open_slot"]
 
 
 class SlotSource:
-    """A verified snapshot in a slot that nobody reuses meanwhile (a `TensorSource`)."""
+    """A verified snapshot in slots that nobody reuses meanwhile (a `TensorSource`).
 
-    def __init__(self, origin: Origin, facts: SnapshotFacts, view: ImageView) -> None:
-        self.origin, self.facts, self._view = origin, facts, view
-        self.tensors: Sequence[ImageTensor] = view.entries
-        self.scalars_len = view.scalars_len
+    Args:
+        views: the images in which its tensors lie, by rank.
+    """
+
+    def __init__(self, origin: Origin, joined: Joined, views: Mapping[int, ImageView]) -> None:
+        self.origin, self.facts = origin, joined.facts
+        self.tensors: Sequence[ImageTensor] = joined.tensors
+        self.scalars_len = views[origin.rank].scalars_len
+        self._ranks, self._views = joined.ranks, views
 
     def prepare(self, order: Sequence[ImageTensor]) -> None:
         """Nothing: it is in memory."""
 
     def chunks(self, tensor: ImageTensor) -> Iterator[memoryview]:
         """See `TensorSource.chunks`; they were verified before."""
-        data = self._view.data(tensor.name)
+        data = self._views[self._ranks[tensor.name]].data(tensor.name)
         for begin in range(0, len(data), CHUNK_BYTES):
             yield data[begin : begin + CHUNK_BYTES]
+
+
+def nobody_knows(job: str, run: str, iteration: int) -> Mapping[int, Sequence[str]]:
+    """No daemon is asked where other ranks' snapshots are."""
+    return {}
 
 
 @contextmanager
@@ -45,50 +67,78 @@ def open_slot(
     job: str | None = None,
     run: str | None = None,
     rank: int | None = None,
+    whereabouts: Whereabouts = nobody_knows,
 ) -> Iterator[SlotSource]:
-    """The snapshot of ``iteration`` (the newest one if None), locked until the end of the block.
+    """The snapshot of ``iteration``, locked until the end of the block (None: the newest one all of which is here).
 
     Args:
         segment_dir: where the segments are; no daemon is needed.
         job, run, rank: needed where more than one has such a snapshot.
+        whereabouts: asked where other ranks' shares may be that are not here.
     Raises:
-        ExportError: there is no such snapshot, or more than one.
+        ExportError: there is no such snapshot, or more than one, or other ranks' shares of it are in other nodes' memory.
         DamagedSnapshot: its digests do not match.
     """
-    segments = _open_all(segment_dir)
-    try:
-        segment, index, header = _choose(segments, iteration, job, run, rank)
-        with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=False) as taken:
-            if not taken or segment.header(index) != header:
-                raise ExportError(
-                    f"iteration {header.iteration} has just been overwritten; choose a newer one"
-                )
-            view = _verified(segment, index, header)
-            dense = view.anchors == (1 << view.num_operators) - 1
-            alike = [s for s in segments if s.key == segment.key]
-            facts = facts_of(segment.descriptor.client, dense=dense, alike=_images(alike))
-            told = segment.descriptor
-            origin = Origin(
-                told.job, told.run, told.rank, told.world_size, header.iteration, "memory"
-            )
-            yield SlotSource(origin, facts, view)
-    finally:
+    with ExitStack() as opened:
+        segments, problems = open_segments(sorted(segment_dir.glob("*.seg")))
         for segment in segments:
-            segment.close()
+            opened.callback(segment.close)
+        if not segments:
+            why = "; ".join(problems) if problems else "no segment is there"
+            raise ExportError(f"nothing to export in {segment_dir}: {why}")
+        slots = _choose(segments, iteration, job, run, rank)
+        here = RanksHere(segment_dir, segments, opened)
+        yield _first_whole(slots, here, opened, whereabouts)
 
 
-def _open_all(folder: Path) -> list[Segment]:
-    found: list[Segment] = []
-    problems: list[str] = []
-    for path in sorted(folder.glob("*.seg")):
+def _first_whole(
+    slots: Sequence[SealedSlot], here: RanksHere, opened: ExitStack, whereabouts: Whereabouts
+) -> SlotSource:
+    """Of the first of these snapshots all of which is here; ``opened`` ends it.
+
+    Raises:
+        ExportError: there is none; why not the first one.
+    """
+    first: SharesMissing | None = None
+    for slot in slots:
         try:
-            found.append(open_segment(path, readonly=True))
-        except (OSError, ValueError, SegmentError) as error:
-            problems.append(f"{path.name}: {error}")
-    if not found:
-        why = "; ".join(problems) if problems else "no segment is there"
-        raise ExportError(f"nothing to export in {folder}: {why}")
-    return found
+            return opened.enter_context(_whole(slot, here))
+        except SharesMissing as missing:
+            first = first or missing
+    assert first is not None, "there is a slot at least"
+    raise why_missing(first, whereabouts)
+
+
+@contextmanager
+def _whole(slot: SealedSlot, here: RanksHere) -> Iterator[SlotSource]:
+    """A snapshot with all that other ranks captured for it, held and verified.
+
+    Raises:
+        SharesMissing: something is not here; nothing was read yet.
+    """
+    told = slot.segment.descriptor
+    with held(slot) as view, ExitStack() as others:
+        facts = facts_of(told.client, told.rank)
+        lacks = lacking(view.entries, facts.shares)
+        copies = here.copies(slot, lacks)
+        verify_slot(slot)
+        views: dict[int, ImageView] = {told.rank: view}
+        images: dict[int, RankImage] = {}
+        for rank, found in copies.items():
+            copy, views[rank] = others.enter_context(first_whole(found))
+            images[rank] = rank_image(views[rank], here.of(copy.segment.key))
+        own = rank_image(view, here.own(slot.segment.key))
+        joined = join(told.rank, own, facts, lacks, images)
+        origin = Origin(
+            told.job,
+            told.run,
+            told.rank,
+            told.world_size,
+            slot.header.iteration,
+            "memory",
+            tuple(images),
+        )
+        yield SlotSource(origin, joined, views)
 
 
 def _choose(
@@ -97,56 +147,26 @@ def _choose(
     job: str | None,
     run: str | None,
     rank: int | None,
-) -> tuple[Segment, int, SlotHeader]:
-    """The one sealed slot that is meant."""
+) -> list[SealedSlot]:
+    """The one sealed slot that is meant; without an iteration all of the rank, newest first."""
     asked = [
         s
         for s in segments
         if job in (None, s.key.job) and run in (None, s.key.run) and rank in (None, s.key.rank)
     ]
-    slots = [(s, i, h) for s in asked for i, h in s.headers() if h.state is SlotState.SEALED]
-    known = sorted({header.iteration for _, _, header in slots})
-    wanted = iteration if iteration is not None or not known else known[-1]
-    found = [slot for slot in slots if slot[2].iteration == wanted]
+    slots = sealed_slots(asked)
+    found = [slot for slot in slots if iteration in (None, slot.header.iteration)]
     if not found:
-        text = f"in memory are {_ranges(known)}" if known else "there is none at all"
+        known = {slot.header.iteration for slot in slots}
+        text = f"in memory are {ranges(known)}" if known else "there is none at all"
         which = "" if iteration is None else f" of iteration {iteration}"
         raise ExportError(f"no sealed snapshot{which} as asked for; {text}")
-    keys = sorted({segment.key for segment, _, _ in (slots if iteration is None else found)})
+    keys = sorted({slot.segment.key for slot in found})
     if len(keys) > 1:
         names = "; ".join(map(str, keys))
         what = "snapshots are" if iteration is None else f"iteration {iteration} is"
         raise ExportError(f"{what} there for {names}: choose --job --run --rank")
-    return max(found, key=lambda slot: slot[2].sequence)
-
-
-def _verified(segment: Segment, index: int, header: SlotHeader) -> ImageView:
-    image = segment.image(index, header)
-    try:
-        verify(image, header.header_digest)
-        return ImageView(image)
-    except ImageError as error:
-        raise DamagedSnapshot(
-            f"the snapshot of iteration {header.iteration} is damaged: {error}"
-        ) from error
-
-
-def _images(segments: Iterable[Segment]) -> Iterator[ImageView]:
-    for segment in segments:
-        for index, header in segment.headers():
-            if header.state is SlotState.SEALED:
-                try:
-                    yield ImageView(segment.image(index, header))
-                except ImageError:
-                    continue  # damaged or being overwritten: it only could have told us a dtype
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as ranges: 1, 3 to 7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in runs)
+    newest: dict[int, SealedSlot] = {}
+    for slot in sorted(found, key=lambda slot: slot.header.sequence):
+        newest[slot.header.iteration] = slot
+    return [newest[number] for number in sorted(newest, reverse=True)]

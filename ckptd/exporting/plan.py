@@ -9,21 +9,28 @@ is the whole of it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckptd.exporting.entry_names import BUFFER, MASTER, OPTIM, OURS, param_and_key, split_rows
 from ckptd.exporting.errors import ExportError
+from ckptd.exporting.wording import first_of, named_ranks
 from ckptd.storage.image import DTYPE_SIZE, ImageTensor, TensorEntry
 from ckptd.storage.model_set import plain_names
 
-__all__ = ["ExportPlan", "SnapshotFacts", "Whole", "plan_export", "smallest_dtypes"]
+__all__ = ["ExportPlan", "Share", "SnapshotFacts", "Whole", "plan_export", "smallest_dtypes"]
 
-_SLICE = re.compile(r"(?P<name>.*)\[(?P<begin>\d+):(?P<end>\d+)\]", re.DOTALL)
-_OURS = "ckptd."
-_BUFFER, _MASTER, _OPTIM = "buffer/", "master/", "optim/"
 _EXTRA = "extra/"  # parameters that an optimizer has and the model does not
 _TOLD = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Rows of a parameter (None: all of it) that the images of another rank hold, for all ranks that have them."""
+
+    param: str
+    rows: tuple[int, int] | None
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,8 @@ class SnapshotFacts:
         transient: buffers that the model's state dict leaves out.
         aliases: further names of parameters that the model has under several.
         groups: (optimizer, group) of each parameter that an optimizer has; empty if unknown.
+        shares: what other ranks capture for this one.
+        aligned: windows are aligned, as far as is known: only the first snapshot of one is whole.
     """
 
     dense: bool = False
@@ -45,6 +54,8 @@ class SnapshotFacts:
     transient: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
     groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    shares: tuple[Share, ...] = ()
+    aligned: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +110,30 @@ def plan_export(
     keep_prefix: bool = False,
     optimizer: bool = False,
 ) -> ExportPlan:
-    """The whole tensors of a snapshot: by descending item size, then in the order of their bytes.
+    """The whole tensors of a snapshot: by descending item size, then in the order in which they are given.
 
     Args:
+        tensors: all that is there, in the order of their bytes.
         keep_prefix: names as the trainer has them, also where modules such as DDP wrap the model.
         optimizer: the state of the optimizer also (of a dense snapshot).
     Raises:
         ExportError: slices that do not make a whole, or parameters that the snapshot does not hold.
     """
     groups: dict[str, list[tuple[int, int, ImageTensor]]] = {}
+    place: dict[str, int] = {}
     # Of a sparse snapshot some of the optimizer's state would be there, in parts.
-    passed = (_OURS,) if optimizer and facts.dense else (_OURS, _MASTER, _OPTIM)
-    for tensor in tensors:
+    passed = (OURS,) if optimizer and facts.dense else (OURS, MASTER, OPTIM)
+    for number, tensor in enumerate(tensors):
         if not tensor.name.startswith(passed):
-            match = _SLICE.fullmatch(tensor.name)
-            name = match["name"] if match else tensor.name
-            rows = (int(match["begin"]), int(match["end"])) if match else (-1, -1)
-            groups.setdefault(name, []).append((*rows, tensor))
+            name, rows = split_rows(tensor.name)
+            groups.setdefault(name, []).append((*(rows or (-1, -1)), tensor))
+            place[tensor.name] = number
     wholes = [_join(name, sorted(found, key=_rows), facts) for name, found in groups.items()]
-    _check_complete({w.param: w for w in wholes if not w.key}, facts.rows)
+    params = {w.param: w for w in wholes if not w.key}
+    _check_complete(params, facts)
+    _check_state([w for w in wholes if w.key], params)
     model = [w for w in wholes if not w.key and not w.param.startswith(_EXTRA)]
-    model = [w for w in model if w.pieces[0].name.removeprefix(_BUFFER) not in facts.transient]
+    model = [w for w in model if w.pieces[0].name.removeprefix(BUFFER) not in facts.transient]
     known = [w.param for w in model]
     aliases = {other: name for other, name in facts.aliases.items() if name in known}
     plain = [*known, *aliases]
@@ -130,8 +144,8 @@ def plan_export(
     named = [_named(w, _state_name(names[w.param], w.key)) for w in state]
     _check_unique([w.name for w in named])
     return ExportPlan(
-        _ordered([_named(w, names[w.param]) for w in model]),
-        _ordered(named),
+        _ordered([_named(w, names[w.param]) for w in model], place),
+        _ordered(named, place),
         {name: names[name] for name in known},
         {names[other]: names[name] for other, name in aliases.items()},
     )
@@ -144,14 +158,13 @@ def smallest_dtypes(snapshots: Iterable[Iterable[ImageTensor]]) -> dict[str, str
     """
     dtypes: dict[str, str] = {}
     for tensor in (tensor for tensors in snapshots for tensor in tensors):
-        match = _SLICE.fullmatch(tensor.name)
-        name = match["name"] if match else tensor.name
+        name, _ = split_rows(tensor.name)
         dtypes[name] = _smaller(dtypes.get(name, tensor.dtype), tensor.dtype)
     return dtypes
 
 
 def _join(name: str, parts: Sequence[tuple[int, int, ImageTensor]], facts: SnapshotFacts) -> Whole:
-    param, key = _what(name)
+    param, key = param_and_key(name)
     dtype = facts.compute.get(name, parts[0][2].dtype) if not key else parts[0][2].dtype
     for _, _, tensor in parts:
         dtype = _smaller(dtype, tensor.dtype)
@@ -170,32 +183,39 @@ def _join(name: str, parts: Sequence[tuple[int, int, ImageTensor]], facts: Snaps
     return Whole(name, dtype, (row, *pieces[0].shape[1:]), pieces, param, key)
 
 
-def _what(name: str) -> tuple[str, str]:
-    """Parameter (or buffer) and key of optimizer state."""
-    if name.startswith(_MASTER):
-        return name.removeprefix(_MASTER), "master"
-    if name.startswith(_OPTIM):
-        key, _, param = name.removeprefix(_OPTIM).partition("/")
-        return param, key
-    return name.removeprefix(_BUFFER), ""
-
-
-def _check_complete(wholes: Mapping[str, Whole], rows: Mapping[str, int]) -> None:
+def _check_complete(wholes: Mapping[str, Whole], facts: SnapshotFacts) -> None:
     missing = [
         name
-        for name, count in rows.items()
+        for name, count in facts.rows.items()
         if name not in wholes or (count and wholes[name].shape[:1] != (count,))
     ]
     if missing:
-        more = f" and {len(missing) - _TOLD} more" if len(missing) > _TOLD else ""
+        ranks = {share.rank for share in facts.shares if share.param in missing}
+        nor = f", and what {named_ranks(ranks)} captured for it does not make it whole" * bool(
+            ranks
+        )
+        why = ": within an aligned window only the first one holds the whole model" * facts.aligned
         raise ExportError(
-            f"the snapshot does not hold {', '.join(missing[:_TOLD])}{more}: within an aligned window only the first "
-            "one holds the whole model; choose another iteration"
+            f"the snapshot does not hold {first_of(missing, _TOLD)}{nor}{why}; choose another iteration"
         )
 
 
+def _check_state(state: Iterable[Whole], params: Mapping[str, Whole]) -> None:
+    """State in slices has as many rows as its parameter: they may come from several ranks."""
+    for whole in state:
+        param = params.get(whole.param)
+        sliced = split_rows(whole.pieces[0].name)[1] is not None
+        if param is not None and sliced and whole.shape[:1] != param.shape[:1]:
+            raise ExportError(
+                f"of the optimizer's state {whole.key!r} of {whole.param} the snapshot holds "
+                f"{whole.shape[0]} of {param.shape[0]} rows; export as --format safetensors, which leaves such state out, "
+                "or choose another iteration"
+            )
+
+
 def _why(facts: SnapshotFacts) -> str:
-    return " (within an aligned window only the first one is whole)" if facts.rows else ""
+    known = facts.rows and facts.aligned
+    return " (within an aligned window only the first one is whole)" if known else ""
 
 
 def _check_unique(names: Sequence[str]) -> None:
@@ -214,8 +234,8 @@ def _named(whole: Whole, name: str) -> Whole:
     return Whole(name, whole.dtype, whole.shape, whole.pieces, whole.param, whole.key)
 
 
-def _ordered(wholes: Iterable[Whole]) -> tuple[Whole, ...]:
-    return tuple(sorted(wholes, key=lambda w: (-DTYPE_SIZE[w.dtype], w.pieces[0].offset)))
+def _ordered(wholes: Iterable[Whole], place: Mapping[str, int]) -> tuple[Whole, ...]:
+    return tuple(sorted(wholes, key=lambda w: (-DTYPE_SIZE[w.dtype], place[w.pieces[0].name])))
 
 
 def _smaller(one: str, other: str) -> str:

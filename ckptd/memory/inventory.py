@@ -70,7 +70,7 @@ def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnaps
         slots += [_slot_info(segment, index, header) for index, header in segment.headers()]
     slots.sort(key=lambda slot: (slot.iteration, slot.sequence))
     suffix = find_suffix(records_of(segments), told.num_operators)
-    names = operator_names(told.client, told.num_operators) if operators else ()
+    names = operator_names(told.client, told.num_operators, told.rank) if operators else ()
     return RankSnapshots(
         job=told.job,
         run=told.run,
@@ -138,11 +138,12 @@ def held_segment(segment: Segment, *, own: bool) -> HeldSegment:
     )
 
 
-def operator_names(client: bytes, num_operators: int) -> tuple[str, ...]:
+def operator_names(client: bytes, num_operators: int, rank: int) -> tuple[str, ...]:
     """Operator names out of the trainer's part of a descriptor, or numbers if it has none.
 
     That part is the client's own; all that is assumed is a map with a list under "operators",
-    whose items are names, or maps with a "name", or lists that begin with one.
+    whose items are names, or maps with a "name", or lists that begin with one. Where beside it "owners" has the rank whose
+    images hold each, and that is another one than ``rank``, the name says so.
     """
     try:
         table = msgspec.msgpack.decode(client)
@@ -151,7 +152,15 @@ def operator_names(client: bytes, num_operators: int) -> tuple[str, ...]:
     listed = table.get("operators") if isinstance(table, dict) else None
     if not isinstance(listed, list) or len(listed) != num_operators:
         return tuple(f"operator {i}" for i in range(num_operators))
-    return tuple(_name_of(item, i) for i, item in enumerate(listed))
+    names = [_name_of(item, i) for i, item in enumerate(listed)]
+    owners = table.get("owners")
+    if not isinstance(owners, list) or len(owners) != num_operators:
+        return tuple(names)
+    ours = (-1, rank)
+    return tuple(
+        name if owner in ours else f"{name} (rank {owner})"
+        for name, owner in zip(names, owners, strict=True)
+    )
 
 
 def own_memory() -> tuple[int, int, int]:

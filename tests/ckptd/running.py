@@ -197,6 +197,8 @@ def fill(
     anchors: int = 3,
     state: SlotState = SlotState.FILLED,
     tensors: tuple[tuple[str, str, tuple[int, ...], bytes], ...] = (),
+    scalars_len: int = 0,
+    epoch: int = 0,
 ) -> None:
     """Put an image of `iteration` into a slot and mark it filled (or what `state` says)."""
     entries = [TensorEntry(name, dtype, shape) for name, dtype, shape, _ in tensors] or [
@@ -204,7 +206,7 @@ def fill(
     ]
     layout = ImageLayout.build(entries, identity={"job": "job"}, num_operators=2, anchors=anchors)
     slot = slot_view(segment.buffer, segment.geometry, index)
-    layout.write_header(slot, iteration=iteration, previous=iteration - 1, scalars_len=0)
+    layout.write_header(slot, iteration=iteration, previous=iteration - 1, scalars_len=scalars_len)
     for name, _, _, data in tensors:
         slot[layout.offset_of(name) : layout.offset_of(name) + len(data)] = data
     header = SlotHeader(
@@ -216,6 +218,7 @@ def fill(
         layout_id=layout.layout_id,
         filled_at_ns=time.time_ns(),
         writer_pid=os.getpid(),
+        epoch=epoch,
     )
     write_slot_header(segment.buffer, segment.geometry, index, header)
 

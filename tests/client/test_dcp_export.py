@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckptd.exporting.dcp import export_dcp
 from ckptd.exporting.errors import ExportError
+from ckptd.exporting.memory import open_slot
+from ckptd.exporting.source import TensorSource
+from ckptd.exporting.stored import open_stored
+from ckptd.storage.open_store import open_store
+from tests.ckptd.exporting.samples import segment_folder
 from tests.ckptd.running import small_tmpfs
 from tests.client.exporting import (
     MoE,
@@ -33,6 +39,7 @@ from tests.client.exporting import (
     step_once,
     train,
 )
+from tests.client.shared_images import SharedRun
 
 # That there is no process group is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -97,6 +104,52 @@ def test_a_sparse_snapshot_is_the_model_of_its_iteration(endpoint: str, tmp_path
         load(loaded, checkpoint_id=tmp_path / str(iteration), no_dist=True)
         assert same(loaded["model"], sparse.live[iteration])
     assert {key.split(".")[0] for key in keys_of(tmp_path / str(iteration))} == {"model"}
+
+
+@pytest.mark.parametrize("place", ["memory", "storage"])
+def test_a_model_that_ranks_captured_in_shares_goes_on_at_the_exact_bits(
+    dense: Trained, tmp_path: Path, place: str
+) -> None:
+    """Two experts of one fused parameter are two ranks' to capture; packed and plain state is in every rank's image."""
+    run = SharedRun(dense, 3)
+    assert len(run.owners_of("experts.up")) == 2
+    with ExitStack() as stack:
+        source: TensorSource
+        if place == "memory":
+            folder = stack.enter_context(segment_folder())
+            run.into_memory(folder)
+            source = stack.enter_context(open_slot(folder, AT, rank=1))
+        else:
+            store = stack.enter_context(closing(open_store(f"file://{tmp_path}/store")))
+            run.into_store(store, AT)
+            opened = open_stored(store, "file://store", "job", "run", AT, rank=1)
+            source = stack.enter_context(opened)
+        report = export_dcp(source, tmp_path / "ckpt")
+    assert (report.tensors, report.optimizer_tensors, report.notes) == (7, 18, ())
+    assert report.joined_ranks == (0, 2)
+    model, optimizer = continued(tmp_path / "ckpt", flat=True)
+    assert same(model.state_dict(), dense.live[TOTAL])
+    before, after = dense.optimizer.state_dict(), optimizer.state_dict()
+    for index, state in before["state"].items():
+        assert same(state, after["state"][index])
+    assert before["param_groups"] == after["param_groups"]
+
+
+def test_a_sparse_model_that_ranks_captured_in_shares_is_that_of_its_iteration(
+    endpoint: str, tmp_path: Path
+) -> None:
+    sparse = train(endpoint, TOTAL, window=3)
+    run = SharedRun(sparse, 4)
+    with segment_folder() as folder:
+        run.into_memory(folder)
+        for rank, iteration in enumerate(sorted(run.views)[-3:]):
+            target = tmp_path / str(iteration)
+            with open_slot(folder, iteration, rank=rank) as source:
+                report = export_dcp(source, target)
+            assert report.optimizer_tensors == 0
+            loaded = {"model": make_model(99).state_dict()}
+            load(loaded, checkpoint_id=target, no_dist=True)
+            assert same(loaded["model"], sparse.live[iteration])
 
 
 def test_two_ranks_load_their_shards(exported: Path, dense: Trained, tmp_path: Path) -> None:

@@ -6,10 +6,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ckptd.ctl.peers import ask_whereabouts
+from ckptd.transport.wire import ControlClient
+from tests.ckptd.exporting.samples import entries, segment_folder, snapshot
+from tests.ckptd.exporting.shared import Op, client_payload
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job
 from tests.ckptd.running import eventually
@@ -114,3 +120,26 @@ def test_a_drill_of_a_rank_that_is_not_there(net: Net) -> None:
 
 def test_several_runs_must_be_told_apart(net: Net) -> None:
     assert "known are job/run" in ctl(net[0], "drill", "--rank", "0", "--job", "other", code=4)
+
+
+def test_an_export_that_lacks_a_ranks_share_says_where_that_is(net: Net, tmp_path: Path) -> None:
+    """A snapshot on n0 of which rank 1, on n1 with a replica on n2, captured a share."""
+    with segment_folder() as folder:
+        told = client_payload([Op("w", None, 1)])
+        made = snapshot(folder, LAST, entries(n=torch.zeros(1)), 7, client=told).path
+        there = made.rename(net[0].segment_dir / made.name)
+    try:
+        wanted = ("export", "--to", str(tmp_path / "m"), "--job", "job", "--run", "run")
+        text = ctl(net[0], *wanted, "--rank", "7", code=4)
+        assert "w are captured by rank 1 for all ranks" in text
+        assert "rank 1's may be on n1 or n2" in text
+    finally:
+        there.unlink()
+
+
+def test_where_a_rank_trains_is_told_where_nobody_has_its_snapshot(net: Net) -> None:
+    with ControlClient(net[0].endpoint, timeout_s=20) as client:
+        assert ask_whereabouts(client, "job", "run", LAST + 9) == {r: (f"n{r}",) for r in range(3)}
+        found = ask_whereabouts(client, "job", "run", LAST)
+        assert {rank: set(nodes) for rank, nodes in found.items()}[0] == {"n0", "n2"}
+        assert ask_whereabouts(client, "job", "other", LAST) == {}

@@ -15,7 +15,7 @@ from ckptd.exporting.exports import ExportReport, export_file
 from ckptd.exporting.memory import open_slot
 from ckptd.memory.ring import SlotState
 from ckptd.memory.sealer import seal_slot
-from ckptd.memory.segment_format import encode_descriptor
+from ckptd.memory.segment_format import encode_descriptor, origin_of, replica_file_name
 from ckptd.memory.segments import Segment, SegmentStore
 from ckptd.storage.image import ImageLayout, TensorEntry, seal
 from ckptd.storage.manifest import RankManifest, StoredSnapshot
@@ -76,18 +76,36 @@ def snapshot(
     *,
     anchors: int = SPARSE,
     client: bytes = b"",
+    scalars_len: int = 0,
+    epoch: int = 0,
 ) -> Segment:
     """One sealed snapshot in a segment of its own."""
     store = SegmentStore(folder, 64 * MIB, "n", mlock="off", hugepages="off")
     store.adopt(0.0)
     told = msgspec.structs.replace(descriptor(rank=rank), client=client)
     segment = store.create(told, 1, MIB)
-    fill(segment, 0, iteration, tensors=tensors, anchors=anchors)
+    fill(
+        segment,
+        0,
+        iteration,
+        tensors=tensors,
+        anchors=anchors,
+        scalars_len=scalars_len,
+        epoch=epoch,
+    )
     seal_slot(segment, 0)
     header = segment.header(0)
     assert header is not None
     assert header.state is SlotState.SEALED
     return segment
+
+
+def as_replica(segment: Segment, folder: Path) -> Path:
+    """Move a segment to another folder, as the replica that a daemon would have there."""
+    told = segment.descriptor
+    name = replica_file_name(told.job, told.run, told.rank, told.generation, origin_of(told))
+    segment.path.rename(folder / name)
+    return folder / name
 
 
 def export(folder: Path, iteration: int | None, target: Path, **options: Any) -> ExportReport:
@@ -105,6 +123,7 @@ def stored_window(
     world_size: int = 1,
     client: bytes = b"",
     epoch: int = 1,
+    scalars_len: int = 0,
 ) -> RankManifest:
     """A checkpoint of one rank: by iteration its tensors and anchors, uploaded as a daemon does."""
     index, stored = StoredIndex(), []
@@ -117,7 +136,9 @@ def stored_window(
             anchors=anchors,
         )
         image = memoryview(bytearray(layout.image_len))
-        layout.write_header(image, iteration=iteration, previous=iteration - 1, scalars_len=0)
+        layout.write_header(
+            image, iteration=iteration, previous=iteration - 1, scalars_len=scalars_len
+        )
         for name, _, _, data in tensors:
             at = layout.offset_of(name)
             image[at : at + len(data)] = data

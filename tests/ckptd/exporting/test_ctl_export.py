@@ -14,7 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from ckptd.ctl.main import main
 from ckptd.storage.open_store import open_store
-from tests.ckptd.exporting.samples import entries, segment_folder, snapshot, stored_window
+from tests.ckptd.exporting.samples import (
+    Tensors,
+    entries,
+    segment_folder,
+    snapshot,
+    stored_window,
+)
+from tests.ckptd.exporting.shared import Op, client_payload, rank_tensors
 
 WEIGHTS = torch.arange(12.0).reshape(3, 4)
 
@@ -143,6 +150,58 @@ def test_a_size_that_is_none_is_wrong_usage(size: str, capsys: pytest.CaptureFix
         main(["export", "--to", "m", "--format", "hf", f"--max-shard-size={size}"])
     assert ended.value.code == 2
     assert "--max-shard-size" in capsys.readouterr().err
+
+
+SHARED = [Op("a", None, 0), Op("b", None, 1)]
+
+
+def shared(rank: int) -> Tensors:
+    """Of two ranks that have the same parameters each captures one."""
+    return rank_tensors(rank, SHARED, {"a": WEIGHTS, "b": WEIGHTS + 1})
+
+
+def test_ranks_that_captured_a_share_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = client_payload(SHARED)
+    target = tmp_path / "m"
+    command = ["export", "--rank", "0", "--force", "--to", str(target)]
+    with segment_folder() as folder:
+        here = [*command, "--segment-dir", str(folder)]
+        snapshot(folder, 3, shared(0), 0, client=told)
+        assert main(here) == 4
+        assert "b are captured by rank 1 for all ranks" in capsys.readouterr().err
+        assert not target.exists()
+        snapshot(folder, 3, shared(1), 1, client=told)
+        assert main(here) == 0
+        assert "rank 0, with what rank 1 captured for it" in capsys.readouterr().out
+        assert main([*here, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["joined_ranks"] == [1]
+    assert torch.equal(load_file(target)["b"], WEIGHTS + 1)
+
+
+def test_a_store_of_shared_images_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing that looks at what is durable takes one rank's image for all of its model."""
+    store = open_store(f"file://{tmp_path}/store")
+    for rank in range(2):
+        window = {3: (shared(rank), 0b01), 4: (shared(rank), 0b10)}
+        stored_window(store, window, rank=rank, world_size=2, client=client_payload(SHARED))
+    store.close()
+    place = ["--store", f"file://{tmp_path}/store"]
+    for command in (
+        ["verify", place[1]],
+        ["checkpoints", "verify", "job", "run", *place],
+        ["checkpoints", "show", "job", "run", "4", *place],
+    ):
+        assert main([*command, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)
+    command = ["export", *place, "--job", "job", "--run", "run", "--rank", "1"]
+    assert main([*command, "--to", str(tmp_path / "m"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["joined_ranks"] == [0]
+    assert torch.equal(load_file(tmp_path / "m")["a"], WEIGHTS)
+    assert torch.equal(load_file(tmp_path / "m")["b"], WEIGHTS + 1)
 
 
 def test_an_import_to_a_store_tells_what_to_start_from(
