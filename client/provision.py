@@ -157,6 +157,7 @@ class Provision:
             self._own_plan = self._try_plan(why, step, window=None)
             if self._own_plan is None:
                 return False
+            self._planned_alike(self._own_plan)
         plan: Plan | None = self._own_plan
         window = windows.first(min(self._own_plan.schedule.window, self._longest))
         if window is None:
@@ -177,8 +178,7 @@ class Provision:
 
     def _share(self, plan: Plan, step: int, why: str) -> bool:
         """Go on with a plan once all with whom it shares have the same; if they have not, with one that shares nothing."""
-        told = self._sharing.fingerprints(plan.operators, plan.schedule.phases, plan.owners)
-        alike = self._windows.planned_alike(told)
+        alike = self._planned_alike(plan)
         if alike is None:
             self._shared_plan = plan
             self._windows.waits(step)
@@ -196,6 +196,10 @@ class Provision:
         self._shared_plan = None
         self._begin_generation(plan, step, why)
         return True
+
+    def _planned_alike(self, plan: Plan) -> bool | None:
+        told = self._sharing.fingerprints(plan.operators, plan.schedule.phases, plan.owners)
+        return self._windows.planned_alike(plan.schedule.window, told)
 
     def _measured(self) -> tuple[int, int, int]:
         budget, available = self._measured_budget(), self._memory.session.available_bytes

@@ -48,15 +48,15 @@ class Windows:
         found = self._met().largest("window")
         return None if found is None else found[0]
 
-    def planned_alike(self, fingerprints: Mapping[Replicas, int]) -> bool | None:
+    def planned_alike(self, window: int, fingerprints: Mapping[Replicas, int]) -> bool | None:
         """Whether in each group all members have planned what they share with the same fingerprint as this rank.
 
-        All members of a group come to the same answer about what they told first. Whoever plans otherwise later hears False: it
+        It may be asked before that window is agreed on, so that the answer is there when it is. All members of a group come to the same answer about what they told first. Whoever plans otherwise later hears False: it
         must capture everything itself, and whatever the others leave to it is then there.
         """
         alike: bool | None = True
         for group, fingerprint in fingerprints.items():
-            what = f"shares-{group.key}"
+            what = f"shares-{group.key}-{window}"
             self._propose(what, fingerprint, -fingerprint, among=len(group.ranks))
             found = self._met().largest(what)
             if found is None:

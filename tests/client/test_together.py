@@ -78,3 +78,12 @@ def test_a_store_that_fails_is_told_and_does_no_harm(caplog: pytest.LogCaptureFi
     told = "this rank could not agree on the window with the others: Connection reset by peer"
     assert told in caplog.text
     assert one.largest("window") is None
+
+
+def test_some_ranks_agree_without_the_others(store: Any) -> None:
+    """Data-parallel peers of one pipeline stage, say."""
+    first, second, *_ = ranks(store)
+    first.propose("shares-a", (5, -5), among=2)
+    second.propose("shares-a", (7, -7), among=2)
+    eventually(lambda: second.largest("shares-a") == (7, -5), "agreed")
+    eventually(lambda: first.largest("shares-a") == (7, -5), "agreed")
