@@ -46,6 +46,11 @@ SUBJECTS = [
         },
     ),
     (
+        "sharing",
+        ["--rounds", "1", "--block", "2", "--settle", "8", "--batch-size", "1"],
+        {"snapshot_bytes_once_vs_each", "overhead_fraction_once", "overhead_fraction_each"},
+    ),
+    (
         "replay",
         ["--rounds", "1", "--tokens", "64", "--width", "32", "--layers", "2", "--window", "10"],
         {"replay_cost_90_frozen"},

@@ -54,7 +54,7 @@ def test_trouble_in_mid_upload_delays_a_checkpoint_and_nothing_else(
         training = Training(jobs, daemon, run, "--step-ms", "20")
         training.end(reference)
         wait_committed(bucket, run, TOTAL)
-        assert daemon.events("persisted", run)
+        eventually(lambda: bool(daemon.events("persisted", run)), "the daemon knows", SOON_S)
         assert proxy.count(puts_manifest) > 1, "the fault was met"
         lose_memory(daemon)
         resume(jobs, daemon, run, reference, expect=TOTAL)
@@ -108,7 +108,7 @@ def test_credentials_that_are_refused_stop_no_training_and_restore_nothing(
         )
         process.join(SOON_S)
         assert process.exitcode not in (None, 0)
-        assert "what is durable is not known" in jobs.log(out)
+        assert "the store did not answer" in jobs.log(out)
         daemon.flags = good
         lose_memory(daemon)
         resume(jobs, daemon, run, reference, expect=newest)
