@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import uuid
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,11 @@ from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess
 from tests.e2e.lives import Life, Run, free_port, live
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install ckptd[test]")
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install ckptd[test]")
+# Looked for, not imported: every worker collects every file, and importing takes seconds.
+pytestmark = pytest.mark.skipif(
+    not all(find_spec(name) for name in ("accelerate", "transformers")),
+    reason="transformers and accelerate are not installed: pip install ckptd[test]",
+)
 
 JOB = "tests.e2e.trainer_job"
 KILLED = -signal.SIGKILL

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import uuid
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,11 @@ from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess
 from tests.e2e.lives import Life, Run, free_port, live
 
-pytest.importorskip("lightning", reason="lightning is not installed: pip install ckptd[test]")
+# Looked for, not imported: every worker collects every file, and importing takes seconds.
+pytestmark = pytest.mark.skipif(
+    not all(find_spec(name) for name in ("lightning", "pytorch_lightning")),
+    reason="lightning is not installed: pip install ckptd[test]",
+)
 
 JOB = "tests.e2e.lightning_job"
 KILLED = -signal.SIGKILL
@@ -69,7 +74,6 @@ def test_the_other_package_and_a_control(
     tmp_path: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``pytorch_lightning``; there, with one random state not restored, replay says so, and the comparison tells two seeds apart."""
-    pytest.importorskip("pytorch_lightning")
     monkeypatch.setenv("CKPTD_TEST_LIGHTNING", "pytorch_lightning")
     plain, other = Life(tmp_path / "plain.pt"), Life(tmp_path / "other.pt", "--seed", "2")
     good, bad = Run(tmp_path, daemon), Run(tmp_path, daemon)

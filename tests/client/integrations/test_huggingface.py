@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,25 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from ckptd.client import values
-
-transformers = pytest.importorskip("transformers", reason="pip install ckptd[test]")
-pytest.importorskip("accelerate", reason="pip install ckptd[test]")
-
 from ckptd.client.integrations.hf_state import LogHistory, TrainerProgress
-from ckptd.client.integrations.huggingface import CkptdCallback
+
+# Looked for, not imported: every worker collects every file, and importing takes seconds.
+pytestmark = pytest.mark.skipif(
+    not all(find_spec(name) for name in ("accelerate", "transformers")),
+    reason="transformers and accelerate are not installed: pip install ckptd[test]",
+)
+
+
+def ckptd_callback(**options: Any) -> Any:
+    from ckptd.client.integrations.huggingface import CkptdCallback
+
+    return CkptdCallback(**options)
+
+
+def early_stopping() -> Any:
+    from transformers import EarlyStoppingCallback
+
+    return EarlyStoppingCallback(3)
 
 
 class Regression(nn.Module):
@@ -45,6 +59,8 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 
 
 def trainer(folder: Path, callback: Any, data: Any = None, **arguments: Any) -> Any:
+    import transformers
+
     settings = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -60,13 +76,13 @@ def trainer(folder: Path, callback: Any, data: Any = None, **arguments: Any) -> 
         model=Regression(),
         args=transformers.TrainingArguments(**settings),
         train_dataset=data if data is not None else Rows(),
-        callbacks=[callback],
+        callbacks=[callback] if callback is not None else [],
     )
 
 
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(ValueError, match="unknown windw"):
-        CkptdCallback(windw=3)
+        ckptd_callback(windw=3)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +96,17 @@ def test_what_cannot_resume_is_refused_when_the_trainer_is_made(
     tmp_path: Path, argument: str, advice: str
 ) -> None:
     with pytest.raises(ValueError, match=f"{argument}.*{advice}"):
-        trainer(tmp_path, CkptdCallback(daemon=None), **{argument: True})
+        trainer(tmp_path, ckptd_callback(daemon=None), **{argument: True})
 
 
 def test_outside_of_a_trainer() -> None:
     arguments = SimpleNamespace(output_dir="x")
     with pytest.raises(ValueError, match=r"within transformers.Trainer.train\(\) only"):
-        CkptdCallback().on_train_begin(arguments, None, None)
+        ckptd_callback().on_train_begin(arguments, None, None)
 
 
 def test_state_under_a_name_that_is_taken(tmp_path: Path) -> None:
-    callback = CkptdCallback(daemon=None, state={"lr_scheduler": nn.Linear(1, 1)})
+    callback = ckptd_callback(daemon=None, state={"lr_scheduler": nn.Linear(1, 1)})
     with pytest.raises(ValueError, match=r"lr_scheduler.*choose another name"):
         trainer(tmp_path, callback).train()
 
@@ -110,17 +126,17 @@ def test_data_that_needs_a_word_gets_it_at_the_start(
     said: str,
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="ckptd"):
-        trainer(tmp_path, CkptdCallback(daemon=None), data, **arguments).train()
+        trainer(tmp_path, ckptd_callback(daemon=None), data, **arguments).train()
     assert any(re.search(said, record.getMessage()) for record in caplog.records)
 
 
 def test_off_it_changes_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     """With ``daemon=None``, from a checkpoint of the Trainer's own: the same losses as without the callback, and no wrapper is left."""
-    first = trainer(tmp_path, CkptdCallback(daemon=None), max_steps=3, save_strategy="steps", save_steps=3)  # fmt: skip
+    first = trainer(tmp_path, ckptd_callback(daemon=None), max_steps=3, save_strategy="steps", save_steps=3)  # fmt: skip
     first.train()
-    resumed = trainer(tmp_path, CkptdCallback(daemon=None), max_steps=6, logging_steps=1)
+    resumed = trainer(tmp_path, ckptd_callback(daemon=None), max_steps=6, logging_steps=1)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    plain = trainer(tmp_path, transformers.TrainerCallback(), max_steps=6, logging_steps=1)
+    plain = trainer(tmp_path, None, max_steps=6, logging_steps=1)
     plain.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.state.global_step == 6
     for a, b in zip(resumed.model.parameters(), plain.model.parameters(), strict=True):
@@ -173,14 +189,14 @@ def test_other_batches_are_refused() -> None:
 def test_a_callback_whose_state_cannot_be_held_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    odd = transformers.EarlyStoppingCallback(3)
+    odd = early_stopping()
     odd.early_stopping_patience_counter = object()
     TrainerProgress(trainer(tmp_path, odd), {})._exporting()
     assert "EarlyStoppingCallback is not captured" in caplog.text
 
 
 def test_callbacks_that_export_their_state_get_it_back(tmp_path: Path) -> None:
-    patience = transformers.EarlyStoppingCallback(3)
+    patience = early_stopping()
     made = trainer(tmp_path, patience, load_best_model_at_end=False)
     made._tr_loss, made._total_loss_scalar, made.current_flos = torch.ones(()), 1.5, 2.0
     made._globalstep_last_logged = made._initial_global_step = 0
