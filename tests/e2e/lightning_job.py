@@ -110,11 +110,13 @@ class History(pl.Callback):  # type: ignore[misc, name-defined]
 
 
 class Killer(pl.Callback):  # type: ignore[misc, name-defined]
+    """Kills this process when the optimizer has done its step: what the step's snapshot holds was copied by then."""
+
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        if trainer.global_step == self.step:
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step + 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -177,7 +179,9 @@ def main(argv: Sequence[str]) -> None:
 
         vars(loop)["DataPosition"] = ForgetsRandomState
     history = History()
-    callbacks: list[Any] = [history, Killer(args.kill_at)]
+    callbacks: list[Any] = [history]
+    if args.kill_at >= 0:
+        callbacks.append(Killer(args.kill_at))
     if args.daemon:
         # One line more: it is all that a user adds.
         callbacks.append(CkptdCallback(job="e2e", run=args.run, daemon=args.daemon, window=4))

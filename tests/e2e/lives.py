@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from pathlib import Path
 
 from tests.e2e.harness import DaemonProcess
 
-__all__ = ["Life", "Run", "free_port", "join", "live"]
+__all__ = ["Life", "Run", "free_port", "join", "live", "resumed_at"]
 
 
 class Life:
@@ -32,6 +34,15 @@ class Life:
     def log(self) -> str:
         path = self.out.with_suffix(".log")
         return path.read_text() if path.exists() else "(none)"
+
+
+def resumed_at(log: str) -> int:
+    """The iteration at which a life was complete again; -1: it began at the beginning."""
+    found = re.search(r"resuming at iteration (\d+), replay begins at (\d+)", log)
+    if found is None:
+        return -1
+    assert int(found[2]) < int(found[1]), "there was something to replay"
+    return int(found[1])
 
 
 class Run:
@@ -50,19 +61,26 @@ class Run:
         return self.lives[-1]
 
 
-def live(module: str, rows: Sequence[Sequence[Life]], *, timeout_s: float = 150) -> list[list[int]]:
+def live(module: str, rows: Sequence[Sequence[Life]], *, timeout_s: float = 240) -> list[list[int]]:
     """Run them, row after row; the exit codes (negative: the signal that ended it)."""
     told = [[["--out", str(life.out), *life.arguments] for life in row] for row in rows]
-    done = subprocess.run(
+    parent = subprocess.Popen(
         [sys.executable, "-m", "tests.e2e.lives", module],
-        input=json.dumps(told),
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
-        check=False,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stderr
-    codes: list[list[int]] = json.loads(done.stdout)
+    try:
+        said, complaints = parent.communicate(json.dumps(told), timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(parent.pid, signal.SIGKILL)  # the lives, too
+        parent.communicate()
+        logs = "\n".join(life.log for row in rows for life in row)
+        raise AssertionError(f"hung for {timeout_s:.0f} s; their logs:\n{logs}") from None
+    assert parent.returncode == 0, complaints
+    codes: list[list[int]] = json.loads(said)
     return codes
 
 

@@ -68,10 +68,12 @@ def masked(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Killer(TrainerCallback):  # type: ignore[misc]
+    """Kills this process when the optimizer has done its step: what the step's snapshot holds was copied by then."""
+
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
 
