@@ -55,7 +55,7 @@ def test_it_comes_back_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess) 
     told = {}
     try:
         for name, job in jobs.items():
-            told[name], _ = job.communicate(timeout=120)
+            told[name], _ = job.communicate(timeout=240)
             assert job.returncode == 0, told[name]
     finally:
         for job in jobs.values():
