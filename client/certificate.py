@@ -12,7 +12,7 @@ from torch import Tensor
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
 from ckptd.client.rng import capture_rng, restore_rng
-from ckptd.client.scalars import Stateful, apply_groups, gather_groups
+from ckptd.client.scalars import Stateful, apply_groups, gather_groups, reproducible
 
 __all__ = ["Certificate", "DenseState"]
 
@@ -81,7 +81,7 @@ class DenseState:
         found += [
             f"state[{n!r}]"
             for n, item in self._stateful.items()
-            if values.pack(item.state_dict()) != self._packed_state[n]
+            if reproducible(item) and values.pack(item.state_dict()) != self._packed_state[n]
         ]
         return found
 

@@ -15,7 +15,7 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -34,6 +34,7 @@ from ckptd.client.arguments import (
 from ckptd.client.binding import Binding, local
 from ckptd.client.buckets import Buckets
 from ckptd.client.certificate import Certificate, DenseState
+from ckptd.client.closures import before_update
 from ckptd.client.data import Batches
 from ckptd.client.describe import describe_table
 from ckptd.client.freeze import Tape, choose_freezing, clip_norm_tap, scaler_tap
@@ -243,13 +244,18 @@ class Checkpointer:
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, total: int, *, start: int = 0) -> Generator[int, None, None]:
         """The steps to run, ``[start, total)``; after a restore it begins where replay must begin.
 
+        Args:
+            start: the first step of a run that resumes nothing of ours and has not begun (one that goes on from a checkpoint of
+                somebody else's).
         Raises:
             ReplayMismatch: a replayed step did not reproduce what was recorded (see ``on_mismatch``).
         """
         self._check_whole()
+        if self.resumed_from is None and not self._step:
+            self._step = start
         if self.off:
             if self._closed:
                 logger.warning(
@@ -304,6 +310,18 @@ class Checkpointer:
     ) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_``; that one is recorded too, however it was imported."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, **kwargs)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """The body is a forward of the model; said where the model is not called as a module, as in Lightning's ``training_step``."""
+        if self.off:
+            yield
+            return
+        self._forward_begins()
+        try:
+            yield
+        finally:
+            self._forward_ended()
 
     def record(self, kind: str, value: Any) -> Any:
         """Keep a value that a replay with frozen operators could not recompute; in replay, the recorded one is returned."""
@@ -508,7 +526,10 @@ class Checkpointer:
     _failures = 0
     _started = 0.0
 
-    def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        return before_update(args, kwargs, self._weights_are_about_to_change)
+
+    def _weights_are_about_to_change(self) -> None:
         if self._replay is not None:
             self._replay.before_optimizer_step()
         if self._recorder is not None:
@@ -522,7 +543,7 @@ class Checkpointer:
         if self._recorder is not None:
             self._recorder.after_optimizer_step(index)
 
-    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+    def _forward_begins(self, *called: Any) -> None:
         if self._rehearses or torch._C._current_graph_task_id() != -1:
             return  # no forward of a step; or recomputation inside a backward
         if self._recorder is not None:
@@ -546,7 +567,7 @@ class Checkpointer:
         finally:
             self._rehearses = False
 
-    def _forward_ended(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _forward_ended(self, *called: Any) -> None:
         self._precision.leave()
 
     # -- set-up ----------------------------------------------------------------------------------

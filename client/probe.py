@@ -12,7 +12,7 @@ import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         ValueError: there is none.
     """
     seen = 0
-    while not isinstance(optimizer, torch.optim.Optimizer):
+    while not _is_whole(optimizer):
         if seen == 4 or not hasattr(optimizer, "optimizer"):
             raise ValueError(
                 f"{type(optimizer).__name__} is not a torch.optim.Optimizer and holds none in `.optimizer`; "
@@ -75,6 +75,13 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
             )
         optimizer, seen = optimizer.optimizer, seen + 1
     return optimizer
+
+
+def _is_whole(optimizer: Any) -> TypeGuard[torch.optim.Optimizer]:
+    """Whether this is a torch optimizer, and not a wrapper that passes for one (Accelerate's) but was never set up as one."""
+    return isinstance(optimizer, torch.optim.Optimizer) and (
+        "param_groups" in vars(optimizer) or not hasattr(optimizer, "optimizer")
+    )
 
 
 def state_keeper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -35,7 +35,14 @@ from ckptd.client.handing import Handing, Piece
 from ckptd.client.layout import SAFETENSORS_DTYPES, SCALARS, STATIC, Source, parse_entry_name
 from ckptd.client.operators import Operator
 from ckptd.client.rng import capture_rng, restore_rng
-from ckptd.client.scalars import Stateful, apply_groups, apply_packed, gather_groups, zero_grads
+from ckptd.client.scalars import (
+    Stateful,
+    apply_groups,
+    apply_packed,
+    gather_groups,
+    reproducible,
+    zero_grads,
+)
 from ckptd.cuda.engine import CopyEngine, CopyItem, HostMemory
 from ckptd.storage.image import ImageView
 
@@ -528,7 +535,7 @@ class Replay:
                 "the optimizer's parameter group options (is a scheduler missing in state=?)"
             )
         for name, item in self._stateful.items():
-            if values.pack(item.state_dict()) != scalars["state"][name]:
+            if reproducible(item) and values.pack(item.state_dict()) != scalars["state"][name]:
                 found.append(f"state[{name!r}] (was its iterator created before Checkpointer?)")
         return found
 

@@ -25,16 +25,26 @@ __all__ = [
     "gather_state",
     "grad_flags",
     "python_state",
+    "reproducible",
     "zero_grads",
 ]
 
 
 class Stateful(Protocol):
-    """What ``state=`` takes: a scheduler, a scaler, a data loader, anything with these two."""
+    """What ``state=`` takes: a scheduler, a scaler, a data loader, anything with these two.
+
+    An object whose state a repeat cannot reproduce (it holds times of the clock) says so with an attribute ``reproducible = False``:
+    it is recorded and restored like the others, and not compared.
+    """
 
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def reproducible(item: Stateful) -> bool:
+    """Whether a repeat must arrive at the state that was recorded."""
+    return bool(getattr(item, "reproducible", True))
 
 
 def gather_state(stateful: Mapping[str, Stateful]) -> dict[str, bytes]:

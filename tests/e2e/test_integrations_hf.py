@@ -1,0 +1,92 @@
+"""transformers' ``Trainer`` with nothing but ``CkptdCallback`` added, through SIGKILL.
+
+What is compared with is a Trainer without ckptd: parameters, optimizer, scheduler, random state, step, and the whole log (losses,
+gradient norms, rates, evaluations), to the bit.
+"""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.compare import differences
+from tests.e2e.harness import DaemonProcess
+from tests.e2e.lives import Life, Run, free_port, live, resumed_at
+
+# Looked for, not imported: every worker collects every file, and importing takes seconds.
+pytestmark = pytest.mark.skipif(
+    not all(find_spec(name) for name in ("accelerate", "transformers")),
+    reason="transformers and accelerate are not installed: pip install ckptd[test]",
+)
+
+JOB = "tests.e2e.trainer_job"
+KILLED = -signal.SIGKILL
+
+
+def test_resumes_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess) -> None:
+    """In the middle of an epoch, and at the first step of one; with another seed; and once more when all is done."""
+    plain = Life(tmp_path / "plain.pt", "--bf16")
+    middle, edge = Run(tmp_path, daemon, "--bf16"), Run(tmp_path, daemon, "--bf16")
+    codes = live(
+        JOB,
+        [
+            [plain, middle.life("--kill-at", "13"), edge.life("--kill-at", "15")],
+            [middle.life("--seed", "77"), edge.life()],
+            [edge.life()],
+        ],
+    )
+    told = "\n".join(life.log for life in (plain, *middle.lives, *edge.lives))
+    assert codes == [[0, KILLED, KILLED], [0, 0], [0]], told
+    assert resumed_at(middle.lives[1].log) in (12, 13), told
+    assert resumed_at(edge.lives[1].log) in (14, 15), told
+    assert resumed_at(edge.lives[2].log) == 18, told
+    for life in (middle.lives[1], edge.lives[1], edge.lives[2]):
+        assert differences(plain.out, life.out) == [], told
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--data", "stream"), id="stream without a length"),
+        pytest.param(("--data", "noisy", "--workers", "1", "--refetch"), id="random workers"),
+    ],
+)
+def test_other_data(tmp_path: Path, daemon: DaemonProcess, options: tuple[str, ...]) -> None:
+    """Data that cannot be skipped is fetched again, to the very same batches."""
+    plain, run = Life(tmp_path / "plain.pt", *options), Run(tmp_path, daemon, *options)
+    codes = live(JOB, [[plain, run.life("--kill-at", "10")], [run.life()]])
+    told = "\n".join(life.log for life in (plain, *run.lives))
+    assert codes == [[0, KILLED], [0]], told
+    assert differences(plain.out, run.lives[1].out) == [], told
+
+
+def test_a_batch_that_is_another_is_noticed(tmp_path: Path, daemon: DaemonProcess) -> None:
+    """The control: with one random state not restored, replay itself says so; and the comparison tells two seeds apart."""
+    run = Run(tmp_path, daemon)
+    plain, other = Life(tmp_path / "plain.pt"), Life(tmp_path / "other.pt", "--seed", "2")
+    codes = live(JOB, [[run.life("--kill-at", "13"), plain, other], [run.life("--forget")]])
+    assert codes == [[KILLED, 0, 0], [1]], run.lives[1].log
+    assert "ReplayMismatch" in run.lives[1].log
+    assert "log" in differences(plain.out, other.out)
+
+
+def test_two_ranks(tmp_path: Path, daemon: DaemonProcess) -> None:
+    """DistributedDataParallel: one rank is killed, the other fails with it, and both come back to the same step."""
+    name, ports = uuid.uuid4().hex[:8], [free_port() for _ in range(3)]
+    alone, first, second = (
+        [("--rank", str(rank), "--port", str(port)) for rank in (0, 1)] for port in ports
+    )
+    plain = [Life(tmp_path / f"plain{n}.pt", *who) for n, who in enumerate(alone)]
+    runs = [Run(tmp_path, daemon, name=name) for _ in (0, 1)]
+    killed = [runs[0].life(*first[0]), runs[1].life(*first[1], "--kill-at", "7")]
+    resumed = [run.life(*who) for run, who in zip(runs, second, strict=True)]
+    codes = live(JOB, [[*plain, *killed], resumed])
+    told = "\n".join(life.log for life in (*plain, *killed, *resumed))
+    assert codes == [[0, 0, 1, KILLED], [0, 0]], told
+    for reference, life in zip(plain, resumed, strict=True):
+        assert resumed_at(life.log) in (6, 7), told
+        assert differences(reference.out, life.out) == [], told

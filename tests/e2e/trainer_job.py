@@ -1,0 +1,194 @@
+"""A training with transformers' ``Trainer`` that kills itself; nothing but one callback is ckptd's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from ckptd.client.integrations.huggingface import CkptdCallback
+from ckptd.client.integrations.position import DataPosition
+from ckptd.client.rng import capture_rng
+from tests.e2e.lives import join
+
+SAMPLES, LENGTH, VOCABULARY = 22, 12, 64
+
+
+def sample(index: int) -> dict[str, Tensor]:
+    torch_generator = torch.Generator().manual_seed(index)
+    return {"input_ids": torch.randint(VOCABULARY, (LENGTH,), generator=torch_generator)}
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    def __init__(self, length: int = SAMPLES) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return sample(index)
+
+
+class NoisyTexts(Texts):
+    """Samples are augmented, in workers, with the random generator that each of them has."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = sample(index)["input_ids"]
+        return {"input_ids": torch.where(torch.rand(LENGTH) < 0.2, 1, tokens)}
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """No length, and an order of its own."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for index in range(SAMPLES):
+            yield sample(index * 7 % SAMPLES)
+
+
+def masked(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A collator that draws from the global generator, as those for masked language models do."""
+    tokens = torch.stack([s["input_ids"] for s in samples])
+    labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.3, -100)
+    return {"input_ids": tokens, "labels": labels}
+
+
+class Killer(TrainerCallback):  # type: ignore[misc]
+    """Kills this process when the optimizer has done its step: what the step's snapshot holds was copied by then."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class ForgetsRandomState(DataPosition):
+    """Fetches the batches of the position again, but not from the random state from which they were made."""
+
+    def fast_forward(self, fetch: Callable[[], object], skipped: int) -> None:
+        for _ in range(self.consumed - skipped):
+            fetch()
+
+
+DATA = {"texts": Texts, "noisy": NoisyTexts, "stream": Stream}
+
+
+def model() -> MixtralForCausalLM:
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=LENGTH,
+        attention_dropout=0.1,
+        output_router_logits=True,
+    )
+    return MixtralForCausalLM(config)
+
+
+def final_state(trainer: Trainer) -> dict[str, Any]:
+    found: dict[str, Any] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    optimizer = trainer.optimizer.optimizer
+    for at, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+        found.update({f"optim/{at}.{k}": v for k, v in optimizer.state[param].items()})
+    found["groups"] = [
+        {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups
+    ]
+    found["scheduler"] = trainer.lr_scheduler.state_dict()
+    found["rng"] = capture_rng()
+    found["step"] = trainer.state.global_step, trainer.state.epoch, trainer.state.total_flos
+    # What a log holds beside times.
+    timed = ("runtime", "per_second")
+    found["log"] = [
+        {k: v for k, v in entry.items() if not k.endswith(timed)}
+        for entry in trainer.state.log_history
+    ]
+    return found
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--daemon")
+    parser.add_argument("--run")
+    parser.add_argument("--kill-at", type=int, default=-1)
+    parser.add_argument("--data", default="texts", choices=DATA)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--refetch", action="store_true")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--rank", type=int, default=0, help="of two, which meet at --port")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument(
+        "--forget", action="store_true", help="restore without the random state of fetches"
+    )
+    args = parser.parse_args(argv)
+    if args.port:
+        join(args.rank, args.port)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    if args.forget:
+        import ckptd.client.integrations.hf_loop as loop
+
+        vars(loop)["DataPosition"] = ForgetsRandomState
+    callbacks: list[Any] = [Killer(args.kill_at)]
+    if args.daemon:
+        # One line more: it is all that a user adds.
+        callbacks.append(
+            CkptdCallback(
+                job="e2e", run=args.run, daemon=args.daemon, window=4, refetch=args.refetch
+            )
+        )
+    length = {"max_steps": 18} if args.data == "stream" else {"num_train_epochs": 3}
+    arguments = TrainingArguments(
+        output_dir=str(args.out.parent / "hf"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=3e-3,
+        warmup_steps=5,
+        lr_scheduler_type="cosine",
+        max_grad_norm=0.1,
+        bf16=args.bf16,
+        use_cpu=True,
+        ddp_backend="gloo" if args.port else None,
+        seed=args.seed,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=4,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_num_workers=args.workers,
+        dataloader_pin_memory=False,
+        **length,
+    )
+    trainer = Trainer(
+        model=model(),
+        args=arguments,
+        data_collator=masked,
+        train_dataset=DATA[args.data](),
+        eval_dataset=Texts(4),
+        callbacks=callbacks,
+    )
+    trainer.train()
+    torch.save(final_state(trainer), args.out)
