@@ -445,6 +445,10 @@ class Checkpointer:
         if self._resumed is not None:
             # Only now is the newest snapshot certain to be here: it may have come from another node meanwhile.
             self._resumed.plan.use_phases(replay.newest_scalars["phases"])
+            if self._recorder is not None:
+                # Absent in what 0.4 recorded.
+                stride = replay.newest_scalars.get("stride", 1)
+                self._recorder.go_on(replay.end, self._resumed.phase, stride)
             self._resumed = None
         self._counter.enabled = True
         if self._recorder is not None:

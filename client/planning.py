@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ __all__ = [
     "fixed_bytes",
     "make_plan",
     "operator_costs",
+    "plan_alike",
     "plan_from_payload",
     "schedule_of",
     "signature",
@@ -418,6 +419,36 @@ def plan_from_payload(
         geometry.num_slots,
         budget_bytes=told["budget_bytes"],
     )
+
+
+def plan_alike(
+    plan: Plan, binding: Binding, scalars_capacity: int, coming: Sequence[Sequence[Sequence[int]]]
+) -> Plan:
+    """The same schedule for state that has grown: what one of several ranks may change by itself.
+
+    Args:
+        coming: phases to which the ranks have agreed to go over; slots have room for them, too.
+    """
+    costs = operator_costs(binding, plan.operators, plan.compute_dtypes)
+    fixed = fixed_bytes(binding, scalars_capacity)
+    now, *later = (
+        schedule_of(costs, phases, fixed, plan.policy_name)
+        for phases in (plan.schedule.phases, *coming)
+    )
+    alike = replace(
+        plan,
+        costs=costs,
+        schedule=now,
+        scalars_capacity=scalars_capacity,
+        upload_slots=0,
+        _policy=None,
+        _phases={},
+        _state=None,
+    )
+    alike.measure_slots(binding)
+    growth = max(schedule.peak_bytes for schedule in (now, *later)) - now.peak_bytes
+    alike.slot_bytes += -(-growth // 4096) * 4096
+    return alike
 
 
 def schedule_of(
