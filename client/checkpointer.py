@@ -22,13 +22,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ckptd.client.agreement import all_or_none, exchange
+from ckptd.client.agreement import all_or_none
 from ckptd.client.arguments import all_operators, check_options, check_state, needed_memory
 from ckptd.client.binding import Binding, local
 from ckptd.client.buckets import Buckets
 from ckptd.client.certificate import Certificate, DenseState
 from ckptd.client.data import Batches
 from ckptd.client.describe import describe_table
+from ckptd.client.exchange import exchange
 from ckptd.client.freeze import Tape, choose_freezing, clip_norm_tap, scaler_tap
 from ckptd.client.hooks import ModuleHook
 from ckptd.client.identity import identify

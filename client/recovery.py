@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from ckptd.client import values
-from ckptd.client.agreement import all_or_none, exchange
+from ckptd.client.agreement import all_or_none
 from ckptd.client.binding import Binding
+from ckptd.client.exchange import exchange
 from ckptd.client.freeze import Tape
 from ckptd.client.identity import Identity
 from ckptd.client.memory import RankMemory

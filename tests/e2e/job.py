@@ -78,6 +78,19 @@ def make_job(case: str, seed: int, store: Path | None) -> Job:
     return job
 
 
+def slow_down_copies(ms_per_mib: float) -> None:
+    """As if the host's memory were slow: larger snapshots take longer."""
+    from ckptd.cuda import engine
+
+    plain = engine._to_host
+
+    def slow(item: engine.CopyItem, memory: engine.HostMemory, base: int) -> None:
+        plain(item, memory, base)
+        time.sleep(ms_per_mib * item.nbytes / 2**20 / 1e3)
+
+    engine._to_host = slow
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
@@ -102,6 +115,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--leave-out", help="restore without this (see parallel/sabotage.py)")
     parser.add_argument("--break-at", type=int, default=-1, help="end the chain in that step")
+    parser.add_argument(
+        "--slow-copies", type=float, default=0.0, help="each copied MiB takes so many ms longer"
+    )
+    parser.add_argument(
+        "--kill-after-switch",
+        type=int,
+        default=0,
+        help="die so many steps after all ranks have changed their schedule",
+    )
     parser.add_argument("--verify-at", type=int, default=-1)
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--verify", action="store_true")
@@ -126,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         options["daemon"] = args.daemon
     from ckptd.client import Checkpointer
 
+    if args.slow_copies:
+        slow_down_copies(args.slow_copies)
     ckpt = Checkpointer(job.model, job.optimizers, job.state, **options)
     job.ckpt = ckpt
     job.start(ckpt)
@@ -135,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     replayed_with_frozen = 0
+    steps_since_switch = 0
     # A loop that is left and entered again goes on where it was.
     for step in (
         itertools.chain(ckpt.steps(args.split), ckpt.steps(args.total))
@@ -150,6 +175,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             replace_text(args.progress, f"{step} {int(ckpt.replaying)}")
         if args.stats is not None:
             replace_text(args.stats, json.dumps({"step": step, **ckpt.stats()}))
+        steps_since_switch += not ckpt.off and ckpt.stats()["switches"] > 0
+        if args.kill_after_switch and steps_since_switch > args.kill_after_switch:
+            os.kill(os.getpid(), signal.SIGKILL)
         if args.step_ms:
             time.sleep(args.step_ms / 1e3)
         job.step(step, functools.partial(maybe_die, step))
