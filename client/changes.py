@@ -120,6 +120,12 @@ class Changes:
         """Whether this rank prepares, or has prepared, a change."""
         return bool(self._open)
 
+    @property
+    def reserving(self) -> bool:
+        """Whether memory for a change is on its way: there can be one request at a time."""
+        ready = self._ready
+        return ready is not None and ready.plan is not None and ready.segment is None
+
     def unable(self, why: str) -> None:
         """Whatever was prepared is of no use any more."""
         if self._open:

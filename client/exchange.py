@@ -25,7 +25,7 @@ from ckptd.client.identity import Identity
 from ckptd.client.together import job_store
 from ckptd.errors import DaemonUnavailable
 
-__all__ = ["DEADLINE_S", "exchange", "gather_bytes", "meet_at"]
+__all__ = ["DEADLINE_S", "arrive", "exchange", "gather_bytes", "meet_at", "own_connection"]
 
 # As long as torch waits in a collective by default: a rank may be bringing gigabytes from storage meanwhile.
 DEADLINE_S = 1800.0
@@ -108,6 +108,18 @@ def meet_at(
     Raises:
         DaemonUnavailable: they did not in time, here or elsewhere.
     """
+    arrive(store, prefix, number, rank=rank, world_size=world_size)
+    verdict = _verdict(store, f"{prefix}/{number}", world_size, deadline_s)
+    if verdict != "all":
+        raise DaemonUnavailable(
+            verdict,
+            operation="meet the other ranks",
+            hint="their logs say why; start the job again when it is mended",
+        )
+
+
+def arrive(store: Any, prefix: str, number: int, *, rank: int, world_size: int) -> None:
+    """Tell that this rank has come to meeting ``number``, once; the last one says that all have."""
     here = f"{prefix}/{number}"
     block, bit = divmod(rank, _BLOCK)
     # A sum of different powers of two: it tells who has come.
@@ -116,13 +128,6 @@ def meet_at(
         if store.add(f"{here}/blocks", 1) == blocks:
             store.compare_set(f"{here}/verdict", "", "all")
             _forget(store, f"{prefix}/{number - 1}", blocks)
-    verdict = _verdict(store, here, world_size, deadline_s)
-    if verdict != "all":
-        raise DaemonUnavailable(
-            verdict,
-            operation="meet the other ranks",
-            hint="their logs say why; start the job again when it is mended",
-        )
 
 
 def _verdict(store: Any, here: str, world_size: int, deadline_s: float) -> str:

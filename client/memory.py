@@ -97,6 +97,7 @@ class RankMemory:
         try:
             for info in self.session.segments:
                 self._segments.add(MappedSegment(info.path, info.generation))
+            self._segments.order_by_use()
         except RankTaken as error:
             self.session.close()
             raise AttachRefused("rank_taken", str(error)) from error

@@ -415,7 +415,7 @@ class Provision:
 
     def missed(self, step: int, reason: str) -> None:
         """No slot was free. With a new generation the old suffix can stay while a new one is built."""
-        if self.reserves() or self._changing() or step < self._retry_at:
+        if self.reserves() or self._making_room() or step < self._retry_at:
             return
         assert self.plan is not None
         self._begin_generation(self.plan, step, reason)
@@ -439,7 +439,7 @@ class Provision:
             return
         needed = self._memory.table.ring_hint.span + 2 + plan.slack
         longer = needed > self._memory.table.segments[-1].geometry.num_slots
-        if not (longer or crowded) or self._coming is not None or self._changing():
+        if not (longer or crowded) or self._coming is not None or self._making_room():
             return
         if self._previous_generation_pending():
             return
@@ -524,9 +524,9 @@ class Provision:
         logger.error("%s", text)
         self._memory.session.notice("error", "not_protected", text)
 
-    def _changing(self) -> bool:
-        """Whether memory is made for a change of the schedule: it must be the newest generation then."""
-        return self.changes is not None and self.changes.open
+    def _making_room(self) -> bool:
+        """Whether memory for a change of the schedule is on its way: one request at a time."""
+        return self.changes is not None and self.changes.reserving
 
     def _previous_generation_pending(self) -> bool:
         """Whether there are as many generations as may be.
