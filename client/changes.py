@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 Phases = tuple[tuple[int, ...], ...]
 
+_ORDER_TRIES = 5
+
 
 class Plans(Protocol):
     """Who makes plans, as far as it is asked here."""
@@ -50,7 +52,7 @@ class Plans(Protocol):
         """
 
     def reserves(self) -> bool:
-        """Whether memory for something else is on its way, or nothing more may be asked for now."""
+        """Whether memory for something else is on its way."""
 
     def adopt(self, plan: Plan) -> None:
         """Snapshots go by this plan from now on, into the newest generation."""
@@ -87,7 +89,8 @@ class Changes:
         self._switches: Switches | None = None
         self._ready: _Ready | None = None
         self._open = 0  # the attempt for which this rank prepares or has prepared; 0: none
-        self._order: tuple[int, ...] = ()
+        self._order: tuple[int, ...] = ()  # to be proposed, and how often still
+        self._order_tries = 0
 
     def close(self) -> None:
         """Take part no more, and give back what was prepared."""
@@ -147,8 +150,6 @@ class Changes:
                 self._apply(effect, step)
             case Discard():
                 logger.info("the schedule stays (%s): %s", effect.change.why, effect.why)
-                if self._memory.identity.rank == 0:
-                    self._order = effect.change.order or self._order
                 self._give_back()
 
     def _follow_calendar(self, step: int) -> None:
@@ -258,6 +259,7 @@ class Changes:
             phase = self.calendar.ordinal(effect.at) % plan.span
             self.calendar = self.calendar.from_here(effect.at, phase=phase, stride=change.stride)
         else:
+            self._order = ()
             self.calendar = self.calendar.ordered(ready.orders, effect.at)
 
     # -- wishes of rank 0 ----------------------------------------------------------------------------
@@ -270,12 +272,15 @@ class Changes:
             return
         order = self._counter.new_order(plan, every=every)
         if order:
-            self._order = order if _orders(plan, order) else ()
-        if not self._order or self.open:
+            self._order, self._order_tries = order if _orders(plan, order) else (), _ORDER_TRIES
+        going = self.calendar.orders and self.calendar.orders[-1] != plan.schedule.phases
+        if not self._order or self.open or going:
             return
         change = Change("experts by popularity", order=self._order, table=table_digest(plan))
         if self.wish(change):
-            self._order = ()
+            # Messages may be late. Where ranks have other operators they cannot agree, however often they are asked.
+            self._order_tries -= 1
+            self._order = self._order if self._order_tries else ()
 
     def wish_for_stride(self) -> None:
         """Propose to count in other strides, once they have settled."""

@@ -178,7 +178,7 @@ def gather_bytes(payload: bytes, world_size: int) -> list[bytes]:
     """The payloads of all ranks, in their order; a collective call of the default process group."""
     device = _device()
     mine = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    sizes = [int(size) for size in _gathered(mine, world_size).tolist()]
+    sizes = [int(size) for size in _gathered(mine, world_size).flatten().tolist()]
     most = max(sizes)
     # In rounds, so that one long payload does not cost world size times its length of memory.
     width = max(1, min(most, _ROUND_BYTES // world_size))
@@ -187,7 +187,7 @@ def gather_bytes(payload: bytes, world_size: int) -> list[bytes]:
         length = min(width, most - start)
         piece = payload[start : start + length].ljust(length, b"\0")
         row = torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(device)
-        rows = _gathered(row, world_size).cpu().view(world_size, length).numpy()
+        rows = _gathered(row, world_size).cpu().numpy()
         for rank, size in enumerate(sizes):
             if size > start:
                 parts[rank].append(rows[rank, : size - start].tobytes())
@@ -195,8 +195,8 @@ def gather_bytes(payload: bytes, world_size: int) -> list[bytes]:
 
 
 def _gathered(mine: Tensor, world_size: int) -> Tensor:
-    everything = torch.empty(world_size * mine.numel(), dtype=mine.dtype, device=mine.device)
-    dist.all_gather_into_tensor(everything, mine)
+    everything = torch.empty((world_size, mine.numel()), dtype=mine.dtype, device=mine.device)
+    dist.all_gather(list(everything.unbind()), mine)
     return everything
 
 

@@ -289,7 +289,7 @@ class Provision:
         plan = self.plan
         if plan is None or self._options.window is not None or plan.policy_name == "dense":
             return
-        if step < self._widen_at or self.reserves():
+        if step < self._widen_at or self.reserves() or self._previous_generation_pending():
             return
         self._widen_at = step + _RETRY_STEPS
         wide = self._worth_widening(plan)
@@ -388,8 +388,8 @@ class Provision:
     # -- together with the other ranks (see `ckptd.client.changes.Plans`) --------------------------
 
     def reserves(self) -> bool:
-        """Whether memory is on its way, or there are as many generations as may be."""
-        return self._coming is not None or self._previous_generation_pending()
+        """Whether memory for something else is on its way."""
+        return self._coming is not None
 
     def plan_for(self, change: Change) -> Plan:
         """A plan with another window, or of dense snapshots.
@@ -415,7 +415,9 @@ class Provision:
 
     def missed(self, step: int, reason: str) -> None:
         """No slot was free. With a new generation the old suffix can stay while a new one is built."""
-        if self.reserves() or self._making_room() or step < self._retry_at:
+        if self.reserves() or self._making_room() or self._previous_generation_pending():
+            return
+        if step < self._retry_at:
             return
         assert self.plan is not None
         self._begin_generation(self.plan, step, reason)

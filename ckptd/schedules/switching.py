@@ -243,7 +243,7 @@ class Switching:
 
     Args:
         patience_s: how long a rank that prepares or is ready waits for all to be ready.
-        apart_s: how long after an attempt this rank proposes the next; doubled with each one that is dropped.
+        apart_s: how long after an attempt that was dropped this rank proposes another; doubled with each further one.
         apart_max_s: at most.
     """
 
@@ -357,8 +357,10 @@ class Switching:
     def _rest(self, now_s: float, *, came_about: bool) -> None:
         self.stage, self._dropping = Stage.IDLE, ""
         self._dropped_in_a_row = 0 if came_about else self._dropped_in_a_row + 1
-        apart_s = self._apart_s * 2 ** min(self._dropped_in_a_row, 20)
-        self._not_before_s = now_s + min(apart_s, self._apart_max_s)
+        # What came about is no reason to wait; the next wish may be that of a rank which is not protected until then.
+        tries = min(self._dropped_in_a_row, 20)
+        apart_s = min(self._apart_s * 2 ** (tries - 1), self._apart_max_s) if tries else 0.0
+        self._not_before_s = now_s + apart_s
 
     # -- the store -----------------------------------------------------------------------------------
 
