@@ -11,6 +11,7 @@ few connections of this machine, against the requests that an exchange through t
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import statistics
@@ -41,14 +42,14 @@ __all__ = ["main"]
 WORLDS = (2, 4, 8, 16)
 SIMULATED_NODES, RANKS_PER_NODE = (128, 512, 2_048), 8
 CONNECTIONS = 4
-STEPS = 8
+STEPS, STEP_S = 40, 0.01
 PAYLOAD_BYTES = 4_096
 MEMORY_MIB = 1_024
-WAIT_S = 600.0
+WAIT_S = 120.0
 VARIANTS = ("attach", "resume", "plan", "exchange", "all_gather_object", "dcp_plan")
 
 _FORK = multiprocessing.get_context("forkserver")
-_FORK.set_forkserver_preload(["bench.agree"])
+_FORK.set_forkserver_preload(["bench.scale", "ckptd.client", "torch.distributed.checkpoint"])
 
 
 # --- a rank ----------------------------------------------------------------------------------------------
@@ -67,7 +68,10 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def train(ckpt: Checkpointer, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """In lockstep, and for as long as the ranks take to agree on their first window."""
     for _ in ckpt.steps(STEPS):
+        dist.barrier()
+        time.sleep(STEP_S)
         optimizer.zero_grad()
         model(torch.ones(2, 16)).sum().backward()
         optimizer.step()
@@ -119,6 +123,7 @@ def rank_main(
 ) -> None:
     """All rounds of one rank; tells its seconds by variant."""
     torch.set_num_threads(1)
+    logging.getLogger("ckptd").setLevel(logging.ERROR)  # resuming is a warning
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
     dist.init_process_group(

@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.stats is not None:
             replace_text(args.stats, json.dumps({"step": step, **ckpt.stats()}))
         if args.kill_after_new_window:
-            window = ckpt.stats()["window"]
+            window = int(ckpt.stats()["window"])
             first_window = first_window or window
             steps_since_change += window != first_window
             if steps_since_change > args.kill_after_new_window:
