@@ -81,6 +81,11 @@ def all_or_none(exchange: Exchange, node: str) -> Iterator[None]:
         if failed is None or failed is error:
             raise
         raise failed from error
+    except DaemonUnavailable as error:
+        # Where others did not even come to hear of it, what went wrong here is the better answer.
+        if failed is None or failed in (error, error.__cause__):
+            raise
+        raise failed from error
 
 
 def raise_together(failures: Sequence[Failure], own: Exception | None) -> None:

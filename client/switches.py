@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 _IDLE_S, _OPEN_S = 1.0, 0.1
 _RANKS_PER_S = 4_000
 _ANSWER_S = 10.0
-_RETRY_S, _RETRY_MAX_S = 1.0, 30.0
+_RETRY_S, _RETRY_MAX_S, _TOLD_OUTAGES = 0.5, 30.0, 3
 # A promise leaves time for so many looks of everybody.
-_MARGIN_LOOKS = 8
+_MARGIN_LOOKS = 10
 _PATIENCE_S, _APART_S, _APART_MAX_S = 120.0, 10.0, 600.0
 
 
@@ -149,8 +149,9 @@ class Switches:
     def _failed(self, ask: Ask, error: Exception) -> None:
         self._tell(Failed())
         self._outages += 1
-        if self._outages == 1 and not self._closed.is_set():
-            doubt = self._machine.stage is Stage.PROMISED
+        doubt = self._machine.stage is Stage.PROMISED
+        # While nothing is open it may just be the end of the job: told if it lasts for some seconds.
+        if self._outages == (1 if doubt else _TOLD_OUTAGES) and not self._closed.is_set():
             kept = (
                 "whether the schedule changes is open, and no snapshots are taken until it answers"
                 if doubt
@@ -162,7 +163,7 @@ class Switches:
         self._closed.wait(min(_RETRY_S * 2 ** min(self._outages, 10), _RETRY_MAX_S))
 
     def _answers(self) -> None:
-        if self._outages:
+        if self._outages >= _TOLD_OUTAGES:
             logger.info("the job's store answers again")
         self._outages = 0
 

@@ -79,3 +79,15 @@ def test_an_error_without_a_text_is_one_all_the_same() -> None:
     assert isinstance(first, DaemonUnavailable)
     assert "ValueError" in str(first)
     assert isinstance(second, ValueError)
+
+
+def test_what_went_wrong_here_is_told_also_where_others_did_not_come() -> None:
+    def nobody(said: bytes) -> list[bytes]:
+        raise DaemonUnavailable("rank 1 of 2 did not come within 1 s")
+
+    full = AttachRefused("quota", "it does not fit", "give it more")
+    with pytest.raises(AttachRefused) as caught, all_or_none(nobody, "a"):
+        raise full
+    assert caught.value is full
+    with pytest.raises(DaemonUnavailable, match="rank 1 of 2"), all_or_none(nobody, "a"):
+        pass

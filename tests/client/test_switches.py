@@ -109,7 +109,7 @@ def test_a_store_that_is_gone_is_told_once_and_changes_nothing(
 
     with caplog.at_level(logging.ERROR):
         rank = Rank(gone)
-        eventually(lambda: len(asked) >= 2, "asked again", timeout_s=20)
+        eventually(lambda: len(asked) >= 4, "asked again", timeout_s=30)
     rank.switches.close()
     rank.step()
     assert rank.switches.knows(rank.iteration)

@@ -59,7 +59,7 @@ def test_all_take_dense_snapshots_where_one_rank_must(
     """It updated twice within a step: with sparse snapshots of the others no replay of both would be exact."""
     odd = ("--odd-step", f"{ODD_AT}:twice")
     life = {0: ("--kill-after-new-window", "4"), 1: odd}
-    before = Ranks(jobs, run, "--step-ms", "10", each=life, total=400)
+    before = Ranks(jobs, run, "--step-ms", "20", each=life, total=800)
     before.end_by_the_death_of(0)
     changes = changed_at(daemon, run, "second update")
     assert len(changes) == 2, story(daemon, run, before)

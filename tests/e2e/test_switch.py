@@ -13,7 +13,7 @@ from tests.e2e.test_distributed import run
 
 __all__ = ["run"]
 
-TOTAL = 400
+TOTAL = 800
 # Rank 1's copies stall it: dense ones for a good part of a step, half of them for less.
 SLOW = {1: ("--slow-copies", "5")}
 AUTO = ("--set", "window=null", "--step-ms", "10")
@@ -61,13 +61,13 @@ def test_an_order_by_popularity_is_the_same_on_both_and_resumes_exactly(
 ) -> None:
     """The chain goes on across it: what is replayed begins under the order before."""
     options = ("--step-ms", "20")
-    before = Ranks(jobs, run, *options, killed=0, kill_at=110, total=120)
+    before = Ranks(jobs, run, *options, killed=0, kill_at=200, total=210)
     before.end_by_the_death_of(0)
     changes = changed_at(daemon, run, "popularity")
     assert len(changes) >= 2, story(daemon, run, before)
     assert changes[0] == changes[1], story(daemon, run, before)
-    references = Ranks(jobs, run, daemon="none", total=120).end()
-    after = Ranks(jobs, run, *options, "--seed", "7", total=120)
+    references = Ranks(jobs, run, daemon="none", total=210).end()
+    after = Ranks(jobs, run, *options, "--seed", "7", total=210)
     outs = after.end()
     resumed = {jobs.report(out)["resumed_from"] for out in outs}
     assert len(resumed) == 1, story(daemon, run, before, after)
