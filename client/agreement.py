@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
-import torch.distributed as dist
 
-from ckptd.client.identity import Identity
 from ckptd.errors import DaemonUnavailable
 
-__all__ = ["Exchange", "Failure", "all_or_none", "exchange", "raise_together", "vote"]
+__all__ = ["Exchange", "Failure", "all_or_none", "raise_together", "vote"]
 
 # Gives what this rank says, gets what every rank said, in the order of ranks. A collective call.
 Exchange = Callable[[bytes], list[bytes]]
@@ -83,6 +81,11 @@ def all_or_none(exchange: Exchange, node: str) -> Iterator[None]:
         if failed is None or failed is error:
             raise
         raise failed from error
+    except DaemonUnavailable as error:
+        # Where others did not even come to hear of it, what went wrong here is the better answer.
+        if failed is None or failed in (error, error.__cause__):
+            raise
+        raise failed from error
 
 
 def raise_together(failures: Sequence[Failure], own: Exception | None) -> None:
@@ -104,25 +107,3 @@ def raise_together(failures: Sequence[Failure], own: Exception | None) -> None:
     more = len(texts) - _FAILURES_TOLD
     text = "; ".join(texts[:_FAILURES_TOLD]) + (f"; and {more} more ranks" if more > 0 else "")
     raise DaemonUnavailable(text, operation="recover") from own
-
-
-def exchange(identity: Identity, payload: bytes) -> list[bytes]:
-    """What every rank has to say, in the order of ranks; a collective call if there are several.
-
-    Raises:
-        ValueError: several ranks, and ``torch.distributed`` is not initialised with as many.
-    """
-    if identity.world_size == 1:
-        return [payload]
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            f"world_size={identity.world_size}, but torch.distributed is not initialised: call init_process_group() before Checkpointer, "
-            "or pass world_size=1 and a distinct rank= or job= for independent trainers"
-        )
-    if dist.get_world_size() != identity.world_size:
-        raise ValueError(
-            f"world_size={identity.world_size}, but the process group has {dist.get_world_size()} ranks"
-        )
-    gathered: list[bytes | None] = [None] * identity.world_size
-    dist.all_gather_object(gathered, payload)
-    return [data or b"" for data in gathered]

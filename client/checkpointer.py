@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ckptd.client.agreement import all_or_none, exchange
+from ckptd.client.agreement import all_or_none
 from ckptd.client.arguments import (
     all_operators,
     check_options,
@@ -37,6 +37,7 @@ from ckptd.client.certificate import Certificate, DenseState
 from ckptd.client.closures import before_update
 from ckptd.client.data import Batches
 from ckptd.client.describe import describe_table
+from ckptd.client.exchange import exchange
 from ckptd.client.freeze import Tape, choose_freezing, clip_norm_tap, scaler_tap
 from ckptd.client.hooks import ModuleHook
 from ckptd.client.identity import identify
@@ -494,6 +495,10 @@ class Checkpointer:
         if self._resumed is not None:
             # Only now is the newest snapshot certain to be here: it may have come from another node meanwhile.
             self._resumed.plan.use_phases(replay.newest_scalars["phases"])
+            if self._recorder is not None:
+                # Absent in what 0.4 recorded.
+                stride = replay.newest_scalars.get("stride", 1)
+                self._recorder.go_on(replay.end, self._resumed.phase, stride)
             self._resumed = None
         self._counter.enabled = True
         if self._recorder is not None:

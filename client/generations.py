@@ -42,6 +42,10 @@ class Generations:
     def add(self, segment: MappedSegment) -> None:
         self._segments.append(segment)
 
+    def order_by_use(self) -> None:
+        """The one that was filled last is the newest, whatever was reserved later and not used yet."""
+        self._segments.sort(key=MappedSegment.last_filled)
+
     def remove(self, segment: MappedSegment) -> None:
         self._segments.remove(segment)
 

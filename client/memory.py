@@ -72,6 +72,7 @@ class RankMemory:
     ) -> None:
         self.identity, self.topology, self._replicas = identity, topology, replicas
         self._segments = Generations()
+        self._ahead: tuple[MappedSegment, ...] = ()  # made for a plan that does not count yet
         self._stats = stats or Stats()
         self._needed_bytes = needed_bytes
         begun = time.perf_counter()
@@ -90,12 +91,13 @@ class RankMemory:
             attach,
             version=version,
             while_lost=self._seal_waiting,
-            held=lambda: tuple(s.generation for s in self._segments),
+            held=lambda: tuple(s.generation for s in (*self._segments, *self._ahead)),
             timeout_s=timeout_s,
         )
         try:
             for info in self.session.segments:
                 self._segments.add(MappedSegment(info.path, info.generation))
+            self._segments.order_by_use()
         except RankTaken as error:
             self.session.close()
             raise AttachRefused("rank_taken", str(error)) from error
@@ -360,8 +362,9 @@ class RankMemory:
         num_operators: int,
         payload: bytes,
         patient: bool = True,
+        ahead: bool = False,
     ) -> MappedSegment:
-        """A new generation, which is filled from now on.
+        """A new generation, which is filled from now on; ``ahead``: from when it is installed.
 
         Raises:
             AttachRefused: it does not fit.
@@ -385,10 +388,24 @@ class RankMemory:
         told = encode_descriptor(descriptor)
         info = self.session.reserve(slot_bytes, num_slots, told, patient=patient)
         segment = self._map(info)
+        if ahead:
+            self._ahead = (*self._ahead, segment)
+        else:
+            self.install(segment)
+        return segment
+
+    def install(self, segment: MappedSegment) -> None:
+        """Fill this generation from now on."""
+        self._ahead = tuple(s for s in self._ahead if s is not segment)
         segment.hint = max((s.hint for s in self._segments), default=0)
         self._segments.add(segment)
         self.table = self._table(self._segments.current())
-        return segment
+
+    def give_back(self, segment: MappedSegment) -> None:
+        """A generation that was made ahead is not needed."""
+        self._ahead = tuple(s for s in self._ahead if s is not segment)
+        segment.close()
+        self.session.drop(segment.generation)
 
     def drop_unneeded(self) -> list[MappedSegment]:
         """Give back generations that no suffix needs; returns them (still mapped) so that an engine can release them."""
@@ -428,6 +445,9 @@ class RankMemory:
     def close(self, *, final: bool = False) -> None:
         """Detach and give up ownership; the daemon keeps the memory."""
         self.session.close(final=final)
+        for segment in self._ahead:
+            segment.close()
+        self._ahead = ()
         self._segments.close()
 
 

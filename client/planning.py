@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ __all__ = [
     "fixed_bytes",
     "make_plan",
     "operator_costs",
+    "plan_alike",
     "plan_from_payload",
     "schedule_of",
     "signature",
@@ -124,6 +125,23 @@ class Plan:
         """The operators that another rank captures."""
         mine = (EVERY_RANK, int(self.identity["rank"]))
         return frozenset(i for i, owner in enumerate(self.owners) if owner not in mine)
+
+    @property
+    def order_capacity(self) -> int:
+        """What a phase may take, by `costs`, in another order; equal on ranks that share, whose slots differ a little."""
+        peak = self.schedule.peak_bytes
+        return peak + peak // 50 if max(self.owners, default=EVERY_RANK) >= 0 else self.slot_bytes
+
+    def takes(self, binding: Binding, phases: Sequence[Sequence[int]]) -> int:
+        """What this rank's largest snapshot takes, were these the phases."""
+        left_out = self.left_out
+        whole = operator_costs(binding, self.operators, self.compute_dtypes)
+        extra = [
+            0 if i in left_out else c.anchor_bytes - c.compute_bytes for i, c in enumerate(whole)
+        ]
+        plans = [p for i in range(self.span) if (p := self.phase_plan(binding, i)) is not None]
+        always = max(p.layout.image_len - sum(extra[i] for i in p.anchored) for p, _ in plans)
+        return always + max(sum(extra[i] for i in phase) for phase in phases)
 
     @property
     def span(self) -> int:
@@ -488,6 +506,41 @@ def plan_from_payload(
         budget_bytes=told["budget_bytes"],
         owners=list(told.get("owners", ())),
     )
+
+
+def plan_alike(
+    plan: Plan,
+    binding: Binding,
+    scalars_capacity: int,
+    coming: Sequence[Sequence[Sequence[int]]],
+    sharing: Sharing = NOTHING_SHARED,
+) -> Plan:
+    """The same schedule for state that has grown: what one of several ranks may change by itself.
+
+    Args:
+        coming: phases to which the ranks have agreed to go over; slots have room for them, too.
+    """
+    whole = operator_costs(binding, plan.operators, plan.compute_dtypes)
+    costs = sharing.mean_costs(plan.operators, whole)
+    fixed = fixed_bytes(binding, scalars_capacity)
+    now, *later = (
+        schedule_of(costs, phases, fixed, plan.policy_name)
+        for phases in (plan.schedule.phases, *coming)
+    )
+    alike = replace(
+        plan,
+        costs=costs,
+        schedule=now,
+        scalars_capacity=scalars_capacity,
+        upload_slots=0,
+        _policy=None,
+        _phases={},
+        _state=None,
+    )
+    alike.measure_slots(binding)
+    growth = max(schedule.peak_bytes for schedule in (now, *later)) - now.peak_bytes
+    alike.slot_bytes += -(-growth // 4096) * 4096
+    return alike
 
 
 def schedule_of(

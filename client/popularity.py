@@ -138,6 +138,17 @@ class TokenCounter:
             return None
         return schedule
 
+    def new_order(self, plan: Plan, *, every: int) -> tuple[int, ...]:
+        """Called where a window begins: the order by today's popularity, if that changed enough; empty to keep the order.
+
+        For several ranks, which go over to it together; looked at about every ``every`` snapshots.
+        """
+        self._since_look += plan.schedule.window
+        if self._at_last_order is not None and self._since_look < every:
+            return ()
+        self._since_look = 0
+        return tuple(self._new_target(plan) or ())
+
     def _new_target(self, plan: Plan) -> list[int] | None:
         now = list(self.popularity(plan.operators))
         experts = [i for i, op in enumerate(plan.operators) if op.expert is not None]

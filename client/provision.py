@@ -15,10 +15,11 @@ from typing import Any
 
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
+from ckptd.client.changes import Changes
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
 from ckptd.client.pace import Pace
-from ckptd.client.planning import MAX_WINDOW, Plan, TrainingSpeed, make_plan
+from ckptd.client.planning import MAX_WINDOW, Plan, TrainingSpeed, make_plan, plan_alike
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.sharing import NOTHING_SHARED, Sharing
@@ -26,7 +27,9 @@ from ckptd.client.stats import Stats
 from ckptd.client.windows import Windows
 from ckptd.cuda.engine import CopyEngine, measure_bandwidth
 from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.schedules.calendar import Calendar
 from ckptd.schedules.schedule import Ordering
+from ckptd.schedules.switching import Change
 
 __all__ = ["MIN_SCALARS", "Options", "Provision"]
 
@@ -107,6 +110,12 @@ class Provision:
         self._group_key = binding.group_key()
         self._ranks = memory.identity.world_size
         self._windows = Windows(memory)
+        # Several ranks change their schedule together, or not at all; one by itself, whenever it wants to.
+        self.changes = (
+            None
+            if self._ranks == 1
+            else Changes(self, binding, memory, engine, counter=counter, pace=pace, stats=stats)
+        )
         self._own_plan: Plan | None = None
         # A plan that waits until the ranks with which it shares have told that theirs is the same.
         self._shared_plan: Plan | None = None
@@ -119,6 +128,8 @@ class Provision:
     def close(self) -> None:
         """Stop waiting for other ranks."""
         self._windows.close()
+        if self.changes is not None:
+            self.changes.close()
 
     # -- the first plan --------------------------------------------------------------------------
 
@@ -159,11 +170,24 @@ class Provision:
                 return False
             self._planned_alike(self._own_plan)
         plan: Plan | None = self._own_plan
-        window = windows.first(min(self._own_plan.schedule.window, self._longest))
-        if window is None:
+        assert self.changes is not None
+        agreed_on = windows.first(
+            min(self._own_plan.schedule.window, self._longest),
+            dense=self._policy == "dense",
+            stride=self.changes.strides.shortest,
+        )
+        if agreed_on is None:
             windows.waits(step)
             return False
-        if window != self._own_plan.schedule.window:
+        window, dense, stride = agreed_on
+        self.changes.calendar = Calendar(stride=stride)
+        if dense and self._policy != "dense":
+            logger.info("dense snapshots, since on another rank no others are exact")
+            self._policy, window = "dense", 1
+            plan = self._try_plan(why, step, window=None)
+        elif dense:
+            window = 1
+        elif window != self._own_plan.schedule.window:
             logger.info("the ranks agreed on a window of %d", window)
             plan = self._try_plan(why, step, window=window)
         if plan is None:
@@ -237,7 +261,7 @@ class Provision:
             self._no_generation(step, why, error)
             return None
 
-    def _make_plan(self, window: int | None = None) -> Plan:
+    def _make_plan(self, window: int | None = None, *, policy: str = "") -> Plan:
         started = time.perf_counter()
         options, alone = self._options, self._ranks == 1
         budget = self._budget
@@ -252,8 +276,8 @@ class Provision:
         plan = make_plan(
             self._binding,
             self._operators,
-            policy=self._policy,
-            window=None if self._policy == "dense" else window or options.window,
+            policy=policy or self._policy,
+            window=None if "dense" in (policy, self._policy) else window or options.window,
             every=options.every,
             budget_bytes=budget,
             available_bytes=available,
@@ -284,9 +308,10 @@ class Provision:
     def maybe_reorder(self) -> None:
         """Where a window begins: go one step closer to today's popularity."""
         plan = self.plan
-        if plan is None or self._ranks > 1:
+        if plan is None or plan.schedule.window == 1 or plan.policy_name == "dense":
             return
-        if plan.schedule.window == 1 or plan.policy_name == "dense":
+        if self.changes is not None:
+            self.changes.wish_for_order(every=_REORDER_STEPS)
             return
         schedule = self._counter.reordered(plan, plan.slot_bytes, every=_REORDER_STEPS)
         if schedule is not None:
@@ -298,13 +323,16 @@ class Provision:
         plan = self.plan
         if plan is None or self._options.window is not None or plan.policy_name == "dense":
             return
-        if self._ranks > 1 or step < self._widen_at:  # several: see `ckptd.client.windows`
-            return
-        if self._coming is not None or self._previous_generation_pending():
+        if step < self._widen_at or self.reserves() or self._previous_generation_pending():
             return
         self._widen_at = step + _RETRY_STEPS
         wide = self._worth_widening(plan)
-        if wide is not None:
+        if wide is None:
+            return
+        if self.changes is not None:
+            why = f"copies take too long: window {plan.schedule.window} -> {wide.schedule.window}"
+            self.changes.wish(Change(why, window=wide.schedule.window))
+        else:
             logger.info("window %d -> %d", plan.schedule.window, wide.schedule.window)
             self._pace.forget_stalls()
             self._begin_generation(wide, step, "a wider window", optional=True)
@@ -322,7 +350,7 @@ class Provision:
             return None
         wider = plan.schedule.window + max(1, plan.schedule.window // 2)
         try:
-            wide = self._make_plan(min(wider, MAX_WINDOW))
+            wide = self._make_plan(min(wider, MAX_WINDOW, self._longest))
         except ValueError as error:
             logger.warning("%s, but the window stays: %s", why, error)
             return None
@@ -365,10 +393,53 @@ class Provision:
             self._coming = None  # what is on its way was planned without it
             logger.warning("found %s after the snapshots were planned: planning anew", found)
         self._uncaptured, self._group_key = found, key
-        if self._coming is None:
+        if self.changes is not None:
+            self._replan_alike(found, step)
+        elif self._coming is None:
             dense = self._policy == "dense"
             self._replan(found, step, window=None if dense else self.plan.schedule.window)
         return not self._uncaptured
+
+    def _replan_alike(self, why: str, step: int) -> None:
+        """Plan anew by the schedule that all ranks have; to dense snapshots they go over together."""
+        plan, changes = self.plan, self.changes
+        assert plan is not None
+        assert changes is not None
+        if self._policy == "dense" and plan.policy_name != "dense":
+            changes.wish(Change(why, dense=True))
+            return
+        if changes.open:
+            changes.unable(f"a rank must plan anew: {why}")
+            return
+        if self._coming is None and step >= self._retry_at and self._memory.session.connected:
+            packed = len(values.pack(self._scalars_sample(), "step scalars"))
+            capacity = max(MIN_SCALARS, 2 * packed)
+            orders = changes.calendar.orders
+            alike = plan_alike(plan, self._binding, capacity, orders, self._sharing)
+            if self._memory.persists:
+                alike.make_room_for_uploads(self._memory.session.available_bytes)
+            self._begin_generation(alike, step, why)
+
+    # -- together with the other ranks (see `ckptd.client.changes.Plans`) --------------------------
+
+    def reserves(self) -> bool:
+        """Whether memory for something else is on its way."""
+        return self._coming is not None
+
+    def plan_for(self, change: Change) -> Plan:
+        """A plan with another window, or of dense snapshots.
+
+        Raises:
+            ValueError: there can be none.
+        """
+        return self._make_plan(change.window or None, policy="dense" if change.dense else "")
+
+    def adopt(self, plan: Plan) -> None:
+        """All ranks go over to this plan; its memory is the newest generation."""
+        self.plan, self._policy = plan, plan.policy_name
+        self._coming, self._uncaptured, self._announced = None, "", ""
+        self._pace.forget_stalls()
+        self._switched(True)
 
     def only_dense(self, why: str) -> None:
         """From the next plan on: no sparse snapshot could be exact."""
@@ -379,7 +450,9 @@ class Provision:
 
     def missed(self, step: int, reason: str) -> None:
         """No slot was free. With a new generation the old suffix can stay while a new one is built."""
-        if self._coming is not None or self._previous_generation_pending() or step < self._retry_at:
+        if self.reserves() or self._making_room() or self._previous_generation_pending():
+            return
+        if step < self._retry_at:
             return
         assert self.plan is not None
         self._begin_generation(self.plan, step, reason)
@@ -403,7 +476,7 @@ class Provision:
             return
         needed = self._memory.table.ring_hint.span + 2 + plan.slack
         longer = needed > self._memory.table.segments[-1].geometry.num_slots
-        if not (longer or crowded) or self._coming is not None:
+        if not (longer or crowded) or self._coming is not None or self._making_room():
             return
         if self._previous_generation_pending():
             return
@@ -487,6 +560,10 @@ class Provision:
         text = f"no slots ({why}): {error}; {kept}; trying again at step {self._retry_at}"
         logger.error("%s", text)
         self._memory.session.notice("error", "not_protected", text)
+
+    def _making_room(self) -> bool:
+        """Whether memory for a change of the schedule is on its way: one request at a time."""
+        return self.changes is not None and self.changes.reserving
 
     def _previous_generation_pending(self) -> bool:
         """Whether there are as many generations as may be.

@@ -20,6 +20,7 @@ from torch import Tensor
 from ckptd.client.binding import Binding
 from ckptd.client.buckets import Buckets
 from ckptd.client.capture import Capture
+from ckptd.client.changes import Changes
 from ckptd.client.copymode import CopyModeChooser
 from ckptd.client.freeze import Tape
 from ckptd.client.memory import RankMemory
@@ -82,11 +83,10 @@ class Recorder:
         self._stateful, self._tape, self._stats, self._options = stateful, tape, stats, options
         self._counter, self._precision, self._buckets = counter, precision, buckets
         self._capture: Capture | None = None
-        # Which boundary of the schedule this is. With several ranks every clean boundary counts, whether or not its
-        # snapshot came about: all ranks must be in the same phase.
+        # Which snapshot of the schedule this is. One rank counts its clean boundaries; several ranks, which must be in the same
+        # phase, take it from the number of the iteration (`ckptd.schedules.calendar`).
         self._ordinal = -1
         self._counted = -1
-        self._alone = memory.identity.world_size == 1
         self._previous = -1
         self._stepped = False
         self._pace = Pace()
@@ -112,6 +112,7 @@ class Recorder:
             scalars_sample=self._scalars_sample,
             switched=self._switched,
         )
+        self._changes = self._provision.changes
 
     @property
     def plan(self) -> Plan | None:
@@ -142,9 +143,7 @@ class Recorder:
             self._choose_copy_mode(last)
         pending = self._pending_gradients()
         if not pending:
-            self._count(
-                step
-            )  # before anything that may fail: all ranks must stay in the same phase
+            self._count(step)
         if self._capture is not None:
             pace.waited(self._capture.settle())
             if self._capture.take_broken():
@@ -217,7 +216,14 @@ class Recorder:
         """Go on after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
         self._provision.plan = plan
         self._previous, self._ordinal = last, phase
+        if self._changes is not None:
+            self._changes.resume(last, phase, stride=1)
         self._start_capture()
+
+    def go_on(self, last: int, phase: int, stride: int) -> None:
+        """What was recorded is here now: how many iterations lay between two snapshots, of which ``last`` had this phase."""
+        if self._changes is not None:
+            self._changes.resume(last, phase, stride)
 
     def replayed(self) -> None:
         """The state is dense again: what the replayed steps did is no update since the last boundary."""
@@ -265,6 +271,10 @@ class Recorder:
         if self._capture is None and not self._prepare(step):
             return
         assert self.plan is not None
+        if self._changes is not None and not self._in_step(self._changes, step):
+            self._tape.take()
+            self._previous = -1
+            return
         if self._ordinal % self.plan.schedule.window == 0:
             provision.maybe_reorder()
             provision.maybe_widen(step)
@@ -296,6 +306,15 @@ class Recorder:
         if step != self._counted:
             self._counted = step
             self._ordinal += 1
+            if self._changes is not None:
+                self._changes.strides.note(step)
+
+    def _in_step(self, changes: Changes, step: int) -> bool:
+        """Whether this rank knows by which schedule all ranks snapshot ``step``; goes over to another one where that was agreed."""
+        knows = changes.boundary(step)
+        self._ordinal = changes.calendar.ordinal(step)
+        changes.wish_for_stride()
+        return knows
 
     def _take_again(self) -> None:
         """The loop was left and entered again at the same step: its snapshot is taken anew, in the place of the first."""
@@ -329,6 +348,7 @@ class Recorder:
             "buckets": self._buckets.layouts(),
             "senders": self._buckets.senders(),
             "phases": [list(p) for p in plan.schedule.phases],
+            "stride": 1 if self._changes is None else self._changes.calendar.stride,
         }
 
     # -- getting ready ---------------------------------------------------------------------------
@@ -354,7 +374,7 @@ class Recorder:
         """A further generation is in use."""
         if other_plan:
             self._previous = -1
-            if self._alone:
+            if self._changes is None:
                 self._ordinal = 0
         self._start_capture()
 

@@ -10,8 +10,9 @@ import msgspec
 import torch
 
 from ckptd.client import values
-from ckptd.client.agreement import Exchange, all_or_none, exchange
+from ckptd.client.agreement import Exchange, all_or_none
 from ckptd.client.binding import Binding
+from ckptd.client.exchange import exchange
 from ckptd.client.freeze import Tape
 from ckptd.client.handing import Handing, arrange
 from ckptd.client.identity import Identity

@@ -26,6 +26,7 @@ from ckptd.memory.segment_format import (
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
+    last_filled,
     read_prologue,
     read_ring_hint,
     read_slot_header,
@@ -130,6 +131,11 @@ class MappedSegment:
     @hint.setter
     def hint(self, value: int) -> None:
         self.buffer[HINT_OFFSET] = value
+
+    def last_filled(self) -> tuple[tuple[int, int], int]:
+        """By what segments are put into the order of their use; a generation may be made ahead of the plan that it is for."""
+        headers = map(self.header, range(self.geometry.num_slots))
+        return last_filled(h for h in headers if h is not None), self.generation
 
     @property
     def ring_hint(self) -> RingHint:

@@ -17,7 +17,8 @@ class Stats:
     up to the first replayed iteration, `replay_s` from there until the state was dense.
 
     `floor_overrides`: snapshots given away that a recovery together with the other ranks may have needed; `grown`: how often the
-    ring was made larger because another rank lagged behind or had a longer window.
+    ring was made larger because another rank lagged behind or had a longer window. `switches`: changes of the schedule that all
+    ranks made together; `undecided`: snapshots left out because this rank did not know in time whether there was one.
     """
 
     snapshots: int = 0
@@ -44,6 +45,8 @@ class Stats:
     restored_bytes: int = 0
     verified_tensors: int = 0
     reorders: int = 0
+    switches: int = 0
+    undecided: int = 0
     prepare_ms: float = 0.0
     inline_copy: int = 0
     capture_gb_per_s: float = 0.0

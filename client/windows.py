@@ -1,6 +1,7 @@
 """What the ranks of a job agree on before the first snapshot: what their window follows from, and the window.
 
-It then stays: were one rank to go over to another before the others, what they record meanwhile could not be replayed together.
+Were one rank to go over to another before the others, what they record meanwhile could not be replayed together: later changes
+are made at one iteration (``ckptd.client.changes``).
 """
 
 from __future__ import annotations
@@ -42,11 +43,16 @@ class Windows:
         found = self._met().largest("limits")
         return None if found is None else (-found[0], -found[1], -found[2])
 
-    def first(self, mine: int) -> int | None:
-        """The first window of all ranks."""
-        self._propose("window", mine)
+    def first(self, mine: int, *, dense: bool, stride: int) -> tuple[int, bool, int] | None:
+        """The first window of all ranks, whether their snapshots are dense, and how many iterations lie between two.
+
+        Args:
+            dense: for this rank only dense snapshots are exact; then all take dense ones.
+            stride: as this rank has seen it; the shortest counts, since one rank may have missed a boundary by itself.
+        """
+        self._propose("window", mine, int(dense), -stride)
         found = self._met().largest("window")
-        return None if found is None else found[0]
+        return None if found is None else (found[0], bool(found[1]), -found[2])
 
     def planned_alike(self, window: int, fingerprints: Mapping[Replicas, int]) -> bool | None:
         """Whether in each group all members have planned what they share with the same fingerprint as this rank.

@@ -63,7 +63,7 @@ def segment_status(segment: Segment, now_s: float) -> SegmentStatus:
 
 
 def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnapshots:
-    """The slot table of one rank, given its segments, oldest generation first."""
+    """The slot table of one rank, given its segments, the one that was filled last at the end."""
     told = segments[-1].descriptor
     slots: list[SlotInfo] = []
     for segment in segments:
@@ -86,8 +86,8 @@ def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnaps
 
 
 def records_of(segments: Iterable[Segment]) -> list[SlotRecord]:
-    """The slots of a rank's generations that share the newest one's number of operators."""
-    known = sorted(segments, key=lambda segment: segment.generation)
+    """The slots of a rank's generations that have as many operators as the one that was filled last."""
+    known = sorted(segments, key=Segment.last_filled)
     if not known:
         return []
     alike = [s for s in known if s.descriptor.num_operators == known[-1].descriptor.num_operators]

@@ -23,6 +23,7 @@ import re
 import struct
 import sys
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -55,6 +56,7 @@ __all__ = [
     "check_name",
     "decode_descriptor",
     "encode_descriptor",
+    "last_filled",
     "origin_of",
     "pack_slot_header",
     "parse_replica_file_name",
@@ -468,6 +470,12 @@ def origin_of(descriptor: SegmentDescriptor) -> str:
     told = descriptor
     text = f"{told.node_id}/{told.created_at_ns}/{told.rank}/{told.generation}"
     return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def last_filled(headers: Iterable[SlotHeader]) -> tuple[int, int]:
+    """Epoch and iteration of the newest snapshot in a segment; what has none comes before all others."""
+    taken = (h for h in headers if h.state is not SlotState.FREE)
+    return max(((h.epoch, h.iteration) for h in taken), default=(-1, -1))
 
 
 def segment_file_name(job: str, run: str, rank: int, generation: int) -> str:

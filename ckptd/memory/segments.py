@@ -33,6 +33,7 @@ from ckptd.memory.segment_format import (
     SegmentGeometry,
     SlotHeader,
     encode_descriptor,
+    last_filled,
     origin_of,
     parse_replica_file_name,
     parse_segment_file_name,
@@ -115,6 +116,10 @@ class Segment:
         for index in range(self.geometry.num_slots):
             if (header := self.header(index)) is not None:
                 yield index, header
+
+    def last_filled(self) -> tuple[tuple[int, int], int]:
+        """By what a rank's segments are put into the order of their use."""
+        return last_filled(header for _, header in self.headers()), self.generation
 
     @property
     def ring_hint(self) -> RingHint:
@@ -220,8 +225,11 @@ class SegmentStore:
         return self._segments.get((key, generation))
 
     def of_rank(self, key: RankKey) -> list[Segment]:
-        """The segments of a rank, oldest generation first."""
-        return [s for s in self if s.key == key]
+        """The segments of a rank, the one that was filled last at the end.
+
+        Not by generation: one may be made ahead of the change of schedule that it is for, and lie empty until then.
+        """
+        return sorted((s for s in self if s.key == key), key=Segment.last_filled)
 
     def of_run(self, job: str, run: str) -> list[Segment]:
         """The segments of a run."""

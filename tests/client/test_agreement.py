@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.client.agreement import Exchange, all_or_none, exchange, vote
-from ckptd.client.identity import Identity
+from ckptd.client.agreement import Exchange, all_or_none, vote
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from tests.client.meeting import outcomes
 
 
 def alone(said: bytes) -> list[bytes]:
     return [said]
-
-
-def test_alone_one_hears_oneself() -> None:
-    assert exchange(Identity("j", "r", 0, 1), b"said") == [b"said"]
-
-
-def test_several_ranks_without_a_process_group_are_told_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"call init_process_group\(\) before Checkpointer"):
-        exchange(Identity("j", "r", 0, 2), b"said")
 
 
 def test_one_that_wants_to_try_again_takes_all_along() -> None:
@@ -89,3 +79,15 @@ def test_an_error_without_a_text_is_one_all_the_same() -> None:
     assert isinstance(first, DaemonUnavailable)
     assert "ValueError" in str(first)
     assert isinstance(second, ValueError)
+
+
+def test_what_went_wrong_here_is_told_also_where_others_did_not_come() -> None:
+    def nobody(said: bytes) -> list[bytes]:
+        raise DaemonUnavailable("rank 1 of 2 did not come within 1 s")
+
+    full = AttachRefused("quota", "it does not fit", "give it more")
+    with pytest.raises(AttachRefused) as caught, all_or_none(nobody, "a"):
+        raise full
+    assert caught.value is full
+    with pytest.raises(DaemonUnavailable, match="rank 1 of 2"), all_or_none(nobody, "a"):
+        pass

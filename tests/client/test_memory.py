@@ -362,3 +362,28 @@ def test_whatever_goes_wrong_on_one_rank_is_raised_on_all(
             assert str(first).startswith("recover: rank 1 on node ")
             assert "bad memory" in str(first)
             assert isinstance(second, OSError), name
+
+
+def test_memory_that_is_made_ahead_is_used_once_it_is_installed(endpoint: str, run: str) -> None:
+    """A ring that grows meanwhile has a higher number; the newest is what was filled last, here and for the next trainer."""
+    with attached(endpoint, run) as memory:
+        memory.begin_epoch(1, -1)
+        first = reserved(memory)
+        record(memory, 5)
+        ahead = memory.reserve(MIB, 6, window=3, num_operators=3, payload=b"\x80", ahead=True)
+        assert memory.descriptor == first.descriptor
+        grown = reserved(memory)
+        assert ahead.generation < grown.generation
+        assert memory.num_operators == 2
+    with attached(endpoint, run) as memory:
+        assert memory.num_operators == 2, "what is empty counts for nothing"
+
+
+def test_memory_that_was_made_ahead_can_be_given_back(endpoint: str, run: str) -> None:
+    with attached(endpoint, run) as memory:
+        reserved(memory)
+        ahead = memory.reserve(MIB, 6, window=3, num_operators=3, payload=b"\x80", ahead=True)
+        memory.give_back(ahead)
+    with attached(endpoint, run) as memory:
+        assert memory.num_operators == 2
+        assert len(memory.table.segments) == 1

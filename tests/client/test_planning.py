@@ -14,6 +14,7 @@ from ckptd.client.planning import (
     Plan,
     TrainingSpeed,
     make_plan,
+    plan_alike,
     plan_from_payload,
     signature,
     signature_difference,
@@ -200,3 +201,29 @@ class TestSignature:
             "'momentum_buffer' of dense.weight: absent in the snapshot, float32[512, 16] here"
             in text
         )
+
+
+class TestAlike:
+    """What one of several ranks may plan anew by itself."""
+
+    def test_it_keeps_operators_and_phases(self) -> None:
+        binding = bound()
+        plan = planned(binding, window=4)
+        alike = plan_alike(plan, binding, 100_000, ())
+        assert alike.schedule.phases == plan.schedule.phases
+        assert alike.operators == plan.operators
+        assert alike.slot_bytes >= plan.slot_bytes + 100_000 - 4096 - 4096
+        assert alike.num_slots == plan.num_slots
+
+    def test_slots_have_room_for_phases_that_come(self) -> None:
+        """All ranks have agreed on an order that puts the largest operators together."""
+        binding = bound(width=64)
+        plan = planned(binding, window=4)
+        all_at_once = [plan.schedule.order, [], [], []]
+        alike = plan_alike(plan, binding, 4096, [all_at_once])
+        alike.use_phases(all_at_once)
+        found = alike.phase_plan(binding, 0)
+        assert found is not None
+        assert found[0].layout.image_len <= alike.slot_bytes
+        narrow = plan_alike(plan, binding, 4096, ())
+        assert found[0].layout.image_len > narrow.slot_bytes

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client.agreement import Exchange
 from ckptd.client.binding import Binding
+from ckptd.client.changes import table_digest
 from ckptd.client.layout import parse_entry_name
 from ckptd.client.operators import Member, Operator, discover_operators
 from ckptd.client.planning import Plan, make_plan, operator_costs, plan_from_payload
@@ -212,6 +213,17 @@ class TestPlans:
             again = planned(binding, sharing_of(binding), window=window, before=first)
             assert again.schedule.window == window
             assert again.owners == first.owners
+
+    def test_in_another_order_ranks_that_share_take_the_same_steps(self) -> None:
+        """Their slots differ by a few bytes; what decides how far an order may go must not."""
+        binding = bound(Net(width=64))
+        first, second = (planned(binding, sharing_of(binding), r, window=4) for r in range(2))
+        assert first.order_capacity == second.order_capacity
+        assert table_digest(first) == table_digest(second)
+        for plan in (first, second):
+            assert plan.takes(binding, plan.schedule.phases) <= plan.slot_bytes
+            everything = [range(len(plan.operators))]
+            assert plan.takes(binding, everything) > plan.slot_bytes
 
     def test_fingerprints_tell_other_phases_and_owners(self) -> None:
         binding = bound(Net())

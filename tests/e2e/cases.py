@@ -466,10 +466,10 @@ def forked_child_case(seed: int) -> Job:
     return job
 
 
-def large_table_case(seed: int) -> Job:
+def large_table_case(seed: int, *, rows: int = 400_000) -> Job:
     """Much state and little work: copying a dense snapshot takes a good part of an iteration."""
     job = make(sched=False)(seed)
-    job.model.embed = nn.Embedding(400_000, WIDTH)
+    job.model.embed = nn.Embedding(rows, WIDTH)
     job.optimizers = [torch.optim.AdamW(job.model.parameters(), lr=3e-3)]
     # The first plan is dense, and its copies stall training for a good part of each step.
     job.options.update(max_overhead=100.0, inline_copy=True)
@@ -627,6 +627,7 @@ CASES: dict[str, Callable[[int], Job]] = {
     "plateau": plateau_case,
     "forked_child": forked_child_case,
     "large_table": large_table_case,
+    "table": lambda seed: large_table_case(seed, rows=20_000),
     "moved_storage": make(body=moved_storage_body),
     "moved_storage_dense": make(
         body=moved_storage_body, options={"policy": "dense", "window": None}

@@ -8,6 +8,7 @@ parameter, buffer, optimizer tensor and random state to ``--out``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -15,7 +16,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,37 @@ def make_job(case: str, seed: int, store: Path | None) -> Job:
     return job
 
 
+@contextlib.contextmanager
+def odd_step(job: Job, odd: str, step: int) -> Iterator[None]:
+    """In one step the optimizers update nothing and keep their gradients, or update twice."""
+    at, _, what = odd.partition(":")
+    if at != str(step):
+        yield
+        return
+    plain = [(optimizer, optimizer.step, optimizer.zero_grad) for optimizer in job.optimizers]
+    for optimizer, update, _ in plain:
+        if what == "skip":
+            optimizer.step = optimizer.zero_grad = lambda: None
+        else:
+            optimizer.step = lambda update=update: (update(), update())
+    yield
+    for optimizer, update, zero in plain:
+        optimizer.step, optimizer.zero_grad = update, zero
+
+
+def slow_down_copies(ms_per_mib: float) -> None:
+    """As if the host's memory were slow: larger snapshots take longer."""
+    from ckptd.cuda import engine
+
+    plain = engine._to_host
+
+    def slow(item: engine.CopyItem, memory: engine.HostMemory, base: int) -> None:
+        plain(item, memory, base)
+        time.sleep(ms_per_mib * item.nbytes / 2**20 / 1e3)
+
+    engine._to_host = slow
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
@@ -104,6 +136,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--leave-out", help="restore without this (see parallel/sabotage.py)")
     parser.add_argument("--break-at", type=int, default=-1, help="end the chain in that step")
+    parser.add_argument(
+        "--slow-copies", type=float, default=0.0, help="each copied MiB takes so many ms longer"
+    )
+    parser.add_argument(
+        "--kill-after-new-window",
+        type=int,
+        default=0,
+        help="die so many steps after the window has changed",
+    )
+    parser.add_argument(
+        "--odd-step", default="", help="STEP:skip or STEP:twice: what the optimizers do then"
+    )
     parser.add_argument("--verify-at", type=int, default=-1)
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--verify", action="store_true")
@@ -128,6 +172,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         options["daemon"] = args.daemon
     from ckptd.client import Checkpointer
 
+    if args.slow_copies:
+        slow_down_copies(args.slow_copies)
     ckpt = Checkpointer(job.model, job.optimizers, job.state, **options)
     job.ckpt = ckpt
     job.start(ckpt)
@@ -137,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     replayed_with_frozen = 0
+    first_window = steps_since_change = 0
     # A loop that is left and entered again goes on where it was.
     for step in (
         itertools.chain(ckpt.steps(args.split), ckpt.steps(args.total))
@@ -152,6 +199,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             replace_text(args.progress, f"{step} {int(ckpt.replaying)}")
         if args.stats is not None:
             replace_text(args.stats, json.dumps({"step": step, **ckpt.stats()}))
+        if args.kill_after_new_window:
+            window = int(ckpt.stats()["window"])
+            first_window = first_window or window
+            steps_since_change += window != first_window
+            if steps_since_change > args.kill_after_new_window:
+                os.kill(os.getpid(), signal.SIGKILL)
         if args.step_ms:
             time.sleep(args.step_ms / 1e3)
         if (
@@ -161,7 +214,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ):
             # On a busy machine these tiny steps outrun the daemon, which makes memory, and the ranks, which agree beside training.
             time.sleep(1.0)
-        job.step(step, functools.partial(maybe_die, step))
+        with odd_step(job, args.odd_step, step):
+            job.step(step, functools.partial(maybe_die, step))
         if step == args.nan_at:
             with torch.no_grad():
                 next(job.model.parameters()).view(-1)[0] = float("nan")

@@ -1,0 +1,386 @@
+"""All ranks go over to another schedule at one iteration, or none of them does (pure).
+
+What must hold is *agreement*: no two ranks of an epoch snapshot the same iteration by different schedules. Nobody may wait for
+it, training least of all, and every rank is at another place when it hears of something. The ranks share registers that can
+be compared and swapped (the job's store); an attempt to change has a number and goes through five stages on each rank:
+
+==========  =====================================================  ====================================================
+stage       meaning                                                left by
+==========  =====================================================  ====================================================
+idle        nothing is open                                        a proposal of anybody
+preparing   plan and memory for the change are made                prepared; dropped
+ready       this rank could; binds it to nothing                   all ranks are ready; dropped
+promised    from iteration ``promised`` on this rank takes no      the outcome, the same for everybody: ``go`` at the
+            snapshot before it knows the outcome                   largest promise of all, or dropped
+decided     go: from iteration ``at`` on by the new schedule       that iteration
+==========  =====================================================  ====================================================
+
+The outcome is one register, written once: by the last to promise (go), or by whoever gives up (dropped): because it cannot
+prepare, because it has waited too long for others to be ready, or because it has reached its own promise and knows nothing.
+
+Why it holds. Say rank *q* snapshots iteration *s* after a change that went at *T* ≤ *s*. Then every rank *r* has promised, some
+*A* ≤ *T*, and *A* was later than any iteration that *r* had begun. If *r* began *s* before it promised, *s* < *A* ≤ *T*, which is
+not so. If it began *s* afterwards, it is past its promise and takes a snapshot only if it has read the register, which says
+*T*: by the new schedule, too. A rank prepares the next change only after it has gone over to the last one, so changes are
+applied everywhere in the same order. Nothing here depends on clocks or delays: they decide whether a change comes about, and how
+many snapshots are left out by a rank in doubt. That is none if it hears in time, and one read of the store otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from ckptd.errors import LocalProtocolError
+
+__all__ = [
+    "AllReady",
+    "Apply",
+    "Ask",
+    "Change",
+    "Decided",
+    "Discard",
+    "Drop",
+    "Effect",
+    "Event",
+    "Failed",
+    "Look",
+    "Prepare",
+    "Prepared",
+    "Promise",
+    "Propose",
+    "Proposed",
+    "Stage",
+    "Switching",
+    "TellReady",
+    "Unable",
+    "Watch",
+]
+
+_LEAST_MARGIN = 2
+_MOST_MARGIN_S = 60.0
+
+
+class Stage(StrEnum):
+    """How far the newest attempt is on this rank; see the module."""
+
+    IDLE = "idle"
+    PROPOSING = "proposing"
+    PREPARING = "preparing"
+    READY = "ready"
+    PROMISED = "promised"
+    DECIDED = "decided"
+
+
+class Change(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is proposed; what is not named stays as it is.
+
+    ``order``: operators of the table with the digest ``table``, in the order in which they shall be anchored.
+    ``stride``: how many iterations lie between two boundaries at which a snapshot can be taken.
+    """
+
+    why: str
+    window: int = 0
+    dense: bool = False
+    stride: int = 0
+    order: tuple[int, ...] = ()
+    table: str = ""
+
+
+# -- what happened ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """Attempt ``number`` is open, proposed by anybody; promises leave ``margin_s`` for the messages."""
+
+    number: int
+    change: Change
+    margin_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """This rank could go over."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unable:
+    """This rank cannot."""
+
+    number: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllReady:
+    """Every rank could."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The outcome: go at iteration ``at``, or dropped (-1) because of ``why``."""
+
+    number: int
+    at: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The store did not answer what was asked last; it may have been done all the same."""
+
+
+Event = Proposed | Prepared | Unable | AllReady | Decided | Failed
+
+# -- what to ask the store, one thing at a time ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Open the attempt, unless somebody else has: Proposed, or Failed."""
+
+    number: int
+    change: Change
+    margin_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TellReady:
+    """Count this rank, once: AllReady if it is the last."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Tell this rank's promise, once: Decided if it is the last."""
+
+    number: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """End the attempt, unless it is decided: Decided."""
+
+    number: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """See whether it is decided, or (``ready``) all are ready."""
+
+    number: int
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """See whether there is an attempt later than ``number``."""
+
+    number: int
+
+
+Ask = Propose | TellReady | Promise | Drop | Watch | Look
+
+# -- what the trainer is to do ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Make plan and memory, then tell Prepared or Unable; repeated at each boundary until then."""
+
+    number: int
+    change: Change
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Go over now; the change counts from iteration ``at`` on (earlier than this one if this rank was in doubt)."""
+
+    number: int
+    change: Change
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """It will not be: give back what was prepared."""
+
+    number: int
+    change: Change
+    why: str
+
+
+Effect = Prepare | Apply | Discard
+
+# Whatever a rank hears of an attempt that it has left behind is passed over; anything else breaks the rules.
+_LEGAL = {
+    (Stage.IDLE, Proposed),
+    (Stage.PROPOSING, Proposed),
+    (Stage.PREPARING, Prepared),
+    (Stage.PREPARING, Unable),
+    (Stage.PREPARING, Decided),
+    (Stage.READY, Unable),
+    (Stage.READY, AllReady),
+    (Stage.READY, Decided),
+    (Stage.PROMISED, Unable),
+    (Stage.PROMISED, Decided),
+}
+
+
+class Switching:
+    """One rank's part in one epoch.
+
+    Args:
+        patience_s: how long a rank that prepares or is ready waits for all to be ready.
+        apart_s: how long after an attempt that was dropped this rank proposes another; doubled with each further one.
+        apart_max_s: at most.
+    """
+
+    def __init__(self, *, patience_s: float, apart_s: float, apart_max_s: float) -> None:
+        self._patience_s, self._apart_s, self._apart_max_s = patience_s, apart_s, apart_max_s
+        self.stage = Stage.IDLE
+        self.number = 0
+        self._change = Change("")
+        self._margin_s = 0.0
+        self._told = False
+        self._dropping = ""
+        self._begun_s = 0.0
+        self._not_before_s = -math.inf
+        self._dropped_in_a_row = 0
+        self._promised = self._at = 0
+        self._reached, self._iteration_s = -1, 0.0
+        self._discards: list[Discard] = []
+
+    # -- the trainer ---------------------------------------------------------------------------------
+
+    def wish(self, change: Change, *, margin_s: float, now_s: float) -> bool:
+        """Propose a change; False while another one is open, or the last attempt is too recent.
+
+        Args:
+            margin_s: how long it takes all to hear of something; grows by itself with every attempt that came to nothing.
+        """
+        if self.stage is not Stage.IDLE or now_s < self._not_before_s:
+            return False
+        self.stage, self._told, self._change = Stage.PROPOSING, False, change
+        self._margin_s = min(margin_s * 2**self._dropped_in_a_row, _MOST_MARGIN_S)
+        return True
+
+    def boundary(self, iteration: int, *, iteration_s: float) -> list[Effect]:
+        """The top of ``iteration``, before its snapshot: what to do now."""
+        self._reached, self._iteration_s = max(self._reached, iteration), iteration_s
+        effects: list[Effect] = list(self._discards)
+        self._discards.clear()
+        if self.stage is Stage.PREPARING and not self._dropping:
+            effects.append(Prepare(self.number, self._change))
+        elif self.stage is Stage.DECIDED and iteration >= self._at:
+            self.stage = Stage.IDLE
+            effects.append(Apply(self.number, self._change, self._at))
+        elif not self.knows(iteration) and not self._dropping:
+            self._dropping = f"a rank reached iteration {iteration} before it heard of all others"
+        return effects
+
+    def knows(self, iteration: int) -> bool:
+        """Whether this rank may snapshot ``iteration``: it knows by which schedule all do."""
+        return self.stage is not Stage.PROMISED or iteration < self._promised
+
+    # -- what happened -------------------------------------------------------------------------------
+
+    def handle(self, event: Event, *, now_s: float) -> None:
+        """Take note of an event.
+
+        Raises:
+            LocalProtocolError: it cannot have happened if all keep to the rules.
+        """
+        if isinstance(event, Failed):
+            if self.stage is Stage.PROPOSING:
+                self._rest(now_s, came_about=False)
+            return
+        if self._is_past(event):
+            return
+        if (self.stage, type(event)) not in _LEGAL:
+            raise LocalProtocolError(f"{event} while {self.stage} in attempt {self.number}")
+        match event:
+            case Proposed():
+                self._begin(event, now_s)
+            case Prepared():
+                self.stage, self._told = Stage.READY, False
+            case Unable():
+                # A promise binds: who has given it learns the outcome like all others.
+                self._dropping = self._dropping or event.why
+            case AllReady():
+                self._promise()
+            case Decided():
+                self._decided(event, now_s)
+
+    def _is_past(self, event: Event) -> bool:
+        assert not isinstance(event, Failed)
+        if isinstance(event, Proposed):
+            return event.number <= self.number
+        ended = self.stage in (Stage.IDLE, Stage.PROPOSING, Stage.DECIDED)
+        late = isinstance(event, AllReady) and self.stage is Stage.PROMISED
+        return event.number < self.number or (event.number == self.number and (ended or late))
+
+    def _begin(self, event: Proposed, now_s: float) -> None:
+        self.stage, self.number, self._change = Stage.PREPARING, event.number, event.change
+        self._margin_s, self._begun_s = event.margin_s, now_s
+        self._told, self._dropping = False, ""
+
+    def _promise(self) -> None:
+        margin = math.ceil(self._margin_s / self._iteration_s) if self._iteration_s > 0 else 0
+        # Later than anything that this rank has begun; from here on it is bound, told or not.
+        self._promised = self._reached + max(_LEAST_MARGIN, margin)
+        self.stage, self._told = Stage.PROMISED, False
+
+    def _decided(self, event: Decided, now_s: float) -> None:
+        if event.at < 0:
+            self._discards.append(Discard(self.number, self._change, event.why))
+            self._rest(now_s, came_about=False)
+            return
+        if self.stage is not Stage.PROMISED:
+            raise LocalProtocolError(f"{event}, but this rank is {self.stage} and never promised")
+        if event.at < self._promised:
+            raise LocalProtocolError(f"{event}, but this rank promised {self._promised}")
+        self._rest(now_s, came_about=True)
+        self.stage, self._at = Stage.DECIDED, event.at
+
+    def _rest(self, now_s: float, *, came_about: bool) -> None:
+        self.stage, self._dropping = Stage.IDLE, ""
+        self._dropped_in_a_row = 0 if came_about else self._dropped_in_a_row + 1
+        # What came about is no reason to wait; the next wish may be that of a rank which is not protected until then.
+        tries = min(self._dropped_in_a_row, 20)
+        apart_s = min(self._apart_s * 2 ** (tries - 1), self._apart_max_s) if tries else 0.0
+        self._not_before_s = now_s + apart_s
+
+    # -- the store -----------------------------------------------------------------------------------
+
+    def ask(self, now_s: float) -> Ask | None:
+        """What to ask the store next. What must be done once is given once: a repetition could be counted twice."""
+        stage, number = self.stage, self.number
+        waits = stage in (Stage.PREPARING, Stage.READY)
+        if waits and not self._dropping and now_s > self._begun_s + self._patience_s:
+            self._dropping = f"not every rank was ready within {self._patience_s:.0f} s"
+        if stage is Stage.DECIDED:
+            return None
+        if self._dropping:
+            return Drop(number, self._dropping)
+        once, self._told = not self._told, True
+        if stage is Stage.PROPOSING:
+            return Propose(number + 1, self._change, self._margin_s) if once else None
+        if stage is Stage.READY and once:
+            return TellReady(number)
+        if stage is Stage.PROMISED and once:
+            return Promise(number, self._promised)
+        if stage is Stage.IDLE:
+            return Look(number)
+        return Watch(number, stage is Stage.READY)
