@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from itertools import count
+
+import msgspec
 
 from ckptd.client.agreement import Exchange, all_or_none, vote
 from ckptd.client.arrival import Arrivals
@@ -72,6 +75,7 @@ class RankMemory:
     ) -> None:
         self.identity, self.topology, self._replicas = identity, topology, replicas
         self._segments = Generations()
+        self.logs = Generations()  # of the boundary log: no snapshot is in them
         self._stats = stats or Stats()
         self._needed_bytes = needed_bytes
         begun = time.perf_counter()
@@ -90,12 +94,14 @@ class RankMemory:
             attach,
             version=version,
             while_lost=self._seal_waiting,
-            held=lambda: tuple(s.generation for s in self._segments),
+            held=lambda: tuple(s.generation for s in (*self._segments, *self.logs)),
             timeout_s=timeout_s,
         )
         try:
             for info in self.session.segments:
                 self._segments.add(MappedSegment(info.path, info.generation))
+            for info in self.session.logs:
+                self.logs.add(MappedSegment(info.path, info.generation))
         except RankTaken as error:
             self.session.close()
             raise AttachRefused("rank_taken", str(error)) from error
@@ -348,6 +354,8 @@ class RankMemory:
         """Drop every generation: nothing in them can be recovered."""
         self._give_up(list(self._segments))
         self.table = self._table([])
+        for segment in self.logs:
+            self.drop_log(segment)
 
     # -- growing and shrinking -------------------------------------------------------------------
 
@@ -368,7 +376,16 @@ class RankMemory:
             DaemonUnavailable: the daemon is away.
             TimeoutError: it is on its way; ask for the same again later.
         """
-        descriptor = SegmentDescriptor(
+        told = encode_descriptor(self._descriptor_of(window, num_operators, payload))
+        info = self.session.reserve(slot_bytes, num_slots, told, patient=patient)
+        segment = self._map(info)
+        segment.hint = max((s.hint for s in self._segments), default=0)
+        self._segments.add(segment)
+        self.table = self._table(self._segments.current())
+        return segment
+
+    def _descriptor_of(self, window: int, num_operators: int, payload: bytes) -> SegmentDescriptor:
+        return SegmentDescriptor(
             job=self.identity.job,
             run=self.identity.run,
             rank=self.identity.rank,
@@ -382,13 +399,27 @@ class RankMemory:
             num_operators=num_operators,
             client=payload,
         )
-        told = encode_descriptor(descriptor)
-        info = self.session.reserve(slot_bytes, num_slots, told, patient=patient)
+
+    def reserve_log(self, slot_bytes: int, num_slots: int, payload: bytes) -> Future[SegmentInfo]:
+        """A further generation of the boundary log, for `add_log`; see `Session.reserve_log`."""
+        descriptor = msgspec.structs.replace(self._descriptor_of(1, 1, payload), kind="log")
+        return self.session.reserve_log(slot_bytes, num_slots, encode_descriptor(descriptor))
+
+    def add_log(self, info: SegmentInfo) -> MappedSegment:
+        """Map a segment that `reserve_log` was granted.
+
+        Raises:
+            DaemonUnavailable: it cannot be used.
+        """
         segment = self._map(info)
-        segment.hint = max((s.hint for s in self._segments), default=0)
-        self._segments.add(segment)
-        self.table = self._table(self._segments.current())
+        self.logs.add(segment)
         return segment
+
+    def drop_log(self, segment: MappedSegment) -> None:
+        """Give a generation of the boundary log back."""
+        self.logs.remove(segment)
+        segment.close()
+        self.session.drop(segment.generation)
 
     def drop_unneeded(self) -> list[MappedSegment]:
         """Give back generations that no suffix needs; returns them (still mapped) so that an engine can release them."""
@@ -421,7 +452,7 @@ class RankMemory:
 
     def _seal_waiting(self) -> None:
         """Seal what is filled while the daemon is away (on the session's thread)."""
-        for segment in self._segments:
+        for segment in (*self._segments, *self.logs):
             for index in range(segment.geometry.num_slots):
                 segment.seal(index)
 
@@ -429,6 +460,7 @@ class RankMemory:
         """Detach and give up ownership; the daemon keeps the memory."""
         self.session.close(final=final)
         self._segments.close()
+        self.logs.close()
 
 
 def _nodes(names: Sequence[str]) -> str:

@@ -101,6 +101,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--store", type=Path, help="one of several ranks, meeting over gloo at this file"
     )
     parser.add_argument("--leave-out", help="restore without this (see parallel/sabotage.py)")
+    parser.add_argument(
+        "--received", type=Path, help="write what pipeline stages receive to this folder"
+    )
     parser.add_argument("--break-at", type=int, default=-1, help="end the chain in that step")
     parser.add_argument("--verify-at", type=int, default=-1)
     parser.add_argument("--split", type=int, default=0)
@@ -128,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     ckpt = Checkpointer(job.model, job.optimizers, job.state, **options)
     job.ckpt = ckpt
+    job.extra["received"] = args.received
     job.start(ckpt)
 
     def maybe_die(step: int, point: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from ckptd.client import replay
+from ckptd.client.boundary_log import BoundaryLog
 from ckptd.client.layout import Source
 from ckptd.client.replay import Replay, Rows
+from ckptd.memory.boundary import SentKind
 
 __all__ = ["LEAVE_OUT"]
 
@@ -54,8 +58,22 @@ def _believing_in_itself(method: Callable[..., Any]) -> Callable[..., Any]:
     return without
 
 
+def _one_record() -> None:
+    """One activation of each iteration is not logged: the first of micro-batch 1."""
+    original = BoundaryLog.sent
+
+    def without(
+        self: BoundaryLog, kind: SentKind, stage: int, micro_batch: int, tensors: Sequence[Tensor]
+    ) -> None:
+        if (kind, micro_batch) != (SentKind.ACTIVATION, 1):
+            original(self, kind, stage, micro_batch, tensors)
+
+    BoundaryLog.sent = without  # type: ignore[method-assign]
+
+
 LEAVE_OUT: dict[str, Callable[[], None]] = {
     "frozen weights": _frozen_weights,
     "random state": _random_state,
     "elsewhere": _elsewhere,
+    "one record": _one_record,
 }
