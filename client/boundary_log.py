@@ -92,6 +92,7 @@ class BoundaryLog(SilentLog):
         # Something changed a tensor after it was sent: from then on copies come before whatever the device does next.
         self._in_order = False
         self._failures = self._skips_in_a_row = 0
+        self._trouble = False  # in the iteration that runs
         self.given_up = False
 
     # -- what is sent ----------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class BoundaryLog(SilentLog):
         if self.given_up:
             return
         with self._surviving(), self._lock:
-            self._iteration = step
+            self._iteration, self._trouble = step, False
             self._rounds.clear()
             self._room = Room()
             self._begin(step, replaying)
@@ -211,7 +212,8 @@ class BoundaryLog(SilentLog):
             fill, self._fill = self._fill, None
             if fill is not None:
                 self._end_fill(fill)
-            self._failures = 0
+            if not self._trouble:
+                self._failures = 0
         if told:
             self._tell(step, told)
 
@@ -256,9 +258,7 @@ class BoundaryLog(SilentLog):
         if view is not None:
             self._comparison = Comparison(view, step)
             return
-        first_needed = slots.first_needed()
-        slots.drop_older(first_needed)
-        claimed = slots.claim(step, first_needed)
+        claimed = slots.claim(step)
         if isinstance(claimed, str):
             self._skipped(step, claimed)
             return
@@ -319,7 +319,7 @@ class BoundaryLog(SilentLog):
         except Exception as error:
             logger.error("logging boundaries failed", exc_info=error)
             self._stats.log_failed += 1
-            self._failures += 1
+            self._failures, self._trouble = self._failures + 1, True
             with self._lock:
                 fill, self._fill, self._comparison = self._fill, None, None
             if fill is not None:

@@ -20,7 +20,8 @@ class Stats:
     ring was made larger because another rank lagged behind or had a longer window.
 
     Of the boundary log: `log_iterations`, `log_records` and `log_bytes` that were logged, `log_slots` iterations that it holds at
-    most and `log_memory_bytes` that it takes; `log_skipped` iterations that found no room, `log_failed` that could not be copied,
+    most and `log_memory_bytes` that it takes; `log_overrides` iterations given away that a recovery together with the other ranks may
+    have needed, as with snapshots; `log_skipped` iterations that found no room, `log_failed` that could not be copied,
     `log_outside` records that were sent outside of a step, `log_compared` records that a replay sent again and `log_mismatches`
     among them.
     """
@@ -63,6 +64,7 @@ class Stats:
     log_bytes: int = 0
     log_slots: int = 0
     log_memory_bytes: int = 0
+    log_overrides: int = 0
     log_skipped: int = 0
     log_failed: int = 0
     log_outside: int = 0

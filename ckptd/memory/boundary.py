@@ -6,7 +6,8 @@ epochs cut otherwise: *snapshot(t)* is the state before step *t* and outlives a 
 does not, because the step is run again (`outdated`).
 
 A slot is given away only if nothing that may be recovered needs it: what was sent from the start of the oldest promised suffix
-on (`needed_from`) stays. If there is no slot, that iteration is not logged. Training never waits.
+on (`needed_from`) stays. What is promised softly is given away when there is nothing else, as in the ring. If there is no slot,
+that iteration is not logged. Training never waits.
 """
 
 from __future__ import annotations
