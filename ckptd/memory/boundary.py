@@ -103,9 +103,10 @@ def slots_for_log(window: int, every: int, slack: int) -> int:
     """How many iterations a log must hold so that none is missing while an unbroken chain of snapshots goes on.
 
     From the start of the newest suffix up to the iteration that runs: ``window`` snapshots, ``every`` iterations apart, one that
-    is not sealed yet, ``slack`` by which other ranks may be behind, and the iteration itself.
+    is not sealed yet, ``slack`` by which other ranks may be behind, and the iteration itself; and one slot that nobody needs any
+    more, but that is being digested or read.
     """
-    return (window + 1 + slack) * every + 1
+    return (window + 1 + slack) * every + 2
 
 
 def needed_from(

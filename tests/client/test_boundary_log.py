@@ -55,9 +55,25 @@ class Trained:
         (send or self.send)(self.log, step)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        coming = self.log._slots._coming
-        if coming is not None:  # these steps are quicker than any daemon
+        self.let_the_daemon_follow()
+
+    def let_the_daemon_follow(self) -> None:
+        """These steps are quicker than any daemon: without this, what is there would be a matter of luck."""
+        memory, coming = self.ckpt._memory, self.log._slots._coming
+        assert memory is not None
+        if coming is not None:
             coming.exception(20)
+        memory.session.flush(20)
+        if memory.session.connected:
+            eventually(lambda: not self.unsealed(), "everything is sealed")
+
+    def unsealed(self) -> bool:
+        """Whether something was filled, and is not sealed yet."""
+        memory = self.ckpt._memory
+        assert memory is not None
+        segments = (*memory.table.segments, *memory.logs)
+        headers = [s.header(i) for s in segments for i in range(s.geometry.num_slots)]
+        return any(h is not None and h.state is SlotState.FILLED for h in headers)
 
     def send(self, log: BoundaryLog, step: int) -> None:
         kept = self.sent[step] = {}
@@ -86,14 +102,7 @@ class Trained:
 
     def reader(self) -> LogReader:
         """As soon as all that was filled is sealed."""
-        memory = self.ckpt._memory
-        assert memory is not None
-
-        def sealed() -> bool:
-            headers = [s.header(i) for s in memory.logs for i in range(s.geometry.num_slots)]
-            return all(h is None or h.state is not SlotState.FILLED for h in headers)
-
-        eventually(sealed, "everything is sealed")
+        eventually(lambda: not self.unsealed(), "everything is sealed")
         return LogReader(self.paths)
 
 
@@ -190,7 +199,7 @@ def test_memory_is_bounded_and_told(make: Callable[..., Trained]) -> None:
     stats = job.ckpt.stats()
     assert stats["log_memory_bytes"] <= size
     assert stats["log_skipped"] == 0
-    assert len(job.reader().iterations()) == stats["log_slots"] == 4  # a window of 2, and two
+    assert len(job.reader().iterations()) == stats["log_slots"] == 5  # a window of 2, and three
     assert f"for {int(stats['log_slots'])} iterations of at most" in job.ckpt.describe()
 
 
@@ -426,7 +435,7 @@ def test_without_memory_for_it_training_and_snapshots_go_on(
         assert (stats["log_iterations"], stats["log_memory_bytes"]) == (0, 0)
         told = job.ckpt.describe()
         job.ckpt.close()
-    assert "boundary log: none (no memory for 16.0 MiB (4 iterations of at most 4.0 MiB" in told
+    assert "boundary log: none (no memory for 20.0 MiB (5 iterations of at most 4.0 MiB" in told
     assert "the quota is 8 MiB" in told
     assert caplog.text.count("training goes on without") == 1
 

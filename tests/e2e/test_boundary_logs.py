@@ -38,7 +38,8 @@ def life(
     return Ranks(
         jobs,
         run,
-        *("--received", str(received), *options),
+        # Steps of a millisecond are quicker than any daemon: what is logged of them would be a matter of luck.
+        *("--received", str(received), "--step-ms", "30", *options),
         case=f"logged/{case}",
         world_size=CASES.cases[case].ranks,
         total=TOTAL,
