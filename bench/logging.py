@@ -186,6 +186,10 @@ def summarise(
     samples: dict[str, list[float]], stages: list[dict[str, float]], bandwidth: float
 ) -> dict[str, float | int | str]:
     pairs = zip(samples["without"], samples["with"], strict=True)
+    if not all(stage["log_iterations"] for stage in stages):
+        raise RuntimeError(
+            "nothing was logged: there was no memory for it, or --settle is too small"
+        )
     logged = [stage["log_bytes"] / stage["log_iterations"] for stage in stages]
     own_ms, without_ms = max(stage["own_ms"] for stage in stages), median(samples["without"])
     return {
@@ -209,7 +213,7 @@ def main() -> None:
     in_shared_environment()
     options = parser(__doc__)
     options.add_argument("--block", type=int, default=8, help="iterations between two changes")
-    options.add_argument("--width", type=int, default=512)
+    options.add_argument("--width", type=int, default=256)
     options.add_argument("--layers", type=int, default=4, help="of each stage")
     options.add_argument("--experts", type=int, default=8)
     options.add_argument("--tokens", type=int, default=512, help="of each micro-batch")
