@@ -2,8 +2,9 @@
 
 A pipeline of two stages under 1F1B, each stage a process, is run twice over, both times with snapshots; one of the two also logs
 what it sends. They take turns block by block. On a shared machine the difference of two runs drowns in noise when it is
-small, so the time that the training thread spends in the log's own calls is measured, too: `own_fraction` is what it adds at
-the least, and `floor_ms` what a bare copy of the same bytes would take.
+small, so the time that the training thread spends in the log's own calls is measured, too: `own_ms` by the clock, `own_cpu_ms` of
+processor time, which other load on the machine does not lengthen, and `own_cpu_fraction` of all that the trainer uses.
+`floor_ms` is what a bare copy of the same bytes would take.
 """
 
 from __future__ import annotations
@@ -55,17 +56,18 @@ class Stage(MoEStack):
 
 
 class OwnTime:
-    """Seconds that the calling thread spends in the log's calls."""
+    """Seconds that the calling thread spends in the log's calls, by the clock and of processor time."""
 
     def __init__(self, log: BoundaryLog) -> None:
-        self.seconds = 0.0
+        self.seconds = self.cpu_s = 0.0
         for name in ("begin", "sent", "end"):
             setattr(log, name, self._timed(getattr(log, name)))
 
     def _timed(self, call: Callable[..., None]) -> Callable[..., None]:
         def timed(*args: Any, **kwargs: Any) -> None:
-            begun = time.perf_counter()
+            begun, cpu = time.perf_counter(), time.thread_time()
             call(*args, **kwargs)
+            self.cpu_s += time.thread_time() - cpu
             self.seconds += time.perf_counter() - begun
 
         return timed
@@ -122,15 +124,18 @@ def work(args: Any) -> None:
 
     block(args.settle)
     print("ready", flush=True)
-    measured = 0
+    measured, cpu = 0, time.process_time()
     if own is not None:
-        own.seconds = 0.0
+        own.seconds = own.cpu_s = 0.0
     for line in sys.stdin:
         print(block(int(line)), flush=True)
         measured += int(line)
         time.sleep(PAUSE_S)  # digests of this block must not be charged to the other run
-    own_ms = 1e3 * own.seconds / measured if own is not None and measured else 0.0
-    print(json.dumps({**ckpt.stats(), "own_ms": own_ms}), flush=True)
+    each = 1e3 / max(measured, 1)
+    told = {"cpu_ms": each * (time.process_time() - cpu)}
+    if own is not None:
+        told |= {"own_ms": each * own.seconds, "own_cpu_ms": each * own.cpu_s}
+    print(json.dumps({**ckpt.stats(), **told}), flush=True)
     steps.close()  # type: ignore[attr-defined]
     ckpt.close()
 
@@ -191,13 +196,13 @@ def summarise(
             "nothing was logged: there was no memory for it, or --settle is too small"
         )
     logged = [stage["log_bytes"] / stage["log_iterations"] for stage in stages]
-    own_ms, without_ms = max(stage["own_ms"] for stage in stages), median(samples["without"])
     return {
         "logging_fraction": median([ours / plain - 1.0 for plain, ours in pairs]),
-        "iteration_ms_without": without_ms,
+        "iteration_ms_without": median(samples["without"]),
         "iteration_ms_with": median(samples["with"]),
-        "own_ms": own_ms,
-        "own_fraction": own_ms / without_ms,
+        "own_ms": max(stage["own_ms"] for stage in stages),
+        "own_cpu_ms": max(stage["own_cpu_ms"] for stage in stages),
+        "own_cpu_fraction": max(stage["own_cpu_ms"] / stage["cpu_ms"] for stage in stages),
         "floor_ms": 1e3 * max(logged) / GB / bandwidth,
         "log_bytes_per_iteration": int(max(logged)),
         "log_records_per_iteration": max(s["log_records"] / s["log_iterations"] for s in stages),

@@ -56,7 +56,7 @@ SUBJECTS = [
             *("--rounds", "1", "--block", "2", "--settle", "8", "--window", "2"),
             *("--width", "32", "--tokens", "16", "--layers", "1", "--experts", "2"),
         ],
-        {"logging_fraction", "own_ms", "log_bytes_per_iteration", "log_memory_bytes"},
+        {"logging_fraction", "own_cpu_ms", "log_bytes_per_iteration", "log_memory_bytes"},
     ),
     (
         "replication",
