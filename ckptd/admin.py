@@ -69,7 +69,7 @@ class Admin:
             rss_shmem_bytes=shmem,
             seal_queue=self._housekeeper.queued,
             sessions=tuple(self._session_status(session, now_s) for session in self._sessions),
-            segments=tuple(inventory.segment_status(segment, now_s) for segment in self._store),
+            segments=tuple(inventory.segment_status(s, now_s) for s in self._store.everything()),
             counters={**self._events.counters, **self._peering.fabric_counters},
             durable=None if self._tier is None else self._durable(self._tier),
         )
@@ -103,7 +103,7 @@ class Admin:
         )
 
     def _session_status(self, session: Session, now_s: float) -> m.SessionStatus:
-        segments = self._store.of_rank(session.key)
+        segments = self._store.all_of_rank(session.key)
         return m.SessionStatus(
             job=session.key.job,
             run=session.key.run,
@@ -130,7 +130,7 @@ class Admin:
         }
         return m.Snapshots(
             tuple(
-                inventory.rank_snapshots(self._store.of_rank(key), operators=message.operators)
+                inventory.rank_snapshots(self._store.all_of_rank(key), operators=message.operators)
                 for key in sorted(keys)
             )
         )
@@ -141,7 +141,7 @@ class Admin:
 
     def forget(self, message: m.Forget) -> m.Done | m.Refused:
         """Free a run that no trainer owns."""
-        segments = self._store.of_run(message.job, message.run)
+        segments = self._store.all_of_run(message.job, message.run)
         name = f"{message.job}/{message.run}"
         alive = [s for s in self._sessions if (s.key.job, s.key.run) == (message.job, message.run)]
         owned = [segment for segment in segments if segment.owned()]
@@ -155,7 +155,7 @@ class Admin:
         bad = self._store.remove_bad(message.job, message.run)
         replicas = self._peering.forget(message.job, message.run)
         if not segments and not bad and not replicas:
-            runs = sorted({f"{s.key.job}/{s.key.run}" for s in self._store})
+            runs = sorted({f"{s.key.job}/{s.key.run}" for s in self._store.everything()})
             known = f"in memory are {', '.join(runs)}" if runs else "nothing is in memory"
             return m.Refused(RefusalCode.NOT_FOUND, f"no segments of {name}; {known}")
         size = sum(segment.file_bytes for segment in segments) + replicas

@@ -46,12 +46,19 @@ class Reserving:
         self._store, self._events, self._slow = store, events, slow
         self._peering, self._clock = peering, clock
 
-    def reserve(self, session: Session, message: m.Reserve, answer: Answer) -> m.Reply | None:
+    def reserve(
+        self, session: Session, message: m.Reserve | m.ReserveLog, answer: Answer
+    ) -> m.Reply | None:
         """Begin to make a segment for a rank; the answer follows later, or a refusal is returned."""
         try:
             descriptor = decode_descriptor(message.descriptor)
         except SegmentError as error:
             return m.Refused(RefusalCode.BAD_DESCRIPTOR, str(error))
+        if descriptor.is_log != isinstance(message, m.ReserveLog):
+            text = (
+                f"{type(message).__name__} with the descriptor of a segment for {descriptor.kind}"
+            )
+            return m.Refused(RefusalCode.BAD_DESCRIPTOR, text)
         return self._make(
             session,
             descriptor,
@@ -142,6 +149,10 @@ class Reserving:
             if isinstance(found, str):
                 hint = "the nodes that held it are gone: start again, the ranks then plan anew"
                 answer(m.Refused(RefusalCode.NOT_FOUND, found, hint))
+                return
+            if found.descriptor.is_log:
+                text = "what is to be fetched is a boundary log, not snapshots"
+                answer(m.Refused(RefusalCode.BAD_MESSAGE, text))
                 return
             if not all(0 < image_len <= found.slot_bytes for image_len in images):
                 text = (

@@ -97,6 +97,7 @@ class Service:
             m.Hello: self._hello,
             m.Attach: self._attach,
             m.Reserve: self._reserve,
+            m.ReserveLog: self._reserve,
             m.Filled: self._filled,
             m.Drop: self._drop,
             m.Report: self._report,
@@ -138,7 +139,7 @@ class Service:
         self._peering.tick(now_s)
         if self._tier is not None:
             self._tier.tick()
-        if len(self.sessions) or any(s.detached_at_s is None for s in self._store):
+        if len(self.sessions) or any(s.detached_at_s is None for s in self._store.everything()):
             self._busy_s = now_s
 
     @property
@@ -156,7 +157,7 @@ class Service:
             session.key,
         )
         self._peering.leave(session.key, final=False)
-        for segment in self._store.of_rank(session.key):
+        for segment in self._store.all_of_rank(session.key):
             segment.end_quiet()
             self._housekeeper.settle(segment)
 
@@ -234,19 +235,25 @@ class Service:
             f"{len(decision.generations)} segments in memory (watched by {session.watched_by})",
             wish.key,
         )
-        found = [self._store.get(wish.key, generation) for generation in decision.generations]
+        got = [self._store.get(wish.key, generation) for generation in decision.generations]
+        found = [segment for segment in got if segment is not None]
+        logs = [segment for segment in found if segment.is_log]
         return m.Attached(
-            segments=tuple(segment_info(segment) for segment in found if segment is not None),
+            segments=tuple(segment_info(segment) for segment in found if not segment.is_log),
             quota_bytes=self._store.quota_bytes,
-            available_bytes=decision.available_bytes,
+            # For snapshots: what this rank's own logs take is not to be had for them.
+            available_bytes=max(0, decision.available_bytes - sum(s.file_bytes for s in logs)),
             replication_slack=self._peering.slack,
             persists=self._tier is not None,
+            logs=tuple(segment_info(segment) for segment in logs),
         )
 
-    def _reserve(self, identity: bytes, message: m.Reserve, answer: Answer) -> m.Reply | None:
+    def _reserve(
+        self, identity: bytes, message: m.Reserve | m.ReserveLog, answer: Answer
+    ) -> m.Reply | None:
         session = self.sessions.of_identity(identity)
         if session is None:
-            return _no_session("Reserve")
+            return _no_session(type(message).__name__)
         return self._reserving.reserve(session, message, answer)
 
     def _filled(self, identity: bytes, message: m.Filled, _: Answer) -> m.Reply | None:
@@ -301,7 +308,7 @@ class Service:
         if self._tier is not None and not message.final:
             self._tier.leave(session.key)
         if message.final:
-            for segment in self._store.of_rank(session.key):
+            for segment in self._store.all_of_rank(session.key):
                 self._housekeeper.remove(segment, "its run is over")
         return m.Done()
 
@@ -375,14 +382,14 @@ class Service:
 
     def _is_gone(self, session: Session, now_s: float) -> bool:
         """For trainers that cannot be watched: the owner lock was there and is there no more."""
-        if any(segment.owned() for segment in self._store.of_rank(session.key)):
+        if any(segment.owned() for segment in self._store.all_of_rank(session.key)):
             session.owner_seen = True
             return False
         return session.owner_seen or now_s - session.last_seen_s > _SILENT_S
 
     def _openers(self, key: RankKey) -> list[int]:
         """Processes that have an owned segment of this rank open, for a refusal's message."""
-        return openers([segment for segment in self._store.of_rank(key) if segment.owned()])
+        return openers([segment for segment in self._store.all_of_rank(key) if segment.owned()])
 
 
 def _no_session(what: str) -> m.Refused:

@@ -32,6 +32,7 @@ from ckptd.client.arguments import (
     own_share_bytes,
 )
 from ckptd.client.binding import Binding, local
+from ckptd.client.boundary_log import BoundaryLog, SilentLog
 from ckptd.client.buckets import Buckets
 from ckptd.client.certificate import Certificate, DenseState
 from ckptd.client.closures import before_update
@@ -56,6 +57,7 @@ from ckptd.client.rehearsal import callables_of, rehearsal_tap, without_trace
 from ckptd.client.replay import Replay, SnapshotImage
 from ckptd.client.scalars import Stateful
 from ckptd.client.sharing import NOTHING_SHARED, Sharing, find_replicas, meet_sharing
+from ckptd.client.stages import listen, stages_of
 from ckptd.client.start_from import load_start, start_unprotected
 from ckptd.client.stats import Stats
 from ckptd.cuda.select import make_engine
@@ -143,6 +145,7 @@ class Checkpointer:
         self._resume: Replay | None = None
         self._recorder: Recorder | None = None
         self._memory: RankMemory | None = None
+        self._boundary: BoundaryLog | None = None
         self._batches: list[Batches] = []
         self._cleanup = contextlib.ExitStack()
         self._step = 0
@@ -191,6 +194,7 @@ class Checkpointer:
             told = Sharing(find_replicas(self._binding, replicated))
         self._sharing = NOTHING_SHARED
         device = next((local(p).device for p in self._binding.params.values()), torch.device("cpu"))
+        self._device, self._on_mismatch = device, on_mismatch
         self._engine = make_engine(device, inline=bool(inline_copy))
         self._recovery = Recovery(
             self._binding,
@@ -280,6 +284,8 @@ class Checkpointer:
             )
         for step in self._body(range(first, total)):
             self._top(step)
+            if self._boundary is not None:
+                self._boundary.begin(step, replaying=self._replay is not None)
             yield step
         self._top(self._step)
         self._finish()
@@ -293,6 +299,9 @@ class Checkpointer:
             except GeneratorExit:
                 # A body that has updated the weights counts as done: the next loop must not do it again.
                 self._step += self._updated or self.off
+                if self._boundary is not None:
+                    done = self._updated and self._replay is None
+                    (self._boundary.end if done else self._boundary.abandon)()
                 raise
             self._step = step + 1
 
@@ -349,6 +358,44 @@ class Checkpointer:
             if table is not None:
                 table.ask_quiet(False)
 
+    # -- boundaries of a pipeline ----------------------------------------------------------------
+
+    def log_boundaries(self, stages: Any, *, limit_bytes: int | None = None) -> SilentLog:
+        """Log what these stages send to other stages: a schedule of ``torch.distributed.pipelining``, a stage, or several.
+
+        Call it once, before the loop; ``close`` undoes it. Returns the log, as ``boundary_log`` does.
+
+        Raises:
+            ValueError: there is no stage in ``stages``, or it is logged already.
+        """
+        found = stages_of(stages)
+        log = self.boundary_log(limit_bytes=limit_bytes)
+        if isinstance(log, BoundaryLog):
+            if twice := self._logged_stages & {id(stage) for stage in found}:
+                raise ValueError(f"{len(twice)} of these stages are logged already")
+            self._logged_stages |= {id(stage) for stage in found}
+            self._cleanup.enter_context(listen(found, log))
+        return log
+
+    def boundary_log(self, *, limit_bytes: int | None = None) -> SilentLog:
+        """The log for a pipeline of your own: call its ``activation`` and ``gradient`` with what you send.
+
+        Args:
+            limit_bytes: the most that it may take; None leaves it to the daemon's quota. Counts where the log is made.
+        """
+        if self._boundary is None and not self.off:
+            assert self._memory is not None
+            self._boundary = BoundaryLog(
+                self._memory,
+                make_engine(self._device, inline=True),
+                self._stats,
+                plan=lambda: None if self._recorder is None else self._recorder.plan,
+                silent=lambda: self._rehearses or self._verifies,
+                on_mismatch=self._on_mismatch,
+                limit_bytes=limit_bytes,
+            )
+        return self._boundary or SilentLog()
+
     # -- looking ---------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
@@ -372,6 +419,8 @@ class Checkpointer:
         ]
         if self._identity.world_size > 1:
             head += placement_lines(self._binding)
+        if self._boundary is not None:
+            head.append(self._boundary.describe())
         owners = plan.owners if plan is not None else []
         return describe_table(
             operators, costs, plan.schedule if plan is not None else None, owners, head
@@ -407,6 +456,9 @@ class Checkpointer:
     def close(self) -> None:
         """Detach from the daemon, which keeps the snapshots. The loop may go on unprotected, unless it is being replayed."""
         self._cleanup.close()
+        if self._boundary is not None:
+            self._boundary.close()
+            self._boundary = None
         if self._replay is not None:
             # The patches of a replay must not outlive it, and what is still frozen is not the run's state.
             self._replay.abandon()
@@ -436,6 +488,8 @@ class Checkpointer:
 
     def _top(self, step: int) -> None:
         self._check_whole()
+        if self._boundary is not None:
+            self._boundary.end()
         replay = self._replay
         recorder = self._recorder
         if self._resume is not None:
@@ -559,7 +613,8 @@ class Checkpointer:
         self._precision.enter()
 
     _first: Replay | None = None
-    _rehearses = False
+    _rehearses = _verifies = False
+    _logged_stages: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
     def _rehearsing(self) -> Iterator[None]:
@@ -654,6 +709,7 @@ class Checkpointer:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None
         assert recorder.plan is not None
+        self._verifies = True
         live = DenseState(self._binding, self._stateful)
         kept = self._tape.take()
         replay = self._recovery.replay_of(images, recorder.plan, self._meet, on_mismatch="warn")
@@ -680,6 +736,7 @@ class Checkpointer:
             self._rewind()
             self._counter.enabled = True
             self._recorder = recorder
+            self._verifies = False
         return Certificate(
             replay.start,
             until,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from itertools import count
+
+import msgspec
 
 from ckptd.client.agreement import Exchange, all_or_none, vote
 from ckptd.client.arrival import Arrivals
@@ -73,6 +76,7 @@ class RankMemory:
         self.identity, self.topology, self._replicas = identity, topology, replicas
         self._segments = Generations()
         self._ahead: tuple[MappedSegment, ...] = ()  # made for a plan that does not count yet
+        self.logs = Generations()  # of the boundary log: no snapshot is in them
         self._stats = stats or Stats()
         self._needed_bytes = needed_bytes
         begun = time.perf_counter()
@@ -91,13 +95,15 @@ class RankMemory:
             attach,
             version=version,
             while_lost=self._seal_waiting,
-            held=lambda: tuple(s.generation for s in (*self._segments, *self._ahead)),
+            held=lambda: tuple(s.generation for s in (*self._segments, *self._ahead, *self.logs)),
             timeout_s=timeout_s,
         )
         try:
             for info in self.session.segments:
                 self._segments.add(MappedSegment(info.path, info.generation))
             self._segments.order_by_use()
+            for info in self.session.logs:
+                self.logs.add(MappedSegment(info.path, info.generation))
         except RankTaken as error:
             self.session.close()
             raise AttachRefused("rank_taken", str(error)) from error
@@ -350,6 +356,8 @@ class RankMemory:
         """Drop every generation: nothing in them can be recovered."""
         self._give_up(list(self._segments))
         self.table = self._table([])
+        for segment in self.logs:
+            self.drop_log(segment)
 
     # -- growing and shrinking -------------------------------------------------------------------
 
@@ -371,21 +379,7 @@ class RankMemory:
             DaemonUnavailable: the daemon is away.
             TimeoutError: it is on its way; ask for the same again later.
         """
-        descriptor = SegmentDescriptor(
-            job=self.identity.job,
-            run=self.identity.run,
-            rank=self.identity.rank,
-            world_size=self.identity.world_size,
-            topology=self.topology,
-            layout_version=LAYOUT_VERSION,
-            generation=0,
-            node_id="",
-            created_at_ns=0,
-            window=window,
-            num_operators=num_operators,
-            client=payload,
-        )
-        told = encode_descriptor(descriptor)
+        told = encode_descriptor(self._descriptor_of(window, num_operators, payload))
         info = self.session.reserve(slot_bytes, num_slots, told, patient=patient)
         segment = self._map(info)
         if ahead:
@@ -404,6 +398,43 @@ class RankMemory:
     def give_back(self, segment: MappedSegment) -> None:
         """A generation that was made ahead is not needed."""
         self._ahead = tuple(s for s in self._ahead if s is not segment)
+        segment.close()
+        self.session.drop(segment.generation)
+
+    def _descriptor_of(self, window: int, num_operators: int, payload: bytes) -> SegmentDescriptor:
+        return SegmentDescriptor(
+            job=self.identity.job,
+            run=self.identity.run,
+            rank=self.identity.rank,
+            world_size=self.identity.world_size,
+            topology=self.topology,
+            layout_version=LAYOUT_VERSION,
+            generation=0,
+            node_id="",
+            created_at_ns=0,
+            window=window,
+            num_operators=num_operators,
+            client=payload,
+        )
+
+    def reserve_log(self, slot_bytes: int, num_slots: int, payload: bytes) -> Future[SegmentInfo]:
+        """A further generation of the boundary log, for `add_log`; see `Session.reserve_log`."""
+        descriptor = msgspec.structs.replace(self._descriptor_of(1, 1, payload), kind="log")
+        return self.session.reserve_log(slot_bytes, num_slots, encode_descriptor(descriptor))
+
+    def add_log(self, info: SegmentInfo) -> MappedSegment:
+        """Map a segment that `reserve_log` was granted.
+
+        Raises:
+            DaemonUnavailable: it cannot be used.
+        """
+        segment = self._map(info)
+        self.logs.add(segment)
+        return segment
+
+    def drop_log(self, segment: MappedSegment) -> None:
+        """Give a generation of the boundary log back."""
+        self.logs.remove(segment)
         segment.close()
         self.session.drop(segment.generation)
 
@@ -438,7 +469,7 @@ class RankMemory:
 
     def _seal_waiting(self) -> None:
         """Seal what is filled while the daemon is away (on the session's thread)."""
-        for segment in self._segments:
+        for segment in (*self._segments, *self.logs):
             for index in range(segment.geometry.num_slots):
                 segment.seal(index)
 
@@ -449,6 +480,7 @@ class RankMemory:
             segment.close()
         self._ahead = ()
         self._segments.close()
+        self.logs.close()
 
 
 def _nodes(names: Sequence[str]) -> str:

@@ -41,6 +41,7 @@ from ckptd.transport.messages import (
     Report,
     Reserve,
     Reserved,
+    ReserveLog,
     RunSeen,
     SeeRun,
     SegmentInfo,
@@ -101,6 +102,7 @@ class Session:
         self.card = NodeCard("nobody")
         self.slack, self.persists = 0, False
         self.segments: tuple[SegmentInfo, ...] = ()
+        self.logs: tuple[SegmentInfo, ...] = ()
         self.quota_bytes = self.available_bytes = 0
         self._open_within(timeout_s)
         self._link.start()
@@ -157,6 +159,19 @@ class Session:
             return found
         self.drop(found.generation)  # asked for under another plan, and no longer wanted
         return self.reserve(slot_bytes, num_slots, descriptor, patient=patient)
+
+    def reserve_log(
+        self, slot_bytes: int, num_slots: int, descriptor: bytes
+    ) -> Future[SegmentInfo]:
+        """Ask for a segment for the boundary log, and wait for nothing.
+
+        The result is one of `reserve`'s errors, or the segment.
+
+        Raises:
+            DaemonUnavailable: not even the question can be asked.
+        """
+        wanted = ReserveLog(slot_bytes, num_slots, descriptor)
+        return self._link.begin(lambda: self._ask_for_memory(wanted))
 
     def see_run(
         self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False
@@ -276,7 +291,7 @@ class Session:
         if isinstance(error, _FAILURES):
             self._lose(str(error))
 
-    def _ask_for_memory(self, wanted: Reserve) -> SegmentInfo:
+    def _ask_for_memory(self, wanted: Reserve | ReserveLog) -> SegmentInfo:
         try:
             reply = self._request(wanted, _RESERVE_LIMIT_S, alive_s=_ANSWER_S)
         except (RequestTimeout, WireError, OSError) as error:
@@ -410,7 +425,7 @@ class Session:
         self._client, self.node_id = client, welcome.node_id
         self.card = welcome.card or NodeCard(welcome.node_id)
         self.slack, self.persists = attached.replication_slack, attached.persists
-        self.segments = attached.segments
+        self.segments, self.logs = attached.segments, attached.logs
         self.quota_bytes, self.available_bytes = attached.quota_bytes, attached.available_bytes
         self.connected = True
 

@@ -19,6 +19,12 @@ class Stats:
     `floor_overrides`: snapshots given away that a recovery together with the other ranks may have needed; `grown`: how often the
     ring was made larger because another rank lagged behind or had a longer window. `switches`: changes of the schedule that all
     ranks made together; `undecided`: snapshots left out because this rank did not know in time whether there was one.
+
+    Of the boundary log: `log_iterations`, `log_records` and `log_bytes` that were logged, `log_slots` iterations that it holds at
+    most and `log_memory_bytes` that it takes; `log_overrides` iterations given away that a recovery together with the other ranks may
+    have needed, as with snapshots; `log_skipped` iterations that found no room, `log_failed` that could not be copied,
+    `log_outside` records that were sent outside of a step, `log_compared` records that a replay sent again and `log_mismatches`
+    among them.
     """
 
     snapshots: int = 0
@@ -56,6 +62,17 @@ class Stats:
     boundary_ms_last: float = 0.0
     wait_ms_last: float = 0.0
     steps: int = 0
+    log_iterations: int = 0
+    log_records: int = 0
+    log_bytes: int = 0
+    log_slots: int = 0
+    log_memory_bytes: int = 0
+    log_overrides: int = 0
+    log_skipped: int = 0
+    log_failed: int = 0
+    log_outside: int = 0
+    log_compared: int = 0
+    log_mismatches: int = 0
 
     def note_stall(self, boundary_s: float, wait_s: float) -> None:
         """One step's share of the training thread: at the top of the loop, and before the optimizer's step."""

@@ -174,6 +174,7 @@ class ImageLayout:
         identity: Mapping[str, str],
         num_operators: int,
         anchors: int,
+        data_offset: int | None = None,
     ) -> ImageLayout:
         """Plan the image of ``entries``, which are ordered by item size, descending and stable.
 
@@ -181,13 +182,19 @@ class ImageLayout:
             identity: further metadata of the header: job, run, rank, world_size.
             num_operators: how many operators the model has.
             anchors: bitmask over operator ids: those whose anchor is in this image.
+            data_offset: where data is to begin (a multiple of 64), for data that is in place already, in the order of
+                ``entries``; None lets it follow the header, in the order said above.
         Raises:
-            ValueError: a name twice, an unknown dtype, a bad shape, an anchor out of range.
+            ValueError: a name twice, an unknown dtype, a bad shape, an anchor out of range, a header longer than
+                ``data_offset`` leaves room for.
         """
-        ordered = tuple(sorted(_checked(entries), key=lambda entry: -DTYPE_SIZE[entry.dtype]))
+        checked = _checked(entries)
+        if data_offset is None:
+            checked = sorted(checked, key=lambda entry: -DTYPE_SIZE[entry.dtype])
+        ordered = tuple(checked)
         metadata = _metadata(identity, len(ordered), num_operators, anchors)
         ends = list(itertools.accumulate((entry.nbytes for entry in ordered), initial=0))
-        template = _render(metadata, ordered, ends)
+        template = _padded(_render(metadata, ordered, ends), data_offset)
         data_offset = len(template)
         return cls(
             entries=ordered,
@@ -461,6 +468,16 @@ def _render(
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _DATA_ALIGNMENT)
     if len(text) > _MAX_HEADER_BYTES:
         raise ValueError(f"the header has {len(text)} bytes, limit {_MAX_HEADER_BYTES}")
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _padded(header: bytes, data_offset: int | None) -> bytes:
+    """The same header, longer, so that data begins at ``data_offset``."""
+    if data_offset is None or len(header) == data_offset:
+        return header
+    if data_offset % _DATA_ALIGNMENT or len(header) > data_offset:
+        raise ValueError(f"a header of {len(header)} bytes does not end at {data_offset}")
+    text = header[_LENGTH_BYTES:] + b" " * (data_offset - len(header))
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 

@@ -125,11 +125,10 @@ def test_commands_of_the_wheel_exist(unpacked: Path) -> None:
 
 
 def test_the_version_is_said_once() -> None:
-    """The changelog's newest entry is the version that is built."""
+    """The changelog's newest entry that is released is the version that is built."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    headings = [
-        line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")
-    ]
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    headings = [line for line in lines if line.startswith("## ") and line != "## Unreleased"]
     assert headings, "CHANGELOG.md has no version heading"
     assert headings[0].split()[1].strip("[]") == version
 

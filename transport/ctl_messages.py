@@ -107,6 +107,7 @@ class SegmentStatus(Struct, frozen=True, tag=True):
     detached_s: float  # for how long no trainer has owned it; 0 while owned
     node_id: str
     created_at_ns: int
+    kind: str = "snapshots"  # or "log": a boundary log
 
 
 class SessionStatus(Struct, frozen=True, tag=True):
@@ -212,6 +213,7 @@ class RankSnapshots(Struct, frozen=True, tag=True):
     suffix: tuple[int, int]  # first and last iteration of the recoverable suffix; (-1, -1): none
     reason: str
     operators: tuple[str, ...] = ()
+    log: tuple[SlotInfo, ...] = ()  # the slots of its boundary log
 
 
 class Snapshots(Struct, frozen=True, tag=True):

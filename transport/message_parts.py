@@ -131,3 +131,4 @@ class Holdings(Struct, frozen=True, tag=True):
     node: Name
     segments: tuple[HeldSegment, ...]
     epoch: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
+    logs: tuple[HeldSegment, ...] = ()  # boundary logs, apart, so that nobody plans with them

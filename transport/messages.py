@@ -87,6 +87,7 @@ from ckptd.transport.trainer_messages import (
     Report,
     Reserve,
     Reserved,
+    ReserveLog,
 )
 
 __all__ = [
@@ -147,6 +148,7 @@ __all__ = [
     "Report",
     "Request",
     "Reserve",
+    "ReserveLog",
     "Reserved",
     "RunSeen",
     "SeeRun",
@@ -169,6 +171,7 @@ Request = (
     Hello
     | Attach
     | Reserve
+    | ReserveLog
     | Drop
     | Detach
     | Ping

@@ -40,6 +40,7 @@ __all__ = [
     "Notice",
     "Report",
     "Reserve",
+    "ReserveLog",
     "Reserved",
 ]
 
@@ -71,6 +72,14 @@ class Reserve(Struct, frozen=True, tag=True):
     `descriptor` is the msgpack of a `ckptd.memory.segment_format.SegmentDescriptor`; the daemon checks
     its identity against the session and fills in generation, node id and creation time.
     """
+
+    slot_bytes: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    num_slots: NumSlots
+    descriptor: Blob
+
+
+class ReserveLog(Struct, frozen=True, tag=True):
+    """As `Reserve`, for a boundary log; a message of its own, so that a daemon that knows of none refuses it."""
 
     slot_bytes: Annotated[int, Meta(ge=1, lt=1 << 62)]
     num_slots: NumSlots
@@ -177,7 +186,8 @@ class Attached(Struct, frozen=True, tag=True):
     """The rank is yours: its segments, oldest generation first, and the memory left for it.
 
     ``replication_slack``: slots that its ring should have beyond what one node needs. ``persists``: snapshots go to
-    storage, so that it should have those of one more suffix, which may stay while it is uploaded.
+    storage, so that it should have those of one more suffix, which may stay while it is uploaded. ``logs``: the rank's
+    boundary logs, oldest generation first.
     """
 
     segments: tuple[SegmentInfo, ...]
@@ -185,6 +195,7 @@ class Attached(Struct, frozen=True, tag=True):
     available_bytes: int
     replication_slack: int = 0
     persists: bool = False
+    logs: tuple[SegmentInfo, ...] = ()
 
 
 class Reserved(Struct, frozen=True, tag=True):

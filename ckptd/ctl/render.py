@@ -108,6 +108,7 @@ def _segments(segments: Sequence[m.SegmentStatus]) -> str:
             segment.run,
             segment.rank,
             segment.generation,
+            segment.kind,
             format_bytes(segment.total_bytes),
             f"{segment.num_slots} x {format_bytes(segment.slot_bytes)}",
             ", ".join(f"{count} {state}" for state, count in sorted(segment.states.items())),
@@ -118,7 +119,7 @@ def _segments(segments: Sequence[m.SegmentStatus]) -> str:
         for segment in segments
     ]
     header = (
-        "job", "run", "rank", "gen", "size", "slots", "states", "newest", "owner", "memory",
+        "job", "run", "rank", "gen", "holds", "size", "slots", "states", "newest", "owner", "memory",
     )  # fmt: skip
     return format_table(header, rows)
 
@@ -169,6 +170,8 @@ def _rank(rank: m.RankSnapshots, *, operators: bool) -> str:
     if free:
         lines.append(f"and {free} free slots")
     lines.append(_recoverable(rank))
+    if rank.log:
+        lines.append(_log(rank.log))
     if operators:
         lines += [line for slot in held for line in _anchored(slot, rank)]
     return "\n".join(lines)
@@ -202,6 +205,14 @@ def _recoverable(rank: m.RankSnapshots) -> str:
         f"recoverable: iteration {end}, from snapshots {start} to {end}, by replaying {replayed} "
         f"iteration{'' if replayed == 1 else 's'} ({rank.reason})"
     )
+
+
+def _log(slots: Sequence[m.SlotInfo]) -> str:
+    """What is logged of pipeline boundaries."""
+    logged = sorted({slot.iteration for slot in slots if slot.state == "sealed"})
+    size = format_bytes(sum(slot.image_len for slot in slots if slot.state == "sealed"))
+    span = f"iterations {', '.join(map(str, logged))}, {size}" if logged else "nothing yet"
+    return f"boundary log: {span} ({len(slots)} slots)"
 
 
 def _anchored(slot: m.SlotInfo, rank: m.RankSnapshots) -> list[str]:

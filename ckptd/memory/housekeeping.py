@@ -55,7 +55,7 @@ class Housekeeper:
         self._scrubbing = False
         self._next_round_s = 0.0
         self._next_scrub_s = 0.0
-        # Told of each slot that was sealed.
+        # Told of each snapshot that was sealed.
         self.sealed: Callable[[Segment], None] = lambda segment: None
         # Told of each segment in which a slot was quarantined.
         self.damaged: Callable[[Segment], None] = lambda segment: None
@@ -89,7 +89,7 @@ class Housekeeper:
 
     def tick(self, now_s: float, live_runs: Collection[tuple[str, str]]) -> None:
         """Look after owners that went, slots that wait, runs that expired, the scrub."""
-        for segment in list(self._store):
+        for segment in self._store.everything():
             if not segment.in_place():
                 self._vanished(segment)
                 continue
@@ -130,7 +130,7 @@ class Housekeeper:
 
     def seal_all(self) -> None:
         """Queue every filled slot, before an orderly stop."""
-        for segment in self._store:
+        for segment in self._store.everything():
             for index, header in segment.headers():
                 if header.state is SlotState.FILLED:
                     self.seal(segment, index)
@@ -153,7 +153,8 @@ class Housekeeper:
         if outcome.verdict is Verdict.SEALED:
             self._events.count("sealed_bytes", outcome.image_len)
             self._events.count("digest_ns", outcome.digest_ns)
-            self.sealed(segment)
+            if not segment.is_log:
+                self.sealed(segment)
         elif outcome.verdict is Verdict.DAMAGED:
             self._events.add(
                 "error",
@@ -214,7 +215,7 @@ class Housekeeper:
         if limit_s == 0:
             return
         runs: dict[tuple[str, str], list[Segment]] = {}
-        for segment in self._store:
+        for segment in self._store.everything():
             runs.setdefault((segment.key.job, segment.key.run), []).append(segment)
         for run, segments in runs.items():
             left = [s.detached_at_s for s in segments if s.detached_at_s is not None]
@@ -255,7 +256,7 @@ class Housekeeper:
         before = time.time_ns() - int(settled_s * 1e9)
         return [
             (segment, index, header.sequence)
-            for segment in (*self._store, *self.replicas())
+            for segment in (*self._store.everything(), *self.replicas())
             for index, header in segment.headers()
             if header.state is SlotState.SEALED and header.sealed_at_ns < before
         ]

@@ -59,16 +59,15 @@ def segment_status(segment: Segment, now_s: float) -> SegmentStatus:
         detached_s=0.0 if detached is None else now_s - detached,
         node_id=told.node_id,
         created_at_ns=told.created_at_ns,
+        kind=told.kind,
     )
 
 
 def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnapshots:
-    """The slot table of one rank, given its segments, the one that was filled last at the end."""
+    """The slot table of one rank, given its segments, the one that was filled last at the end; one at least is of snapshots."""
+    logs = [segment for segment in segments if segment.is_log]
+    segments = [segment for segment in segments if not segment.is_log]
     told = segments[-1].descriptor
-    slots: list[SlotInfo] = []
-    for segment in segments:
-        slots += [_slot_info(segment, index, header) for index, header in segment.headers()]
-    slots.sort(key=lambda slot: (slot.iteration, slot.sequence))
     suffix = find_suffix(records_of(segments), told.num_operators)
     names = operator_names(told.client, told.num_operators, told.rank) if operators else ()
     return RankSnapshots(
@@ -78,7 +77,8 @@ def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnaps
         world_size=told.world_size,
         window=told.window,
         num_operators=told.num_operators,
-        slots=tuple(slots),
+        slots=_slot_infos(segments),
+        log=_slot_infos(logs),
         suffix=(-1, -1) if isinstance(suffix, NoSuffix) else (suffix.start, suffix.end),
         reason=suffix.reason,
         operators=names,
@@ -169,6 +169,15 @@ def own_memory() -> tuple[int, int, int]:
     found = dict(re.findall(r"^Rss(Anon|File|Shmem):\s+(\d+) kB$", text, re.MULTILINE))
     anon, file, shmem = (int(found.get(kind, 0)) * 1024 for kind in ("Anon", "File", "Shmem"))
     return anon, file, shmem
+
+
+def _slot_infos(segments: Iterable[Segment]) -> tuple[SlotInfo, ...]:
+    found = [
+        _slot_info(segment, index, header)
+        for segment in segments
+        for index, header in segment.headers()
+    ]
+    return tuple(sorted(found, key=lambda slot: (slot.iteration, slot.sequence)))
 
 
 def _slot_info(segment: Segment, index: int, header: SlotHeader) -> SlotInfo:

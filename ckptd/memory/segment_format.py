@@ -15,6 +15,9 @@ Invariants:
 
 A *replica* is a segment file of another node's primary, descriptor and headers included; only its name
 tells them apart (``docs/replication.md`` section 4).
+
+A *boundary log* (``docs/boundary_logs.md``) is laid out alike. Its descriptor, its magic and its name all say
+that it is one, so that nobody, of whatever version, takes it for snapshots.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import sys
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import xxhash
@@ -38,6 +41,7 @@ __all__ = [
     "FORMAT_VERSION",
     "HINT_DROP_GRADIENTS",
     "HINT_OFFSET",
+    "LOG_MAGIC",
     "OWNER_LOCK_BYTE",
     "PAGE_BYTES",
     "PROLOGUE_BYTES",
@@ -57,8 +61,10 @@ __all__ = [
     "decode_descriptor",
     "encode_descriptor",
     "last_filled",
+    "log_file_name",
     "origin_of",
     "pack_slot_header",
+    "parse_log_file_name",
     "parse_replica_file_name",
     "parse_segment_file_name",
     "plan_geometry",
@@ -77,6 +83,7 @@ __all__ = [
 ]
 
 SEGMENT_MAGIC = b"CKPTDSEG"
+LOG_MAGIC = b"CKPTDLOG"
 FORMAT_VERSION = 2
 PAGE_BYTES = 4096
 PROLOGUE_BYTES = PAGE_BYTES
@@ -114,7 +121,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FILE_NAME = re.compile(
     r"(?P<job>[A-Za-z0-9._-]{1,64})~(?P<run>[A-Za-z0-9._-]{1,64})"
     r"~r(?P<rank>0|[1-9][0-9]{0,9})~g(?P<generation>0|[1-9][0-9]{0,9})"
-    r"(?:\.seg|~(?P<origin>[0-9a-f]{16})\.rep)"
+    r"(?P<end>\.seg|\.boundary|~(?P<origin>[0-9a-f]{16})\.rep)"
 )
 _ORIGIN = re.compile(r"[0-9a-f]{16}")
 _NO_DIGEST = bytes(16)
@@ -144,6 +151,12 @@ class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     window: _Window
     num_operators: _NumOperators
     client: bytes = b""
+    kind: Literal["snapshots", "log"] = "snapshots"
+
+    @property
+    def is_log(self) -> bool:
+        """Whether its slots hold what was sent at pipeline boundaries, not snapshots."""
+        return self.kind == "log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +295,7 @@ def write_prologue(
         write_slot_header(buf, geometry, index, SlotHeader())
     buf[PROLOGUE_BYTES : PROLOGUE_BYTES + len(payload)] = payload
     prologue = _PROLOGUE.pack(
-        SEGMENT_MAGIC,
+        LOG_MAGIC if descriptor.is_log else SEGMENT_MAGIC,
         FORMAT_VERSION,
         geometry.num_slots,
         geometry.slot_bytes,
@@ -306,7 +319,7 @@ def read_prologue(buf: memoryview) -> tuple[SegmentGeometry, SegmentDescriptor]:
         raise _bad(f"it is truncated: the file has {len(buf)} bytes, needs at least 4096")
     fields = _PROLOGUE.unpack_from(buf)
     magic, version, num_slots, slot_bytes, slots_offset, length, capacity, payload_crc = fields
-    if magic != SEGMENT_MAGIC:
+    if magic not in (SEGMENT_MAGIC, LOG_MAGIC):
         raise _bad(f"it begins with {magic!r}, not {SEGMENT_MAGIC!r}", "It is not a segment.")
     if version != FORMAT_VERSION:
         raise _bad(
@@ -329,7 +342,12 @@ def read_prologue(buf: memoryview) -> tuple[SegmentGeometry, SegmentDescriptor]:
     payload = buf[PROLOGUE_BYTES : PROLOGUE_BYTES + length]
     if zlib.crc32(payload) != payload_crc:
         raise _bad("the crc of its descriptor does not match")
-    return geometry, decode_descriptor(payload)
+    descriptor = decode_descriptor(payload)
+    if descriptor.is_log != (magic == LOG_MAGIC):
+        raise _bad(
+            f"it begins with {magic!r}, and its descriptor says that it holds {descriptor.kind}"
+        )
+    return geometry, descriptor
 
 
 def pack_slot_header(header: SlotHeader) -> bytes:
@@ -483,6 +501,11 @@ def segment_file_name(job: str, run: str, rank: int, generation: int) -> str:
     return f"{_stem(job, run, rank, generation)}.seg"
 
 
+def log_file_name(job: str, run: str, rank: int, generation: int) -> str:
+    """``<job>~<run>~r<rank>~g<generation>.boundary``."""
+    return f"{_stem(job, run, rank, generation)}.boundary"
+
+
 def replica_file_name(job: str, run: str, rank: int, generation: int, origin: str) -> str:
     """``<job>~<run>~r<rank>~g<generation>~<origin>.rep``."""
     if not _ORIGIN.fullmatch(origin):
@@ -496,10 +519,16 @@ def parse_segment_file_name(name: str) -> SegmentName:
     Raises:
         ValueError: ``name`` was not made by it.
     """
-    match = _FILE_NAME.fullmatch(name)
-    if match is None or match["origin"] is not None:
-        raise ValueError(f"{name!r} is not <job>~<run>~r<rank>~g<generation>.seg")
-    return _parsed(match)
+    return _parse(name, ".seg")
+
+
+def parse_log_file_name(name: str) -> SegmentName:
+    """What `log_file_name` was called with.
+
+    Raises:
+        ValueError: ``name`` was not made by it.
+    """
+    return _parse(name, ".boundary")
 
 
 def parse_replica_file_name(name: str) -> ReplicaName:
@@ -518,6 +547,13 @@ def _stem(job: str, run: str, rank: int, generation: int) -> str:
     if rank < 0 or generation < 0:
         raise ValueError(f"rank {rank} and generation {generation} must not be negative")
     return f"{check_name(job, 'job')}~{check_name(run, 'run')}~r{rank}~g{generation}"
+
+
+def _parse(name: str, end: str) -> SegmentName:
+    match = _FILE_NAME.fullmatch(name)
+    if match is None or match["end"] != end:
+        raise ValueError(f"{name!r} is not <job>~<run>~r<rank>~g<generation>{end}")
+    return _parsed(match)
 
 
 def _parsed(match: re.Match[str]) -> SegmentName:

@@ -4,6 +4,10 @@ The files are the only truth; a `SegmentStore` is what one finds by looking at t
 its name when it is complete, so a crash leaves a temporary (removed at the next start) and never
 half a segment. A file that cannot be believed is put aside as `*.bad`, not deleted.
 
+Boundary logs live beside the snapshots and count and age alike. But whoever looks for snapshots must not
+come upon one: iterating, `of_rank` and `of_run` leave them out; `everything` and its like are for those
+who look after memory, whatever is in it. Generations of a rank are counted over both.
+
 `reserve` and `enter` are quick and belong to the daemon's loop thread, `build` may take seconds
 (it touches every page) and belongs to a worker. Slot states are changed here only under the
 slot's lock, or where no trainer can be writing.
@@ -34,7 +38,9 @@ from ckptd.memory.segment_format import (
     SlotHeader,
     encode_descriptor,
     last_filled,
+    log_file_name,
     origin_of,
+    parse_log_file_name,
     parse_replica_file_name,
     parse_segment_file_name,
     plan_geometry,
@@ -95,6 +101,11 @@ class Segment:
     def generation(self) -> int:
         """Which of its rank's segments it is; newer is higher."""
         return self.descriptor.generation
+
+    @property
+    def is_log(self) -> bool:
+        """Whether it is a boundary log."""
+        return self.descriptor.is_log
 
     def in_place(self) -> bool:
         """Is our file still the one with this name? False if somebody removed or replaced it."""
@@ -215,25 +226,41 @@ class SegmentStore:
         self.other_bytes: Callable[[], int] = int
 
     def __iter__(self) -> Iterator[Segment]:
-        return iter([self._segments[key] for key in sorted(self._segments)])
+        return iter([s for s in self.everything() if not s.is_log])
 
     def __len__(self) -> int:
-        return len(self._segments)
+        return sum(not s.is_log for s in self._segments.values())
 
     def get(self, key: RankKey, generation: int) -> Segment | None:
-        """One segment of a rank."""
+        """One segment of a rank, snapshots or log."""
         return self._segments.get((key, generation))
 
     def of_rank(self, key: RankKey) -> list[Segment]:
-        """The segments of a rank, the one that was filled last at the end.
+        """The segments with a rank's snapshots, the one that was filled last at the end.
 
         Not by generation: one may be made ahead of the change of schedule that it is for, and lie empty until then.
         """
         return sorted((s for s in self if s.key == key), key=Segment.last_filled)
 
     def of_run(self, job: str, run: str) -> list[Segment]:
-        """The segments of a run."""
+        """The segments with a run's snapshots."""
         return [s for s in self if (s.key.job, s.key.run) == (job, run)]
+
+    def everything(self) -> list[Segment]:
+        """Every segment, boundary logs included."""
+        return [self._segments[key] for key in sorted(self._segments)]
+
+    def all_of_rank(self, key: RankKey) -> list[Segment]:
+        """Whatever there is of a rank, oldest generation first."""
+        return [s for s in self.everything() if s.key == key]
+
+    def all_of_run(self, job: str, run: str) -> list[Segment]:
+        """Whatever there is of a run."""
+        return [s for s in self.everything() if (s.key.job, s.key.run) == (job, run)]
+
+    def logs_of_run(self, job: str, run: str) -> list[Segment]:
+        """The boundary logs of a run."""
+        return [s for s in self.all_of_run(job, run) if s.is_log]
 
     @property
     def used_bytes(self) -> int:
@@ -244,7 +271,8 @@ class SegmentStore:
 
     def facts(self) -> list[SegmentFacts]:
         """Every segment, for the admission decision; planned ones count with their bytes."""
-        made = [_facts(s.descriptor, s.file_bytes, s.owned(), True) for s in self]
+        every = self.everything()
+        made = [_facts(s.descriptor, s.file_bytes, s.owned(), True) for s in every]
         plans = self._plans.values()
         return made + [_facts(p.descriptor, p.geometry.total_bytes, False, False) for p in plans]
 
@@ -266,7 +294,7 @@ class SegmentStore:
         bad: list[tuple[Path, str]] = []
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
-        for path in sorted(self.folder.glob("*.seg")):
+        for path in sorted((*self.folder.glob("*.seg"), *self.folder.glob("*.boundary"))):
             try:
                 segment = open_segment(path)
             except (OSError, ValueError, SegmentError) as error:
@@ -276,7 +304,7 @@ class SegmentStore:
                 continue
             segment.detached_at_s = None if segment.owned() else now_s
             self._segments[segment.key, segment.generation] = segment
-        return list(self), bad
+        return self.everything(), bad
 
     def plan(self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int) -> SegmentPlan:
         """Lay out the next generation of a rank; nothing is promised yet.
@@ -293,7 +321,8 @@ class SegmentStore:
             created_at_ns=time.time_ns(),
         )
         geometry = plan_geometry(num_slots, slot_bytes, len(encode_descriptor(final)))
-        name = segment_file_name(final.job, final.run, final.rank, final.generation)
+        name_of = log_file_name if final.is_log else segment_file_name
+        name = name_of(final.job, final.run, final.rank, final.generation)
         return SegmentPlan(final, geometry, self.folder / name)
 
     def promise(self, plan: SegmentPlan) -> None:
@@ -415,11 +444,11 @@ def _check_file_name(name: str, descriptor: SegmentDescriptor) -> None:
         descriptor.rank,
         descriptor.generation,
     )
-    if name.endswith(".rep"):
+    if name.endswith(".rep") and not descriptor.is_log:
         told = (*told, origin_of(descriptor))
         named: tuple[object, ...] = tuple(parse_replica_file_name(name))
     else:
-        named = tuple(parse_segment_file_name(name))
+        named = tuple((parse_log_file_name if descriptor.is_log else parse_segment_file_name)(name))
     if told != named:
         raise ValueError(f"its descriptor says {told}, its name says {named}")
 

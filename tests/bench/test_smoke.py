@@ -56,6 +56,14 @@ SUBJECTS = [
         {"replay_cost_90_frozen"},
     ),
     (
+        "logging",
+        [
+            *("--rounds", "1", "--block", "2", "--settle", "8", "--window", "2"),
+            *("--width", "32", "--tokens", "16", "--layers", "1", "--experts", "2"),
+        ],
+        {"logging_fraction", "own_cpu_ms", "log_bytes_per_iteration", "log_memory_bytes"},
+    ),
+    (
         "replication",
         ["--rounds", "1", "--block", "3", "--settle", "8", "--batch-size", "1"],
         {"replication_fraction", "overhead_fraction", "lag_iterations_max", "replicated_mb_per_s"},

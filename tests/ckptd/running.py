@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -135,7 +136,13 @@ def running_daemon(**settings: str) -> Iterator[DaemonProcess]:
 
 
 def descriptor(
-    job: str = "job", run: str = "run", rank: int = 0, *, world_size: int = 1, topology: str = "dp1"
+    job: str = "job",
+    run: str = "run",
+    rank: int = 0,
+    *,
+    world_size: int = 1,
+    topology: str = "dp1",
+    kind: Literal["snapshots", "log"] = "snapshots",
 ) -> SegmentDescriptor:
     """What a trainer says of its segment."""
     return SegmentDescriptor(
@@ -150,6 +157,7 @@ def descriptor(
         created_at_ns=0,
         window=2,
         num_operators=2,
+        kind=kind,
     )
 
 

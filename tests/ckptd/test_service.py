@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from ckptd.ctl import render
 from ckptd.events import EventLog
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.ring import SlotState
+from ckptd.memory.sealer import Verdict, seal_slot
 from ckptd.memory.segment_format import (
     SegmentDescriptor,
     SlotHeader,
@@ -27,7 +30,7 @@ from ckptd.settings import DaemonConfig
 from ckptd.transport import messages as m
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
-from tests.ckptd.running import eventually
+from tests.ckptd.running import eventually, fill, state_of
 from tests.ckptd.snapshots import snapshot_of
 
 MIB = 1 << 20
@@ -218,3 +221,116 @@ def test_a_copy_on_this_node_that_a_fetch_finds_damaged_is_verified(setting: Set
         return header is not None and header.state is SlotState.QUARANTINED
 
     eventually(quarantined, "the damaged slot is quarantined")
+
+
+def reserve_log(setting: Setting, num_slots: int = 3) -> Segment:
+    told = encode_descriptor(replace_kind(descriptor_of("job", "run")))
+    reply = setting.ask(m.ReserveLog(MIB, num_slots, told))
+    assert isinstance(reply, m.Reserved), reply
+    segment = setting.store.get(RANK, reply.segment.generation)
+    assert segment is not None
+    return segment
+
+
+def replace_kind(descriptor: SegmentDescriptor) -> SegmentDescriptor:
+    return msgspec.structs.replace(descriptor, kind="log")
+
+
+def put(segment: Segment, index: int, iteration: int) -> None:
+    """A sealed slot that anchors everything: were it taken for a snapshot, it could be recovered from."""
+    fill(segment, index, iteration, anchors=1)
+    assert seal_slot(segment, index).verdict is Verdict.SEALED
+
+
+def test_a_log_is_asked_for_by_a_message_of_its_own(setting: Setting) -> None:
+    """A daemon that knows no logs ignores what it does not know of a descriptor, and would make a segment for snapshots."""
+    setting.attach()
+    told = descriptor_of("job", "run")
+    wrong = (
+        m.Reserve(MIB, 2, encode_descriptor(replace_kind(told))),
+        m.ReserveLog(MIB, 2, encode_descriptor(told)),
+    )
+    for message in wrong:
+        refused = setting.ask(message)
+        assert isinstance(refused, m.Refused)
+        assert refused.code is m.RefusalCode.BAD_DESCRIPTOR
+    assert list(setting.store.everything()) == []
+
+
+def test_a_log_that_exceeds_the_quota_is_refused_with_numbers(setting: Setting) -> None:
+    setting.attach()
+    setting.reserve()
+    told = encode_descriptor(replace_kind(descriptor_of("job", "run")))
+    refused = setting.ask(m.ReserveLog(MIB, 70, told))
+    assert isinstance(refused, m.Refused)
+    assert refused.code is m.RefusalCode.QUOTA
+    assert "70 slots of 1 MiB" in refused.message
+    assert "the quota is 64 MiB" in refused.message
+
+
+def test_a_trainer_is_told_of_its_log_apart_from_its_snapshots(setting: Setting) -> None:
+    setting.attach()
+    snapshots, log = setting.reserve(), reserve_log(setting)
+    fresh = setting.attach(0)
+    assert isinstance(fresh, m.Attached)
+    assert [info.generation for info in fresh.segments] == [snapshots.generation]
+    assert [info.generation for info in fresh.logs] == [log.generation]
+    assert fresh.available_bytes == 64 * MIB - log.file_bytes
+
+
+def test_what_is_logged_is_held_and_shown_and_no_snapshot(setting: Setting) -> None:
+    setting.attach()
+    snapshots, log = setting.reserve(), reserve_log(setting)
+    put(snapshots, 0, 3)
+    put(log, 0, 7)
+    holdings = setting.peering.holdings("job", "run")
+    assert [held.name for held in holdings.segments] == [snapshots.path.name]
+    assert [held.name for held in holdings.logs] == [log.path.name]
+    shown = setting.ask(m.GetSnapshots())
+    assert isinstance(shown, m.Snapshots)
+    (rank,) = shown.ranks
+    assert {slot.iteration for slot in rank.slots if slot.state == "sealed"} == {3}
+    assert {slot.iteration for slot in rank.log if slot.state == "sealed"} == {7}
+    assert rank.suffix == (3, 3)
+    assert "boundary log: iterations 7, " in render.snapshots(shown, operators=False)
+    status = setting.ask(m.GetStatus())
+    assert isinstance(status, m.Status)
+    assert [segment.kind for segment in status.segments] == ["snapshots", "log"]
+    assert status.used_bytes == snapshots.file_bytes + log.file_bytes
+
+
+def test_a_log_is_sealed_on_announcement_and_nobody_takes_that_for_a_snapshot(
+    setting: Setting,
+) -> None:
+    setting.attach()
+    log, told = reserve_log(setting), list[Segment]()
+    setting.housekeeper.sealed = told.append
+    fill(log, 1, 4)
+    setting.service.handle(b"t", m.Filled(log.generation, 1, 4), setting.answers.append)
+
+    def sealed() -> bool:
+        setting.workers.collect()
+        return state_of(log, 1) is SlotState.SEALED
+
+    eventually(sealed, "the logged iteration is sealed")
+    assert (told, setting.answers) == ([], [])
+
+
+@pytest.mark.parametrize("message", [m.Detach(final=True), m.Forget("job", "run")])
+def test_a_log_goes_with_its_run(setting: Setting, message: m.Message) -> None:
+    setting.attach()
+    log = reserve_log(setting)
+    if isinstance(message, m.Forget):
+        setting.ask(m.Detach())
+    assert isinstance(setting.ask(message), m.Done)
+    assert not log.path.exists()
+    assert setting.store.used_bytes == 0
+
+
+def test_a_dead_trainers_half_filled_log_is_freed(setting: Setting) -> None:
+    setting.attach()
+    log = reserve_log(setting)
+    fill(log, 0, 4, state=SlotState.FILLING)
+    (session,) = setting.service.sessions
+    setting.service.trainer_gone(session, "a test says so")
+    assert state_of(log, 0) is SlotState.FREE

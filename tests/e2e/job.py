@@ -135,6 +135,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--store", type=Path, help="one of several ranks, meeting over gloo at this file"
     )
     parser.add_argument("--leave-out", help="restore without this (see parallel/sabotage.py)")
+    parser.add_argument(
+        "--received", type=Path, help="write what pipeline stages receive to this folder"
+    )
     parser.add_argument("--break-at", type=int, default=-1, help="end the chain in that step")
     parser.add_argument(
         "--slow-copies", type=float, default=0.0, help="each copied MiB takes so many ms longer"
@@ -176,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         slow_down_copies(args.slow_copies)
     ckpt = Checkpointer(job.model, job.optimizers, job.state, **options)
     job.ckpt = ckpt
+    job.extra["received"] = args.received
     job.start(ckpt)
 
     def maybe_die(step: int, point: str) -> None:

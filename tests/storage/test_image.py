@@ -104,6 +104,39 @@ def test_layout_is_ordered_aligned_and_contiguous() -> None:
     assert at == layout.image_len
 
 
+def test_data_that_is_in_place_already_keeps_its_place_and_order(tmp_path: Path) -> None:
+    """Of a boundary log only the header is written last; small items may lie before large ones."""
+    entries = [
+        TensorEntry("bytes", "U8", (64,)),
+        TensorEntry("wide", "F64", (8,)),
+        TensorEntry("none", "F32", (0, 3)),
+        TensorEntry("half", "BF16", (5,)),
+    ]
+    layout = ImageLayout.build(
+        entries, identity=IDENTITY, num_operators=1, anchors=0, data_offset=4096
+    )
+    assert [layout.offset_of(e.name) for e in entries] == [4096, 4160, 4224, 4224]
+    buf = memoryview(bytearray(range(256)) * 20)
+    before = bytes(buf[4096:])
+    layout.write_header(buf, iteration=3, previous=-1, scalars_len=0)
+    seal(buf)
+    assert bytes(buf[4096:]) == before
+    view = ImageView(buf)
+    assert view.names() == tuple(e.name for e in entries)
+    assert bytes(view.data("half")) == before[128:138]
+    path = tmp_path / "image.safetensors"
+    path.write_bytes(buf[: view.image_len])
+    assert set(safetensors.torch.load_file(path)) == {e.name for e in entries}
+
+
+@pytest.mark.parametrize("data_offset", [64, 4095])
+def test_a_header_that_does_not_end_where_data_begins_is_refused(data_offset: int) -> None:
+    with pytest.raises(ValueError, match=f"does not end at {data_offset}"):
+        ImageLayout.build(
+            ENTRIES, identity=IDENTITY, num_operators=1, anchors=0, data_offset=data_offset
+        )
+
+
 def test_view_returns_what_was_written() -> None:
     layout, buf = make(spare=4096)
     view = ImageView(buf)

@@ -22,8 +22,10 @@ from ckptd.memory.segment_format import (
     check_name,
     decode_descriptor,
     encode_descriptor,
+    log_file_name,
     origin_of,
     pack_slot_header,
+    parse_log_file_name,
     parse_replica_file_name,
     parse_segment_file_name,
     plan_geometry,
@@ -107,6 +109,27 @@ def test_prologue_is_the_specified_bytes() -> None:
     assert bytes(buf[:48]) == front + struct.pack("<I", zlib.crc32(front))
     assert bytes(buf[4096 : 4096 + len(payload)]) == payload
     assert read_prologue(buf) == (geometry, DESCRIPTOR)
+
+
+def test_a_boundary_log_has_a_magic_of_its_own_which_must_agree_with_its_descriptor() -> None:
+    """Whoever knows of no logs refuses one by its first bytes, whatever name it has."""
+    log = msgspec.structs.replace(DESCRIPTOR, kind="log")
+    geometry = plan_geometry(3, 8192, len(encode_descriptor(log)))
+    buf = memoryview(bytearray(geometry.total_bytes))
+    write_prologue(buf, geometry, log)
+    assert bytes(buf[:8]) == b"CKPTDLOG"
+    assert read_prologue(buf) == (geometry, log)
+    buf[:8] = b"CKPTDSEG"
+    buf[44:48] = struct.pack("<I", zlib.crc32(buf[:44]))
+    with pytest.raises(SegmentError, match="its descriptor says that it holds log"):
+        read_prologue(buf)
+
+
+def test_a_descriptor_without_a_kind_is_of_snapshots() -> None:
+    """As versions before boundary logs wrote it."""
+    told = msgspec.msgpack.decode(encode_descriptor(DESCRIPTOR))
+    del told["kind"]
+    assert decode_descriptor(msgspec.msgpack.encode(told)) == DESCRIPTOR
 
 
 def test_a_fresh_segment_has_only_free_slots() -> None:
@@ -396,6 +419,17 @@ def test_file_names_round_trip(job: str, run: str, rank: int, generation: int) -
         return
     name = segment_file_name(job, run, rank, generation)
     assert parse_segment_file_name(name) == (job, run, rank, generation)
+
+
+def test_names_of_logs_are_of_logs_alone() -> None:
+    name = log_file_name("demo", "r1", 3, 2)
+    assert name == "demo~r1~r3~g2.boundary"
+    assert parse_log_file_name(name) == ("demo", "r1", 3, 2)
+    for parse in (parse_segment_file_name, parse_replica_file_name):
+        with pytest.raises(ValueError, match="is not <job>"):
+            parse(name)
+    with pytest.raises(ValueError, match="is not <job>"):
+        parse_log_file_name(segment_file_name("demo", "r1", 3, 2))
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(0, 2**64 - 1))

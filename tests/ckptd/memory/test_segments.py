@@ -69,6 +69,38 @@ def test_adopting_finds_what_was_there(folder: Path) -> None:
     assert adopted[0].detached_at_s == 1.0
 
 
+def test_a_boundary_log_counts_and_is_adopted_and_is_not_found_where_snapshots_are(
+    folder: Path,
+) -> None:
+    store = make_store(folder)
+    snapshots, log = (
+        store.create(descriptor(), 2, MIB),
+        store.create(descriptor(kind="log"), 3, MIB),
+    )
+    assert log.path.name == "job~run~r0~g1.boundary"  # generations count over both
+    assert store.used_bytes == snapshots.file_bytes + log.file_bytes
+    assert len(store.facts()) == 2
+    fill(log, 0, 5)
+    again = make_store(folder)
+    adopted, bad = again.adopt(now_s=1.0)
+    assert ([s.is_log for s in adopted], bad) == ([False, True], [])
+    for found in (list(again), again.of_rank(KEY), again.of_run("job", "run")):
+        assert [s.path for s in found] == [snapshots.path]
+    assert len(again) == 1
+    assert [s.path for s in again.logs_of_run("job", "run")] == [log.path]
+    for every in (again.everything(), again.all_of_rank(KEY), again.all_of_run("job", "run")):
+        assert [s.path for s in every] == [snapshots.path, log.path]
+    assert again.create(descriptor(), 1, MIB).generation == 2
+
+
+@pytest.mark.parametrize("name", ["job~run~r0~g0.seg", "job~run~r0~g0~0123456789abcdef.rep"])
+def test_a_log_under_a_name_of_snapshots_is_not_believed(folder: Path, name: str) -> None:
+    log = make_store(folder).create(descriptor(kind="log"), 1, MIB)
+    log.path.rename(folder / name)
+    with pytest.raises(ValueError, match="is not <job>"):
+        open_segment(folder / name)
+
+
 def test_a_segment_whose_trainer_lives_is_adopted_as_owned(folder: Path) -> None:
     fd = own(make_store(folder).create(descriptor(), 1, MIB))
     try:

@@ -86,7 +86,7 @@ def pipeline_job(
     job = job_of(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     replica = dist.get_rank() // dist.get_world_size(group)
     job.state["data"].position = 10_000 * replica
-    job.extra["record"] = untouched
+    job.extra["record"], job.extra["schedule"] = untouched, schedule
 
     def body(job: Job, step: int, at: Callable[[str], None]) -> None:
         data = job.state["data"]

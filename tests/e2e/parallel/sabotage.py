@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ckptd.client import replay
+from ckptd.client.boundary_log import BoundaryLog
 from ckptd.client.handing import Handing, Take
 from ckptd.client.layout import Source
 from ckptd.client.replay import Replay, Rows
+from ckptd.memory.boundary import SentKind
 
 __all__ = ["LEAVE_OUT"]
 
@@ -74,9 +76,23 @@ def _handed_weights() -> None:
     Handing.hand = without  # type: ignore[method-assign]
 
 
+def _one_record() -> None:
+    """One activation of each iteration is not logged: the first of micro-batch 1."""
+    original = BoundaryLog.sent
+
+    def without(
+        self: BoundaryLog, kind: SentKind, stage: int, micro_batch: int, tensors: Sequence[Tensor]
+    ) -> None:
+        if (kind, micro_batch) != (SentKind.ACTIVATION, 1):
+            original(self, kind, stage, micro_batch, tensors)
+
+    BoundaryLog.sent = without  # type: ignore[method-assign]
+
+
 LEAVE_OUT: dict[str, Callable[[], None]] = {
     "frozen weights": _frozen_weights,
     "random state": _random_state,
     "elsewhere": _elsewhere,
     "handed weights": _handed_weights,
+    "one record": _one_record,
 }

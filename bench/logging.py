@@ -1,0 +1,250 @@
+"""What logging the boundaries of a pipeline costs per iteration and takes in memory, against the same run without.
+
+A pipeline of two stages under 1F1B, each stage a process, is run twice over, both times with snapshots; one of the two also logs
+what it sends. They take turns block by block. On a shared machine the difference of two runs drowns in noise when it is
+small, so the time that the training thread spends in the log's own calls is measured, too: `own_ms` by the clock, `own_cpu_ms` of
+processor time, which other load on the machine does not lengthen, and `own_cpu_fraction` of all that the trainer uses.
+`floor_ms` is what a bare copy of the same bytes would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from bench.common import (
+    GB,
+    MoEStack,
+    copy_gb_per_s,
+    emit,
+    in_shared_environment,
+    interleave,
+    median,
+    own_daemon,
+    parser,
+)
+from ckptd.client import Checkpointer
+from ckptd.client.boundary_log import BoundaryLog
+
+__all__ = ["main"]
+
+STAGES = 2
+PAUSE_S = 0.3
+VARIANTS = ("without", "with")
+
+
+class Stage(MoEStack):
+    """Its layers' output goes on to the next stage."""
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_ND = layer(x_ND)
+        return x_ND
+
+
+class OwnTime:
+    """Seconds that the calling thread spends in the log's calls, by the clock and of processor time."""
+
+    def __init__(self, log: BoundaryLog) -> None:
+        self.seconds = self.cpu_s = 0.0
+        for name in ("begin", "sent", "end"):
+            setattr(log, name, self._timed(getattr(log, name)))
+
+    def _timed(self, call: Callable[..., None]) -> Callable[..., None]:
+        def timed(*args: Any, **kwargs: Any) -> None:
+            begun, cpu = time.perf_counter(), time.thread_time()
+            call(*args, **kwargs)
+            self.cpu_s += time.thread_time() - cpu
+            self.seconds += time.perf_counter() - begun
+
+        return timed
+
+
+def work(args: Any) -> None:
+    """One stage of one run: settles, then answers each line on stdin, a number of iterations, with milliseconds."""
+    torch.set_num_threads(1)
+    torch.manual_seed(args.rank)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{args.meet}", rank=args.rank, world_size=STAGES
+    )
+    model = Stage(
+        width=args.width,
+        hidden=2 * args.width,
+        num_experts=args.experts,
+        num_layers=args.layers,
+        fused=True,
+    )
+    stage = PipelineStage(model, args.rank, STAGES, torch.device("cpu"))
+    schedule = Schedule1F1B(
+        stage, args.micro_batches, loss_fn=lambda output, target: (output - target).square().mean()
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ckpt = Checkpointer(
+        model,
+        optimizer,
+        job="bench-logging",
+        run=args.variant,
+        rank=args.rank,
+        world_size=STAGES,
+        daemon=args.endpoint,
+        window=args.window,
+    )
+    own = None
+    if args.variant == "with":
+        log = ckpt.log_boundaries(schedule)
+        assert isinstance(log, BoundaryLog)
+        own = OwnTime(log)
+    steps = iter(ckpt.steps(10**9))
+    batch = torch.randn(args.micro_batches * args.tokens, args.width)
+
+    def block(iterations: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(iterations):
+            next(steps)
+            if args.rank == 0:
+                schedule.step(batch)
+            else:
+                schedule.step(target=batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        return 1e3 * (time.perf_counter() - begun) / iterations
+
+    block(args.settle)
+    print("ready", flush=True)
+    measured, cpu = 0, time.process_time()
+    if own is not None:
+        own.seconds = own.cpu_s = 0.0
+    for line in sys.stdin:
+        print(block(int(line)), flush=True)
+        measured += int(line)
+        time.sleep(PAUSE_S)  # digests of this block must not be charged to the other run
+    each = 1e3 / max(measured, 1)
+    told = {"cpu_ms": each * (time.process_time() - cpu)}
+    if own is not None:
+        told |= {"own_ms": each * own.seconds, "own_cpu_ms": each * own.cpu_s}
+    print(json.dumps({**ckpt.stats(), **told}), flush=True)
+    steps.close()
+    ckpt.close()
+
+
+class Run:
+    """Both stages of one variant."""
+
+    def __init__(self, args: Any, endpoint: str, variant: str, folder: Path) -> None:
+        command = [sys.executable, "-m", "bench.logging", "--variant", variant]
+        command += ["--endpoint", endpoint, "--meet", str(folder / variant)]
+        for name in ("width", "layers", "experts", "tokens", "micro_batches", "window", "settle"):
+            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        self._stages = [
+            subprocess.Popen(
+                [*command, "--rank", str(rank)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            )
+            for rank in range(STAGES)
+        ]
+        for stage in self._stages:
+            self._read(stage)
+
+    def _read(self, stage: subprocess.Popen[str]) -> str:
+        assert stage.stdout is not None
+        line = stage.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a stage ended with code {stage.wait()}")
+        return line
+
+    def block_ms(self, iterations: int) -> float:
+        """Milliseconds per iteration of the slowest stage."""
+        for stage in self._stages:
+            assert stage.stdin is not None
+            stage.stdin.write(f"{iterations}\n")
+        return max(float(self._read(stage)) for stage in self._stages)
+
+    def close(self) -> list[dict[str, float]]:
+        """End it; what each stage's checkpointer has counted."""
+        for stage in self._stages:
+            assert stage.stdin is not None
+            stage.stdin.close()
+        found = [json.loads(self._read(stage)) for stage in self._stages]
+        for stage in self._stages:
+            stage.wait(60)
+        return found
+
+
+def summarise(
+    samples: dict[str, list[float]], stages: list[dict[str, float]], bandwidth: float
+) -> dict[str, float | int | str]:
+    pairs = zip(samples["without"], samples["with"], strict=True)
+    if not all(stage["log_iterations"] for stage in stages):
+        raise RuntimeError(
+            "nothing was logged: there was no memory for it, or --settle is too small"
+        )
+    logged = [stage["log_bytes"] / stage["log_iterations"] for stage in stages]
+    return {
+        "logging_fraction": median([ours / plain - 1.0 for plain, ours in pairs]),
+        "iteration_ms_without": median(samples["without"]),
+        "iteration_ms_with": median(samples["with"]),
+        "own_ms": max(stage["own_ms"] for stage in stages),
+        "own_cpu_ms": max(stage["own_cpu_ms"] for stage in stages),
+        "own_cpu_fraction": max(stage["own_cpu_ms"] / stage["cpu_ms"] for stage in stages),
+        "floor_ms": 1e3 * max(logged) / GB / bandwidth,
+        "log_bytes_per_iteration": int(max(logged)),
+        "log_records_per_iteration": max(s["log_records"] / s["log_iterations"] for s in stages),
+        "log_memory_bytes": int(max(stage["log_memory_bytes"] for stage in stages)),
+        "log_slots": int(stages[0]["log_slots"]),
+        "log_skipped": int(sum(stage["log_skipped"] for stage in stages)),
+        "snapshot_bytes": int(max(stage["snapshot_bytes"] for stage in stages)),
+        "copy_gb_per_s_one_thread": bandwidth,
+    }
+
+
+def main() -> None:
+    in_shared_environment()
+    options = parser(__doc__)
+    options.add_argument("--block", type=int, default=8, help="iterations between two changes")
+    options.add_argument("--width", type=int, default=256)
+    options.add_argument("--layers", type=int, default=4, help="of each stage")
+    options.add_argument("--experts", type=int, default=8)
+    options.add_argument("--tokens", type=int, default=512, help="of each micro-batch")
+    options.add_argument("--micro-batches", type=int, default=4)
+    options.add_argument("--window", type=int, default=6)
+    options.add_argument("--settle", type=int, default=16, help="iterations before measuring")
+    options.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    for name in ("--endpoint", "--meet"):
+        options.add_argument(name, help=argparse.SUPPRESS)
+    options.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    args = options.parse_args()
+    if args.variant is not None:
+        work(args)
+        return
+    with own_daemon(memory_mib=4096) as endpoint, tempfile.TemporaryDirectory() as folder:
+        runs = {name: Run(args, endpoint, name, Path(folder)) for name in VARIANTS}
+        variants: dict[str, Callable[[], float]] = {
+            name: (lambda run=run: run.block_ms(args.block))  # type: ignore[misc]
+            for name, run in runs.items()
+        }
+        samples = interleave(variants, rounds=args.rounds)
+        runs["without"].close()
+        metrics = summarise(samples, runs["with"].close(), copy_gb_per_s(64 << 20, threads=1))
+    metrics |= {"micro_batches": args.micro_batches, "window": args.window, "rounds": args.rounds}
+    emit("logging", metrics, as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Reading boundary logs: what a neighbour sent in an iteration, verified, as tensors.
+
+Nothing is owned or changed by it: whoever may open the files can read, also those of another rank of this node, and of one whose
+trainer and daemon are gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckptd.client.layout import SAFETENSORS_DTYPES
+from ckptd.errors import CorruptionError, SegmentError
+from ckptd.memory import locks
+from ckptd.memory.boundary import RecordKey, logged_iterations, parse_record_name
+from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.memory.segment_format import (
+    SegmentDescriptor,
+    SegmentGeometry,
+    read_prologue,
+    read_slot_header,
+    slot_lock_byte,
+    slot_view,
+)
+from ckptd.memory.slots import NO_EPOCHS
+from ckptd.recovery.holdings import header_record
+from ckptd.storage.image import ImageError, ImageView, verify
+
+__all__ = ["LogReader", "log_files"]
+
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+
+
+def log_files(folder: str | os.PathLike[str], job: str, run: str, rank: int) -> list[Path]:
+    """The boundary log of one rank in a segment folder, oldest generation first."""
+    found = Path(folder).glob(f"{job}~{run}~r{rank}~g*.boundary")
+    return sorted(found, key=lambda path: int(path.stem.rpartition("~g")[2]))
+
+
+class LogReader:
+    """The logged iterations of one rank.
+
+    Args:
+        paths: all generations of its log.
+        epochs: starts of epochs of its run that are known from elsewhere: what they ran again no longer counts.
+    Raises:
+        SegmentError: a file is no boundary log, or of another rank than the others.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[str | os.PathLike[str]],
+        *,
+        epochs: Mapping[int, int] = NO_EPOCHS,
+    ) -> None:
+        self._files = [_LogFile(Path(path)) for path in paths]
+        self._epochs = epochs
+        whose = {(f.told.job, f.told.run, f.told.rank) for f in self._files}
+        if len(whose) > 1:
+            raise SegmentError(
+                f"these are logs of several ranks: {sorted(whose)}", operation="read log"
+            )
+
+    def iterations(self) -> list[int]:
+        """The iterations of which the log is complete, in order."""
+        return sorted(self._sealed())
+
+    def read(self, iteration: int) -> dict[RecordKey, Tensor]:
+        """Everything that was sent in an iteration, in the order in which it was, as tensors in host memory.
+
+        Raises:
+            KeyError: it is not logged (any more).
+            CorruptionError: what was sealed is not what is there.
+        """
+        found = self._sealed().get(iteration)
+        if found is None:
+            known = ", ".join(map(str, self.iterations())) or "none"
+            raise KeyError(f"iteration {iteration} is not logged; there are: {known}")
+        file = next(f for f in self._files if f.told.generation == found.generation)
+        with file.held(found) as image:
+            if image is None:
+                raise KeyError(f"the log of iteration {iteration} has just been overwritten")
+            try:
+                verify(image, found.header_digest)
+                return dict(_records(image))
+            except (ImageError, ValueError) as error:
+                raise CorruptionError(
+                    f"the log of iteration {iteration} is damaged: {error}",
+                    operation="read log",
+                    ids={"file": file.path.name, "slot": found.index},
+                ) from error
+
+    def _sealed(self) -> dict[int, SlotRecord]:
+        records = [record for file in self._files for record in file.records()]
+        counting = logged_iterations(records, self._epochs)
+        return {i: record for i, record in counting.items() if record.sealed}
+
+
+class _LogFile:
+    """One generation, mapped for reading."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._buffer = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
+        finally:
+            os.close(fd)
+        self._geometry: SegmentGeometry
+        self.told: SegmentDescriptor
+        self._geometry, self.told = read_prologue(self._buffer)
+        if not self.told.is_log:
+            raise SegmentError(f"{path.name} holds {self.told.kind}", operation="read log")
+
+    def records(self) -> Iterator[SlotRecord]:
+        for index in range(self._geometry.num_slots):
+            header = read_slot_header(self._buffer, self._geometry, index)
+            if header is not None:
+                yield header_record(header, self.told.generation, index, b"")
+
+    @contextmanager
+    def held(self, record: SlotRecord) -> Iterator[memoryview | None]:
+        """The image of a slot that stays as it is in the body; None if the slot holds something else by now."""
+        byte = slot_lock_byte(record.index)
+        with locks.lock_file(self.path, byte, exclusive=False) as taken:
+            header = read_slot_header(self._buffer, self._geometry, record.index) if taken else None
+            same = header is not None and header.state is SlotState.SEALED
+            if header is None or not same or header.sequence != record.sequence:
+                yield None
+            else:
+                slot = slot_view(self._buffer, self._geometry, record.index)
+                yield slot[: header.image_len]
+
+
+def _records(image: memoryview) -> Iterator[tuple[RecordKey, Tensor]]:
+    view = ImageView(image)
+    for entry in view:
+        key = parse_record_name(entry.name)
+        if key is not None:
+            tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+            if entry.nbytes:
+                raw = tensor.reshape(-1).view(torch.uint8).numpy()
+                np.copyto(raw, np.frombuffer(view.data(entry.name), dtype=np.uint8))
+            yield key, tensor
