@@ -322,16 +322,18 @@ class Replay:
             also = {name: rows for name, rows in also.items() if name in only}
         # What of a parameter is frozen by its own operators only; the other rows are not ours to hand over.
         also = {n: _common(rows, self._frozen_rows.get(n, [])) for n, rows in also.items()}
+        absent: list[str] = [] if only is not None else self._absent_of(image)
         pieces: list[Piece] = []
         for source, entry in image.sources():
             if source.kind not in ("param", "master", "optim"):
                 continue
+            if source.kind == "optim" and source.name in absent:
+                continue  # there was none: what the image holds in its place is zeros
             of = also if source.kind == "param" else {}
             recorded = None
             for piece in self._pieces(source, wanted, of):
                 recorded = image.tensor(entry) if recorded is None else recorded
                 pieces.append((piece, _rows_within(recorded, piece, source)))
-        absent: list[str] = [] if only is not None else self._absent_of(image)
         return pieces, {name for name in absent if name in wanted}
 
     def _absent_of(self, image: SnapshotImage) -> list[str]:
