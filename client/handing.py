@@ -34,10 +34,12 @@ Take = Callable[[Source, Tensor], None]
 
 
 class _Held(msgspec.Struct, frozen=True):
-    """Of one group: which operators there are, and those that this rank's snapshots hold, as a bitmap in their order."""
+    """Of one group: which operators there are, those that this rank's snapshots hold, as a bitmap in their order, and whether
+    these are all."""
 
     operators: str
     bitmap: bytes
+    complete: bool
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
@@ -90,19 +92,27 @@ class Handing:
         return frozenset[int]().union(*(g.senders.get(self._rank, ()) for g in self._groups))
 
     def hand(
-        self, mine: Callable[[frozenset[int]], tuple[Iterable[Piece], Iterable[str]]], take: Take
+        self,
+        mine: Callable[[frozenset[int]], tuple[Iterable[Piece], Iterable[str]]],
+        take: Take,
+        *,
+        among: frozenset[int] | None = None,
     ) -> set[str]:
-        """Every member sends what is its to send; a collective call of each group.
+        """Every member sends what is its to send; a collective call of each group that has any of it.
 
         Args:
             mine: of some operators, the parts that are loaded now, and their parameters that have no optimizer state.
+            among: the operators that are handed over; None: all. The same on all members, as far as they have them.
         Returns:
             what others told of parameters that have no optimizer state.
         """
         absent: set[str] = set()
         for group in self._groups:
             wire = _Wire(group.replicas)
-            for sender, operators in sorted(group.senders.items()):
+            for sender, all_of in sorted(group.senders.items()):
+                operators = all_of if among is None else all_of & among
+                if not operators:
+                    continue
                 if sender == self._rank:
                     self.bytes_sent += wire.send(sender, *mine(operators))
                 else:
@@ -128,13 +138,12 @@ def arrange(
     """
     groups = sharing.groups(operators)
     owner_of = dict(enumerate(owners))
-    mine = {
-        group.key: _Held(
-            _names_digest([operators[i] for i in indices]),
-            _bitmap([owner_of.get(i, EVERY_RANK) in (EVERY_RANK, rank) for i in indices]),
-        )
-        for group, indices in groups.items()
-    }
+
+    def held(indices: Sequence[int]) -> _Held:
+        flags = [owner_of.get(i, EVERY_RANK) in (EVERY_RANK, rank) for i in indices]
+        return _Held(_names_digest([operators[i] for i in indices]), _bitmap(flags), all(flags))
+
+    mine = {group.key: held(indices) for group, indices in groups.items()}
     told = [
         msgspec.msgpack.decode(data, type=dict[str, _Held])
         for data in meet(msgspec.msgpack.encode(mine))
@@ -157,8 +166,8 @@ def _settle(
 ) -> _Group | None:
     """Who sends what in a group; None where every member has everything."""
     held = {rank: told[rank].get(group.key) for rank in group.ranks}
-    everything = _bitmap([True] * len(indices))
-    if all(h is None or h.bitmap == everything for h in held.values()):
+    # Then it does not matter how each cut its operators, nor that they are alike.
+    if all(h is None or h.complete for h in held.values()):
         return None
     for rank, theirs in held.items():
         if theirs is None or theirs.operators != mine.operators:
@@ -194,8 +203,9 @@ class _Wire:
 
     def __init__(self, replicas: Replicas) -> None:
         self._group = replicas.group
-        backend = str(dist.get_backend(self._group))
-        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
+        # The backend's name tells it not: "cuda:nccl" has no device type but cuda, "cpu:gloo,cuda:nccl" has both.
+        types = {device.type for device in self._group._device_types}
+        self._device = torch.device("cpu" if "cpu" in types or not types else min(types))
 
     def send(self, sender: int, pieces: Iterable[Piece], absent: Iterable[str]) -> int:
         total = 0

@@ -241,7 +241,13 @@ class Replay:
         self._engine.restore(items, image.memory, image.base)
         everything = (1 << len(self._operators)) - 1
         owned = frozenset(n for n in owner if owner[n][0] == optimizer)
-        self._handing.hand(lambda of: self._to_hand(image, of, 0, everything, owned), self._take)
+        # Only what it updates: an optimizer of this rank's own may step when those of other ranks do not.
+        stepped = frozenset(
+            i for i, op in enumerate(self._operators) if any(m.param in owned for m in op.members)
+        )
+        self._handing.hand(
+            lambda of: self._to_hand(image, of, 0, everything, owned), self._take, among=stepped
+        )
         self._frozen_masters()
 
     def advance(self) -> None:

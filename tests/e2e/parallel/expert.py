@@ -265,3 +265,26 @@ def uneven_told(seed: int) -> Job:
     dense = [n for n, _ in job.model.named_parameters() if ".experts." not in n]
     job.options["replicated"] = dict.fromkeys(dense, dist.group.WORLD)
     return job
+
+
+@CASES.case(quick=True)
+def own_pace(seed: int) -> Job:
+    """Dense parts are shared. The experts' optimizer steps on rank 0 always, on rank 1 every second time (a loss scaler, say)."""
+    model = build(seed)
+    dense, experts = parts(model)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    optimizers = [torch.optim.AdamW(experts, lr=3e-3), torch.optim.AdamW(dense, lr=3e-3)]
+
+    def body(job: Job, step: int, at: Callable[[str], None]) -> None:
+        loss_of(job.model, next(job.state["data"])).backward()
+        reduce_by_hand(dense, None, world)
+        at("backward")
+        if rank == 0 or step % 2:
+            job.optimizers[0].step()
+        job.optimizers[1].step()
+        at("step")
+        job.model.zero_grad()
+
+    names = [n for n, _ in model.named_parameters() if ".experts." not in n]
+    told = dict.fromkeys(names, dist.group.WORLD)
+    return job_of(model, optimizers, body, replicated=told)
