@@ -610,7 +610,7 @@ class Checkpointer:
         self._counter.enabled = False
         for segment in memory.table.segments:
             self._engine.register(segment.memory, segment.regions())
-        recorder.resume(found.plan, last=replay.end, phase=found.phase)
+        recorder.resume(found.plan, last=replay.end, phase=found.phase, sharing=found.sharing)
         self.resumed_from = replay.end
         self._stats.restore_s = time.perf_counter() - started
         self._stats.restored_bytes = replay.bytes_loaded

@@ -126,6 +126,11 @@ class Plan:
         return frozenset(i for i, owner in enumerate(self.owners) if owner not in mine)
 
     @property
+    def shares(self) -> bool:
+        """Whether ranks rely on each other: some operator is captured by one of several that have it."""
+        return any(owner != EVERY_RANK for owner in self.owners)
+
+    @property
     def span(self) -> int:
         """After how many snapshots the phases repeat."""
         return self.every if self.policy_name == "dense" else self.schedule.window
@@ -180,6 +185,12 @@ class Plan:
         )  # a reorder shifts bytes between phases
         self.slot_bytes = -(-(largest + slack) // 4096) * 4096
         self.num_slots = self.policy.num_slots + self.slack
+
+    def capture_all(self, binding: Binding) -> None:
+        """Leave nothing to other ranks. Operators and phases stay, so that ranks which leave theirs to this one find them here."""
+        self.owners = []
+        self._phases.clear()
+        self.measure_slots(binding)
 
     def make_room_for_uploads(self, available_bytes: int) -> None:
         """Slots for one more suffix, as far as there is memory for them."""
