@@ -599,7 +599,10 @@ class Checkpointer:
             return
         replay = found.replay
         with all_or_none(self._meet, memory.session.node_id):
-            replay.load_first()
+            replay.load_state()
+        # Ranks hand over tensors from here on: whoever fails before must not leave the others waiting.
+        with all_or_none(self._meet, memory.session.node_id):
+            replay.load_tensors()
             layouts = replay.bucket_layouts
         self._buckets.put_back(layouts, self._meet)
         if replay.buffer_senders is not None:
@@ -634,7 +637,8 @@ class Checkpointer:
         self._counter.enabled = False
         self._replay = replay
         try:
-            replay.load_first()
+            replay.load_state()
+            replay.load_tensors()
             self._rewind()
             replay.begin_first_step()
             self._first = replay

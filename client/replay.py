@@ -177,8 +177,8 @@ class Replay:
         """Whether every operator is active."""
         return self._position == len(self._images) - 1
 
-    def load_first(self) -> None:
-        """Load the oldest snapshot: its anchors, every other operator's compute weights, scalars and the user's state."""
+    def load_state(self) -> None:
+        """Load the oldest snapshot's group options and the user's state; forget what the optimizers keep."""
         scalars = self._scalars(0)
         for keeper in self._binding.keepers:
             keeper.state.clear()
@@ -191,7 +191,10 @@ class Replay:
             item.load_state_dict(values.unpack(scalars["state"][name]))
         # A scheduler's load may touch the groups; the recorded options are the truth.
         apply_groups(self._binding, scalars["groups"])
-        self._load(self._images[0], scalars, everything=True)
+
+    def load_tensors(self) -> None:
+        """Load the oldest snapshot's anchors and every other operator's compute weights; a collective call if ranks share some."""
+        self._load(self._images[0], self._scalars(0), everything=True)
 
     def begin_first_step(self) -> None:
         """The loop is about to run the first step: random state as it was at the top of it."""
