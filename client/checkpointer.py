@@ -186,7 +186,7 @@ class Checkpointer:
         # Told by structure, so the same on all ranks; `_restore` needs it whatever is captured from now on.
         told = Sharing()
         if self._identity.world_size > 1 and dist.is_available() and dist.is_initialized():
-            told = Sharing(find_replicas(self._binding, replicated))
+            told = Sharing(find_replicas(self._binding, replicated, self._identity.rank))
         self._sharing = NOTHING_SHARED
         device = next((local(p).device for p in self._binding.params.values()), torch.device("cpu"))
         self._engine = make_engine(device, inline=bool(inline_copy))

@@ -91,6 +91,23 @@ class Handing:
         """The operators that this rank hands to others."""
         return frozenset[int]().union(*(g.senders.get(self._rank, ()) for g in self._groups))
 
+    def unlike(self, checksum: Callable[[frozenset[int]], str]) -> list[str]:
+        """Where ranks do not have the same now though they should; a collective call of each group, equal on its members.
+
+        Args:
+            checksum: of what some operators are now.
+        """
+        found = []
+        for group in self._groups:
+            operators = frozenset[int]().union(*group.senders.values())
+            mine = int(checksum(operators), 16) >> 1
+            told = _Wire(group.replicas).tell(mine)
+            if len(set(told)) > 1:
+                found.append(
+                    f"what ranks {list(group.replicas.ranks)} have alike, which is not now"
+                )
+        return found
+
     def hand(
         self,
         mine: Callable[[frozenset[int]], tuple[Iterable[Piece], Iterable[str]]],
@@ -199,13 +216,20 @@ def _check_reachable(
 
 
 class _Wire:
-    """Broadcasts within one group: a header that says what comes, then the bytes, until there is nothing left."""
+    """Collectives within one group; what is sent is a header that says what comes, then the bytes, until there is nothing left."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._group = replicas.group
         # The backend's name tells it not: "cuda:nccl" has no device type but cuda, "cpu:gloo,cuda:nccl" has both.
         types = {device.type for device in self._group._device_types}
         self._device = torch.device("cpu" if "cpu" in types or not types else min(types))
+
+    def tell(self, number: int) -> list[int]:
+        """What each member says."""
+        mine = torch.tensor([number], dtype=torch.int64, device=self._device)
+        told = [torch.zeros_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(told, mine, group=self._group)
+        return [int(t.item()) for t in told]
 
     def send(self, sender: int, pieces: Iterable[Piece], absent: Iterable[str]) -> int:
         total = 0

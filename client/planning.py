@@ -283,8 +283,8 @@ def make_plan(
 
     Args:
         sharing: what several ranks have alike and one of them captures.
-        before: the plan that this one follows. Other ranks may go over to theirs at another iteration, so owners stay what they
-            were, and where operators are cut in another way than before, every rank captures all of them.
+        before: the plan that this one follows. Other ranks may go over to theirs at another iteration, or not at all, so owners
+            (and, with the same window, phases) stay what they were, and where operators are cut in another way than before, every rank captures all of them.
     Raises:
         ValueError: no window's ring fits ``available_bytes``; the message has the numbers.
     """
@@ -381,6 +381,9 @@ def _plan_once(
                 max_window=MAX_WINDOW,
                 window=window,
             )
+    if before is not None and before.shares and _only_costs_differ(before, parts, schedule, policy):
+        # Found out here only, it may be (state of this rank's own experts): what others anchor with it stays in its phases.
+        schedule = schedule_of(costs, before.schedule.phases, fixed, policy)
     plan = Plan(parts, costs, schedule, policy, compute_dtypes, identity, scalars_capacity, every)
     plan.slack, plan.budget_bytes = slack, budget_bytes
     if before is None:
@@ -390,6 +393,15 @@ def _plan_once(
         plan.owners = _owners_as_before(before, parts)
     plan.measure_slots(binding)
     return plan
+
+
+def _only_costs_differ(
+    before: Plan, operators: Sequence[Operator], schedule: Schedule, policy: str
+) -> bool:
+    alike = [(op.name, op.members) for op in before.operators] == [
+        (op.name, op.members) for op in operators
+    ]
+    return alike and policy == before.policy_name and schedule.window == before.schedule.window
 
 
 def _owners_as_before(before: Plan, operators: Sequence[Operator]) -> list[int]:

@@ -31,7 +31,15 @@ from ckptd.client.operators import Operator
 from ckptd.schedules.policy import OperatorCost
 from ckptd.schedules.shares import SharedOperator, spread
 
-__all__ = ["EVERY_RANK", "NOTHING_SHARED", "Replicas", "Sharing", "find_replicas", "meet_sharing"]
+__all__ = [
+    "EVERY_RANK",
+    "NOTHING_SHARED",
+    "Replicas",
+    "Sharing",
+    "checksum",
+    "find_replicas",
+    "meet_sharing",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +134,7 @@ class Sharing:
 
     def checksums(self, binding: Binding) -> dict[Replicas, str]:
         """Of each group one of the values that its parameters and their optimizer state have now."""
-        return {g: _checksum(binding, names) for g, names in _by_group(self.replicas).items()}
+        return {g: checksum(binding, names) for g, names in _by_group(self.replicas).items()}
 
     def fingerprints(
         self,
@@ -159,15 +167,25 @@ def _identity(operator: Operator) -> list[Any]:
     return [operator.name, [[m.param, m.start, m.stop] for m in operator.members]]
 
 
-def find_replicas(binding: Binding, told: Mapping[str, Any] | None) -> dict[str, Replicas]:
+def find_replicas(
+    binding: Binding, told: Mapping[str, Any] | None, rank: int | None = None
+) -> dict[str, Replicas]:
     """The parameters that several ranks have alike.
 
     Args:
         told: patterns of parameter names (``fnmatch``), each with the process group or one-dimensional ``DeviceMesh`` over which
             what matches is replicated; None leaves the patterns out, not the wrappers.
+        rank: this rank's number in the job. Groups go by that of the process group; where it is another, nothing is shared.
     Raises:
         ValueError: a pattern that matches nothing, or something that is no group.
     """
+    if rank is not None and rank != dist.get_rank():
+        logger.warning(
+            "rank=%d is rank %d of its process group: it shares nothing with other ranks",
+            rank,
+            dist.get_rank(),
+        )
+        return {}
     found = {n: r for n, r in _told_by_wrappers(binding) if len(r.ranks) > 1}
     for name, replicas in _told_by_user(binding, told or {}):
         if len(replicas.ranks) > 1:
@@ -247,7 +265,7 @@ def meet_sharing(
         own_bytes: what this rank captures beside what is replicated.
     """
     by_group = _by_group(replicas)
-    mine = {g.key: _checksum(binding, names) for g, names in by_group.items()}
+    mine = {g.key: checksum(binding, names) for g, names in by_group.items()}
     told = [
         msgspec.msgpack.decode(data, type=_Here)
         for data in meet(msgspec.msgpack.encode(_Here(own_bytes, mine)))
@@ -275,7 +293,7 @@ def _by_group(replicas: Mapping[str, Replicas]) -> dict[Replicas, list[str]]:
     return found
 
 
-def _checksum(binding: Binding, names: Sequence[str]) -> str:
+def checksum(binding: Binding, names: Sequence[str]) -> str:
     """Of names, shapes and values, of optimizer state too where there is some. They are summed on their device."""
     told: list[Any] = []
     sums: list[Tensor] = []

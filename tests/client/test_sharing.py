@@ -106,6 +106,12 @@ class TestWhoSaysSo:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
         assert ranks_of(bound(model, optimizer)) == {}
 
+    def test_a_rank_of_another_number_in_its_process_group_shares_nothing(self) -> None:
+        """Who owns what goes by the job's ranks, who sends by those of the group."""
+        binding = bound(DDP(Net()))
+        assert find_replicas(binding, None, rank=2) == {}
+        assert set(find_replicas(binding, None, rank=1)) == set(binding.params)
+
     def test_a_pattern_that_matches_nothing_is_refused(self) -> None:
         with pytest.raises(
             ValueError, match=r"replicated\['expert.*names look like 'dense.weight'"
@@ -198,6 +204,25 @@ class TestPlans:
         assert planned(binding, other).owners != first.owners
         assert planned(binding, other, before=first).owners == first.owners
 
+    def test_phases_stay_when_a_rank_alone_plans_anew(self) -> None:
+        """Its own experts' optimizer began to keep more. What it shares would be anchored at another time than on its peers."""
+        model = Net()
+        shared = {"dense.weight": BOTH, "dense.bias": BOTH}
+        rest = [p for n, p in model.named_parameters() if n not in shared]
+
+        def binding(kept: type[torch.optim.Optimizer]) -> Binding:
+            dense = torch.optim.AdamW([model.dense.weight, model.dense.bias])
+            first = torch.optim.SGD(rest[:2], lr=0.1)
+            return Binding(model, [dense, first, kept(rest[2:], lr=0.1)], None)  # type: ignore[call-arg]
+
+        first = planned(binding(torch.optim.SGD), Sharing(shared))
+        more = binding(torch.optim.AdamW)
+        assert planned(more, Sharing(shared)).schedule.phases != first.schedule.phases
+        again = planned(more, Sharing(shared), before=first)
+        assert again.schedule.phases == first.schedule.phases
+        assert again.owners == first.owners
+        assert again.slot_bytes > first.slot_bytes
+
     def test_where_operators_are_cut_anew_everybody_captures_all(self) -> None:
         binding = bound(Net(width=64))
         first = planned(binding, sharing_of(binding))
@@ -219,8 +244,8 @@ class TestPlans:
         binding = bound(Net(width=64))
         sharing = sharing_of(binding)
         others, plan = planned(binding, sharing, 0), planned(binding, sharing, 1)
-        assert plan.shares
         before = plan.slot_bytes
+        assert set(plan.owners) == {0, 1}
         plan.capture_all(binding)
         assert not plan.shares
         assert plan.operators == others.operators
