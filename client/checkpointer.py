@@ -191,7 +191,7 @@ class Checkpointer:
         # Told by structure, so the same on all ranks; `_restore` needs it whatever is captured from now on.
         told = Sharing()
         if self._identity.world_size > 1 and dist.is_available() and dist.is_initialized():
-            told = Sharing(find_replicas(self._binding, replicated))
+            told = Sharing(find_replicas(self._binding, replicated, self._identity.rank))
         self._sharing = NOTHING_SHARED
         device = next((local(p).device for p in self._binding.params.values()), torch.device("cpu"))
         self._device, self._on_mismatch = device, on_mismatch
@@ -680,7 +680,10 @@ class Checkpointer:
             return
         replay = found.replay
         with all_or_none(self._meet, memory.session.node_id):
-            replay.load_first()
+            replay.load_state()
+        # Ranks hand over tensors from here on: whoever fails before must not leave the others waiting.
+        with all_or_none(self._meet, memory.session.node_id):
+            replay.load_tensors()
             layouts = replay.bucket_layouts
         self._buckets.put_back(layouts, self._meet)
         if replay.buffer_senders is not None:
@@ -691,7 +694,7 @@ class Checkpointer:
         self._counter.enabled = False
         for segment in memory.table.segments:
             self._engine.register(segment.memory, segment.regions())
-        recorder.resume(found.plan, last=replay.end, phase=found.phase)
+        recorder.resume(found.plan, last=replay.end, phase=found.phase, sharing=found.sharing)
         self.resumed_from = replay.end
         self._stats.restore_s = time.perf_counter() - started
         self._stats.restored_bytes = replay.bytes_loaded
@@ -716,7 +719,8 @@ class Checkpointer:
         self._counter.enabled = False
         self._replay = replay
         try:
-            replay.load_first()
+            replay.load_state()
+            replay.load_tensors()
             self._rewind()
             replay.begin_first_step()
             self._first = replay

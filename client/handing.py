@@ -34,10 +34,12 @@ Take = Callable[[Source, Tensor], None]
 
 
 class _Held(msgspec.Struct, frozen=True):
-    """Of one group: which operators there are, and those that this rank's snapshots hold, as a bitmap in their order."""
+    """Of one group: which operators there are, those that this rank's snapshots hold, as a bitmap in their order, and whether
+    these are all."""
 
     operators: str
     bitmap: bytes
+    complete: bool
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
@@ -89,20 +91,45 @@ class Handing:
         """The operators that this rank hands to others."""
         return frozenset[int]().union(*(g.senders.get(self._rank, ()) for g in self._groups))
 
+    def unlike(self, checksum: Callable[[frozenset[int]], str]) -> list[str]:
+        """Where ranks do not have the same now though they should; a collective call of each group, equal on its members.
+
+        Args:
+            checksum: of what some operators are now.
+        """
+        found = []
+        for group in self._groups:
+            operators = frozenset[int]().union(*group.senders.values())
+            mine = int(checksum(operators), 16) >> 1
+            told = _Wire(group.replicas).tell(mine)
+            if len(set(told)) > 1:
+                found.append(
+                    f"what ranks {list(group.replicas.ranks)} have alike, which is not now"
+                )
+        return found
+
     def hand(
-        self, mine: Callable[[frozenset[int]], tuple[Iterable[Piece], Iterable[str]]], take: Take
+        self,
+        mine: Callable[[frozenset[int]], tuple[Iterable[Piece], Iterable[str]]],
+        take: Take,
+        *,
+        among: frozenset[int] | None = None,
     ) -> set[str]:
-        """Every member sends what is its to send; a collective call of each group.
+        """Every member sends what is its to send; a collective call of each group that has any of it.
 
         Args:
             mine: of some operators, the parts that are loaded now, and their parameters that have no optimizer state.
+            among: the operators that are handed over; None: all. The same on all members, as far as they have them.
         Returns:
             what others told of parameters that have no optimizer state.
         """
         absent: set[str] = set()
         for group in self._groups:
             wire = _Wire(group.replicas)
-            for sender, operators in sorted(group.senders.items()):
+            for sender, all_of in sorted(group.senders.items()):
+                operators = all_of if among is None else all_of & among
+                if not operators:
+                    continue
                 if sender == self._rank:
                     self.bytes_sent += wire.send(sender, *mine(operators))
                 else:
@@ -128,13 +155,12 @@ def arrange(
     """
     groups = sharing.groups(operators)
     owner_of = dict(enumerate(owners))
-    mine = {
-        group.key: _Held(
-            _names_digest([operators[i] for i in indices]),
-            _bitmap([owner_of.get(i, EVERY_RANK) in (EVERY_RANK, rank) for i in indices]),
-        )
-        for group, indices in groups.items()
-    }
+
+    def held(indices: Sequence[int]) -> _Held:
+        flags = [owner_of.get(i, EVERY_RANK) in (EVERY_RANK, rank) for i in indices]
+        return _Held(_names_digest([operators[i] for i in indices]), _bitmap(flags), all(flags))
+
+    mine = {group.key: held(indices) for group, indices in groups.items()}
     told = [
         msgspec.msgpack.decode(data, type=dict[str, _Held])
         for data in meet(msgspec.msgpack.encode(mine))
@@ -157,8 +183,8 @@ def _settle(
 ) -> _Group | None:
     """Who sends what in a group; None where every member has everything."""
     held = {rank: told[rank].get(group.key) for rank in group.ranks}
-    everything = _bitmap([True] * len(indices))
-    if all(h is None or h.bitmap == everything for h in held.values()):
+    # Then it does not matter how each cut its operators, nor that they are alike.
+    if all(h is None or h.complete for h in held.values()):
         return None
     for rank, theirs in held.items():
         if theirs is None or theirs.operators != mine.operators:
@@ -190,12 +216,20 @@ def _check_reachable(
 
 
 class _Wire:
-    """Broadcasts within one group: a header that says what comes, then the bytes, until there is nothing left."""
+    """Collectives within one group; what is sent is a header that says what comes, then the bytes, until there is nothing left."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._group = replicas.group
-        backend = str(dist.get_backend(self._group))
-        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
+        # The backend's name tells it not: "cuda:nccl" has no device type but cuda, "cpu:gloo,cuda:nccl" has both.
+        types = {device.type for device in self._group._device_types}
+        self._device = torch.device("cpu" if "cpu" in types or not types else min(types))
+
+    def tell(self, number: int) -> list[int]:
+        """What each member says."""
+        mine = torch.tensor([number], dtype=torch.int64, device=self._device)
+        told = [torch.zeros_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(told, mine, group=self._group)
+        return [int(t.item()) for t in told]
 
     def send(self, sender: int, pieces: Iterable[Piece], absent: Iterable[str]) -> int:
         total = 0

@@ -130,7 +130,7 @@ class Plan:
     def order_capacity(self) -> int:
         """What a phase may take, by `costs`, in another order; equal on ranks that share, whose slots differ a little."""
         peak = self.schedule.peak_bytes
-        return peak + peak // 50 if max(self.owners, default=EVERY_RANK) >= 0 else self.slot_bytes
+        return peak + peak // 50 if self.shares else self.slot_bytes
 
     def takes(self, binding: Binding, phases: Sequence[Sequence[int]]) -> int:
         """What this rank's largest snapshot takes, were these the phases."""
@@ -142,6 +142,11 @@ class Plan:
         plans = [p for i in range(self.span) if (p := self.phase_plan(binding, i)) is not None]
         always = max(p.layout.image_len - sum(extra[i] for i in p.anchored) for p, _ in plans)
         return always + max(sum(extra[i] for i in phase) for phase in phases)
+
+    @property
+    def shares(self) -> bool:
+        """Whether ranks rely on each other: some operator is captured by one of several that have it."""
+        return any(owner != EVERY_RANK for owner in self.owners)
 
     @property
     def span(self) -> int:
@@ -198,6 +203,12 @@ class Plan:
         )  # a reorder shifts bytes between phases
         self.slot_bytes = -(-(largest + slack) // 4096) * 4096
         self.num_slots = self.policy.num_slots + self.slack
+
+    def capture_all(self, binding: Binding) -> None:
+        """Leave nothing to other ranks. Operators and phases stay, so that ranks which leave theirs to this one find them here."""
+        self.owners = []
+        self._phases.clear()
+        self.measure_slots(binding)
 
     def make_room_for_uploads(self, available_bytes: int) -> None:
         """Slots for one more suffix, as far as there is memory for them."""
@@ -290,8 +301,8 @@ def make_plan(
 
     Args:
         sharing: what several ranks have alike and one of them captures.
-        before: the plan that this one follows. Other ranks may go over to theirs at another iteration, so owners stay what they
-            were, and where operators are cut in another way than before, every rank captures all of them.
+        before: the plan that this one follows. Other ranks may go over to theirs at another iteration, or not at all, so owners
+            (and, with the same window, phases) stay what they were, and where operators are cut in another way than before, every rank captures all of them.
     Raises:
         ValueError: no window's ring fits ``available_bytes``; the message has the numbers.
     """
@@ -388,6 +399,9 @@ def _plan_once(
                 max_window=MAX_WINDOW,
                 window=window,
             )
+    if before is not None and before.shares and _only_costs_differ(before, parts, schedule, policy):
+        # Found out here only, it may be (state of this rank's own experts): what others anchor with it stays in its phases.
+        schedule = schedule_of(costs, before.schedule.phases, fixed, policy)
     plan = Plan(parts, costs, schedule, policy, compute_dtypes, identity, scalars_capacity, every)
     plan.slack, plan.budget_bytes = slack, budget_bytes
     if before is None:
@@ -397,6 +411,15 @@ def _plan_once(
         plan.owners = _owners_as_before(before, parts)
     plan.measure_slots(binding)
     return plan
+
+
+def _only_costs_differ(
+    before: Plan, operators: Sequence[Operator], schedule: Schedule, policy: str
+) -> bool:
+    alike = [(op.name, op.members) for op in before.operators] == [
+        (op.name, op.members) for op in operators
+    ]
+    return alike and policy == before.policy_name and schedule.window == before.schedule.window
 
 
 def _owners_as_before(before: Plan, operators: Sequence[Operator]) -> list[int]:

@@ -22,7 +22,7 @@ from ckptd.client.pace import Pace
 from ckptd.client.planning import MAX_WINDOW, Plan, TrainingSpeed, make_plan, plan_alike
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
-from ckptd.client.sharing import NOTHING_SHARED, Sharing
+from ckptd.client.sharing import Replicas, Sharing
 from ckptd.client.stats import Stats
 from ckptd.client.windows import Windows
 from ckptd.cuda.engine import CopyEngine, measure_bandwidth
@@ -117,13 +117,28 @@ class Provision:
             else Changes(self, binding, memory, engine, counter=counter, pace=pace, stats=stats)
         )
         self._own_plan: Plan | None = None
-        # A plan that waits until the ranks with which it shares have told that theirs is the same.
+        # The plan that was told to the ranks with which it shares, and whether they have answered. It is kept until it is in
+        # use: what they leave to this rank goes by it.
         self._shared_plan: Plan | None = None
+        self._settled = False
         self._sharing = sharing
+        # Of what is shared, after the first update: alike at the start says little.
+        self._values: Mapping[Replicas, str] | None = None
         self._longest = MAX_WINDOW
         self._lagging = 0
         self._budget: int | None = None
         self._available: int | None = None
+
+    def resume(self, plan: Plan, sharing: Sharing) -> None:
+        """Go on with the plan of an earlier life.
+
+        Args:
+            sharing: as it was told then. Were operators cut in another way from now on, other ranks would look in vain for
+                what they leave to this one.
+        """
+        self.plan = plan
+        if plan.shares:
+            self._sharing = sharing
 
     def close(self) -> None:
         """Stop waiting for other ranks."""
@@ -135,6 +150,8 @@ class Provision:
 
     def prepare(self, step: int, *, stepped: bool, most_updates: int) -> bool:
         """Choose the window and reserve the ring, once enough was measured; True if snapshots can be taken."""
+        if self._values is None and stepped:
+            self._values = self._sharing.checksums(self._binding)
         fixed = self._options.window is not None or self._options.policy == "dense"
         if most_updates > 1:
             self._policy = (
@@ -145,6 +162,7 @@ class Provision:
             or step < self._retry_at
             # After the first update the state that the optimizer keeps is there (plain SGD keeps none).
             or not (stepped or any(self._binding.state(n) for n in self._binding.owner))
+            or (self._values is None and self._sharing.replicas)
         ):
             return False
         if self._coming is None and not self._plan_first(step):
@@ -156,7 +174,8 @@ class Provision:
         if self._ranks == 1:
             return self._replan(why, step)
         if self._shared_plan is not None:
-            return self._share(self._shared_plan, step, why)
+            connected = self._memory.session.connected
+            return connected and self._share(self._shared_plan, step, why)
         windows = self._windows
         if self._budget is None:
             agreed = windows.limits(self._measured)
@@ -201,28 +220,32 @@ class Provision:
         return self._share(plan, step, why)
 
     def _share(self, plan: Plan, step: int, why: str) -> bool:
-        """Go on with a plan once all with whom it shares have the same; if they have not, with one that shares nothing."""
-        alike = self._planned_alike(plan)
-        if alike is None:
-            self._shared_plan = plan
-            self._windows.waits(step)
-            return False
-        if not alike:
-            text = "not all ranks plan alike what they have in common: each captures all of it"
-            logger.warning("%s", text)
-            self._memory.session.notice("warning", "not_shared", text)
-            self._sharing = NOTHING_SHARED
-            alone = self._try_plan(why, step, window=plan.schedule.window)
-            if alone is None:
-                self._shared_plan = None
+        """Go on with a plan once all with whom it shares have the same; if they have not, with all of it captured here."""
+        self._shared_plan = plan
+        if not self._settled:
+            alike = self._planned_alike(plan)
+            if alike is None:
+                self._windows.waits(step)
                 return False
-            plan = alone
-        self._shared_plan = None
+            self._settled = True
+            if not alike:
+                self._capture_all(plan)
         self._begin_generation(plan, step, why)
         return True
 
+    def _capture_all(self, plan: Plan) -> None:
+        text = "not all ranks have, or plan, alike what they should have in common: each captures all of it"
+        logger.warning("%s", text)
+        self._memory.session.notice("warning", "not_shared", text)
+        # The same operators in the same phases: in another group, ranks that plan alike may rely on this one.
+        plan.capture_all(self._binding)
+        if self._memory.persists:
+            plan.make_room_for_uploads(self._memory.session.available_bytes)
+
     def _planned_alike(self, plan: Plan) -> bool | None:
-        told = self._sharing.fingerprints(plan.operators, plan.schedule.phases, plan.owners)
+        told = self._sharing.fingerprints(
+            plan.operators, plan.schedule.phases, plan.owners, self._values or {}
+        )
         return self._windows.planned_alike(plan.schedule.window, told)
 
     def _measured(self) -> tuple[int, int, int]:

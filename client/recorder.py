@@ -212,9 +212,9 @@ class Recorder:
         if self._capture is not None:
             self._pace.waited(self._capture.settle())
 
-    def resume(self, plan: Plan, *, last: int, phase: int) -> None:
+    def resume(self, plan: Plan, *, last: int, phase: int, sharing: Sharing) -> None:
         """Go on after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
-        self._provision.plan = plan
+        self._provision.resume(plan, sharing)
         self._previous, self._ordinal = last, phase
         if self._changes is not None:
             self._changes.resume(last, phase, stride=1)

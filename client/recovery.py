@@ -35,12 +35,13 @@ _SEAL_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A run that can go on: how to replay it, under which plan, and the phase of its newest snapshot."""
+    """A run that can go on: how to replay it, under which plan, the phase of its newest snapshot, and who shares what by structure."""
 
     replay: Replay
     plan: Plan
     phase: int
     reason: str
+    sharing: Sharing
 
 
 def newest_window(memory: RankMemory, meet: Exchange) -> Suffix:
@@ -127,7 +128,7 @@ class Recovery:
             replay = self.replay_of(images, plan, meet)
             # What is loaded first must have arrived. The rest is waited for in replay.
             _ = images[0].view
-        return Resumption(replay, plan, images[-1].phase, reason)
+        return Resumption(replay, plan, images[-1].phase, reason, self._sharing)
 
     def _heed(self, hints: Sequence[bytes]) -> None:
         """Freeze otherwise if any rank left the hint: what one computes from all gradients, it computes from the others', too."""

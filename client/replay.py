@@ -43,6 +43,7 @@ from ckptd.client.scalars import (
     reproducible,
     zero_grads,
 )
+from ckptd.client.sharing import checksum
 from ckptd.cuda.engine import CopyEngine, CopyItem, HostMemory
 from ckptd.storage.image import ImageView
 
@@ -184,8 +185,8 @@ class Replay:
         """Whether every operator is active."""
         return self._position == len(self._images) - 1
 
-    def load_first(self) -> None:
-        """Load the oldest snapshot: its anchors, every other operator's compute weights, scalars and the user's state."""
+    def load_state(self) -> None:
+        """Load the oldest snapshot's group options and the user's state; forget what the optimizers keep."""
         scalars = self._scalars(0)
         for keeper in self._binding.keepers:
             keeper.state.clear()
@@ -198,7 +199,10 @@ class Replay:
             item.load_state_dict(values.unpack(scalars["state"][name]))
         # A scheduler's load may touch the groups; the recorded options are the truth.
         apply_groups(self._binding, scalars["groups"])
-        self._load(self._images[0], scalars, everything=True)
+
+    def load_tensors(self) -> None:
+        """Load the oldest snapshot's anchors and every other operator's compute weights; a collective call if ranks share some."""
+        self._load(self._images[0], self._scalars(0), everything=True)
 
     def begin_first_step(self) -> None:
         """The loop is about to run the first step: random state as it was at the top of it."""
@@ -248,7 +252,13 @@ class Replay:
         self._engine.restore(items, image.memory, image.base)
         everything = (1 << len(self._operators)) - 1
         owned = frozenset(n for n in owner if owner[n][0] == optimizer)
-        self._handing.hand(lambda of: self._to_hand(image, of, 0, everything, owned), self._take)
+        # Only what it updates: an optimizer of this rank's own may step when those of other ranks do not.
+        stepped = frozenset(
+            i for i, op in enumerate(self._operators) if any(m.param in owned for m in op.members)
+        )
+        self._handing.hand(
+            lambda of: self._to_hand(image, of, 0, everything, owned), self._take, among=stepped
+        )
         self._frozen_masters()
 
     def advance(self) -> None:
@@ -262,6 +272,8 @@ class Replay:
         found = self._compare(image, scalars)
         self._load(image, scalars, everything=False)
         if self.dense:
+            # What a rank was handed it has not recorded, so it could compare nothing.
+            found += self._handing.unlike(self._checksum)
             self._limiter.stop()
             self._tape.play(None)
         else:
@@ -329,16 +341,18 @@ class Replay:
             also = {name: rows for name, rows in also.items() if name in only}
         # What of a parameter is frozen by its own operators only; the other rows are not ours to hand over.
         also = {n: _common(rows, self._frozen_rows.get(n, [])) for n, rows in also.items()}
+        absent: list[str] = [] if only is not None else self._absent_of(image)
         pieces: list[Piece] = []
         for source, entry in image.sources():
             if source.kind not in ("param", "master", "optim"):
                 continue
+            if source.kind == "optim" and source.name in absent:
+                continue  # there was none: what the image holds in its place is zeros
             of = also if source.kind == "param" else {}
             recorded = None
             for piece in self._pieces(source, wanted, of):
                 recorded = image.tensor(entry) if recorded is None else recorded
                 pieces.append((piece, _rows_within(recorded, piece, source)))
-        absent: list[str] = [] if only is not None else self._absent_of(image)
         return pieces, {name for name in absent if name in wanted}
 
     def _absent_of(self, image: SnapshotImage) -> list[str]:
@@ -538,6 +552,10 @@ class Replay:
             if reproducible(item) and values.pack(item.state_dict()) != scalars["state"][name]:
                 found.append(f"state[{name!r}] (was its iterator created before Checkpointer?)")
         return found
+
+    def _checksum(self, operators: frozenset[int]) -> str:
+        names = self._rows_of(sum(1 << i for i in operators))
+        return checksum(self._binding, [n for n in self._binding.params if n in names])
 
     def _live(self, source: Source) -> Tensor | None:
         binding = self._binding

@@ -14,6 +14,7 @@ import fnmatch
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -30,12 +31,23 @@ from ckptd.client.operators import Operator
 from ckptd.schedules.policy import OperatorCost
 from ckptd.schedules.shares import SharedOperator, spread
 
-__all__ = ["EVERY_RANK", "NOTHING_SHARED", "Replicas", "Sharing", "find_replicas", "meet_sharing"]
+__all__ = [
+    "EVERY_RANK",
+    "NOTHING_SHARED",
+    "Replicas",
+    "Sharing",
+    "checksum",
+    "find_replicas",
+    "meet_sharing",
+]
 
 logger = logging.getLogger(__name__)
 
 # The owner of what each rank captures for itself.
 EVERY_RANK = -1
+# Elements: a few hundred MiB at most are needed for a moment, whatever the size of a parameter.
+_SUMMED_AT_ONCE = 16 << 20
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -120,13 +132,22 @@ class Sharing:
                 owners[i] = owner
         return owners
 
+    def checksums(self, binding: Binding) -> dict[Replicas, str]:
+        """Of each group one of the values that its parameters and their optimizer state have now."""
+        return {g: checksum(binding, names) for g, names in _by_group(self.replicas).items()}
+
     def fingerprints(
         self,
         operators: Sequence[Operator],
         phases: Sequence[Sequence[int]],
         owners: Sequence[int],
+        values: Mapping[Replicas, str] = MappingProxyType({}),
     ) -> dict[Replicas, int]:
-        """Of each group a number from 0 to 2^63 - 1: equal where its members have the same operators, in the same phases, with the same owners."""
+        """Of each group a number from 0 to 2^63 - 1: equal where its members have the same operators, in the same phases, with the same owners.
+
+        Args:
+            values: checksums of the same moment on all ranks.
+        """
         phase_of = {i: number for number, phase in enumerate(phases) for i in phase}
         found = {}
         for group, indices in self.groups(operators).items():
@@ -134,7 +155,8 @@ class Sharing:
                 [_identity(operators[i]), phase_of.get(i, 0), owners[i], len(phases)]
                 for i in indices
             ]
-            found[group] = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(told)) >> 1
+            packed = msgspec.msgpack.encode([told, values.get(group, "")])
+            found[group] = xxhash.xxh3_64_intdigest(packed) >> 1
         return found
 
 
@@ -145,15 +167,25 @@ def _identity(operator: Operator) -> list[Any]:
     return [operator.name, [[m.param, m.start, m.stop] for m in operator.members]]
 
 
-def find_replicas(binding: Binding, told: Mapping[str, Any] | None) -> dict[str, Replicas]:
+def find_replicas(
+    binding: Binding, told: Mapping[str, Any] | None, rank: int | None = None
+) -> dict[str, Replicas]:
     """The parameters that several ranks have alike.
 
     Args:
         told: patterns of parameter names (``fnmatch``), each with the process group or one-dimensional ``DeviceMesh`` over which
             what matches is replicated; None leaves the patterns out, not the wrappers.
+        rank: this rank's number in the job. Groups go by that of the process group; where it is another, nothing is shared.
     Raises:
         ValueError: a pattern that matches nothing, or something that is no group.
     """
+    if rank is not None and rank != dist.get_rank():
+        logger.warning(
+            "rank=%d is rank %d of its process group: it shares nothing with other ranks",
+            rank,
+            dist.get_rank(),
+        )
+        return {}
     found = {n: r for n, r in _told_by_wrappers(binding) if len(r.ranks) > 1}
     for name, replicas in _told_by_user(binding, told or {}):
         if len(replicas.ranks) > 1:
@@ -232,10 +264,8 @@ def meet_sharing(
     Args:
         own_bytes: what this rank captures beside what is replicated.
     """
-    by_group: dict[Replicas, list[str]] = {}
-    for name, group in replicas.items():
-        by_group.setdefault(group, []).append(name)
-    mine = {g.key: _checksum(binding, names) for g, names in by_group.items()}
+    by_group = _by_group(replicas)
+    mine = {g.key: checksum(binding, names) for g, names in by_group.items()}
     told = [
         msgspec.msgpack.decode(data, type=_Here)
         for data in meet(msgspec.msgpack.encode(_Here(own_bytes, mine)))
@@ -256,24 +286,54 @@ def meet_sharing(
     return Sharing(usable, {rank: here.own_bytes for rank, here in enumerate(told)})
 
 
-def _checksum(binding: Binding, names: Sequence[str]) -> str:
-    """Of names, shapes and values. Values are summed on their device, position and all: nothing large is copied."""
-    told = []
+def _by_group(replicas: Mapping[str, Replicas]) -> dict[Replicas, list[str]]:
+    found: dict[Replicas, list[str]] = {}
+    for name, group in replicas.items():
+        found.setdefault(group, []).append(name)
+    return found
+
+
+def checksum(binding: Binding, names: Sequence[str]) -> str:
+    """Of names, shapes and values, of optimizer state too where there is some. They are summed on their device."""
+    told: list[Any] = []
+    sums: list[Tensor] = []
     for name in names:
-        tensors = [binding.params[name]]
+        tensors = {"param": binding.params[name]}
         if name in binding.masters:
-            tensors.append(binding.masters[name])
-        for tensor in tensors:
+            tensors["master"] = binding.masters[name]
+        state = binding.state(name)
+        tensors |= {k: v for k, v in sorted(state.items()) if isinstance(v, Tensor)}
+        for kind, tensor in tensors.items():
             data = local(tensor)
-            told.append([name, str(data.dtype), list(data.shape), _sums(data)])
-    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(told))
+            told.append([name, kind, str(data.dtype), list(data.shape)])
+            sums += _sums(data)
+    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode([told, _numbers(sums)]))
 
 
-def _sums(data: Tensor) -> list[int]:
+def _sums(data: Tensor) -> list[Tensor]:
+    """One number for each part of a tensor: what changes places between parts is noticed.
+
+    A sum of integers widens its input to 64 bits first, and a tensor that is not contiguous is copied: of parts, that is little.
+    """
     if data.numel() == 0:
         return []
-    flat = data.contiguous().view(-1)
-    widths = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    words = flat.view(widths.get(flat.element_size(), torch.uint8))
-    half = words[: len(words) // 2]
-    return [int(words.sum(dtype=torch.int64)), int(half.sum(dtype=torch.int64))]
+    rows = data.reshape(1) if data.ndim == 0 else data
+    per_row = max(rows.numel() // len(rows), 1)
+    # Two parts at least.
+    step = max(1, min(_SUMMED_AT_ONCE // per_row, -(-len(rows) // 2)))
+    found = []
+    for part in rows.split(step):
+        flat = part.contiguous().view(-1)
+        words = flat.view(_WORDS.get(flat.element_size(), torch.uint8))
+        found += [w.sum(dtype=torch.int64) for w in words.split(_SUMMED_AT_ONCE)]
+    return found
+
+
+def _numbers(sums: Sequence[Tensor]) -> list[int]:
+    """Brought to the host at once, device by device: each transfer waits for the device."""
+    found = [0] * len(sums)
+    for device in {s.device for s in sums}:
+        here = [i for i, s in enumerate(sums) if s.device == device]
+        for i, number in zip(here, torch.stack([sums[i] for i in here]).tolist(), strict=True):
+            found[i] = number
+    return found

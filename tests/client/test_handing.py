@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client import handing
 from ckptd.client.agreement import Exchange
@@ -48,6 +49,16 @@ class TestFromWhom:
 
     def test_where_all_have_everything_nothing_is_handed(self) -> None:
         assert arranged([], [EVERY_RANK] * 4) == [frozenset(), frozenset()]
+
+    def test_where_all_have_everything_their_operators_may_differ(self) -> None:
+        """Told to be alike and found not to be, so that each captured its own, of another number: such a run must be able to resume."""
+        names = [NAMES, NAMES[:3]]
+
+        def work(rank: int, exchange: Exchange) -> Handing:
+            return arrange(shared(2), operators(names[rank]), [], rank, exchange)
+
+        found = outcomes([lambda e: work(0, e), lambda e: work(1, e)])
+        assert [isinstance(f, Handing) and f.sends() for f in found] == [frozenset(), frozenset()]
 
     def test_of_several_who_have_it_the_first(self) -> None:
         """Rank 1 captured everything (its plan differed); ranks 0 and 2 still rely on each other, and on it."""
@@ -112,6 +123,13 @@ def handed(rank: int, store: str) -> None:
         assert torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
     assert absent == (set() if rank == 1 else {"c"})
     assert (found.bytes_sent > 0) == (rank != 0)
+    got.clear()
+    found.hand(mine, lambda source, data: got.append((source, data)), among=frozenset({1, 3}))
+    assert {s.name for s, _ in got} == {0: {"b"}, 1: {"b", "d"}, 2: {"d"}}[rank]
+    # An optimizer of this rank's own has stepped: nobody else comes, and it must not wait.
+    if rank == 1:
+        assert found.hand(mine, lambda source, data: None, among=frozenset()) == set()
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -123,3 +141,17 @@ def _of(owner: int, owners: list[int], parts: Any) -> list[tuple[Source, Tensor]
 def test_bytes_arrive_as_they_were_sent(tmp_path: Path) -> None:
     """Slices, other dtypes, a scalar, an empty tensor, a negative zero, nothing at all; on three real ranks."""
     mp.spawn(handed, (str(tmp_path / "three"),), 3)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("fake", "cpu"), ("cpu:fake,cuda:fake", "cpu"), ("cuda:fake", "cuda"), ("cpu:fake", "cpu")],
+)
+def test_the_device_is_one_that_the_group_can_reach(backend: str, device: str) -> None:
+    """Its name need not be "nccl" for a group to have nothing but GPUs."""
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=2)
+    try:
+        wire = handing._Wire(Replicas((0, 1), dist.group.WORLD))
+        assert wire._device.type == device
+    finally:
+        dist.destroy_process_group()

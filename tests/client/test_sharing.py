@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckptd.client import sharing as sharing_module
 from ckptd.client.agreement import Exchange
 from ckptd.client.binding import Binding
 from ckptd.client.changes import table_digest
@@ -105,6 +106,12 @@ class TestWhoSaysSo:
         model = DDP(Net())
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
         assert ranks_of(bound(model, optimizer)) == {}
+
+    def test_a_rank_of_another_number_in_its_process_group_shares_nothing(self) -> None:
+        """Who owns what goes by the job's ranks, who sends by those of the group."""
+        binding = bound(DDP(Net()))
+        assert find_replicas(binding, None, rank=2) == {}
+        assert set(find_replicas(binding, None, rank=1)) == set(binding.params)
 
     def test_a_pattern_that_matches_nothing_is_refused(self) -> None:
         with pytest.raises(
@@ -198,6 +205,25 @@ class TestPlans:
         assert planned(binding, other).owners != first.owners
         assert planned(binding, other, before=first).owners == first.owners
 
+    def test_phases_stay_when_a_rank_alone_plans_anew(self) -> None:
+        """Its own experts' optimizer began to keep more. What it shares would be anchored at another time than on its peers."""
+        model = Net()
+        shared = {"dense.weight": BOTH, "dense.bias": BOTH}
+        rest = [p for n, p in model.named_parameters() if n not in shared]
+
+        def binding(kept: type[torch.optim.Optimizer]) -> Binding:
+            dense = torch.optim.AdamW([model.dense.weight, model.dense.bias])
+            first = torch.optim.SGD(rest[:2], lr=0.1)
+            return Binding(model, [dense, first, kept(rest[2:], lr=0.1)], None)  # type: ignore[call-arg]
+
+        first = planned(binding(torch.optim.SGD), Sharing(shared))
+        more = binding(torch.optim.AdamW)
+        assert planned(more, Sharing(shared)).schedule.phases != first.schedule.phases
+        again = planned(more, Sharing(shared), before=first)
+        assert again.schedule.phases == first.schedule.phases
+        assert again.owners == first.owners
+        assert again.slot_bytes > first.slot_bytes
+
     def test_where_operators_are_cut_anew_everybody_captures_all(self) -> None:
         binding = bound(Net(width=64))
         first = planned(binding, sharing_of(binding))
@@ -224,6 +250,23 @@ class TestPlans:
             assert plan.takes(binding, plan.schedule.phases) <= plan.slot_bytes
             everything = [range(len(plan.operators))]
             assert plan.takes(binding, everything) > plan.slot_bytes
+
+    def test_who_captures_all_after_all_has_what_others_leave_to_it(self) -> None:
+        """In one group its plan was another; in a second group it was the same, and the others rely on what they were told."""
+        binding = bound(Net(width=64))
+        sharing = sharing_of(binding)
+        others, plan = planned(binding, sharing, 0), planned(binding, sharing, 1)
+        before = plan.slot_bytes
+        assert set(plan.owners) == {0, 1}
+        plan.capture_all(binding)
+        assert not plan.shares
+        assert plan.operators == others.operators
+        assert plan.schedule == others.schedule
+        assert plan.slot_bytes > before
+        for ordinal in range(2):
+            left = {o for i in others.left_out for o in others.operators[i].members}
+            names = {name for kind, name, _ in captured(plan, binding, ordinal) if kind == "param"}
+            assert {m.param for m in left} <= names
 
     def test_fingerprints_tell_other_phases_and_owners(self) -> None:
         binding = bound(Net())
@@ -289,6 +332,70 @@ class TestMeeting:
         with torch.no_grad():
             second.dense.weight.copy_(first.dense.weight.flip(0))
         assert [s.replicas for s in self.both(first, second)] == [{}, {}]
+
+    @pytest.mark.parametrize("lr", [0.0, 1e-3])
+    def test_what_began_alike_and_is_trained_apart_is_noticed_after_the_first_update(
+        self, lr: float
+    ) -> None:
+        """One seed on all ranks makes anything alike at the start. A warm-up begins with a learning rate of zero: the weights are
+        alike then, but not what the optimizer keeps."""
+        told = []
+        for gradient in (1.0, 1.0, 2.0):
+            torch.manual_seed(0)
+            model = Net()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+            binding = bound(model, optimizer)
+            before = sharing_of(binding).checksums(binding)
+            for param in model.parameters():
+                param.grad = torch.full_like(param, gradient)
+            optimizer.step()
+            told.append((before, sharing_of(binding).checksums(binding)))
+        assert told[0] == told[1]
+        assert told[0][0] == told[2][0]
+        assert told[0][1] != told[2][1]
+
+    def test_fingerprints_tell_other_values(self) -> None:
+        binding = bound(Net())
+        sharing, plan = sharing_of(binding), planned(binding, sharing_of(binding))
+
+        def told(values: str) -> int:
+            return sharing.fingerprints(
+                plan.operators, plan.schedule.phases, plan.owners, {BOTH: values}
+            )[BOTH]
+
+        assert told("a") == told("a")
+        assert told("a") != told("b")
+
+    @pytest.mark.parametrize("shape", [(1, 1000), (1000, 1), (10, 100), (1000,)])
+    @pytest.mark.parametrize("turned", [False, True])
+    def test_summing_takes_little_memory_whatever_the_size(
+        self, shape: tuple[int, ...], turned: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A sum of 16-bit words widens all of its input to 64 bits: of a large parameter, four times what the device holds of it."""
+        monkeypatch.setattr(sharing_module, "_SUMMED_AT_ONCE", 100)
+        model = nn.Module()
+        values = torch.ones(shape, dtype=torch.bfloat16)
+        model.w = nn.Parameter(values.t().contiguous().t() if turned else values)
+        binding = bound(model)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            sharing_of(binding).checksums(binding)
+        largest = max(event.cpu_memory_usage for event in profile.events() or ())
+        assert 0 < largest <= 100 * 8 + 1024
+
+    @pytest.mark.parametrize(
+        "dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
+    )
+    def test_values_of_any_type_have_a_checksum(self, dtype: torch.dtype) -> None:
+        def told(last: float) -> dict[Replicas, str]:
+            model = nn.Module()
+            values = torch.tensor([1.0, 0.0, last]).to(dtype)
+            model.w = nn.Parameter(values, requires_grad=False)
+            model.one = nn.Parameter(values[2], requires_grad=False)
+            binding = bound(model, torch.optim.SGD([torch.zeros(1)], lr=0.1))
+            return sharing_of(binding).checksums(binding)
+
+        assert told(1.0) == told(1.0)
+        assert told(1.0) != told(0.0)
 
     def test_a_rank_that_does_not_share_takes_the_others_out(self) -> None:
         binding = bound(Net())

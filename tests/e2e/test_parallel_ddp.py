@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
+
 import pytest
 
 from tests.e2e.harness import DaemonProcess, Jobs
 from tests.e2e.parallel.checks import assert_exact_through_a_kill, assert_noticed_when_left_out
 from tests.e2e.parallel.ddp import CASES
 from tests.e2e.parallel.registry import LONG, Case
-from tests.e2e.ranks import Ranks
+from tests.e2e.ranks import Ranks, story
 
 
 @pytest.mark.slow
@@ -34,6 +36,27 @@ def test_what_is_not_handed_over_is_noticed(jobs: Jobs, daemon: DaemonProcess) -
 def test_random_state_that_is_left_out_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
     """Dropout then drops others than it did."""
     assert_noticed_when_left_out(jobs, daemon, CASES.cases["plain"], "random state", rank=1)
+
+
+@pytest.mark.slow
+def test_what_is_damaged_on_the_way_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
+    """Rank 1 has not recorded it, and nothing is recomputed from it before replay ends: only rank 0 has the same to compare."""
+    assert_noticed_when_left_out(jobs, daemon, CASES.cases["plain"], "handed state", rank=1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_load_leaves_nobody_waiting(jobs: Jobs, daemon: DaemonProcess) -> None:
+    """The other would wait for its broadcasts, for half an hour."""
+    run = uuid.uuid4().hex[:8]
+    Ranks(jobs, run, case="ddp/plain", killed=1).end_by_the_death_of(1)
+    life = Ranks(jobs, run, case="ddp/plain", each={1: ("--leave-out", "group options")})
+    try:
+        for process, _ in life.started:
+            process.join(60)
+        assert [process.exitcode for process, _ in life.started] == [1, 1], story(daemon, run, life)
+    finally:
+        life.kill()
+    assert "rank 1 on node" in jobs.log(life.started[0][1])
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 
-from tests.e2e.cases import Job, loss_of
-from tests.e2e.parallel.registry import Family, build, job_of
+from tests.e2e.cases import VOCAB, Job, loss_of
+from tests.e2e.parallel.registry import KILL_AT, Family, build, job_of
 
 __all__ = ["CASES"]
 
@@ -125,6 +125,30 @@ def module_given(seed: int) -> Job:
             plain_body(job, step, at)
         finally:
             job.model = inner
+
+    job.body = body
+    return job
+
+
+@CASES.case(quick=True)
+def late_gradients(seed: int) -> Job:
+    """A head that is used after the restart only: until then no optimizer state is there for it, on any rank."""
+    model = build(seed, fused=True)
+    late = model.late = torch.nn.Linear(VOCAB, VOCAB)
+    wrapper = DDP(model, find_unused_parameters=True)
+    job = job_of(wrapper, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    plain = job.body
+    used = False
+
+    def through_the_head(module: Any, args: Any, logits: Any) -> Any:
+        return late(logits) if used else logits
+
+    model.register_forward_hook(through_the_head)
+
+    def body(job: Job, step: int, at: Callable[[str], None]) -> None:
+        nonlocal used
+        used = step > KILL_AT
+        plain(job, step, at)
 
     job.body = body
     return job

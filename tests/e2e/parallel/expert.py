@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.e2e.cases import VOCAB, WIDTH, Job, loss_of
 from tests.e2e.parallel.registry import Family, job_of
+from tests.e2e.parallel.registry import build as replicated_model
 
 __all__ = ["CASES"]
 
@@ -265,3 +266,56 @@ def uneven_told(seed: int) -> Job:
     dense = [n for n, _ in job.model.named_parameters() if ".experts." not in n]
     job.options["replicated"] = dict.fromkeys(dense, dist.group.WORLD)
     return job
+
+
+@CASES.case(quick=True)
+def own_pace(seed: int) -> Job:
+    """Dense parts are shared. The experts' optimizer steps on rank 0 always, on rank 1 every second time (a loss scaler, say)."""
+    model = build(seed)
+    dense, experts = parts(model)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(experts, lr=3e-3),
+        torch.optim.AdamW(dense, lr=3e-3),
+    ]
+
+    def body(job: Job, step: int, at: Callable[[str], None]) -> None:
+        loss_of(job.model, next(job.state["data"])).backward()
+        reduce_by_hand(dense, None, world)
+        at("backward")
+        if rank == 0 or step % 2:
+            job.optimizers[0].step()
+        job.optimizers[1].step()
+        at("step")
+        job.model.zero_grad()
+
+    names = [n for n, _ in model.named_parameters() if ".experts." not in n]
+    told = dict.fromkeys(names, dist.group.WORLD)
+    return job_of(model, optimizers, body, replicated=told)
+
+
+@CASES.case(ranks=4, quick=True)
+def wrongly_told(seed: int) -> Job:
+    """Block 0 is told to be replicated over pairs of ranks, and begins alike; but ranks 0 and 1 train theirs apart.
+
+    They must capture it each; and ranks 2 and 3 must still find what they leave to 0 and 1 of the rest, which is alike.
+    """
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "pair"))["pair"]
+    model = replicated_model(seed)
+    named = list(model.named_parameters())
+    first = [p for n, p in named if n.startswith("blocks.0.")]
+    rest = [p for n, p in named if not n.startswith("blocks.0.")]
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    def body(job: Job, step: int, at: Callable[[str], None]) -> None:
+        loss_of(job.model, next(job.state["data"])).backward()
+        reduce_by_hand(rest, None, world)
+        if rank >= 2:
+            reduce_by_hand(first, pair.get_group(), 2)
+        at("backward")
+        job.optimizers[0].step()
+        at("step")
+        job.model.zero_grad()
+
+    told = {"*": dist.group.WORLD, "blocks.0.*": pair}
+    return job_of(model, torch.optim.AdamW(model.parameters(), lr=3e-3), body, replicated=told)

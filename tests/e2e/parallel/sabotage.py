@@ -64,14 +64,14 @@ def _handed_weights() -> None:
     original = Handing.hand
     victims: list[str] = []
 
-    def without(self: Handing, mine: Any, take: Take) -> set[str]:
+    def without(self: Handing, mine: Any, take: Take, **among: Any) -> set[str]:
         def some(source: Source, data: Tensor) -> None:
             if source.kind == "param" and not victims:
                 victims.append(source.name)
             if source.kind != "param" or source.name != victims[0]:
                 take(source, data)
 
-        return original(self, mine, some)
+        return original(self, mine, some, **among)
 
     Handing.hand = without  # type: ignore[method-assign]
 
@@ -89,10 +89,31 @@ def _one_record() -> None:
     BoundaryLog.sent = without  # type: ignore[method-assign]
 
 
+def _handed_state() -> None:
+    """What this rank is handed of the optimizer's state when replay ends is damaged."""
+    original = Replay._take
+
+    def damaged(self: Replay, piece: Source, data: Tensor) -> None:
+        original(self, piece, data + 1 if self.dense and piece.kind == "optim" else data)
+
+    Replay._take = damaged  # type: ignore[method-assign]
+
+
+def _group_options() -> None:
+    """This rank finds out that it cannot load what it has recorded."""
+
+    def refused(binding: Any, groups: Any) -> None:
+        raise ValueError("these groups are not those")
+
+    replay.apply_groups = refused  # type: ignore[attr-defined]
+
+
 LEAVE_OUT: dict[str, Callable[[], None]] = {
     "frozen weights": _frozen_weights,
     "random state": _random_state,
     "elsewhere": _elsewhere,
     "handed weights": _handed_weights,
     "one record": _one_record,
+    "group options": _group_options,
+    "handed state": _handed_state,
 }
