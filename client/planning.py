@@ -43,6 +43,7 @@ __all__ = [
     "TrainingSpeed",
     "fixed_bytes",
     "make_plan",
+    "most_pieces",
     "operator_costs",
     "plan_alike",
     "plan_from_payload",
@@ -441,6 +442,12 @@ def _split_window(
     if budget_bytes <= floor:
         return schedule.window
     return min(MAX_WINDOW, max(schedule.window, -(-extra // (budget_bytes - floor))))
+
+
+def most_pieces(sharing: Sharing, operators: Sequence[Operator]) -> int:
+    """How many more operators there are at most once what is shared is cut."""
+    groups = sharing.groups(operators)
+    return sum(min(len(g.ranks) * _PIECES_PER_SHARE, _MAX_PIECES) for g in groups)
 
 
 def _split(

@@ -19,7 +19,14 @@ from ckptd.client.changes import Changes
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
 from ckptd.client.pace import Pace
-from ckptd.client.planning import MAX_WINDOW, Plan, TrainingSpeed, make_plan, plan_alike
+from ckptd.client.planning import (
+    MAX_WINDOW,
+    Plan,
+    TrainingSpeed,
+    make_plan,
+    most_pieces,
+    plan_alike,
+)
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.sharing import Replicas, Sharing
@@ -42,6 +49,7 @@ _REORDER_STEPS = 50
 # What one rank has sealed the others hear of a little later: slots for the meantime, where no peers ask for some anyway.
 _RANKS_SLACK = 2
 _MORE_SLOTS = 2
+_NUMBER_BYTES = 5  # msgpack's longest for an operator's number
 # A peer that is behind by more than a window that often in a row, _RETRY_STEPS apart, cannot keep up.
 _LAGGING_LOOKS = 2
 # A median stall above this share of a step is not noise.
@@ -292,7 +300,6 @@ class Provision:
             budget = self.plan.budget_bytes
         if budget is None:
             budget = self._measured_budget()
-        packed = len(values.pack(self._scalars_sample(), "step scalars"))
         available = self._memory.session.available_bytes
         if self._available is not None and self.plan is None:
             available = min(available, self._available)
@@ -309,7 +316,7 @@ class Provision:
             ordering=options.ordering,
             compute_dtypes=self._precision.sufficient(),
             identity=self._memory.identity.metadata(),
-            scalars_capacity=max(MIN_SCALARS, 2 * packed),
+            scalars_capacity=self._scalars_capacity(),
             slack=max(self._memory.slack, 0 if alone else _RANKS_SLACK),
             sharing=self._sharing,
             before=self.plan,
@@ -327,6 +334,12 @@ class Provision:
         )
         self._note_prepared(started)
         return plan
+
+    def _scalars_capacity(self) -> int:
+        """Room for step scalars. Each operator's number is in them, of what is shared that of each piece."""
+        packed = len(values.pack(self._scalars_sample(), "step scalars"))
+        pieces = most_pieces(self._sharing, self._operators)
+        return max(MIN_SCALARS, 2 * packed + _NUMBER_BYTES * pieces)
 
     def maybe_reorder(self) -> None:
         """Where a window begins: go one step closer to today's popularity."""
@@ -435,10 +448,13 @@ class Provision:
             changes.unable(f"a rank must plan anew: {why}")
             return
         if self._coming is None and step >= self._retry_at and self._memory.session.connected:
-            packed = len(values.pack(self._scalars_sample(), "step scalars"))
-            capacity = max(MIN_SCALARS, 2 * packed)
-            orders = changes.calendar.orders
-            alike = plan_alike(plan, self._binding, capacity, orders, self._sharing)
+            alike = plan_alike(
+                plan,
+                self._binding,
+                self._scalars_capacity(),
+                changes.calendar.orders,
+                self._sharing,
+            )
             if self._memory.persists:
                 alike.make_room_for_uploads(self._memory.session.available_bytes)
             self._begin_generation(alike, step, why)

@@ -23,7 +23,13 @@ from ckptd.client.binding import Binding
 from ckptd.client.changes import table_digest
 from ckptd.client.layout import parse_entry_name
 from ckptd.client.operators import Member, Operator, discover_operators
-from ckptd.client.planning import Plan, make_plan, operator_costs, plan_from_payload
+from ckptd.client.planning import (
+    Plan,
+    make_plan,
+    most_pieces,
+    operator_costs,
+    plan_from_payload,
+)
 from ckptd.client.sharing import (
     EVERY_RANK,
     NOTHING_SHARED,
@@ -182,6 +188,14 @@ class TestPlans:
         binding = bound(Net(width=64))
         plan = planned(binding, sharing_of(binding), policy="dense")
         assert any(op.name.startswith("dense") and "/" in op.name for op in plan.operators)
+
+    def test_no_more_pieces_than_room_is_made_for(self) -> None:
+        """Their numbers are among the step scalars, whose room is fixed with the first plan."""
+        binding = bound(Net(width=512))
+        sharing = sharing_of(binding)
+        operators = discover_operators(binding.model, rows_allowed=binding.rows_allowed)
+        found = planned(binding, sharing).operators
+        assert len(operators) < len(found) <= len(operators) + most_pieces(sharing, operators)
 
     def test_a_fresh_process_knows_the_owners(self) -> None:
         binding = bound(Net())
