@@ -14,8 +14,8 @@ from ckptd.transport.messages import GetStatus, Status
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
+from tests.e2e.long import LONG
 from tests.e2e.parallel.logged import CASES
-from tests.e2e.parallel.registry import LONG
 from tests.e2e.ranks import Ranks
 
 WINDOW, KILL_AT, TOTAL = 4, 11, 15

@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess
 from tests.e2e.lives import Life, Run, free_port, live, resumed_at
+from tests.e2e.long import long
 
 # Looked for, not imported: every worker collects every file, and importing takes seconds.
 pytestmark = pytest.mark.skipif(
@@ -48,6 +49,7 @@ def test_resumes_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess) -> Non
         assert differences(plain.out, life.out) == [], told
 
 
+@long
 @pytest.mark.parametrize(
     "options",
     [
@@ -74,6 +76,7 @@ def test_a_batch_that_is_another_is_noticed(tmp_path: Path, daemon: DaemonProces
     assert "log" in differences(plain.out, other.out)
 
 
+@long
 def test_two_ranks(tmp_path: Path, daemon: DaemonProcess) -> None:
     """DistributedDataParallel: one rank is killed, the other fails with it, and both come back to the same step."""
     name, ports = uuid.uuid4().hex[:8], [free_port() for _ in range(3)]

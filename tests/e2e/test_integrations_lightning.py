@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess
 from tests.e2e.lives import Life, Run, free_port, live, resumed_at
+from tests.e2e.long import long
 
 # Looked for, not imported: every worker collects every file, and importing takes seconds.
 pytestmark = pytest.mark.skipif(
@@ -49,6 +50,7 @@ def test_resumes_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess) -> Non
         assert differences(plain.out, life.out) == [], told
 
 
+@long
 @pytest.mark.parametrize(
     "options",
     [
@@ -91,6 +93,7 @@ def test_the_other_package_and_a_control(
     assert "history" in differences(plain.out, other.out)
 
 
+@long
 def test_two_ranks(tmp_path: Path, daemon: DaemonProcess) -> None:
     """DistributedDataParallel: one rank is killed, the other fails with it, and both come back to the same step."""
     name, ports = uuid.uuid4().hex[:8], [free_port() for _ in range(3)]

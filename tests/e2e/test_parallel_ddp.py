@@ -7,9 +7,10 @@ import uuid
 import pytest
 
 from tests.e2e.harness import DaemonProcess, Jobs
+from tests.e2e.long import long
 from tests.e2e.parallel.checks import assert_exact_through_a_kill, assert_noticed_when_left_out
 from tests.e2e.parallel.ddp import CASES
-from tests.e2e.parallel.registry import LONG, Case
+from tests.e2e.parallel.registry import Case
 from tests.e2e.ranks import Ranks, story
 
 
@@ -26,13 +27,14 @@ def test_what_is_left_out_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
 
 
 @pytest.mark.slow
+@long
 def test_what_is_not_handed_over_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
     """Rank 1 keeps one wrong weight that rank 0 has recorded for both: the mean gradient is another."""
     assert_noticed_when_left_out(jobs, daemon, CASES.cases["plain"], "handed weights", rank=1)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not LONG, reason="not on the diagonal: CKPTD_LONG=1 runs it")
+@long
 def test_random_state_that_is_left_out_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
     """Dropout then drops others than it did."""
     assert_noticed_when_left_out(jobs, daemon, CASES.cases["plain"], "random state", rank=1)
@@ -45,6 +47,7 @@ def test_what_is_damaged_on_the_way_is_noticed(jobs: Jobs, daemon: DaemonProcess
 
 
 @pytest.mark.slow
+@long
 def test_a_rank_that_cannot_load_leaves_nobody_waiting(jobs: Jobs, daemon: DaemonProcess) -> None:
     """The other would wait for its broadcasts, for half an hour."""
     run = uuid.uuid4().hex[:8]

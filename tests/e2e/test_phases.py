@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs
+from tests.e2e.long import long
 from tests.e2e.ranks import Ranks, story
 from tests.e2e.test_distributed import run
 from tests.e2e.test_switch import changed_at
@@ -53,6 +54,7 @@ def test_a_rank_that_holds_gradients_at_one_boundary_stays_in_phase(
 
 
 @pytest.mark.slow
+@long
 def test_all_take_dense_snapshots_where_one_rank_must(
     jobs: Jobs, daemon: DaemonProcess, run: str
 ) -> None:
@@ -69,6 +71,7 @@ def test_all_take_dense_snapshots_where_one_rank_must(
 
 
 @pytest.mark.slow
+@long
 def test_one_that_accumulates_gradients_over_steps_anchors_everything(
     jobs: Jobs, daemon: DaemonProcess, run: str
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs
+from tests.e2e.long import long
 from tests.e2e.ranks import Ranks, story
 from tests.e2e.test_distributed import run
 
@@ -26,7 +27,7 @@ def changed_at(daemon: DaemonProcess, run: str, why: str) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("later", [1, 12])
+@pytest.mark.parametrize("later", [1, pytest.param(12, marks=long)])
 def test_both_widen_at_one_iteration_and_resume_exactly(
     jobs: Jobs, daemon: DaemonProcess, run: str, later: int
 ) -> None:
@@ -56,6 +57,7 @@ def test_both_widen_at_one_iteration_and_resume_exactly(
 
 
 @pytest.mark.slow
+@long
 def test_an_order_by_popularity_is_the_same_on_both_and_resumes_exactly(
     jobs: Jobs, daemon: DaemonProcess, run: str
 ) -> None:

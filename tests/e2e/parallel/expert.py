@@ -268,7 +268,7 @@ def uneven_told(seed: int) -> Job:
     return job
 
 
-@CASES.case(quick=True)
+@CASES.case()
 def own_pace(seed: int) -> Job:
     """Dense parts are shared. The experts' optimizer steps on rank 0 always, on rank 1 every second time (a loss scaler, say)."""
     model = build(seed)
@@ -294,7 +294,7 @@ def own_pace(seed: int) -> Job:
     return job_of(model, optimizers, body, replicated=told)
 
 
-@CASES.case(ranks=4, quick=True)
+@CASES.case(ranks=4)
 def wrongly_told(seed: int) -> Job:
     """Block 0 is told to be replicated over pairs of ranks, and begins alike; but ranks 0 and 1 train theirs apart.
 

@@ -7,7 +7,6 @@ rank draws data of its own, and the weights do not depend on the rank. What a ca
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.e2e.cases import Body, Data, Job, Model, plain_body
+from tests.e2e.long import long
 
-__all__ = ["LONG", "Case", "Family", "build", "find_parallel_case", "job_of"]
+__all__ = ["Case", "Family", "build", "find_parallel_case", "job_of"]
 
-LONG = bool(os.environ.get("CKPTD_LONG"))
 KILL_AT, TOTAL = 11, 15
 
 
@@ -76,7 +75,6 @@ class Family:
 
     def parameters(self) -> list[object]:
         """All cases for ``parametrize``: those that are not quick are skipped, with the reason, unless asked for."""
-        long = pytest.mark.skipif(not LONG, reason="not on the diagonal: CKPTD_LONG=1 runs it")
         return [
             pytest.param(case, id=name, marks=[] if case.quick else [long])
             for name, case in self.cases.items()

@@ -1,0 +1,12 @@
+"""Tests that only a campaign plays: ``CKPTD_LONG=1 pytest tests/e2e``, or ``make campaign-matrix``."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+__all__ = ["LONG", "long"]
+
+LONG = bool(os.environ.get("CKPTD_LONG"))
+long = pytest.mark.skipif(not LONG, reason="not on the diagonal: CKPTD_LONG=1 runs it")
