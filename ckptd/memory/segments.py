@@ -240,11 +240,13 @@ class SegmentStore:
 
         Not by generation: one may be made ahead of the change of schedule that it is for, and lie empty until then.
         """
-        return sorted((s for s in self if s.key == key), key=Segment.last_filled)
+        found = [s for s in self._segments.values() if s.key == key and not s.is_log]
+        # This is asked for at every beat, and to order them every slot header is read.
+        return found if len(found) < 2 else sorted(found, key=Segment.last_filled)
 
     def of_run(self, job: str, run: str) -> list[Segment]:
         """The segments with a run's snapshots."""
-        return [s for s in self if (s.key.job, s.key.run) == (job, run)]
+        return [s for s in self.all_of_run(job, run) if not s.is_log]
 
     def everything(self) -> list[Segment]:
         """Every segment, boundary logs included."""
@@ -252,11 +254,13 @@ class SegmentStore:
 
     def all_of_rank(self, key: RankKey) -> list[Segment]:
         """Whatever there is of a rank, oldest generation first."""
-        return [s for s in self.everything() if s.key == key]
+        found = [s for s in self._segments.values() if s.key == key]
+        return sorted(found, key=lambda s: s.generation)
 
     def all_of_run(self, job: str, run: str) -> list[Segment]:
         """Whatever there is of a run."""
-        return [s for s in self.everything() if (s.key.job, s.key.run) == (job, run)]
+        found = [s for s in self._segments.values() if (s.key.job, s.key.run) == (job, run)]
+        return sorted(found, key=lambda s: (s.key, s.generation))
 
     def logs_of_run(self, job: str, run: str) -> list[Segment]:
         """The boundary logs of a run."""
