@@ -40,6 +40,7 @@ from tests.client.exporting import (
     train,
 )
 from tests.client.shared_images import SharedRun
+from tests.long import long
 
 # That there is no process group is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -107,6 +108,7 @@ def test_a_sparse_snapshot_is_the_model_of_its_iteration(endpoint: str, tmp_path
 
 
 @pytest.mark.parametrize("place", ["memory", "storage"])
+@long
 def test_a_model_that_ranks_captured_in_shares_goes_on_at_the_exact_bits(
     dense: Trained, tmp_path: Path, place: str
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_model_that_ranks_captured_in_shares_goes_on_at_the_exact_bits(
     assert before["param_groups"] == after["param_groups"]
 
 
+@long
 def test_a_sparse_model_that_ranks_captured_in_shares_is_that_of_its_iteration(
     endpoint: str, tmp_path: Path
 ) -> None:

@@ -14,9 +14,9 @@ from ckptd.transport.messages import GetStatus, Status
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
-from tests.e2e.long import LONG
 from tests.e2e.parallel.logged import CASES
 from tests.e2e.ranks import Ranks
+from tests.long import LONG
 
 WINDOW, KILL_AT, TOTAL = 4, 11, 15
 QUICK = ("one_f_one_b", "by_hand")

@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess
 from tests.e2e.lives import Life, Run, free_port, live, resumed_at
-from tests.e2e.long import long
+from tests.long import long
 
 # Looked for, not imported: every worker collects every file, and importing takes seconds.
 pytestmark = pytest.mark.skipif(
@@ -66,6 +66,7 @@ def test_other_data(tmp_path: Path, daemon: DaemonProcess, options: tuple[str, .
     assert differences(plain.out, run.lives[1].out) == [], told
 
 
+@long
 def test_a_batch_that_is_another_is_noticed(tmp_path: Path, daemon: DaemonProcess) -> None:
     """The control: with one random state not restored, replay itself says so; and the comparison tells two seeds apart."""
     run = Run(tmp_path, daemon)

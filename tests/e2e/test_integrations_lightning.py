@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess
 from tests.e2e.lives import Life, Run, free_port, live, resumed_at
-from tests.e2e.long import long
+from tests.long import long
 
 # Looked for, not imported: every worker collects every file, and importing takes seconds.
 pytestmark = pytest.mark.skipif(
@@ -72,6 +72,7 @@ def test_other_data(tmp_path: Path, daemon: DaemonProcess, options: tuple[str, .
     assert differences(whole.lives[0].out, run.lives[1].out) == [], told
 
 
+@long
 def test_the_other_package_and_a_control(
     tmp_path: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

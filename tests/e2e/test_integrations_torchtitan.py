@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess
 from tests.e2e.lives import resumed_at
+from tests.long import long
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -43,6 +44,7 @@ def torchrun(folder: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
+@long
 def test_it_comes_back_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess) -> None:
     off = ("--checkpoint.daemon", "none")
     on = ("--checkpoint.daemon", daemon.endpoint, "--checkpoint.run", uuid.uuid4().hex[:8])

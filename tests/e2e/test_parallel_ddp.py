@@ -7,11 +7,11 @@ import uuid
 import pytest
 
 from tests.e2e.harness import DaemonProcess, Jobs
-from tests.e2e.long import long
 from tests.e2e.parallel.checks import assert_exact_through_a_kill, assert_noticed_when_left_out
 from tests.e2e.parallel.ddp import CASES
 from tests.e2e.parallel.registry import Case
 from tests.e2e.ranks import Ranks, story
+from tests.long import long
 
 
 @pytest.mark.slow
@@ -41,6 +41,7 @@ def test_random_state_that_is_left_out_is_noticed(jobs: Jobs, daemon: DaemonProc
 
 
 @pytest.mark.slow
+@long
 def test_what_is_damaged_on_the_way_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
     """Rank 1 has not recorded it, and nothing is recomputed from it before replay ends: only rank 0 has the same to compare."""
     assert_noticed_when_left_out(jobs, daemon, CASES.cases["plain"], "handed state", rank=1)

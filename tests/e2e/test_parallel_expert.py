@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.harness import DaemonProcess, Jobs
-from tests.e2e.long import LONG
 from tests.e2e.parallel.checks import assert_exact_through_a_kill, assert_noticed_when_left_out
 from tests.e2e.parallel.expert import CASES
 from tests.e2e.parallel.registry import Case
+from tests.long import LONG
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ import pytest
 
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs
-from tests.e2e.long import LONG
 from tests.e2e.parallel.checks import assert_exact_through_a_kill, assert_noticed_when_left_out
 from tests.e2e.parallel.pipeline import CASES
 from tests.e2e.parallel.registry import Case
 from tests.e2e.ranks import Ranks
+from tests.long import LONG
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def three_ranks_killed_early(seed: int) -> Job:
     return ddp_job(seed, bucket_cap_mb=0.002)
 
 
-@CASES.case(quick=True)
+@CASES.case()
 def no_sync(seed: int) -> Job:
     """Three micro-batches, of which the last one's backward reduces all gradients."""
     job = ddp_job(seed)

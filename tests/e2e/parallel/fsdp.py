@@ -47,7 +47,7 @@ def plain(seed: int) -> Job:
     return fsdp_job(seed)
 
 
-@CASES.case(quick=True)
+@CASES.case()
 def mixed_precision(seed: int) -> Job:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return fsdp_job(seed, mp_policy=policy)

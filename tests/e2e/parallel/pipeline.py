@@ -191,7 +191,7 @@ def loader(seed: int) -> Job:
     return with_loader(one_stage_job(seed, Schedule1F1B))
 
 
-@CASES.case(quick=True)
+@CASES.case()
 def recorded_norm(seed: int) -> Job:
     """Frozen weights' gradients are not computed in replay: the norm over all of them comes from the record."""
     job = one_stage_job(seed, Schedule1F1B)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.e2e.cases import Body, Data, Job, Model, plain_body
-from tests.e2e.long import long
+from tests.long import long
 
 __all__ = ["Case", "Family", "build", "find_parallel_case", "job_of"]
 

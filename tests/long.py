@@ -1,4 +1,4 @@
-"""Tests that only a campaign plays: ``CKPTD_LONG=1 pytest tests/e2e``, or ``make campaign-matrix``."""
+"""Tests that only a campaign plays: ``CKPTD_LONG=1``, or ``make campaign-matrix``."""
 
 from __future__ import annotations
 
