@@ -65,7 +65,7 @@ def test_a_rank_that_cannot_load_leaves_nobody_waiting(jobs: Jobs, daemon: Daemo
 
 @pytest.mark.slow
 def test_the_table_tells_what_is_replicated(jobs: Jobs) -> None:
-    life = Ranks(jobs, "layout-ddp", case="ddp/plain", total=6)
+    life = Ranks(jobs, "layout-ddp", "--step-ms", "100", case="ddp/plain", total=16)
     told = jobs.report(life.end()[1])["describe"]
     assert "parameters replicated over 2 ranks (DistributedDataParallel): 21 (embed.weight)" in told
     captured = [line.split()[-1] for line in told.splitlines() if line.startswith("blocks.")]

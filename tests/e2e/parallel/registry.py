@@ -20,7 +20,7 @@ from tests.long import long
 
 __all__ = ["Case", "Family", "build", "find_parallel_case", "job_of"]
 
-KILL_AT, TOTAL = 11, 15
+KILL_AT, TOTAL = 14, 18
 
 
 @dataclass(frozen=True)
