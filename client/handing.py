@@ -19,7 +19,7 @@ from torch import Tensor
 from ckptd.client.agreement import Exchange
 from ckptd.client.layout import SAFETENSORS_DTYPES, Source
 from ckptd.client.operators import Operator
-from ckptd.client.sharing import EVERY_RANK, Replicas, Sharing
+from ckptd.client.sharing import EVERY_RANK, Replicas, Sharing, identity_of
 
 __all__ = ["Handing", "Piece", "Take", "arrange"]
 
@@ -316,7 +316,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _names_digest(operators: Sequence[Operator]) -> str:
-    told = [[op.name, [[m.param, m.start, m.stop] for m in op.members]] for op in operators]
+    told = [identity_of(op) for op in operators]
     return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(told))
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "Sharing",
     "checksum",
     "find_replicas",
+    "identity_of",
     "meet_sharing",
 ]
 
@@ -152,7 +153,7 @@ class Sharing:
         found = {}
         for group, indices in self.groups(operators).items():
             told = [
-                [_identity(operators[i]), phase_of.get(i, 0), owners[i], len(phases)]
+                [identity_of(operators[i]), phase_of.get(i, 0), owners[i], len(phases)]
                 for i in indices
             ]
             packed = msgspec.msgpack.encode([told, values.get(group, "")])
@@ -163,7 +164,8 @@ class Sharing:
 NOTHING_SHARED = Sharing()
 
 
-def _identity(operator: Operator) -> list[Any]:
+def identity_of(operator: Operator) -> list[Any]:
+    """What makes an operator the same on two ranks: its name and its rows."""
     return [operator.name, [[m.param, m.start, m.stop] for m in operator.members]]
 
 
