@@ -144,7 +144,7 @@ def _imported_names(path: Path) -> set[str]:
 
 
 def test_dependencies_are_what_is_imported() -> None:
-    """Nothing imported is undeclared, and nothing is declared that nobody imports; what speaks S3 is an extra."""
+    """Nothing imported is undeclared, and nothing is declared that nobody imports; what speaks S3 or to transformers is an extra."""
     imported: set[str] = set()
     for folder in ("ckptd", *LINKED):
         for path in (ROOT / folder).glob("**/*.py"):
@@ -154,7 +154,8 @@ def test_dependencies_are_what_is_imported() -> None:
     used = {distributions[name][0].lower() for name in imported if name in distributions}
     unknown = {name for name in imported if name not in distributions}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = [*project["dependencies"], *project["optional-dependencies"]["s3"]]
+    extras = project["optional-dependencies"]
+    required = [*project["dependencies"], *extras["s3"], *extras["hf"]]
     declared = {requirement.split(">")[0].lower() for requirement in required}
     assert not unknown, f"imported, but not installed: {unknown}"
     assert used == declared

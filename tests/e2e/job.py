@@ -18,23 +18,50 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from ckptd.memory.ring import Remedy, choose_slot
 from tests.e2e.cases import Job, find_case
 
+if TYPE_CHECKING:
+    from ckptd.client import Checkpointer
+
 _MEASURED = 4  # the first steps, from which the window follows
+_FLOOR_S = 5.0  # what a floor may take on a busy machine
 
 
-def let_them_come(stats: dict[str, float]) -> None:
+def let_them_come(ckpt: Checkpointer) -> None:
     """On a busy machine these tiny steps outrun the daemon, which makes memory, and the ranks, which agree beside training."""
-    taken = stats.get("snapshots", 0)
+    stats = ckpt.stats()
+    taken = stats["snapshots"]
     if not taken:
         time.sleep(1.0)
     elif taken <= stats["window"] and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(0.3)  # other ranks may have begun later
+    give_up = time.monotonic() + _FLOOR_S
+    while _no_room(ckpt) and time.monotonic() < give_up:
+        time.sleep(0.005)
+
+
+def _no_room(ckpt: Checkpointer) -> bool:
+    """Whether the next snapshot would be left out until the floor moves."""
+    capture = ckpt._recorder._capture if ckpt._recorder is not None else None
+    if capture is None:
+        return False
+    table = capture._table
+    generation = table.segments[-1].generation
+    records = table.records()
+    choice = choose_slot(
+        records,
+        capture._num_operators,
+        generation=generation,
+        protected=table.promised(records, capture._num_operators),
+        epochs=table.epochs,
+    )
+    return choice.remedy is Remedy.WAIT
 
 
 def final_state(job: Job) -> dict[str, Any]:
@@ -158,6 +185,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="die so many steps after the window has changed",
     )
     parser.add_argument(
+        "--kill-after-wider-window",
+        type=int,
+        default=0,
+        help="die so many steps after the window has become wider",
+    )
+    parser.add_argument(
         "--odd-step", default="", help="STEP:skip or STEP:twice: what the optimizers do then"
     )
     parser.add_argument("--verify-at", type=int, default=-1)
@@ -212,16 +245,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             replace_text(args.progress, f"{step} {int(ckpt.replaying)}")
         if args.stats is not None:
             replace_text(args.stats, json.dumps({"step": step, **ckpt.stats()}))
-        if args.kill_after_new_window:
+        last_change = args.kill_after_new_window or args.kill_after_wider_window
+        if last_change:
             window = int(ckpt.stats()["window"])
             first_window = first_window or window
+            if args.kill_after_wider_window:
+                first_window = min(first_window, window)
             steps_since_change += window != first_window
-            if steps_since_change > args.kill_after_new_window:
+            if steps_since_change > last_change:
                 os.kill(os.getpid(), signal.SIGKILL)
         if args.step_ms:
             time.sleep(args.step_ms / 1e3)
         if _MEASURED < step < args.kill_at and ckpt.resumed_from is None:
-            let_them_come(ckpt.stats())
+            let_them_come(ckpt)
         with odd_step(job, args.odd_step, step):
             job.step(step, functools.partial(maybe_die, step))
         if step == args.nan_at:

@@ -32,7 +32,7 @@ def test_both_widen_at_one_iteration_and_resume_exactly(
     jobs: Jobs, daemon: DaemonProcess, run: str, later: int
 ) -> None:
     """Killed right after the change both go back to before it; a little later, to a suffix of the wider window."""
-    dies = ("--kill-after-new-window", str(later))
+    dies = ("--kill-after-wider-window", str(later))
     each = {0: dies, 1: SLOW[1]}
     before = Ranks(jobs, run, *AUTO, case="table", each=each, total=TOTAL)
     before.end_by_the_death_of(0)
