@@ -1,0 +1,94 @@
+"""From which iteration to which ranks can replay together, given what there is of each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from ckptd.memory.ring import SlotRecord, chain_from
+from ckptd.recovery.tables import Group, Tables
+
+__all__ = [
+    "best_group",
+    "between",
+    "common_ends",
+    "common_start",
+    "covering_starts",
+    "has_suffix",
+    "in_phase",
+    "newest_span",
+]
+
+
+def newest_span(tables: Tables) -> tuple[int, int] | None:
+    """The best (start, end)."""
+    for end in common_ends(tables):
+        start = common_start(tables, end)
+        if start is not None and in_phase(tables, start, end):
+            return start, end
+    return None
+
+
+def in_phase(tables: Tables, start: int, end: int) -> bool:
+    """Whether every rank recorded the same phases of the schedule from ``start`` to ``end``."""
+    phases: dict[int, int] = {}
+    for groups in tables.values():
+        for record in between(best_group(groups, start, end), start, end):
+            if phases.setdefault(record.iteration, record.phase) != record.phase:
+                return False
+    return True
+
+
+def between(group: Group, start: int, end: int) -> list[SlotRecord]:
+    """The snapshots from ``end`` back to ``start``."""
+    return [r for r in chain_from(group.newest[end], group.newest) if r.iteration >= start]
+
+
+def common_ends(tables: Tables) -> list[int]:
+    """The iterations, newest first, of which there is a snapshot of every rank."""
+    common: set[int] | None = None
+    for groups in tables.values():
+        mine = set(chain.from_iterable(group.newest for group in groups))
+        common = mine if common is None else common & mine
+    return sorted(common or (), reverse=True)
+
+
+def common_start(tables: Tables, end: int) -> int | None:
+    """The newest iteration from which a chain up to ``end`` anchors all of every rank."""
+    common: set[int] | None = None
+    for groups in tables.values():
+        starts: set[int] = set()
+        for group in groups:
+            starts |= covering_starts(group, end)
+        common = starts if common is None else common & starts
+        if not common:
+            return None
+    return max(common) if common else None
+
+
+def covering_starts(group: Group, end: int) -> set[int]:
+    """The iterations from which on the chain up to ``end`` anchors everything."""
+    newest = group.newest.get(end)
+    if newest is None:
+        return set()
+    everything = (1 << group.num_operators) - 1
+    covered = 0
+    starts = set()
+    for record in chain_from(newest, group.newest):
+        covered |= record.anchors
+        if covered & everything == everything:
+            starts.add(record.iteration)
+    return starts
+
+
+def has_suffix(groups: Sequence[Group]) -> bool:
+    """Whether any chain of them anchors everything."""
+    return any(covering_starts(group, end) for group in groups for end in group.newest)
+
+
+def best_group(groups: Sequence[Group], start: int, end: int) -> Group:
+    """Of the operator tables under which the rank can be had: the one that was written last."""
+    if len(groups) == 1:
+        return groups[0]
+    fit = [group for group in groups if start in covering_starts(group, end)]
+    return max(fit, key=lambda group: (group.newest[end].epoch, group.newest[end].sequence))
