@@ -40,7 +40,7 @@ from ckptd.recovery.spans import (
     has_suffix,
     newest_span,
 )
-from ckptd.recovery.tables import Group, Known, Tables, in_order, listed, nodes_of, tables_of
+from ckptd.recovery.tables import Group, Known, Tables, in_order, listed, nodes_of, tables_of, told
 
 __all__ = [
     "HeldRecords",
@@ -55,7 +55,6 @@ __all__ = [
 ]
 
 _NO_HOMES: Mapping[int, str] = MappingProxyType({})
-_CONFLICTS_TOLD = 3
 _APART = "the ranks share snapshots, but were in different phases of their schedules"
 
 
@@ -147,21 +146,15 @@ def _plan(tables: Tables, start: int, end: int, epoch: int, sources: Sources) ->
         wanted = [r.iteration for r in reversed(between(group, start, end))]
         per_rank[rank] = tuple([sources.piece(rank, group.copies[i]) for i in wanted])
         if group.conflicts:
-            told = [group.conflicts[i] for i in wanted if i in group.conflicts]
-            conflicts += [f"rank {rank}: {text}" for text in told]
+            found = [group.conflicts[i] for i in wanted if i in group.conflicts]
+            conflicts += [f"rank {rank}: {text}" for text in found]
     reason = f"every rank can start at iteration {start} and is exact at {end}"
     last = max(max(group.newest) for groups in tables.values() for group in groups)
     if last > end:
         reason += f"; snapshots up to {last} are not complete on every rank"
-    reason += sources.moves() + _told(conflicts)
+    reason += sources.moves() + told(conflicts)
     moved = {rank: sources.moved[rank] for rank in per_rank}
     return RecoveryPlan(start, end, epoch, per_rank, end - start, reason, moved)
-
-
-def _told(conflicts: Sequence[str]) -> str:
-    more = len(conflicts) - _CONFLICTS_TOLD
-    text = "".join(f"; {conflict}" for conflict in conflicts[:_CONFLICTS_TOLD])
-    return text + (f"; and {more} more of this kind" if more > 0 else "")
 
 
 def _no_span(tables: Tables, known: Known) -> str:

@@ -23,8 +23,11 @@ __all__ = [
     "numbers_by_rank",
     "record_of",
     "tables_of",
+    "told",
     "whole_images",
 ]
+
+_CONFLICTS_TOLD = 3
 
 # Plain tuples of numbers, because a large world has hundreds of thousands of them, and the garbage collector
 # should not look at each.
@@ -159,3 +162,10 @@ def listed(what: str, items: Collection[object]) -> str:
     """For a message: ``rank 3``, or ``ranks 1, 2, …``."""
     shown = ", ".join(map(str, list(items)[:8])) + (", …" if len(items) > 8 else "")
     return f"{what} {shown}" if len(items) == 1 else f"{what}s {shown}"
+
+
+def told(conflicts: Sequence[str]) -> str:
+    """For a message: the first few conflicts between holdings, and how many more there are."""
+    more = len(conflicts) - _CONFLICTS_TOLD
+    text = "".join(f"; {conflict}" for conflict in conflicts[:_CONFLICTS_TOLD])
+    return text + (f"; and {more} more of this kind" if more > 0 else "")

@@ -1,0 +1,233 @@
+"""With whom each rank communicates in a step, told by itself; what follows for ranks that cannot tell. Pure.
+
+A rank records its facts beside its boundary log. Both relations are symmetric, and *domains* partition the ranks, so that most of what
+a lost rank would have told follows from the others. What does not follow is whether two lost ranks talk to each other, or belong to one
+domain. They are therefore taken for one domain: it starts together, hence nothing need be known of what is sent within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ckptd.errors import RemoteProtocolError
+from ckptd.recovery.tables import listed
+
+__all__ = ["RankFacts", "Relations", "facts_from_wire", "facts_to_wire", "relate"]
+
+
+class RankFacts(msgspec.Struct, frozen=True):
+    """What one rank knows of itself; each ascending.
+
+    Args:
+        neighbours: ranks with which it exchanges what boundary logs hold.
+        domain: ranks, itself included, with which it is joined by any other communication within a step.
+        alike: ranks with which it has all operators alike (itself may be among them).
+    """
+
+    neighbours: tuple[int, ...]
+    domain: tuple[int, ...]
+    alike: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Relations:
+    """The facts of all ranks, completed.
+
+    Args:
+        domains: the ranks of each, ascending; every rank is in one of them.
+        domain_of: by rank, which domain.
+        neighbours: by rank, as far as anybody told.
+        untold: ranks that told nothing.
+        facts: what the others told.
+    """
+
+    domains: Sequence[tuple[int, ...]]
+    domain_of: Sequence[int]
+    neighbours: Sequence[tuple[int, ...]]
+    untold: tuple[int, ...]
+    facts: Mapping[int, RankFacts]
+
+    def alike(self, rank: int, other: int) -> bool:
+        """Whether both have all operators alike, as far as they told: nobody contradicts, and one of them says so."""
+        told = [
+            yes in self.facts[by].alike
+            for by, yes in ((rank, other), (other, rank))
+            if by in self.facts
+        ]
+        return bool(told) and all(told)
+
+
+def relate(facts: Mapping[int, RankFacts], world_size: int) -> Relations | str:
+    """The facts of all ranks, or why nothing can be made of what was told."""
+    if not facts:
+        return "no rank told with whom it communicates (are boundaries logged?)"
+    beyond = _beyond(facts, world_size)
+    if beyond:
+        return f"the facts name {listed('rank', beyond)}, beyond world size {world_size}"
+    neighbours = _neighbours(facts, world_size)
+    if isinstance(neighbours, str):
+        return neighbours
+    owners = _domains(facts, world_size)
+    if isinstance(owners, str):
+        return owners
+    untold = tuple(rank for rank in range(world_size) if rank not in facts)
+    domains, domain_of = _partition(owners, untold)
+    return Relations(domains, domain_of, neighbours, untold, facts)
+
+
+def _beyond(facts: Mapping[int, RankFacts], world_size: int) -> list[int]:
+    """Ranks that cannot be; the lists are ascending, so their ends tell."""
+    named = set(facts)
+    for told in facts.values():
+        for ranks in (told.neighbours, told.domain, told.alike):
+            named.update(ranks[:1] + ranks[-1:])
+    return sorted(rank for rank in named if not 0 <= rank < world_size)
+
+
+def _neighbours(facts: Mapping[int, RankFacts], world_size: int) -> Sequence[tuple[int, ...]] | str:
+    """By rank; those of a rank that told nothing are whoever named it."""
+    found: list[list[int]] = [[] for _ in range(world_size)]
+    for rank in sorted(facts):
+        for other in facts[rank].neighbours:
+            if other in facts and rank not in facts[other].neighbours:
+                return f"rank {rank} says that it exchanges boundaries with rank {other}, which says that it does not"
+            if other not in facts:
+                found[other].append(rank)
+        found[rank] = [other for other in facts[rank].neighbours if other != rank]
+    return [tuple(others) for others in found]
+
+
+def _domains(
+    facts: Mapping[int, RankFacts], world_size: int
+) -> Sequence[tuple[int, ...] | None] | str:
+    """By rank: its domain, or None where nobody told.
+
+    Ranks of one domain often share one tuple, of thousands of ranks: it is looked at once.
+    """
+    owners: list[tuple[int, ...] | None] = [None] * world_size
+    for rank in sorted(facts):
+        owner, domain = owners[rank], facts[rank].domain
+        if owner is domain or owner == domain:
+            continue
+        if owner is not None or rank not in domain:
+            return _contradiction(rank, owner, domain)
+        for member in domain:
+            if owners[member] is not None:
+                return _contradiction(member, owners[member], domain)
+            owners[member] = domain
+    return owners
+
+
+def _contradiction(rank: int, one: tuple[int, ...] | None, other: tuple[int, ...]) -> str:
+    domains = " and ".join(listed("rank", ranks) for ranks in (one, other) if ranks)
+    return f"the ranks disagree on who communicates with rank {rank} within a step ({domains or 'nobody'})"
+
+
+def _partition(
+    owners: Sequence[tuple[int, ...] | None], untold: Sequence[int]
+) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:
+    """Number the domains; those of ranks that told nothing are one if there are several (see the module)."""
+    joined: set[int] = set()
+    for rank in untold:
+        joined.update(owners[rank] or (rank,))
+    domains: list[tuple[int, ...]] = []
+    domain_of = [-1] * len(owners)
+    for rank, owner in enumerate(owners):
+        if domain_of[rank] < 0:
+            members = tuple(sorted(joined)) if rank in joined else owner or (rank,)
+            for member in members:
+                domain_of[member] = len(domains)
+            domains.append(members)
+    return domains, domain_of
+
+
+# -- on the wire: equal lists once, as arithmetic progressions, because a domain may be every eighth of 16,384 ranks -----------------
+
+_Count = Annotated[int, Meta(ge=0, lt=1 << 24)]
+_MAX_RANKS = 1 << 24  # as of a segment's descriptor
+
+
+class _WireFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    lists: list[list[tuple[_Count, _Count, _Count]]]  # runs: first, step, how many
+    ranks: list[tuple[_Count, _Count, _Count, _Count]]  # rank; which lists
+
+
+def facts_to_wire(facts: Mapping[int, RankFacts]) -> bytes:
+    """Facts of some ranks as msgpack, to be exchanged between ranks.
+
+    Raises:
+        ValueError: a list is not ascending.
+    """
+    numbers: dict[tuple[int, ...], int] = {}
+    ranks = [
+        (
+            rank,
+            numbers.setdefault(told.neighbours, len(numbers)),
+            numbers.setdefault(told.domain, len(numbers)),
+            numbers.setdefault(told.alike, len(numbers)),
+        )
+        for rank, told in sorted(facts.items())
+    ]
+    return msgspec.msgpack.encode(_WireFacts([_runs(ranks) for ranks in numbers], ranks))
+
+
+def facts_from_wire(payloads: Iterable[bytes]) -> dict[int, RankFacts]:
+    """The facts that `facts_to_wire` was given, by all nodes; equal lists are one object.
+
+    Raises:
+        RemoteProtocolError: a payload is none, or contradicts itself.
+    """
+    facts: dict[int, RankFacts] = {}
+    once: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for payload in payloads:
+        try:
+            wire = _decoder.decode(payload)
+            lists = [once.setdefault(ranks, ranks) for ranks in map(_ranks, wire.lists)]
+            for rank, neighbours, domain, alike in wire.ranks:
+                facts[rank] = RankFacts(lists[neighbours], lists[domain], lists[alike])
+        except (msgspec.MsgspecError, ValueError, IndexError) as error:
+            raise RemoteProtocolError(
+                f"what a node tells of whom its ranks communicate with cannot be read ({error})",
+                operation="plan recovery",
+                hint="Check that all ranks run the same version of ckptd",
+            ) from error
+    return facts
+
+
+def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Ascending ranks as progressions."""
+    if any(second <= first for first, second in pairwise(ranks)):
+        raise ValueError(f"the ranks {list(ranks[:8])} are not ascending")
+    runs: list[tuple[int, int, int]] = []
+    at = 0
+    while at < len(ranks):
+        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
+        end = at + 1
+        while end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        runs.append((ranks[at], step, end - at))
+        at = end
+    return runs
+
+
+def _ranks(runs: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
+    found: list[int] = []
+    for first, step, count in runs:
+        if (
+            step < 1
+            or count < 1
+            or first + step * (count - 1) >= _MAX_RANKS
+            or (found and first <= found[-1])
+        ):
+            raise ValueError(f"the ranks from {first} on, {count} in steps of {step}")
+        found.extend(range(first, first + step * count, step))
+    return tuple(found)
+
+
+_decoder = msgspec.msgpack.Decoder(_WireFacts)

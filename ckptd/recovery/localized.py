@@ -1,0 +1,388 @@
+"""How a job resumes so that only those who lost their state run again what was: one pure function.
+
+Survivors of a failure *park*: their state before the step that was cut off lies in their nodes' memory. The newest iteration that any
+rank was parked at is where all ranks run together again (``resume``). Until there each rank runs *apart*, from a start of its own:
+
+* **parked**: it goes on where it was parked. Stages of a pipeline end their steps at different times, so some are parked one step before
+  ``resume``; they run that step again.
+* **copied**: its peers, which have all of its operators alike, were parked; it takes its tensors from one of them, the rest from its
+  own snapshot of that iteration.
+* **replays**: it starts at a suffix of snapshots, as in a recovery of the whole job (`ckptd.recovery.plan`).
+
+In iteration i a rank exchanges boundaries with the neighbours that have started by then; what the others would send, it is fed from their
+logs of i. A log that is missing makes its sender start earlier (`ckptd.recovery.scope`).
+
+What counts is told in `ckptd.recovery.plan`; parked states count as snapshots do. A recovery at e outdates logs of iterations from e on, but
+snapshots only after e, because what is sent in step e comes after the state before it. A parked state of an iteration does not count
+where its domain could replay from a later one: then its ranks went on after it.
+
+There is no localized plan where it would be no better than the recovery of all ranks together. ``docs/localized_recovery.md`` has the
+reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+import msgspec
+
+from ckptd.memory.ring import epoch_table, stale_after
+from ckptd.recovery.facts import RankFacts, Relations, relate
+from ckptd.recovery.held import HeldRecords
+from ckptd.recovery.pieces import Piece, Sources
+from ckptd.recovery.scope import DomainSpans, Place, Scope, Stand, lacking, settle
+from ckptd.recovery.spans import best_group, between, newest_span
+from ckptd.recovery.tables import (
+    Copy,
+    Group,
+    Known,
+    groups_of,
+    in_order,
+    listed,
+    numbers_by_rank,
+    record_of,
+    told,
+    whole_images,
+)
+
+__all__ = ["Feed", "LocalizedPlan", "NotLocalized", "RankKind", "RankPlan", "plan_localized"]
+
+_NO_HOMES: Mapping[int, str] = MappingProxyType({})
+_WIDENINGS_TOLD = 3
+
+
+class RankKind(StrEnum):
+    """Where a rank's state comes from."""
+
+    PARKED = "parked"
+    COPIED = "copied"
+    REPLAYS = "replays"
+
+
+class Feed(msgspec.Struct, frozen=True, gc=False):
+    """What ``neighbour`` sent in the iterations from ``first`` to before ``end``: one log per iteration, in order."""
+
+    neighbour: int
+    first: int
+    end: int
+    pieces: tuple[Piece, ...]
+
+
+class RankPlan(msgspec.Struct, frozen=True, gc=False):
+    """How one rank comes to the iteration at which all are together again.
+
+    Args:
+        start: the iteration that it runs first; it runs apart until ``LocalizedPlan.resume``.
+        exact_at: from here on it is dense.
+        pieces: parked: its parked state; copied: the peer's parked state, its own snapshot; replays: its snapshots from ``start`` to
+            ``exact_at``.
+        feeds: by neighbour that starts later, ascending.
+    """
+
+    kind: RankKind
+    start: int
+    exact_at: int
+    pieces: tuple[Piece, ...]
+    feeds: tuple[Feed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalizedPlan:
+    """Where all ranks are together again, and how each comes there; ``epoch`` and ``moved_bytes`` as of `RecoveryPlan`."""
+
+    resume: int
+    epoch: int
+    per_rank: Mapping[int, RankPlan]
+    reason: str
+    moved_bytes: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class NotLocalized:
+    """Why all ranks should recover together (`ckptd.recovery.plan.plan_recovery`), and the highest epoch seen."""
+
+    reason: str
+    epoch: int = -1
+
+
+def plan_localized(
+    snapshots: Iterable[HeldRecords],
+    parked: Iterable[HeldRecords],
+    logs: Iterable[HeldRecords],
+    facts: Mapping[int, RankFacts],
+    world_size: int,
+    *,
+    homes: Mapping[int, str] = _NO_HOMES,
+    lost: Container[str] = (),
+) -> LocalizedPlan | NotLocalized:
+    """The state nearest to the failure that all ranks can reach, while those who kept theirs run nothing again; see the module.
+
+    Args:
+        snapshots: what the nodes hold, as for `ckptd.recovery.plan.plan_recovery`.
+        parked: the parked states they hold.
+        logs: the boundary logs they hold.
+        facts: with whom each rank communicates, told by itself; ranks may be missing.
+        homes: the node on which each rank will run; its copies are preferred.
+        lost: nodes that do not count.
+    """
+    known = [in_order(h for h in each if h.node not in lost) for each in (snapshots, parked, logs)]
+    epochs = epoch_table(r for each in known for h in each for r in h.records)
+    epoch = max(epochs, default=-1)
+    held = _Held(known[0], known[1], known[2], stale_after(epochs), world_size)
+    if world_size < 1 or held.beyond:
+        what = (
+            f"there are holdings of {listed('rank', held.beyond)}, beyond " if held.beyond else ""
+        )
+        return NotLocalized(f"{what}world size {world_size}", epoch)
+    resume = max((t for parks in held.parks.values() for t in parks), default=None)
+    if resume is None:
+        return NotLocalized("no rank was parked", epoch)
+    relations = relate(facts, world_size)
+    if isinstance(relations, str):
+        return NotLocalized(relations, epoch)
+    spans = DomainSpans(relations.domains, held.groups, resume)
+    stands = [_stands(d, relations, held, spans) for d in range(len(relations.domains))]
+    if not any(stands):
+        return NotLocalized("no rank can go on where it was parked: all replay", epoch)
+    better = _better_together(held, resume, world_size)
+    if better is not None:
+        return NotLocalized(better, epoch)
+    scope = settle(relations, stands, spans, held.has_log, resume)
+    if isinstance(scope, str):
+        return NotLocalized(scope, epoch)
+    if all(place.stand is None for place in scope.places):
+        return NotLocalized("every rank would replay" + _because(scope), epoch)
+    return _Assembly(held, relations, scope, homes, resume).plan(epoch)
+
+
+class _Held:
+    """What there is of each rank; snapshots and logs are looked at when asked for."""
+
+    def __init__(
+        self,
+        snapshots: Known,
+        parked: Known,
+        logs: Known,
+        limits: Mapping[int, int],
+        world_size: int,
+    ) -> None:
+        self.snapshots, self.parked, self.sent = snapshots, parked, logs
+        self._limits = limits
+        # What is sent in a step comes after the state before it.
+        self._log_limits = {epoch: last - 1 for epoch, last in limits.items()}
+        self._snapshots_of, self._logs_of = numbers_by_rank(snapshots), numbers_by_rank(logs)
+        self._groups: dict[int, Sequence[Group]] = {}
+        self._logs: dict[int, dict[int, tuple[Copy, ...]]] = {}
+        self.parks = {
+            rank: parks
+            for rank, numbers in numbers_by_rank(parked).items()
+            if (parks := self._parks(numbers))
+        }
+        ranks = {*self._snapshots_of, *self._logs_of, *self.parks}
+        self.beyond = sorted(rank for rank in ranks if not 0 <= rank < world_size)
+
+    def groups(self, rank: int) -> Sequence[Group]:
+        """Its snapshots, by operator table."""
+        if rank not in self._groups:
+            numbers = self._snapshots_of.get(rank, ())
+            self._groups[rank] = groups_of(numbers, self.snapshots, self._limits)
+        return self._groups[rank]
+
+    def snapshot(self, rank: int, iteration: int) -> tuple[Copy, ...] | None:
+        """The copies of its snapshot of an iteration."""
+        found = [g for g in self.groups(rank) if iteration in g.newest]
+        if not found:
+            return None
+        newest = max(found, key=lambda g: (g.newest[iteration].epoch, g.newest[iteration].sequence))
+        return newest.copies[iteration]
+
+    def logs(self, rank: int) -> Mapping[int, tuple[Copy, ...]]:
+        """The complete logs that count, by iteration."""
+        if rank not in self._logs:
+            numbers = self._logs_of.get(rank, ())
+            self._logs[rank] = whole_images(numbers, self.sent, self._log_limits)
+        return self._logs[rank]
+
+    def has_log(self, rank: int, iteration: int) -> bool:
+        """Whether what it sent in an iteration can be had."""
+        return iteration in self.logs(rank)
+
+    def went_past(self, rank: int, iteration: int, *, or_dense_at: bool = False) -> bool:
+        """Whether there is a snapshot of it after an iteration; or one of it that anchors everything."""
+        for number in self._snapshots_of.get(rank, ()):
+            h = self.snapshots[number]
+            everything = (1 << h.num_operators) - 1
+            for r in h.records:
+                if r.iteration < iteration or not r.sealed:
+                    continue
+                if r.iteration > self._limits.get(r.epoch, r.iteration):
+                    continue  # stale
+                if r.iteration > iteration or (
+                    or_dense_at and r.anchors & everything == everything
+                ):
+                    return True
+        return False
+
+    def _parks(self, numbers: Iterable[int]) -> dict[int, tuple[Copy, ...]]:
+        """The parked states of a rank, by iteration; each is complete by itself."""
+        images = whole_images(numbers, self.parked, self._limits)
+        return {t: copies for t, copies in images.items() if self._anchors_all(copies[0])}
+
+    def _anchors_all(self, copy: Copy) -> bool:
+        everything = (1 << self.parked[copy[0]].num_operators) - 1
+        return record_of(copy, self.parked).anchors & everything == everything
+
+
+def _stands(domain: int, relations: Relations, held: _Held, spans: DomainSpans) -> list[Stand]:
+    """Where all of a domain can go on, newest first."""
+    members = relations.domains[domain]
+    parks = held.parks
+    iterations = {t for rank in members if rank in parks for t in parks[rank]}
+    stands = []
+    for iteration in sorted(iterations, reverse=True):
+        if _superseded(domain, members, iteration, held, spans):
+            break  # so are those before
+        peers = _peers(members, iteration, relations, held)
+        if peers is not None:
+            stands.append(Stand(iteration, peers))
+    return stands
+
+
+def _superseded(
+    domain: int, members: Sequence[int], iteration: int, held: _Held, spans: DomainSpans
+) -> bool:
+    """Whether the domain went on from there, and could replay from later on."""
+    if not all(held.went_past(rank, iteration) for rank in members):
+        return False
+    span = spans.newest((domain,), spans.last)
+    return span is not None and span[0] > iteration
+
+
+def _peers(
+    members: Sequence[int], iteration: int, relations: Relations, held: _Held
+) -> dict[int, int] | None:
+    """From whom each member that was not parked there copies; None if one cannot."""
+    there = [rank for rank in members if iteration in held.parks.get(rank, ())]
+    if len(there) == len(members):
+        return {}
+    peers: dict[int, int] = {}
+    for rank in members:
+        if iteration in held.parks.get(rank, ()):
+            continue
+        alike = [other for other in there if relations.alike(rank, other)]
+        if not alike or held.snapshot(rank, iteration) is None:
+            return None
+        peers[rank] = alike[len(peers) % len(alike)]  # in turn: each peer sends about as much
+    return peers
+
+
+def _better_together(held: _Held, resume: int, world_size: int) -> str | None:
+    """Why the recovery of all ranks together loses less, or does not make anybody run more; None if it does."""
+    ranks = range(world_size)
+    if not all(held.went_past(rank, resume, or_dense_at=True) for rank in ranks):
+        return None  # some rank has neither of what would be needed
+    span = newest_span({rank: held.groups(rank) for rank in ranks})
+    if span is not None and span[1] > resume:
+        return (
+            f"all ranks are exact at {span[1]} from snapshots, later than any was parked ({resume})"
+        )
+    if span is not None and span[0] >= resume:
+        return f"every rank has a snapshot of iteration {resume} that is complete by itself: none replays"
+    return None
+
+
+class _Assembly:
+    """Makes the plan of what was decided."""
+
+    def __init__(
+        self,
+        held: _Held,
+        relations: Relations,
+        scope: Scope,
+        homes: Mapping[int, str],
+        resume: int,
+    ) -> None:
+        self._held, self._relations, self._scope = held, relations, scope
+        self._resume = resume
+        self._snapshots = Sources(held.snapshots, homes)
+        self._parked = Sources(held.parked, homes, beside=self._snapshots)
+        self._logs = Sources(held.sent, homes, beside=self._snapshots)
+        self._conflicts: list[str] = []
+
+    def plan(self, epoch: int) -> LocalizedPlan:
+        ranks = range(len(self._relations.domain_of))
+        per_rank = {rank: self._rank(rank) for rank in ranks}
+        moved = {rank: self._snapshots.moved[rank] for rank in ranks}
+        return LocalizedPlan(self._resume, epoch, per_rank, self._reason(per_rank), moved)
+
+    def _place(self, rank: int) -> Place:
+        return self._scope.places[self._relations.domain_of[rank]]
+
+    def _rank(self, rank: int) -> RankPlan:
+        place = self._place(rank)
+        kind, pieces = self._state(rank, place)
+        return RankPlan(kind, place.start, place.exact_at, pieces, self._feeds(rank))
+
+    def _state(self, rank: int, place: Place) -> tuple[RankKind, tuple[Piece, ...]]:
+        if place.stand is None:
+            return RankKind.REPLAYS, self._suffix(rank, place)
+        at = place.stand.iteration
+        peer = place.stand.peers.get(rank, rank)
+        state = self._parked.piece(rank, self._held.parks[peer][at])
+        if peer == rank:
+            return RankKind.PARKED, (state,)
+        own = self._held.snapshot(rank, at)
+        assert own is not None
+        return RankKind.COPIED, (state, self._snapshots.piece(rank, own))
+
+    def _suffix(self, rank: int, place: Place) -> tuple[Piece, ...]:
+        group = best_group(self._held.groups(rank), place.start, place.exact_at)
+        wanted = [r.iteration for r in reversed(between(group, place.start, place.exact_at))]
+        self._conflicts += [
+            f"rank {rank}: {group.conflicts[t]}" for t in wanted if t in group.conflicts
+        ]
+        return tuple([self._snapshots.piece(rank, group.copies[t]) for t in wanted])
+
+    def _feeds(self, rank: int) -> tuple[Feed, ...]:
+        start = self._place(rank).start
+        feeds = []
+        for neighbour in sorted(self._relations.neighbours[rank]):
+            end = min(self._place(neighbour).start, self._resume)
+            if start < end:
+                logs = self._held.logs(neighbour)
+                pieces = [self._logs.piece(rank, logs[t]) for t in range(start, end)]
+                feeds.append(Feed(neighbour, start, end, tuple(pieces)))
+        return tuple(feeds)
+
+    def _reason(self, per_rank: Mapping[int, RankPlan]) -> str:
+        ways: dict[tuple[RankKind, int, int], list[int]] = {}
+        for rank, plan in per_rank.items():
+            ways.setdefault((plan.kind, plan.start, plan.exact_at), []).append(rank)
+        texts = [_way(*way, ranks) for way, ranks in sorted(ways.items())]
+        text = f"all ranks run together again from iteration {self._resume}: {', '.join(texts)}"
+        if len(self._relations.untold) > 1:
+            untold = listed("rank", self._relations.untold)
+            text += f"; {untold} told nothing, and start together to be safe"
+        text += _because(self._scope) + self._snapshots.moves()
+        return text + told(self._conflicts)
+
+
+def _way(kind: RankKind, start: int, exact_at: int, ranks: Sequence[int]) -> str:
+    who = listed("rank", ranks)
+    match kind:
+        case RankKind.PARKED:
+            return f"{who} parked at {start}"
+        case RankKind.COPIED:
+            return f"{who} with a peer's state of {start}"
+        case RankKind.REPLAYS:
+            return f"{who} replaying from {start}, exact at {exact_at}"
+
+
+def _because(scope: Scope) -> str:
+    found = [lacking(scope.widened[domain]) for domain in sorted(scope.widened)]
+    text = "".join(f"; {each}" for each in found[:_WIDENINGS_TOLD])
+    more = len(found) - _WIDENINGS_TOLD
+    return text + (f"; and {more} more of this kind" if more > 0 else "")
