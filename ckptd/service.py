@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import ckptd
 from ckptd.admin import Admin, openers
 from ckptd.events import EventLog
+from ckptd.fetching.for_reading import ForReading
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segments import SegmentStore
 from ckptd.peers.peering import Peering
@@ -89,6 +90,15 @@ class Service:
         self.sessions = SessionTable(config.max_sessions)
         self.boot_id = peering.boot_id
         self._reserving = Reserving(store, events, slow, peering, clock)
+        self._for_reading = ForReading(
+            store,
+            peering.fetches,
+            events,
+            slow,
+            meet=peering.meet,
+            memory=lambda: peering.memory,
+            attached=lambda session: self.sessions.of_identity(session.identity) is session,
+        )
         peering.keep_room_for(self.sessions.promised)
         admin = Admin(config, store, self.sessions, events, housekeeper, peering, clock, tier=tier)
         self._hellos: OrderedDict[bytes, m.Hello] = OrderedDict()
@@ -273,6 +283,9 @@ class Service:
         session = self.sessions.of_identity(identity)
         if session is None:
             return _no_session("Drop")
+        read = self._peering.fetches.drop_copy(session.key, message.generation)
+        if read is not None:
+            return m.Done(f"freed {format_bytes(read)}")
         segment = self._store.get(session.key, message.generation)
         if segment is None:
             text = f"{session.key} has no generation {message.generation}"
@@ -345,6 +358,8 @@ class Service:
         session = self.sessions.of_identity(identity)
         if session is None:
             return _no_session("Fetch")
+        if message.kind:
+            return self._for_reading.begin(session, message, answer)
         return self._reserving.fetch(session, message, answer)
 
     def _fetch_state(self, identity: bytes, message: m.GetFetch, _: Answer) -> m.Reply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from ckptd.client.replay import SnapshotImage
@@ -10,10 +11,11 @@ from ckptd.client.segment import MappedSegment
 from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.memory.segment_format import SlotHeader
 from ckptd.storage.image import ImageView
 from ckptd.transport.messages import FetchState
 
-__all__ = ["Arrivals", "KnowsFetches"]
+__all__ = ["Arrivals", "KnowsFetches", "wait_until_sealed"]
 
 _ASK_S = 0.5
 _STALLED_S = 60.0
@@ -53,37 +55,50 @@ class Arrivals:
         )
 
     def _wait_for(self, index: int, record: SlotRecord) -> None:
-        """Until the daemon has sealed it.
+        segment = self._segment
+        wait_until_sealed(
+            self._session, segment.generation, record.iteration, lambda: segment.header(index)
+        )
 
-        Raises:
-            DaemonUnavailable: it cannot be brought here any more; a restart of the job plans anew.
-        """
-        asked_at, seen, moved_at = time.monotonic(), -1, time.monotonic()
-        while True:
-            header = self._segment.header(index)
-            if header is not None and header.state is SlotState.SEALED:
-                return
-            now = time.monotonic()
-            if now >= asked_at + _ASK_S:
-                asked_at = now
-                done = self._bytes_done(record)
-                if done != seen:
-                    seen, moved_at = done, now
-                elif now > moved_at + _STALLED_S:
-                    raise DaemonUnavailable(
-                        f"iteration {record.iteration}: nothing arrived for {_STALLED_S:.0f} s",
-                        operation="fetch",
-                    )
-            time.sleep(0.002)
 
-    def _bytes_done(self, record: SlotRecord) -> int:
-        try:
-            state = self._session.fetch_state(self._segment.generation)
-        except AttachRefused as error:
-            raise DaemonUnavailable(str(error), operation="fetch") from error
-        if state.state == "failed":
-            raise DaemonUnavailable(
-                f"iteration {record.iteration} could not be brought here: {state.reason}",
-                operation="fetch",
-            )
-        return state.bytes_done
+def wait_until_sealed(
+    session: KnowsFetches,
+    generation: int,
+    iteration: int,
+    header: Callable[[], SlotHeader | None],
+) -> None:
+    """Until the daemon has sealed the slot with this header, of an iteration that is fetched into a generation.
+
+    Raises:
+        DaemonUnavailable: it cannot be brought here any more; a restart of the job plans anew.
+    """
+    asked_at, seen, moved_at = time.monotonic(), -1, time.monotonic()
+    while True:
+        found = header()
+        if found is not None and found.state is SlotState.SEALED:
+            return
+        now = time.monotonic()
+        if now >= asked_at + _ASK_S:
+            asked_at = now
+            done = _bytes_done(session, generation, iteration)
+            if done != seen:
+                seen, moved_at = done, now
+            elif now > moved_at + _STALLED_S:
+                raise DaemonUnavailable(
+                    f"iteration {iteration}: nothing arrived for {_STALLED_S:.0f} s",
+                    operation="fetch",
+                )
+        time.sleep(0.002)
+
+
+def _bytes_done(session: KnowsFetches, generation: int, iteration: int) -> int:
+    try:
+        state = session.fetch_state(generation)
+    except AttachRefused as error:
+        raise DaemonUnavailable(str(error), operation="fetch") from error
+    if state.state == "failed":
+        raise DaemonUnavailable(
+            f"iteration {iteration} could not be brought here: {state.reason}",
+            operation="fetch",
+        )
+    return state.bytes_done

@@ -24,6 +24,7 @@ from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_format import (
     SegmentDescriptor,
     SegmentGeometry,
+    SlotHeader,
     read_prologue,
     read_slot_header,
     slot_lock_byte,
@@ -33,7 +34,7 @@ from ckptd.memory.slots import NO_EPOCHS
 from ckptd.recovery.holdings import header_record
 from ckptd.storage.image import ImageError, ImageView, verify
 
-__all__ = ["LogReader", "log_files"]
+__all__ = ["LogFile", "LogReader", "log_files"]
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
@@ -61,7 +62,7 @@ class LogReader:
         *,
         epochs: Mapping[int, int] = NO_EPOCHS,
     ) -> None:
-        self._files = [_LogFile(Path(path)) for path in paths]
+        self._files = [LogFile(Path(path)) for path in paths]
         self._epochs = epochs
         whose = {(f.told.job, f.told.run, f.told.rank) for f in self._files}
         if len(whose) > 1:
@@ -88,15 +89,7 @@ class LogReader:
         with file.held(found) as image:
             if image is None:
                 raise KeyError(f"the log of iteration {iteration} has just been overwritten")
-            try:
-                verify(image, found.header_digest)
-                return dict(_records(image))
-            except (ImageError, ValueError) as error:
-                raise CorruptionError(
-                    f"the log of iteration {iteration} is damaged: {error}",
-                    operation="read log",
-                    ids={"file": file.path.name, "slot": found.index},
-                ) from error
+            return file.tensors(found, image)
 
     def _sealed(self) -> dict[int, SlotRecord]:
         records = [record for file in self._files for record in file.records()]
@@ -104,8 +97,13 @@ class LogReader:
         return {i: record for i, record in counting.items() if record.sealed}
 
 
-class _LogFile:
-    """One generation, mapped for reading."""
+class LogFile:
+    """One generation, mapped for reading.
+
+    Raises:
+        SegmentError: it is no boundary log.
+        OSError: it cannot be opened.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -120,24 +118,48 @@ class _LogFile:
         if not self.told.is_log:
             raise SegmentError(f"{path.name} holds {self.told.kind}", operation="read log")
 
+    def header(self, index: int) -> SlotHeader | None:
+        """Of a slot; None if it is damaged."""
+        return read_slot_header(self._buffer, self._geometry, index)
+
     def records(self) -> Iterator[SlotRecord]:
+        """The slots that can be read."""
         for index in range(self._geometry.num_slots):
-            header = read_slot_header(self._buffer, self._geometry, index)
+            header = self.header(index)
             if header is not None:
                 yield header_record(header, self.told.generation, index, b"")
+
+    def image(self, record: SlotRecord) -> memoryview | None:
+        """The image of a slot; None if it holds something else by now. It stays as it is while somebody locks the slot."""
+        header = self.header(record.index)
+        if header is None or header.state is not SlotState.SEALED:
+            return None
+        if header.sequence != record.sequence:
+            return None
+        return slot_view(self._buffer, self._geometry, record.index)[: header.image_len]
 
     @contextmanager
     def held(self, record: SlotRecord) -> Iterator[memoryview | None]:
         """The image of a slot that stays as it is in the body; None if the slot holds something else by now."""
         byte = slot_lock_byte(record.index)
         with locks.lock_file(self.path, byte, exclusive=False) as taken:
-            header = read_slot_header(self._buffer, self._geometry, record.index) if taken else None
-            same = header is not None and header.state is SlotState.SEALED
-            if header is None or not same or header.sequence != record.sequence:
-                yield None
-            else:
-                slot = slot_view(self._buffer, self._geometry, record.index)
-                yield slot[: header.image_len]
+            yield self.image(record) if taken else None
+
+    def tensors(self, record: SlotRecord, image: memoryview) -> dict[RecordKey, Tensor]:
+        """What was sent, out of the image of a slot that is `held`.
+
+        Raises:
+            CorruptionError: what was sealed is not what is there.
+        """
+        try:
+            verify(image, record.header_digest)
+            return dict(_records(image))
+        except (ImageError, ValueError) as error:
+            raise CorruptionError(
+                f"the log of iteration {record.iteration} is damaged: {error}",
+                operation="read log",
+                ids={"file": self.path.name, "slot": record.index},
+            ) from error
 
 
 def _records(image: memoryview) -> Iterator[tuple[RecordKey, Tensor]]:

@@ -98,7 +98,7 @@ class Session:
         self._join_again = False
         self.connected = False
         self.outages = 0
-        self.node_id = ""
+        self.node_id = self.segment_dir = ""
         self.card = NodeCard("nobody")
         self.slack, self.persists = 0, False
         self.segments: tuple[SegmentInfo, ...] = ()
@@ -214,6 +214,25 @@ class Session:
         assert isinstance(reply, Reserved)
         return reply.segment
 
+    def fetch_for_reading(
+        self, rank: int, kind: str, pieces: tuple[FetchPiece, ...], cards: tuple[NodeCard, ...] = ()
+    ) -> Future[SegmentInfo]:
+        """Have what another rank of this run has brought here, to be read; waits for nothing.
+
+        The result is one of `fetch`'s errors, or a segment of that ``kind`` whose slots are sealed one after the other. It is none of
+        this rank's generations; `fetch_state` and `drop` take its number as theirs, and it is gone when this session is.
+
+        Raises:
+            DaemonUnavailable: not even the question can be asked.
+        """
+        wanted = Fetch(pieces, cards, kind, rank)
+        return self._link.begin(lambda: self._ask_for_memory(wanted))
+
+    @property
+    def run(self) -> tuple[str, str]:
+        """Job and run that this session is of."""
+        return self._attach.job, self._attach.run
+
     def fetch_state(self, generation: int) -> FetchState:
         """How far a fetch is.
 
@@ -291,7 +310,7 @@ class Session:
         if isinstance(error, _FAILURES):
             self._lose(str(error))
 
-    def _ask_for_memory(self, wanted: Reserve | ReserveLog) -> SegmentInfo:
+    def _ask_for_memory(self, wanted: Reserve | ReserveLog | Fetch) -> SegmentInfo:
         try:
             reply = self._request(wanted, _RESERVE_LIMIT_S, alive_s=_ANSWER_S)
         except (RequestTimeout, WireError, OSError) as error:
@@ -423,6 +442,7 @@ class Session:
         assert isinstance(welcome, Welcome)
         assert isinstance(attached, Attached)
         self._client, self.node_id = client, welcome.node_id
+        self.segment_dir = welcome.segment_dir
         self.card = welcome.card or NodeCard(welcome.node_id)
         self.slack, self.persists = attached.replication_slack, attached.persists
         self.segments, self.logs = attached.segments, attached.logs

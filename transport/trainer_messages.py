@@ -156,10 +156,15 @@ class Fetch(Struct, frozen=True, tag=True):
     """Bring these snapshots of the session's rank here, into a new generation: piece i into slot i, in this order.
 
     Answered by `Reserved` as soon as the segment is there; each slot is sealed when its image is complete and verified.
+
+    With a ``kind`` ("log", ...) the pieces are slots of segments of that kind, of rank ``rank`` of the same run, and the trainer is to
+    read them: they become no part of its memory. `GetFetch` and `Drop` take the generation that is told, and it goes with the session.
     """
 
     pieces: Annotated[tuple[FetchPiece, ...], Meta(min_length=1, max_length=1 << 16)]
     cards: Annotated[tuple[NodeCard, ...], Meta(max_length=1 << 20)] = ()
+    kind: ShortText = ""
+    rank: Annotated[int, Meta(ge=-1, lt=1 << 24)] = -1
 
 
 class GetFetch(Struct, frozen=True, tag=True):

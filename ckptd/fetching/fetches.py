@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from ckptd.events import EventLog
@@ -9,6 +10,7 @@ from ckptd.fetching.copies_here import with_copies_here
 from ckptd.fetching.descriptor_search import DescriptorSearch, FoundDescriptor
 from ckptd.fetching.drill import DrillRun
 from ckptd.fetching.job import FetchJob
+from ckptd.fetching.reading_copies import ReadingCopies
 from ckptd.fetching.tools import Doubt
 from ckptd.memory.segments import Segment, SegmentStore
 from ckptd.peers.replica_store import ReplicaStore
@@ -16,9 +18,12 @@ from ckptd.recovery.holder import Holder
 from ckptd.sessions import RankKey
 from ckptd.storage.image import MapFunction
 from ckptd.transport.messages import DrillReport, FetchPiece, FetchSource, RunSeen
+from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
 __all__ = ["Fetches"]
+
+logger = logging.getLogger(__name__)
 
 
 class Fetches:
@@ -45,6 +50,7 @@ class Fetches:
         clock: Callable[[], float],
     ) -> None:
         self._store, self._replicas, self._events = store, replicas, events
+        self.copies = ReadingCopies(store)
         self._link, self._doubt, self._verifiers, self._slow = link, doubt, verifiers, slow
         self._map, self._clock = map_fn, clock
         self._jobs: dict[tuple[RankKey, int], FetchJob] = {}
@@ -65,11 +71,13 @@ class Fetches:
         A copy on this node that no plan names, because it is in quarantine, is used all the same: what of it is right need not
         travel, and may be what nobody else has.
         """
-        here = (*self._store.of_rank(segment.key), *self._replicas)
-        job = self._make(segment, with_copies_here(pieces, self._store.node_id, segment.key, here))
-        self._jobs[segment.key, segment.generation] = job
-        job.start()
-        return job
+        return self._start((segment.key, segment.generation), segment, pieces)
+
+    def fetch_for_reading(
+        self, reader: RankKey, number: int, segment: Segment, pieces: Sequence[FetchPiece]
+    ) -> FetchJob:
+        """Fill a copy that a trainer of this node reads; what is asked for is in memory, or nowhere."""
+        return self._start((reader, number), segment, pieces, stored=False)
 
     def of(self, key: RankKey, generation: int) -> FetchJob | None:
         """The job that fills a generation of a rank."""
@@ -97,10 +105,22 @@ class Fetches:
             job.peer_lost(node)
 
     def leave(self, key: RankKey) -> None:
-        """The trainer of a rank ended: nobody waits any more."""
+        """The trainer of a rank ended: nobody waits any more, and nobody reads."""
         for owner, generation in list(self._jobs):
             if owner == key:
                 self._jobs.pop((owner, generation)).close("its trainer ended")
+        for number in self.copies.of(key):
+            self._remove_copy(key, number, "its trainer ended")
+        self.copies.forget_unmade(key)
+
+    def drop_copy(self, reader: RankKey, number: int) -> int | None:
+        """A trainer has read what was brought for it; returns the bytes that are free, None if this is no copy of it."""
+        if number not in self.copies.of(reader):
+            return None
+        job = self._jobs.pop((reader, number), None)
+        if job is not None:
+            job.close("it is no longer needed")
+        return self._remove_copy(reader, number, "its trainer no longer needs it")
 
     def tick(self) -> None:
         """Take over from slow holders; forget what is over and gone."""
@@ -108,13 +128,35 @@ class Fetches:
             drill.tick()
         for key, job in list(self._jobs.items()):
             job.tick()
-            if job.over and self._store.get(*key) is None:
+            if job.over and self._store.get(*key) is None and self.copies.get(*key) is None:
                 del self._jobs[key]
 
     def close(self) -> None:
         """End all."""
         for job in (*self._jobs.values(), *self._drills):
             job.close("the daemon stops")
+
+    def _start(
+        self,
+        name: tuple[RankKey, int],
+        segment: Segment,
+        pieces: Sequence[FetchPiece],
+        *,
+        stored: bool = True,
+    ) -> FetchJob:
+        here = (*self._store.all_of_rank(segment.key), *self._replicas)
+        there = with_copies_here(pieces, self._store.node_id, segment.key, here)
+        job = self._jobs[name] = self._make(segment, there, stored=stored)
+        job.start()
+        return job
+
+    def _remove_copy(self, reader: RankKey, number: int, why: str) -> int:
+        segment = self.copies.remove(reader, number)
+        size = segment.file_bytes
+        text = f"{reader}: a copy of {segment.key} ({format_bytes(size)}): {why}"
+        self._events.add("info", "removed", text, reader)
+        self._slow.submit(segment.close, _nothing, _log_failure)
+        return size
 
     def _start_drill(
         self, segment: Segment, pieces: Sequence[FetchPiece], finished: Callable[[str], None]
@@ -149,7 +191,15 @@ class Fetches:
         )
 
     def _local_segment(self, name: str) -> Segment | None:
-        replica = self._replicas.get(name)
-        if replica is not None:
-            return replica
-        return next((s for s in self._store if s.path.name == name), None)
+        other = self._replicas.get(name) or self.copies.named(name)
+        if other is not None:
+            return other
+        return next((s for s in self._store.everything() if s.path.name == name), None)
+
+
+def _nothing(_: object) -> None:
+    """The result is not needed."""
+
+
+def _log_failure(error: BaseException) -> None:
+    logger.error("closing a copy that was read failed", exc_info=error)

@@ -142,9 +142,13 @@ class FetchJob:
             "error" if reason else "info",
             "fetch_failed" if reason else "fetched",
             f"{told.job}/{told.run} rank {told.rank}: "
-            + (reason or f"{len(self._pieces)} snapshots in {took_s:.2f} s: {where}"),
+            + (reason or f"{len(self._pieces)} {_what(told.kind)} in {took_s:.2f} s: {where}"),
         )
         self._finished(reason)
+
+
+def _what(kind: str) -> str:
+    return kind if kind == "snapshots" else f"slots ({kind})"
 
 
 def _sum_by_node(pieces: Sequence[FetchedPiece]) -> dict[str, int]:

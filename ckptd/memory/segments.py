@@ -224,6 +224,8 @@ class SegmentStore:
         self._plans: dict[tuple[RankKey, int], SegmentPlan] = {}
         # What else lives in this folder and counts: the replicas of other nodes' segments.
         self.other_bytes: Callable[[], int] = int
+        # And what ranks of this node have of that: copies that they read.
+        self.other_facts: Callable[[], list[SegmentFacts]] = list
 
     def __iter__(self) -> Iterator[Segment]:
         return iter([s for s in self.everything() if not s.is_log])
@@ -278,7 +280,8 @@ class SegmentStore:
         every = self.everything()
         made = [_facts(s.descriptor, s.file_bytes, s.owned(), True) for s in every]
         plans = self._plans.values()
-        return made + [_facts(p.descriptor, p.geometry.total_bytes, False, False) for p in plans]
+        made += [_facts(p.descriptor, p.geometry.total_bytes, False, False) for p in plans]
+        return made + self.other_facts()
 
     def memory(self, promised: dict[RankKey, int]) -> MemoryFacts:
         """The numbers of the memory under the segments, now."""

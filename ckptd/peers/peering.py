@@ -101,7 +101,7 @@ class Peering:
         )
         self._doubt: Doubt = lambda segment, index, sequence: None
         self._stored: StoreLink | None = None
-        self._fetches = Fetches(
+        self.fetches = Fetches(
             store,
             self.replicas,
             events,
@@ -112,8 +112,9 @@ class Peering:
             map_fn=map_fn,
             clock=clock,
         )
-        self.find_descriptor = self._fetches.find_descriptor
-        self.fetch, self.fetch_of = self._fetches.fetch, self._fetches.of
+        self.find_descriptor = self.fetches.find_descriptor
+        self.fetch, self.fetch_of = self.fetches.fetch, self.fetches.of
+        store.other_bytes = lambda: self.replicas.used_bytes + self.fetches.copies.used_bytes
         self._settlers = Workers("settle", 2, _WAITS, lambda: post(self._settlers.collect))
         self.host: Host | None = None
         if self.fabric is not None:
@@ -233,7 +234,7 @@ class Peering:
     def drill(self, message: Drill, answer: Callable[[DrillReport], None]) -> None:
         """Rehearse the recovery of a rank from other nodes than its own."""
         key = RankKey(message.job, message.run, message.rank)
-        self.see_run(SeeRun(message.job, message.run), self._fetches.drill(key, answer))
+        self.see_run(SeeRun(message.job, message.run), self.fetches.drill(key, answer))
 
     def sealed(self, segment: Segment) -> None:
         """A slot of one of our ranks was sealed."""
@@ -258,7 +259,7 @@ class Peering:
 
     def leave(self, key: RankKey, *, final: bool) -> None:
         """A trainer ended. Its snapshots stay, and go on to peers, unless its run is over."""
-        self._fetches.leave(key)
+        self.fetches.leave(key)
         if final:
             self.forget(key.job, key.run)
 
@@ -307,7 +308,8 @@ class Peering:
         )
 
     def adopt(self) -> None:
-        """Take over the replicas that an earlier daemon left."""
+        """Take over the replicas that an earlier daemon left; what it had brought for trainers to read goes."""
+        self.fetches.copies.sweep()
         found, bad, damaged = self.replicas.adopt()
         for path, why in bad:
             self._events.add("error", "bad_segment", f"{path.name} is put aside: {why}")
@@ -325,7 +327,7 @@ class Peering:
             self._guarded(f"run {run.job}/{run.run}", partial(self._tick_run, run, now_s))
         if self.host is not None:
             self._guarded("replicas", partial(self.host.tick, now_s))
-        self._guarded("fetches", self._fetches.tick)
+        self._guarded("fetches", self.fetches.tick)
 
     def wake(self, now_s: float) -> float:
         """Between ticks: try again what is due; returns when to come back (infinity: at the next tick)."""
@@ -333,7 +335,7 @@ class Peering:
 
     def close(self) -> None:
         """End everything; what peers have here of us they lose with the fabric."""
-        self._fetches.close()
+        self.fetches.close()
         for run in self.runs.values():
             run.close()
         if self.fabric is not None:
@@ -373,7 +375,7 @@ class Peering:
     def _lost(self, node: str, reason: str) -> None:
         if self.host is not None:
             self.host.peer_gone(node)
-        self._fetches.peer_lost(node)
+        self.fetches.peer_lost(node)
         for run in self.runs.values():
             run.peer_lost(node, reason)
 

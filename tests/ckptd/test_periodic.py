@@ -79,7 +79,7 @@ def test_trouble_in_one_part_does_not_keep_the_others_from_their_work(
     assert peering.join(RANK, Join(1, -1, ())) == ""
     monkeypatch.setattr(peering.runs["job", "run"], "tick", lambda: worked.append("run"))
     monkeypatch.setattr(peering.neighbours, "tick", Broken().tick)
-    monkeypatch.setattr(peering._fetches, "tick", lambda: worked.append("fetches"))
+    monkeypatch.setattr(peering.fetches, "tick", lambda: worked.append("fetches"))
     monkeypatch.setattr(peering, "host", cast("Host", Broken()))
     peering.tick(node.now_s)
     assert worked == ["run", "fetches"]
