@@ -59,6 +59,15 @@ class Tape:
                 )
         return value
 
+    def recorded(self, kind: str) -> tuple[Any] | None:
+        """The value that was kept at this point of the step, where one is replayed that has it; None otherwise."""
+        for i, (recorded_kind, recorded) in enumerate(self._playing or ()):
+            if recorded_kind == kind:
+                assert self._playing is not None
+                del self._playing[i]
+                return (recorded,)
+        return None
+
     def take(self) -> list[tuple[str, Any]]:
         """What was recorded since the last call."""
         taken, self._recording = self._recording, []

@@ -39,15 +39,16 @@ __all__ = [
 DATA_ALIGNMENT = 64
 
 _PADDING = "padding/"
-_RECORD = re.compile(r"(activation|gradient)/(\d{1,9})/(\d{1,9})/(\d{1,9})/(\d{1,9})")
+_RECORD = re.compile(r"(activation|gradient|value)/(\d{1,9})/(\d{1,9})/(\d{1,9})/(\d{1,9})")
 _HELD = (SlotState.FILLED, SlotState.SEALED)
 
 
 class SentKind(StrEnum):
-    """What crosses a boundary between two pipeline stages."""
+    """What crosses a boundary between two pipeline stages, and what all of them were told alike."""
 
     ACTIVATION = "activation"  # downstream, by a forward
     GRADIENT = "gradient"  # upstream, by a backward
+    VALUE = "value"  # a shared value: the ``micro_batch``-th of the iteration, msgpack of its name and itself
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -75,7 +76,7 @@ class LogSlot:
 
 
 def record_name(key: RecordKey) -> str:
-    """The tensor's name in an image: ``activation/<stage>/<micro_batch>/<index>/<round>``, or ``gradient/…``."""
+    """The tensor's name in an image: ``activation/<stage>/<micro_batch>/<index>/<round>``, ``gradient/…`` or ``value/…``."""
     return f"{key.kind}/{key.stage}/{key.micro_batch}/{key.index}/{key.round}"
 
 
