@@ -47,14 +47,14 @@ class Reserving:
         self._peering, self._clock = peering, clock
 
     def reserve(
-        self, session: Session, message: m.Reserve | m.ReserveLog, answer: Answer
+        self, session: Session, message: m.Reserve | m.ReserveBeside, answer: Answer
     ) -> m.Reply | None:
         """Begin to make a segment for a rank; the answer follows later, or a refusal is returned."""
         try:
             descriptor = decode_descriptor(message.descriptor)
         except SegmentError as error:
             return m.Refused(RefusalCode.BAD_DESCRIPTOR, str(error))
-        if descriptor.is_log != isinstance(message, m.ReserveLog):
+        if descriptor.holds_snapshots == isinstance(message, m.ReserveBeside):
             text = (
                 f"{type(message).__name__} with the descriptor of a segment for {descriptor.kind}"
             )
@@ -150,8 +150,8 @@ class Reserving:
                 hint = "the nodes that held it are gone: start again, the ranks then plan anew"
                 answer(m.Refused(RefusalCode.NOT_FOUND, found, hint))
                 return
-            if found.descriptor.is_log:
-                text = "what is to be fetched is a boundary log, not snapshots"
+            if not found.descriptor.holds_snapshots:
+                text = f"what is to be fetched holds {found.descriptor.kind}, not snapshots"
                 answer(m.Refused(RefusalCode.BAD_MESSAGE, text))
                 return
             if not all(0 < image_len <= found.slot_bytes for image_len in images):

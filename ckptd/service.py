@@ -21,6 +21,7 @@ from ckptd.events import EventLog
 from ckptd.fetching.for_reading import ForReading
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segments import SegmentStore
+from ckptd.park_requests import ParkRequests
 from ckptd.peers.peering import Peering
 from ckptd.persistence.tier import StorageTier
 from ckptd.reserving import Answer, Reserving, segment_info
@@ -102,16 +103,18 @@ class Service:
         peering.keep_room_for(self.sessions.promised)
         admin = Admin(config, store, self.sessions, events, housekeeper, peering, clock, tier=tier)
         self._hellos: OrderedDict[bytes, m.Hello] = OrderedDict()
+        self._parks = ParkRequests()
         self._busy_s = clock()
         self._handlers: dict[type, Callable[[bytes, Any, Answer], m.Reply | None]] = {
             m.Hello: self._hello,
             m.Attach: self._attach,
             m.Reserve: self._reserve,
-            m.ReserveLog: self._reserve,
+            m.ReserveBeside: self._reserve,
             m.Filled: self._filled,
             m.Drop: self._drop,
             m.Report: self._report,
             m.Notice: self._notice,
+            m.ParkOutcome: self._park_outcome,
             m.Detach: self._detach,
             m.Ping: self._ping,
             m.SeeRun: self._see_run,
@@ -123,6 +126,7 @@ class Service:
             m.GetStatus: lambda _identity, _message, _answer: admin.status(),
             m.GetSnapshots: lambda _identity, message, _answer: admin.snapshots(message),
             m.GetEvents: lambda _identity, message, _answer: admin.events(message),
+            m.Park: self._park,
             m.Forget: lambda _identity, message, _answer: admin.forget(message),
         }
 
@@ -147,6 +151,7 @@ class Service:
                 self.trainer_gone(session, "its owner lock is free")
         self._housekeeper.tick(now_s, {(s.key.job, s.key.run) for s in self.sessions})
         self._peering.tick(now_s)
+        self._parks.tick(now_s)
         if self._tier is not None:
             self._tier.tick()
         if len(self.sessions) or any(s.detached_at_s is None for s in self._store.everything()):
@@ -247,19 +252,20 @@ class Service:
         )
         got = [self._store.get(wish.key, generation) for generation in decision.generations]
         found = [segment for segment in got if segment is not None]
-        logs = [segment for segment in found if segment.is_log]
+        beside = [segment for segment in found if not segment.holds_snapshots]
         return m.Attached(
-            segments=tuple(segment_info(segment) for segment in found if not segment.is_log),
+            segments=tuple(segment_info(segment) for segment in found if segment.holds_snapshots),
             quota_bytes=self._store.quota_bytes,
-            # For snapshots: what this rank's own logs take is not to be had for them.
-            available_bytes=max(0, decision.available_bytes - sum(s.file_bytes for s in logs)),
+            # For snapshots: what this rank's own logs and parked states take is not to be had for them.
+            available_bytes=max(0, decision.available_bytes - sum(s.file_bytes for s in beside)),
             replication_slack=self._peering.slack,
             persists=self._tier is not None,
-            logs=tuple(segment_info(segment) for segment in logs),
+            logs=tuple(segment_info(s) for s in beside if s.is_log),
+            parked=tuple(segment_info(s) for s in beside if not s.is_log),
         )
 
     def _reserve(
-        self, identity: bytes, message: m.Reserve | m.ReserveLog, answer: Answer
+        self, identity: bytes, message: m.Reserve | m.ReserveBeside, answer: Answer
     ) -> m.Reply | None:
         session = self.sessions.of_identity(identity)
         if session is None:
@@ -306,6 +312,23 @@ class Service:
         if session is None:
             return _no_session("Notice")
         self._events.add(message.level, message.kind, message.message, session.key)
+        return None
+
+    def _park(self, _identity: bytes, message: m.Park, answer: Answer) -> None:
+        asked = [
+            s.key
+            for s in self.sessions
+            if message.job in ("", s.key.job) and message.run in ("", s.key.run)
+        ]
+        for key in asked:
+            self._events.add("info", "park_asked", f"{key} is asked to park", key)
+        self._parks.ask(asked, self._clock() + message.wait_s, answer)
+
+    def _park_outcome(self, identity: bytes, message: m.ParkOutcome, _: Answer) -> m.Reply | None:
+        session = self.sessions.of_identity(identity)
+        if session is None:
+            return _no_session("ParkOutcome")
+        self._parks.outcome(session.key, message.number, message.iteration, message.reason)
         return None
 
     def _detach(self, identity: bytes, message: m.Detach, _: Answer) -> m.Reply:
@@ -369,7 +392,9 @@ class Service:
         return self._reserving.fetch_state(session, message)
 
     def _ping(self, identity: bytes, _message: m.Ping, _: Answer) -> m.Reply:
-        return m.Pong(self.boot_id, self.sessions.of_identity(identity) is not None)
+        session = self.sessions.of_identity(identity)
+        wanted = 0 if session is None else self._parks.number_for(session.key)
+        return m.Pong(self.boot_id, session is not None, wanted)
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -388,6 +413,7 @@ class Service:
 
     def _retire(self, session: Session) -> None:
         self.sessions.remove(session)
+        self._parks.gone(session.key)
         if not any(other.pid == session.pid for other in self.sessions):
             self._watcher.forget(session.pid)
 

@@ -40,8 +40,8 @@ from ckptd.transport.messages import (
     RefusalCode,
     Report,
     Reserve,
+    ReserveBeside,
     Reserved,
-    ReserveLog,
     RunSeen,
     SeeRun,
     SegmentInfo,
@@ -170,7 +170,7 @@ class Session:
         Raises:
             DaemonUnavailable: not even the question can be asked.
         """
-        wanted = ReserveLog(slot_bytes, num_slots, descriptor)
+        wanted = ReserveBeside(slot_bytes, num_slots, descriptor)
         return self._link.begin(lambda: self._ask_for_memory(wanted))
 
     def see_run(
@@ -310,7 +310,7 @@ class Session:
         if isinstance(error, _FAILURES):
             self._lose(str(error))
 
-    def _ask_for_memory(self, wanted: Reserve | ReserveLog | Fetch) -> SegmentInfo:
+    def _ask_for_memory(self, wanted: Reserve | ReserveBeside | Fetch) -> SegmentInfo:
         try:
             reply = self._request(wanted, _RESERVE_LIMIT_S, alive_s=_ANSWER_S)
         except (RequestTimeout, WireError, OSError) as error:

@@ -91,10 +91,14 @@ class Done(Struct, frozen=True, tag=True):
 
 
 class Pong(Struct, frozen=True, tag=True):
-    """I am here. `attached` is false when this connection has no session (attach again)."""
+    """I am here. `attached` is false when this connection has no session (attach again).
+
+    `park` is the number of a request to park that this trainer has not answered; 0: there is none.
+    """
 
     boot_id: str
     attached: bool
+    park: int = 0
 
 
 class Refused(Struct, frozen=True, tag=True):

@@ -26,8 +26,11 @@ __all__ = [
     "GetSnapshots",
     "GetStatus",
     "HostedReplica",
+    "Park",
+    "Parks",
     "PeerStatus",
     "Peers",
+    "RankParked",
     "RankSnapshots",
     "ReplicationStatus",
     "SegmentStatus",
@@ -71,6 +74,14 @@ class Forget(Struct, frozen=True, tag=True):
     run: Name
 
 
+class Park(Struct, frozen=True, tag=True):
+    """Have the attached trainers of a job, or of one run of it, park; empty names mean all. Answered after `wait_s` at the latest."""
+
+    job: ShortText = ""
+    run: ShortText = ""
+    wait_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0
+
+
 class GetPeers(Struct, frozen=True, tag=True):
     """Ask for everything `ckptctl peers` shows."""
 
@@ -107,7 +118,7 @@ class SegmentStatus(Struct, frozen=True, tag=True):
     detached_s: float  # for how long no trainer has owned it; 0 while owned
     node_id: str
     created_at_ns: int
-    kind: str = "snapshots"  # or "log": a boundary log
+    kind: str = "snapshots"  # or "log": a boundary log; or "parked"
 
 
 class SessionStatus(Struct, frozen=True, tag=True):
@@ -214,6 +225,23 @@ class RankSnapshots(Struct, frozen=True, tag=True):
     reason: str
     operators: tuple[str, ...] = ()
     log: tuple[SlotInfo, ...] = ()  # the slots of its boundary log
+    parked: tuple[SlotInfo, ...] = ()  # the slots of its parked states
+
+
+class RankParked(Struct, frozen=True, tag=True):
+    """At which iteration a rank is parked; -1: it is not, and why."""
+
+    job: str
+    run: str
+    rank: int
+    iteration: int
+    reason: str = ""
+
+
+class Parks(Struct, frozen=True, tag=True):
+    """What came of `Park`, for every trainer that was asked."""
+
+    ranks: tuple[RankParked, ...]
 
 
 class Snapshots(Struct, frozen=True, tag=True):

@@ -132,3 +132,4 @@ class Holdings(Struct, frozen=True, tag=True):
     segments: tuple[HeldSegment, ...]
     epoch: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
     logs: tuple[HeldSegment, ...] = ()  # boundary logs, apart, so that nobody plans with them
+    parked: tuple[HeldSegment, ...] = ()  # parked states, apart for the same reason

@@ -38,8 +38,11 @@ from ckptd.transport.ctl_messages import (
     GetSnapshots,
     GetStatus,
     HostedReplica,
+    Park,
+    Parks,
     Peers,
     PeerStatus,
+    RankParked,
     RankSnapshots,
     ReplicationStatus,
     SegmentStatus,
@@ -84,10 +87,11 @@ from ckptd.transport.trainer_messages import (
     GetFetch,
     Join,
     Notice,
+    ParkOutcome,
     Report,
     Reserve,
+    ReserveBeside,
     Reserved,
-    ReserveLog,
 )
 
 __all__ = [
@@ -135,11 +139,15 @@ __all__ = [
     "Notice",
     "NumSlots",
     "OneWay",
+    "Park",
+    "ParkOutcome",
+    "Parks",
     "PeerStatus",
     "Peers",
     "Ping",
     "Pong",
     "Rank",
+    "RankParked",
     "RankSnapshots",
     "RefusalCode",
     "Refused",
@@ -148,7 +156,7 @@ __all__ = [
     "Report",
     "Request",
     "Reserve",
-    "ReserveLog",
+    "ReserveBeside",
     "Reserved",
     "RunSeen",
     "SeeRun",
@@ -171,7 +179,7 @@ Request = (
     Hello
     | Attach
     | Reserve
-    | ReserveLog
+    | ReserveBeside
     | Drop
     | Detach
     | Ping
@@ -184,9 +192,10 @@ Request = (
     | GetStatus
     | GetSnapshots
     | GetEvents
+    | Park
     | Forget
 )
-OneWay = Filled | Report | Notice
+OneWay = Filled | Report | Notice | ParkOutcome
 Reply = (
     Welcome
     | Attached
@@ -200,6 +209,7 @@ Reply = (
     | FetchState
     | Status
     | Snapshots
+    | Parks
     | Events
 )
 Message = Request | OneWay | Reply

@@ -38,9 +38,10 @@ __all__ = [
     "GetFetch",
     "Join",
     "Notice",
+    "ParkOutcome",
     "Report",
     "Reserve",
-    "ReserveLog",
+    "ReserveBeside",
     "Reserved",
 ]
 
@@ -78,8 +79,11 @@ class Reserve(Struct, frozen=True, tag=True):
     descriptor: Blob
 
 
-class ReserveLog(Struct, frozen=True, tag=True):
-    """As `Reserve`, for a boundary log; a message of its own, so that a daemon that knows of none refuses it."""
+class ReserveBeside(Struct, frozen=True, tag=True):
+    """As `Reserve`, for what lies beside a ring: a boundary log, or parked state, as the descriptor says.
+
+    A message of its own, so that a daemon that knows of nothing but snapshots refuses it.
+    """
 
     slot_bytes: Annotated[int, Meta(ge=1, lt=1 << 62)]
     num_slots: NumSlots
@@ -105,6 +109,14 @@ class Report(Struct, frozen=True, tag=True):
 
     step: Iteration
     metrics: Metrics
+
+
+class ParkOutcome(Struct, frozen=True, tag=True):
+    """What came of the request with this number in a `Pong`: the iteration that is parked, or -1, and why it is not."""
+
+    number: Count
+    iteration: Iteration
+    reason: Text = ""
 
 
 class Notice(Struct, frozen=True, tag=True):
@@ -192,7 +204,7 @@ class Attached(Struct, frozen=True, tag=True):
 
     ``replication_slack``: slots that its ring should have beyond what one node needs. ``persists``: snapshots go to
     storage, so that it should have those of one more suffix, which may stay while it is uploaded. ``logs``: the rank's
-    boundary logs, oldest generation first.
+    boundary logs, ``parked`` its parked states, oldest generation first.
     """
 
     segments: tuple[SegmentInfo, ...]
@@ -201,6 +213,7 @@ class Attached(Struct, frozen=True, tag=True):
     replication_slack: int = 0
     persists: bool = False
     logs: tuple[SegmentInfo, ...] = ()
+    parked: tuple[SegmentInfo, ...] = ()
 
 
 class Reserved(Struct, frozen=True, tag=True):

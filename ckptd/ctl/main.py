@@ -1,7 +1,7 @@
 """`ckptctl`: look at a node's daemon and its snapshots, and at what is durable.
 
-Exit codes: 0 done, 1 a check failed (`doctor`, `whatif`, `drill`, `verify`) or a bug, 2 wrong usage or a store that
-cannot be used, 3 no daemon answers, 4 refused or not there, 5 a snapshot is damaged. With `--json` the answer is one
+Exit codes: 0 done, 1 a check failed (`doctor`, `whatif`, `drill`, `verify`), `park` parked not everybody, or a bug, 2 wrong usage
+or a store that cannot be used, 3 no daemon answers, 4 refused or not there, 5 a snapshot is damaged. With `--json` the answer is one
 JSON document on stdout (`events --follow`: one per line), of an error, too: ``{"error": …, "exit_status": …}``. What
 is wrong goes to stderr in either case.
 """
@@ -123,6 +123,15 @@ def _events(args: argparse.Namespace) -> int:
                 since = min(since, page.last_seq)  # a restarted daemon counts anew
                 time.sleep(_FOLLOW_S)
             page = client.ask(m.GetEvents(since=since, limit=args.limit), m.Events)
+
+
+def _park(args: argparse.Namespace) -> int:
+    wanted = m.Park(args.job or "", args.run or "", args.timeout)
+    with _connect(args) as client:
+        found = client.ask(wanted, m.Parks, timeout_s=args.timeout + _CONNECT_S)
+    _show(args, found, lambda: render.parks(found))
+    everybody = found.ranks and all(rank.iteration >= 0 for rank in found.ranks)
+    return 0 if everybody else EXIT_FAILED
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -296,6 +305,11 @@ def _parser() -> argparse.ArgumentParser:
     events.add_argument("--follow", action="store_true", help="go on as events come")
     events.add_argument("--since", type=int, default=0, help="only events after this number")
     events.add_argument("--limit", type=int, default=1000, help="at most so many (default 1000)")
+    text = "have attached trainers copy their state to memory now, so that a restart goes on from there"
+    park = add("park", _park, text)
+    park.add_argument("job", nargs="?", help="only this job")
+    park.add_argument("run", nargs="?", help="only this run of it")
+    park.set_defaults(timeout=60.0)
     add("doctor", _doctor, "what on this machine helps or hinders, with the fix")
     forget = add("forget", _forget, "free the snapshots of a run that has no live trainer")
     forget.add_argument("job")

@@ -9,7 +9,7 @@ from ckptd.ctl.doctor import Finding
 from ckptd.transport import messages as m
 from ckptd.units import format_age, format_bytes, format_table
 
-__all__ = ["events", "findings", "snapshots", "status"]
+__all__ = ["events", "findings", "parks", "snapshots", "status"]
 
 _SHOWN_METRICS = 6
 _OPERATORS_PER_LINE = 8
@@ -60,6 +60,21 @@ def events(found: Sequence[m.EventInfo]) -> str:
         f"{event.seq:>6}  {_when(event.time_ns)}  {event.level:<7}  {event.kind:<16}  "
         f"{event.message}"
         for event in found
+    )
+
+
+def parks(answer: m.Parks) -> str:
+    """One line per trainer that was asked."""
+    if not answer.ranks:
+        return "no trainer is attached that could park"
+    return "\n".join(
+        f"{told.job}/{told.run} rank {told.rank}: "
+        + (
+            f"parked at iteration {told.iteration}"
+            if told.iteration >= 0
+            else f"not parked: {told.reason}"
+        )
+        for told in answer.ranks
     )
 
 
@@ -172,6 +187,8 @@ def _rank(rank: m.RankSnapshots, *, operators: bool) -> str:
     lines.append(_recoverable(rank))
     if rank.log:
         lines.append(_log(rank.log))
+    if rank.parked:
+        lines.append(_parked(rank.parked))
     if operators:
         lines += [line for slot in held for line in _anchored(slot, rank)]
     return "\n".join(lines)
@@ -213,6 +230,17 @@ def _log(slots: Sequence[m.SlotInfo]) -> str:
     size = format_bytes(sum(slot.image_len for slot in slots if slot.state == "sealed"))
     span = f"iterations {', '.join(map(str, logged))}, {size}" if logged else "nothing yet"
     return f"boundary log: {span} ({len(slots)} slots)"
+
+
+def _parked(slots: Sequence[m.SlotInfo]) -> str:
+    """Which iterations can be gone on with without any replay."""
+    held = [slot for slot in slots if slot.state == "sealed"]
+    shown = ", ".join(
+        f"iteration {slot.iteration} ({format_bytes(slot.image_len)}, "
+        f"{format_age(max(0.0, (time.time_ns() - slot.filled_at_ns) / 1e9))} ago)"
+        for slot in held
+    )
+    return f"parked: {shown or 'nothing'} ({len(slots)} slots)"
 
 
 def _anchored(slot: m.SlotInfo, rank: m.RankSnapshots) -> list[str]:

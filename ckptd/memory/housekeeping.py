@@ -153,7 +153,7 @@ class Housekeeper:
         if outcome.verdict is Verdict.SEALED:
             self._events.count("sealed_bytes", outcome.image_len)
             self._events.count("digest_ns", outcome.digest_ns)
-            if not segment.is_log:
+            if segment.holds_snapshots:
                 self.sealed(segment)
         elif outcome.verdict is Verdict.DAMAGED:
             self._events.add(

@@ -66,7 +66,8 @@ def segment_status(segment: Segment, now_s: float) -> SegmentStatus:
 def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnapshots:
     """The slot table of one rank, given its segments, the one that was filled last at the end; one at least is of snapshots."""
     logs = [segment for segment in segments if segment.is_log]
-    segments = [segment for segment in segments if not segment.is_log]
+    parked = [segment for segment in segments if segment.descriptor.kind == "parked"]
+    segments = [segment for segment in segments if segment.holds_snapshots]
     told = segments[-1].descriptor
     suffix = find_suffix(records_of(segments), told.num_operators)
     names = operator_names(told.client, told.num_operators, told.rank) if operators else ()
@@ -79,6 +80,7 @@ def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnaps
         num_operators=told.num_operators,
         slots=_slot_infos(segments),
         log=_slot_infos(logs),
+        parked=_slot_infos(parked),
         suffix=(-1, -1) if isinstance(suffix, NoSuffix) else (suffix.start, suffix.end),
         reason=suffix.reason,
         operators=names,

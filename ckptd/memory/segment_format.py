@@ -16,8 +16,8 @@ Invariants:
 A *replica* is a segment file of another node's primary, descriptor and headers included; only its name
 tells them apart (``docs/replication.md`` section 4).
 
-A *boundary log* (``docs/boundary_logs.md``) is laid out alike. Its descriptor, its magic and its name all say
-that it is one, so that nobody, of whatever version, takes it for snapshots.
+A *boundary log* (``docs/boundary_logs.md``) and *parked state* (``docs/parking.md``) are laid out alike. Descriptor, magic and
+name all say what it is, so that nobody, of whatever version, takes it for snapshots.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import re
 import struct
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -38,12 +38,14 @@ from ckptd.errors import SegmentError
 from ckptd.memory.ring import SlotState
 
 __all__ = [
+    "FILE_ENDS",
     "FORMAT_VERSION",
     "HINT_DROP_GRADIENTS",
     "HINT_OFFSET",
     "LOG_MAGIC",
     "OWNER_LOCK_BYTE",
     "PAGE_BYTES",
+    "PARK_MAGIC",
     "PROLOGUE_BYTES",
     "QUIET_OFFSET",
     "SEGMENT_MAGIC",
@@ -51,6 +53,7 @@ __all__ = [
     "SLOT_HEADER_BYTES",
     "SLOT_HEADER_LEN",
     "SLOT_MAGIC",
+    "Kind",
     "ReplicaName",
     "RingHint",
     "SegmentDescriptor",
@@ -61,10 +64,8 @@ __all__ = [
     "decode_descriptor",
     "encode_descriptor",
     "last_filled",
-    "log_file_name",
     "origin_of",
     "pack_slot_header",
-    "parse_log_file_name",
     "parse_replica_file_name",
     "parse_segment_file_name",
     "plan_geometry",
@@ -84,6 +85,7 @@ __all__ = [
 
 SEGMENT_MAGIC = b"CKPTDSEG"
 LOG_MAGIC = b"CKPTDLOG"
+PARK_MAGIC = b"CKPTDPRK"
 FORMAT_VERSION = 2
 PAGE_BYTES = 4096
 PROLOGUE_BYTES = PAGE_BYTES
@@ -117,11 +119,18 @@ _CRC_AT = _SLOT_FRONT.size + _SLOT_BODY.size
 assert _CRC_AT + _CRC.size == SLOT_HEADER_LEN
 _STATES = frozenset(int(state) for state in SlotState)
 _STATE_WORD = 1  # index of the state in a slot header seen as 32-bit words
+Kind = Literal["snapshots", "log", "parked"]
+FILE_ENDS: Mapping[Kind, str] = {"snapshots": ".seg", "log": ".boundary", "parked": ".parked"}
+_MAGICS: Mapping[Kind, bytes] = {
+    "snapshots": SEGMENT_MAGIC,
+    "log": LOG_MAGIC,
+    "parked": PARK_MAGIC,
+}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FILE_NAME = re.compile(
     r"(?P<job>[A-Za-z0-9._-]{1,64})~(?P<run>[A-Za-z0-9._-]{1,64})"
     r"~r(?P<rank>0|[1-9][0-9]{0,9})~g(?P<generation>0|[1-9][0-9]{0,9})"
-    r"(?P<end>\.seg|\.boundary|~(?P<origin>[0-9a-f]{16})\.rep)"
+    r"(?P<end>\.seg|\.boundary|\.parked|~(?P<origin>[0-9a-f]{16})\.rep)"
 )
 _ORIGIN = re.compile(r"[0-9a-f]{16}")
 _NO_DIGEST = bytes(16)
@@ -151,12 +160,17 @@ class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     window: _Window
     num_operators: _NumOperators
     client: bytes = b""
-    kind: Literal["snapshots", "log"] = "snapshots"
+    kind: Kind = "snapshots"
 
     @property
     def is_log(self) -> bool:
         """Whether its slots hold what was sent at pipeline boundaries, not snapshots."""
         return self.kind == "log"
+
+    @property
+    def holds_snapshots(self) -> bool:
+        """Whether its slots make up a ring; nobody may take anything else for a part of one."""
+        return self.kind == "snapshots"
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +309,7 @@ def write_prologue(
         write_slot_header(buf, geometry, index, SlotHeader())
     buf[PROLOGUE_BYTES : PROLOGUE_BYTES + len(payload)] = payload
     prologue = _PROLOGUE.pack(
-        LOG_MAGIC if descriptor.is_log else SEGMENT_MAGIC,
+        _MAGICS[descriptor.kind],
         FORMAT_VERSION,
         geometry.num_slots,
         geometry.slot_bytes,
@@ -319,7 +333,7 @@ def read_prologue(buf: memoryview) -> tuple[SegmentGeometry, SegmentDescriptor]:
         raise _bad(f"it is truncated: the file has {len(buf)} bytes, needs at least 4096")
     fields = _PROLOGUE.unpack_from(buf)
     magic, version, num_slots, slot_bytes, slots_offset, length, capacity, payload_crc = fields
-    if magic not in (SEGMENT_MAGIC, LOG_MAGIC):
+    if magic not in _MAGICS.values():
         raise _bad(f"it begins with {magic!r}, not {SEGMENT_MAGIC!r}", "It is not a segment.")
     if version != FORMAT_VERSION:
         raise _bad(
@@ -343,7 +357,7 @@ def read_prologue(buf: memoryview) -> tuple[SegmentGeometry, SegmentDescriptor]:
     if zlib.crc32(payload) != payload_crc:
         raise _bad("the crc of its descriptor does not match")
     descriptor = decode_descriptor(payload)
-    if descriptor.is_log != (magic == LOG_MAGIC):
+    if magic != _MAGICS[descriptor.kind]:
         raise _bad(
             f"it begins with {magic!r}, and its descriptor says that it holds {descriptor.kind}"
         )
@@ -496,14 +510,11 @@ def last_filled(headers: Iterable[SlotHeader]) -> tuple[int, int]:
     return max(((h.epoch, h.iteration) for h in taken), default=(-1, -1))
 
 
-def segment_file_name(job: str, run: str, rank: int, generation: int) -> str:
-    """``<job>~<run>~r<rank>~g<generation>.seg``."""
-    return f"{_stem(job, run, rank, generation)}.seg"
-
-
-def log_file_name(job: str, run: str, rank: int, generation: int) -> str:
-    """``<job>~<run>~r<rank>~g<generation>.boundary``."""
-    return f"{_stem(job, run, rank, generation)}.boundary"
+def segment_file_name(
+    job: str, run: str, rank: int, generation: int, kind: Kind = "snapshots"
+) -> str:
+    """``<job>~<run>~r<rank>~g<generation>.seg``; ``.boundary`` for a log, ``.parked`` for parked state."""
+    return f"{_stem(job, run, rank, generation)}{FILE_ENDS[kind]}"
 
 
 def replica_file_name(job: str, run: str, rank: int, generation: int, origin: str) -> str:
@@ -513,22 +524,13 @@ def replica_file_name(job: str, run: str, rank: int, generation: int, origin: st
     return f"{_stem(job, run, rank, generation)}~{origin}.rep"
 
 
-def parse_segment_file_name(name: str) -> SegmentName:
+def parse_segment_file_name(name: str, kind: Kind = "snapshots") -> SegmentName:
     """What `segment_file_name` was called with.
 
     Raises:
-        ValueError: ``name`` was not made by it.
+        ValueError: ``name`` was not made by it for this kind.
     """
-    return _parse(name, ".seg")
-
-
-def parse_log_file_name(name: str) -> SegmentName:
-    """What `log_file_name` was called with.
-
-    Raises:
-        ValueError: ``name`` was not made by it.
-    """
-    return _parse(name, ".boundary")
+    return _parse(name, FILE_ENDS[kind])
 
 
 def parse_replica_file_name(name: str) -> ReplicaName:

@@ -4,9 +4,9 @@ The files are the only truth; a `SegmentStore` is what one finds by looking at t
 its name when it is complete, so a crash leaves a temporary (removed at the next start) and never
 half a segment. A file that cannot be believed is put aside as `*.bad`, not deleted.
 
-Boundary logs live beside the snapshots and count and age alike. But whoever looks for snapshots must not
+Boundary logs and parked state live beside the snapshots and count and age alike. But whoever looks for snapshots must not
 come upon one: iterating, `of_rank` and `of_run` leave them out; `everything` and its like are for those
-who look after memory, whatever is in it. Generations of a rank are counted over both.
+who look after memory, whatever is in it. Generations of a rank are counted over all kinds.
 
 `reserve` and `enter` are quick and belong to the daemon's loop thread, `build` may take seconds
 (it touches every page) and belongs to a worker. Slot states are changed here only under the
@@ -29,6 +29,7 @@ from ckptd.memory import locks
 from ckptd.memory.pages import allocate, populate, try_mlock
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import (
+    FILE_ENDS,
     OWNER_LOCK_BYTE,
     QUIET_OFFSET,
     SLOT_HEADER_LEN,
@@ -38,9 +39,7 @@ from ckptd.memory.segment_format import (
     SlotHeader,
     encode_descriptor,
     last_filled,
-    log_file_name,
     origin_of,
-    parse_log_file_name,
     parse_replica_file_name,
     parse_segment_file_name,
     plan_geometry,
@@ -106,6 +105,11 @@ class Segment:
     def is_log(self) -> bool:
         """Whether it is a boundary log."""
         return self.descriptor.is_log
+
+    @property
+    def holds_snapshots(self) -> bool:
+        """Whether it is part of a ring."""
+        return self.descriptor.holds_snapshots
 
     def in_place(self) -> bool:
         """Is our file still the one with this name? False if somebody removed or replaced it."""
@@ -228,13 +232,13 @@ class SegmentStore:
         self.other_facts: Callable[[], list[SegmentFacts]] = list
 
     def __iter__(self) -> Iterator[Segment]:
-        return iter([s for s in self.everything() if not s.is_log])
+        return iter([s for s in self.everything() if s.holds_snapshots])
 
     def __len__(self) -> int:
-        return sum(not s.is_log for s in self._segments.values())
+        return sum(s.holds_snapshots for s in self._segments.values())
 
     def get(self, key: RankKey, generation: int) -> Segment | None:
-        """One segment of a rank, snapshots or log."""
+        """One segment of a rank, whatever it holds."""
         return self._segments.get((key, generation))
 
     def of_rank(self, key: RankKey) -> list[Segment]:
@@ -242,16 +246,16 @@ class SegmentStore:
 
         Not by generation: one may be made ahead of the change of schedule that it is for, and lie empty until then.
         """
-        found = [s for s in self._segments.values() if s.key == key and not s.is_log]
+        found = [s for s in self._segments.values() if s.key == key and s.holds_snapshots]
         # This is asked for at every beat, and to order them every slot header is read.
         return found if len(found) < 2 else sorted(found, key=Segment.last_filled)
 
     def of_run(self, job: str, run: str) -> list[Segment]:
         """The segments with a run's snapshots."""
-        return [s for s in self.all_of_run(job, run) if not s.is_log]
+        return [s for s in self.all_of_run(job, run) if s.holds_snapshots]
 
     def everything(self) -> list[Segment]:
-        """Every segment, boundary logs included."""
+        """Every segment, boundary logs and parked state included."""
         return [self._segments[key] for key in sorted(self._segments)]
 
     def all_of_rank(self, key: RankKey) -> list[Segment]:
@@ -267,6 +271,10 @@ class SegmentStore:
     def logs_of_run(self, job: str, run: str) -> list[Segment]:
         """The boundary logs of a run."""
         return [s for s in self.all_of_run(job, run) if s.is_log]
+
+    def parks_of_run(self, job: str, run: str) -> list[Segment]:
+        """The parked states of a run."""
+        return [s for s in self.all_of_run(job, run) if s.descriptor.kind == "parked"]
 
     @property
     def used_bytes(self) -> int:
@@ -301,7 +309,7 @@ class SegmentStore:
         bad: list[tuple[Path, str]] = []
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
-        for path in sorted((*self.folder.glob("*.seg"), *self.folder.glob("*.boundary"))):
+        for path in sorted(p for end in FILE_ENDS.values() for p in self.folder.glob(f"*{end}")):
             try:
                 segment = open_segment(path)
             except (OSError, ValueError, SegmentError) as error:
@@ -328,8 +336,7 @@ class SegmentStore:
             created_at_ns=time.time_ns(),
         )
         geometry = plan_geometry(num_slots, slot_bytes, len(encode_descriptor(final)))
-        name_of = log_file_name if final.is_log else segment_file_name
-        name = name_of(final.job, final.run, final.rank, final.generation)
+        name = segment_file_name(final.job, final.run, final.rank, final.generation, final.kind)
         return SegmentPlan(final, geometry, self.folder / name)
 
     def promise(self, plan: SegmentPlan) -> None:
@@ -451,11 +458,11 @@ def _check_file_name(name: str, descriptor: SegmentDescriptor) -> None:
         descriptor.rank,
         descriptor.generation,
     )
-    if name.endswith(".rep") and not descriptor.is_log:
+    if name.endswith(".rep") and descriptor.holds_snapshots:
         told = (*told, origin_of(descriptor))
         named: tuple[object, ...] = tuple(parse_replica_file_name(name))
     else:
-        named = tuple((parse_log_file_name if descriptor.is_log else parse_segment_file_name)(name))
+        named = tuple(parse_segment_file_name(name, descriptor.kind))
     if told != named:
         raise ValueError(f"its descriptor says {told}, its name says {named}")
 

@@ -267,7 +267,7 @@ class Host:
         )
 
     def _find(self, job: str, run: str, name: str) -> Segment | None:
-        # Logs, too: a peer reads them as it reads snapshots.
+        # Logs and parked state, too: a peer reads them as it reads snapshots.
         for segment in (*self._store.all_of_run(job, run), *self._replicas.of_run(job, run)):
             if segment.path.name == name:
                 return segment
@@ -281,15 +281,17 @@ class Host:
 def local_holdings(
     store: SegmentStore, replicas: ReplicaStore, job: str, run: str, epoch: int
 ) -> Holdings:
-    """Every sealed snapshot, and logged iteration, of a run that lies on this node; ``epoch`` is the highest that it knows."""
+    """Every sealed snapshot, logged iteration and parked state of a run that lies on this node; ``epoch`` is the highest that it knows."""
     own = [held_segment(s, own=True) for s in store.of_run(job, run)]
     others = [held_segment(s, own=False) for s in replicas.of_run(job, run)]
     logs = [held_segment(s, own=True) for s in store.logs_of_run(job, run)]
+    parked = [held_segment(s, own=True) for s in store.parks_of_run(job, run)]
     return Holdings(
         store.node_id,
         tuple(s for s in (*own, *others) if s.slots),
         epoch,
         tuple(s for s in logs if s.slots),
+        tuple(s for s in parked if s.slots),
     )
 
 

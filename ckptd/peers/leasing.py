@@ -67,8 +67,9 @@ class Leasing:
         """Find or make the replica, and answer with a lease on it, now or later."""
         try:
             descriptor = decode_descriptor(message.descriptor)
-            if descriptor.is_log:
-                raise ValueError("boundary logs are not replicated")
+            if not descriptor.holds_snapshots:
+                what = "boundary logs are" if descriptor.is_log else "parked state is"
+                raise ValueError(f"{what} not replicated")
             num_slots = _slots_for(message, descriptor)
             plan = self._replicas.plan(descriptor, num_slots, message.slot_bytes, message.origin)
         except (SegmentError, ValueError) as error:

@@ -16,6 +16,7 @@ from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.ring import SlotState
 from ckptd.memory.sealer import Verdict, seal_slot
 from ckptd.memory.segment_format import (
+    Kind,
     SegmentDescriptor,
     SlotHeader,
     encode_descriptor,
@@ -223,17 +224,17 @@ def test_a_copy_on_this_node_that_a_fetch_finds_damaged_is_verified(setting: Set
     eventually(quarantined, "the damaged slot is quarantined")
 
 
-def reserve_log(setting: Setting, num_slots: int = 3) -> Segment:
-    told = encode_descriptor(replace_kind(descriptor_of("job", "run")))
-    reply = setting.ask(m.ReserveLog(MIB, num_slots, told))
+def reserve_log(setting: Setting, num_slots: int = 3, kind: Kind = "log") -> Segment:
+    told = encode_descriptor(replace_kind(descriptor_of("job", "run"), kind))
+    reply = setting.ask(m.ReserveBeside(MIB, num_slots, told))
     assert isinstance(reply, m.Reserved), reply
     segment = setting.store.get(RANK, reply.segment.generation)
     assert segment is not None
     return segment
 
 
-def replace_kind(descriptor: SegmentDescriptor) -> SegmentDescriptor:
-    return msgspec.structs.replace(descriptor, kind="log")
+def replace_kind(descriptor: SegmentDescriptor, kind: Kind = "log") -> SegmentDescriptor:
+    return msgspec.structs.replace(descriptor, kind=kind)
 
 
 def put(segment: Segment, index: int, iteration: int) -> None:
@@ -248,7 +249,7 @@ def test_a_log_is_asked_for_by_a_message_of_its_own(setting: Setting) -> None:
     told = descriptor_of("job", "run")
     wrong = (
         m.Reserve(MIB, 2, encode_descriptor(replace_kind(told))),
-        m.ReserveLog(MIB, 2, encode_descriptor(told)),
+        m.ReserveBeside(MIB, 2, encode_descriptor(told)),
     )
     for message in wrong:
         refused = setting.ask(message)
@@ -261,7 +262,7 @@ def test_a_log_that_exceeds_the_quota_is_refused_with_numbers(setting: Setting) 
     setting.attach()
     setting.reserve()
     told = encode_descriptor(replace_kind(descriptor_of("job", "run")))
-    refused = setting.ask(m.ReserveLog(MIB, 70, told))
+    refused = setting.ask(m.ReserveBeside(MIB, 70, told))
     assert isinstance(refused, m.Refused)
     assert refused.code is m.RefusalCode.QUOTA
     assert "70 slots of 1 MiB" in refused.message
@@ -276,6 +277,43 @@ def test_a_trainer_is_told_of_its_log_apart_from_its_snapshots(setting: Setting)
     assert [info.generation for info in fresh.segments] == [snapshots.generation]
     assert [info.generation for info in fresh.logs] == [log.generation]
     assert fresh.available_bytes == 64 * MIB - log.file_bytes
+
+
+def test_parked_state_is_told_held_and_shown_apart_from_snapshots_and_logs(
+    setting: Setting,
+) -> None:
+    """It anchors everything, as a snapshot may: were it taken for one, the run would go back to it for ever."""
+    setting.attach()
+    snapshots, log = setting.reserve(), reserve_log(setting)
+    parked, told = reserve_log(setting, 2, "parked"), list[Segment]()
+    setting.housekeeper.sealed = told.append
+    put(snapshots, 0, 3)
+    fill(parked, 1, 7)
+    setting.service.handle(b"t", m.Filled(parked.generation, 1, 7), setting.answers.append)
+    eventually(lambda: _sealed_now(setting, parked, 1), "the parked state is sealed")
+    assert told == []  # nothing is replicated or stored because of it
+    fresh = setting.attach(0)
+    assert isinstance(fresh, m.Attached)
+    assert [info.generation for info in fresh.segments] == [snapshots.generation]
+    assert [info.generation for info in fresh.parked] == [parked.generation]
+    assert fresh.available_bytes == 64 * MIB - log.file_bytes - parked.file_bytes
+    holdings = setting.peering.holdings("job", "run")
+    assert [held.name for held in holdings.segments] == [snapshots.path.name]
+    assert holdings.logs == ()
+    assert [held.name for held in holdings.parked] == [parked.path.name]
+    shown = setting.ask(m.GetSnapshots())
+    assert isinstance(shown, m.Snapshots)
+    (rank,) = shown.ranks
+    assert rank.suffix == (3, 3)
+    assert "parked: iteration 7 (" in render.snapshots(shown, operators=False)
+    status = setting.ask(m.GetStatus())
+    assert isinstance(status, m.Status)
+    assert [segment.kind for segment in status.segments] == ["snapshots", "log", "parked"]
+
+
+def _sealed_now(setting: Setting, segment: Segment, index: int) -> bool:
+    setting.workers.collect()
+    return state_of(segment, index) is SlotState.SEALED
 
 
 def test_what_is_logged_is_held_and_shown_and_no_snapshot(setting: Setting) -> None:

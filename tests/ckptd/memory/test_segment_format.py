@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ckptd.errors import SegmentError
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import (
+    Kind,
     RingHint,
     SegmentDescriptor,
     SegmentGeometry,
@@ -22,10 +23,8 @@ from ckptd.memory.segment_format import (
     check_name,
     decode_descriptor,
     encode_descriptor,
-    log_file_name,
     origin_of,
     pack_slot_header,
-    parse_log_file_name,
     parse_replica_file_name,
     parse_segment_file_name,
     plan_geometry,
@@ -111,13 +110,16 @@ def test_prologue_is_the_specified_bytes() -> None:
     assert read_prologue(buf) == (geometry, DESCRIPTOR)
 
 
-def test_a_boundary_log_has_a_magic_of_its_own_which_must_agree_with_its_descriptor() -> None:
-    """Whoever knows of no logs refuses one by its first bytes, whatever name it has."""
-    log = msgspec.structs.replace(DESCRIPTOR, kind="log")
+@pytest.mark.parametrize(("kind", "magic"), [("log", b"CKPTDLOG"), ("parked", b"CKPTDPRK")])
+def test_another_kind_has_a_magic_of_its_own_which_must_agree_with_its_descriptor(
+    kind: Kind, magic: bytes
+) -> None:
+    """Whoever knows of no logs, or of no parked state, refuses one by its first bytes, whatever name it has."""
+    log = msgspec.structs.replace(DESCRIPTOR, kind=kind)
     geometry = plan_geometry(3, 8192, len(encode_descriptor(log)))
     buf = memoryview(bytearray(geometry.total_bytes))
     write_prologue(buf, geometry, log)
-    assert bytes(buf[:8]) == b"CKPTDLOG"
+    assert bytes(buf[:8]) == magic
     assert read_prologue(buf) == (geometry, log)
     buf[:8] = b"CKPTDSEG"
     buf[44:48] = struct.pack("<I", zlib.crc32(buf[:44]))
@@ -421,15 +423,16 @@ def test_file_names_round_trip(job: str, run: str, rank: int, generation: int) -
     assert parse_segment_file_name(name) == (job, run, rank, generation)
 
 
-def test_names_of_logs_are_of_logs_alone() -> None:
-    name = log_file_name("demo", "r1", 3, 2)
-    assert name == "demo~r1~r3~g2.boundary"
-    assert parse_log_file_name(name) == ("demo", "r1", 3, 2)
+@pytest.mark.parametrize(("kind", "end"), [("log", ".boundary"), ("parked", ".parked")])
+def test_names_of_one_kind_are_of_that_kind_alone(kind: Kind, end: str) -> None:
+    name = segment_file_name("demo", "r1", 3, 2, kind)
+    assert name == f"demo~r1~r3~g2{end}"
+    assert parse_segment_file_name(name, kind) == ("demo", "r1", 3, 2)
     for parse in (parse_segment_file_name, parse_replica_file_name):
         with pytest.raises(ValueError, match="is not <job>"):
             parse(name)
     with pytest.raises(ValueError, match="is not <job>"):
-        parse_log_file_name(segment_file_name("demo", "r1", 3, 2))
+        parse_segment_file_name(segment_file_name("demo", "r1", 3, 2), kind)
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(0, 2**64 - 1))

@@ -12,7 +12,7 @@ from ckptd.memory import locks
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.memory.ring import SlotState
 from ckptd.memory.sealer import Verdict, scrub_slot, seal_slot
-from ckptd.memory.segment_format import slot_lock_byte
+from ckptd.memory.segment_format import Kind, slot_lock_byte
 from ckptd.memory.segments import CannotReserve, SegmentStore, open_segment, settle
 from ckptd.runtime_dir import AlreadyRunning, UnusableFolder, claim, node_name, private_folder
 from ckptd.sessions import RankKey
@@ -69,33 +69,39 @@ def test_adopting_finds_what_was_there(folder: Path) -> None:
     assert adopted[0].detached_at_s == 1.0
 
 
-def test_a_boundary_log_counts_and_is_adopted_and_is_not_found_where_snapshots_are(
-    folder: Path,
+@pytest.mark.parametrize(("kind", "end"), [("log", "boundary"), ("parked", "parked")])
+def test_what_lies_beside_snapshots_counts_and_is_adopted_and_is_not_found_where_they_are(
+    folder: Path, kind: Kind, end: str
 ) -> None:
     store = make_store(folder)
     snapshots, log = (
         store.create(descriptor(), 2, MIB),
-        store.create(descriptor(kind="log"), 3, MIB),
+        store.create(descriptor(kind=kind), 3, MIB),
     )
-    assert log.path.name == "job~run~r0~g1.boundary"  # generations count over both
+    assert log.path.name == f"job~run~r0~g1.{end}"  # generations count over all kinds
     assert store.used_bytes == snapshots.file_bytes + log.file_bytes
     assert len(store.facts()) == 2
     fill(log, 0, 5)
     again = make_store(folder)
     adopted, bad = again.adopt(now_s=1.0)
-    assert ([s.is_log for s in adopted], bad) == ([False, True], [])
+    assert ([s.holds_snapshots for s in adopted], bad) == ([True, False], [])
     for found in (list(again), again.of_rank(KEY), again.of_run("job", "run")):
         assert [s.path for s in found] == [snapshots.path]
     assert len(again) == 1
-    assert [s.path for s in again.logs_of_run("job", "run")] == [log.path]
+    logs, parks = again.logs_of_run("job", "run"), again.parks_of_run("job", "run")
+    assert [s.path for s in logs] == [log.path] * (kind == "log")
+    assert [s.path for s in parks] == [log.path] * (kind == "parked")
     for every in (again.everything(), again.all_of_rank(KEY), again.all_of_run("job", "run")):
         assert [s.path for s in every] == [snapshots.path, log.path]
     assert again.create(descriptor(), 1, MIB).generation == 2
 
 
 @pytest.mark.parametrize("name", ["job~run~r0~g0.seg", "job~run~r0~g0~0123456789abcdef.rep"])
-def test_a_log_under_a_name_of_snapshots_is_not_believed(folder: Path, name: str) -> None:
-    log = make_store(folder).create(descriptor(kind="log"), 1, MIB)
+@pytest.mark.parametrize("kind", ["log", "parked"])
+def test_another_kind_under_a_name_of_snapshots_is_not_believed(
+    folder: Path, kind: Kind, name: str
+) -> None:
+    log = make_store(folder).create(descriptor(kind=kind), 1, MIB)
     log.path.rename(folder / name)
     with pytest.raises(ValueError, match="is not <job>"):
         open_segment(folder / name)

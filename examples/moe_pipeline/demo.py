@@ -1,0 +1,371 @@
+"""`make demo-pipeline`: lose workers of a pipeline; only stages that lost their state work again.
+
+Four stages of two replicas train as eight processes under torchrun. At seeded random moments processes are SIGKILLed: one worker,
+both workers of one stage, and all workers of two stages next to each other. The same losses strike twice: once the survivors park
+their state and recovery is localized, once they do not and all ranks replay. Every life is initialised from another seed. The demo
+fails unless every tensor of all ranks and every loss is identical to those of a run without ckptd.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from examples.moe_text.lab import (
+    REPOSITORY,
+    SHARED_CORES,
+    Daemon,
+    Event,
+    daemon_folders,
+    read_events,
+)
+from examples.moe_text.report import differing_tensors, losses_by_step, step_time_ms, table
+
+__all__ = ["Loss", "PipelineRun", "Return", "main", "plan_losses", "return_of"]
+
+RUN_TIMEOUT_S = 600.0
+POLL_S = 0.02
+TAIL_BYTES = 4000
+BASE_INIT_SEED = 1234
+
+
+class RunFailed(RuntimeError):
+    """The job ended, or made no progress, when it should have run."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoss:
+    """Kill all workers of these stages, of all replicas or of one, `delay_s` after iteration `step` was logged."""
+
+    step: int
+    delay_s: float
+    stages: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+    def ranks(self, num_stages: int) -> list[int]:
+        return [replica * num_stages + stage for replica in self.replicas for stage in self.stages]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Workers that were killed: when, and the last iteration that each rank had completed."""
+
+    time_s: float
+    ranks: tuple[int, ...]
+    last_steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """How a job came back from a loss: per rank the iterations done again, and seconds until all ranks did new ones."""
+
+    again: tuple[int, ...]
+    back_s: float
+
+
+def plan_losses(
+    rng: random.Random, *, steps: int, window: int, num_stages: int, num_replicas: int
+) -> list[PlannedLoss]:
+    """One worker; one whole stage; two whole stages next to each other."""
+    everywhere = tuple(range(num_replicas))
+    first = rng.randrange(num_stages - 1)
+    victims = [
+        ((rng.randrange(num_stages),), (rng.randrange(num_replicas),)),
+        ((rng.randrange(num_stages),), everywhere),
+        ((first, first + 1), everywhere),
+    ]
+    begin = 4 * window + 4  # before the first windows are complete there is nothing to come back to
+    width = (steps - begin - 2) // len(victims)
+    if width < 2 * window:
+        raise ValueError(f"{steps} steps are too few for {len(victims)} losses; use more --steps")
+    return [
+        PlannedLoss(begin + i * width + rng.randrange(width - window), rng.random() * 0.3, *victim)
+        for i, victim in enumerate(victims)
+    ]
+
+
+class PipelineRun:
+    """One run of the example pipeline under torchrun, followed by the logs of its ranks."""
+
+    def __init__(
+        self, name: str, folder: Path, args: argparse.Namespace, *, daemon: str, options: Sequence[str] = ()
+    ) -> None:  # fmt: skip
+        self.name, self.num_ranks = name, args.stages * args.replicas
+        self._folder = folder / name
+        self._folder.mkdir()
+        self._output = self._folder / "torchrun.log"
+        self._command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(self.num_ranks), "--max-restarts", "20"),
+            *("--monitor-interval", "0.1", "-m", "--", "examples.moe_pipeline.train"),
+            *("--stages", str(args.stages), "--steps", str(args.steps)),
+            *("--window", str(args.window), "--init-seed", str(BASE_INIT_SEED)),
+            *("--run", name, "--daemon", daemon, *options),
+            *("--log", str(self._folder / "rank.jsonl"), "--final", str(self._folder / "rank.pt")),
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        with self._output.open("ab") as sink:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=REPOSITORY,
+                env={**os.environ, **SHARED_CORES, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+            )
+
+    def events(self, rank: int) -> list[Event]:
+        return read_events(self._folder / f"rank-r{rank}.jsonl")
+
+    def last_step(self, rank: int) -> int:
+        """The newest iteration that the rank has completed; -1 for none."""
+        return max((e["step"] for e in self.events(rank) if e["event"] == "step"), default=-1)
+
+    def until(self, reached: Callable[[], bool], what: str) -> None:
+        """Wait for it.
+
+        Raises:
+            RunFailed: the job ended before, or took too long.
+        """
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while not reached():
+            assert self._process is not None, "until() before start()"
+            if self._process.poll() is not None and not reached():
+                raise RunFailed(
+                    f"the {self.name} run ended before {what}; it said:\n{self._tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise RunFailed(
+                    f"the {self.name} run did not reach {what}; it said:\n{self._tail()}"
+                )
+            time.sleep(POLL_S)
+
+    def kill(self, ranks: Sequence[int]) -> Loss:
+        """SIGKILL the present processes of these ranks."""
+        begun = time.time()
+        for rank in ranks:
+            attached = [e for e in self.events(rank) if e["event"] == "attached"]
+            os.kill(attached[-1]["pid"], signal.SIGKILL)
+        last_steps = tuple(self.last_step(rank) for rank in range(self.num_ranks))
+        return Loss(begun, tuple(ranks), last_steps)
+
+    def wait(self) -> None:
+        """Wait until the job has ended by itself, successfully.
+
+        Raises:
+            RunFailed: it failed, or took too long.
+        """
+        assert self._process is not None, "wait() before start()"
+        try:
+            code = self._process.wait(timeout=RUN_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise RunFailed(f"the {self.name} run hangs; it said:\n{self._tail()}") from None
+        if code:
+            raise RunFailed(f"the {self.name} run ended with code {code}; it said:\n{self._tail()}")
+
+    def stop(self) -> None:
+        """End it, if it still runs: torchrun ends its workers on SIGTERM."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=30)
+
+    def final(self, rank: int) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = torch.load(
+            self._folder / f"rank-r{rank}.pt", weights_only=True
+        )
+        return state
+
+    def _tail(self) -> str:
+        return self._output.read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
+
+
+def return_of(loss: Loss, run: PipelineRun) -> Return:
+    """What the logs tell of the life after a loss."""
+    again, back = [], []
+    newest = max(loss.last_steps)
+    for rank, last_step in enumerate(loss.last_steps):
+        later = [e for e in run.events(rank) if e["time_s"] > loss.time_s]
+        attached = next(e["time_s"] for e in later if e["event"] == "attached")
+        steps = [e for e in later if e["event"] == "step" and e["time_s"] >= attached]
+        fresh = next(e["time_s"] for e in steps if e["step"] > newest)
+        again.append(sum(e["step"] <= last_step and e["time_s"] < fresh for e in steps))
+        back.append(fresh - loss.time_s)
+    return Return(tuple(again), max(back))
+
+
+def strike(run: PipelineRun, planned: PlannedLoss, num_stages: int, say: Callable[[str], None]) -> Loss:  # fmt: skip
+    """Kill at the planned moment, and wait until every rank does new iterations again."""
+    ranks = planned.ranks(num_stages)
+    run.until(lambda: run.last_step(0) >= planned.step, f"iteration {planned.step}")
+    time.sleep(planned.delay_s)
+    loss = run.kill(ranks)
+    newest = max(loss.last_steps)
+    say(f"--> SIGKILL to rank{'s' * (len(ranks) > 1)} {_list(ranks)} after iteration {newest}")
+    for rank in range(run.num_ranks):
+        run.until(
+            lambda rank=rank: run.last_step(rank) > newest,  # type: ignore[misc]
+            f"rank {rank} beyond iteration {newest}",
+        )
+    found = return_of(loss, run)
+    say(f"    back in {found.back_s:.1f} s; iterations done again by rank: {_list(found.again)}")
+    return loss
+
+
+def _list(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items))
+
+
+def print_losses(
+    plan: Sequence[PlannedLoss], runs: Sequence[tuple[PipelineRun, list[Loss]]], num_stages: int
+) -> None:
+    """Per loss and run: what every rank did again, and how long it took."""
+    rows: list[list[object]] = []
+    for number, planned in enumerate(plan, start=1):
+        for run, losses in runs:
+            found = return_of(losses[number - 1], run)
+            lost = _list(planned.ranks(num_stages))
+            rows.append([number, lost, run.name, *found.again, found.back_s])
+    ranks = [f"r{rank}" for rank in range(runs[0][0].num_ranks)]
+    print("\niterations done again, by rank (rank r holds stage", f"r % {num_stages}):\n")
+    print(table(["#", "killed ranks", "recovery", *ranks, "back s"], rows))
+    print(
+        "\nback s: from the kill until every rank had completed an iteration that none had before."
+    )
+
+
+def print_summary(undisturbed: PipelineRun, localized: PipelineRun, everybody: PipelineRun) -> None:
+    finished = [
+        next(e for e in reversed(localized.events(rank)) if e["event"] == "finished")["stats"]
+        for rank in range(localized.num_ranks)
+    ]
+    times = [
+        statistics.median(step_time_ms(run.events(rank)) for rank in range(run.num_ranks))
+        for run in (undisturbed, localized, everybody)
+    ]
+    print(
+        f"\niteration, median     {times[0]:.0f} ms without ckptd, {times[1]:.0f} ms with it, eight processes on"
+        f" {os.cpu_count()} cores"
+        f"\nboundary logs         {_mib(finished, 'log_memory_bytes')} per rank"
+        f"\nparked state          {_mib(finished, 'park_memory_bytes')} per rank reserved"
+    )
+
+
+def _mib(stats: Sequence[dict[str, float]], name: str) -> str:
+    sizes = [each.get(name, 0) / 2**20 for each in stats]
+    return f"{min(sizes):.2f} to {max(sizes):.2f} MiB"
+
+
+def compare(expected: PipelineRun, actual: PipelineRun) -> list[str]:
+    """What differs between two runs: tensors of the final states, and losses on the way."""
+    problems = []
+    for rank in range(expected.num_ranks):
+        found = differing_tensors(expected.final(rank), actual.final(rank))
+        losses, others = (losses_by_step(run.events(rank)) for run in (expected, actual))
+        found += [
+            f"loss of iteration {step}: {losses.get(step)!r} and {others.get(step)!r}"
+            for step in sorted(losses.keys() | others.keys())
+            if losses.get(step) != others.get(step)
+        ]
+        problems += [f"{actual.name}, rank {rank}: {line}" for line in found]
+    return problems
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Lose workers of a pipeline; compare the bits.")
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--window", type=int, default=4, help="snapshots per window")
+    parser.add_argument("--seed", type=int, default=None, help="of the losses; default: random")
+    return parser.parse_args(argv)
+
+
+def play(args: argparse.Namespace, plan: Sequence[PlannedLoss]) -> list[str]:
+    """All three runs and the report; what differs between them."""
+    begun = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - begun:6.1f} s] {text}", flush=True)
+
+    with (
+        tempfile.TemporaryDirectory(prefix="ckptd-pipeline-") as scratch,
+        daemon_folders() as (runtime, segments),
+    ):
+        daemon = Daemon(runtime, segments)
+        daemon.start()
+        folder = Path(scratch)
+        undisturbed = PipelineRun("undisturbed", folder, args, daemon="none")
+        localized = PipelineRun("localized", folder, args, daemon=daemon.endpoint)
+        everybody = PipelineRun(
+            "global", folder, args, daemon=daemon.endpoint, options=["--no-park"]
+        )
+        told: list[tuple[PipelineRun, list[Loss]]] = []
+        try:
+            for run in (undisturbed, localized, everybody):
+                losses_of_run = [] if run is undisturbed else list(plan)
+                say(f"The {run.name} run{', without ckptd' * (run is undisturbed)}.")
+                run.start()
+                told.append((run, [strike(run, p, args.stages, say) for p in losses_of_run]))
+                run.wait()
+        finally:
+            for run in (undisturbed, localized, everybody):
+                run.stop()
+            daemon.stop()
+        print_losses(plan, told[1:], args.stages)
+        print_summary(undisturbed, localized, everybody)
+        return compare(undisturbed, localized) + compare(undisturbed, everybody)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
+    plan = plan_losses(
+        random.Random(seed),
+        steps=args.steps,
+        window=args.window,
+        num_stages=args.stages,
+        num_replicas=args.replicas,
+    )
+    print(
+        f"{args.stages} stages, {args.replicas} replicas of each: a byte-level MoE transformer as a pipeline (1F1B)."
+        f"\nLosses from seed {seed} (repeat them with --seed {seed}).\n"
+    )
+    problems = play(args, plan)
+    if problems:
+        print(f"\nFAILED: the runs differ in {len(problems)} places (seed {seed}):")
+        for line in problems[:20]:
+            print(f"  {line}")
+        return 1
+    ranks = args.stages * args.replicas
+    print(
+        f"\nIDENTICAL: every tensor of all {ranks} ranks (weights, optimizer, schedule, data position, random"
+        f"\nstates) and every loss are equal in all three runs, bit for bit."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except RunFailed as error:
+        sys.exit(f"\nFAILED: {error}")
