@@ -77,7 +77,6 @@ class Apart:
         self._iteration: int | None = None
         self._fed: dict[int, Records] = {}
         self._rounds: dict[tuple[SentKind, int, int, int], int] = {}
-        self._num_values = 0
         self._feeding, self._rehearsed = ExitStack(), ExitStack()
         self.fed_bytes = 0
         self.stand_in_for(stages)
@@ -99,7 +98,6 @@ class Apart:
         self._iteration = iteration
         self._rounds.clear()
         self._fed.clear()
-        self._num_values = 0
         if self.over:
             self._feeding.close()
 
@@ -198,13 +196,12 @@ class Apart:
         self.fed_bytes += record.numel() * record.element_size()
         return True
 
-    def shared_value(self, name: str) -> tuple[Any] | None:
-        """The next shared value of this iteration, as it was when all ranks ran it; None if all run it now.
+    def shared_value(self, name: str, number: int) -> tuple[Any] | None:
+        """The ``number``-th shared value of this iteration, as it was when all ranks ran it; None if all run it now.
 
         Raises:
             CorruptionError: no log has it, or it has another name there.
         """
-        number, self._num_values = self._num_values, self._num_values + 1
         iteration = self._iteration
         if iteration is None or iteration >= self.resume:
             return None
@@ -271,10 +268,11 @@ def _sending(
 
 def _check_adjacent(stage: Any, infos: Iterable[Any], sender: int) -> None:
     """Records of a stage are numbered over all that it sends: where it sends to one stage only, that is the receiver's order."""
-    sources = {getattr(info, "source", None) for info in infos} - {None, sender}
-    if sources:
+    told = (getattr(info, "source", None) for info in infos)
+    others = sorted(int(source) for source in told if source is not None and source != sender)
+    if others:
         raise CorruptionError(
-            f"stage {stage.stage_index} receives from stage {min(sources)}, which is not next to it",
+            f"stage {stage.stage_index} receives from stage {others[0]}, which is not next to it",
             operation="run apart",
             ids={"stage": stage.stage_index},
             hint="Pipelines with skip connections cannot recover one stage alone",

@@ -19,36 +19,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptd.client.apart import Apart
 from ckptd.client.binding import local
 from ckptd.client.boundary_fill import Comparison, Layouts, LogFill, Room
 from ckptd.client.boundary_memory import LogMemory
+from ckptd.client.communication import Communication
 from ckptd.client.describe import human
+from ckptd.client.facts import Facts, find_facts, told_facts
 from ckptd.client.layout import SAFETENSORS_DTYPES
 from ckptd.client.memory import RankMemory
 from ckptd.client.planning import Plan
 from ckptd.client.replay import ReplayMismatch
+from ckptd.client.silent_log import SilentLog
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.memory.boundary import RecordKey, SentKind
 
-__all__ = ["BoundaryLog", "SilentLog"]
+__all__ = ["BoundaryLog"]
 
 logger = logging.getLogger(__name__)
 
 _FAILURES_IN_A_ROW = 3
 _DIFFERENCES_TOLD = 4
-
-
-class SilentLog:
-    """The log of a checkpointer that is off: it takes everything and keeps nothing."""
-
-    def activation(
-        self, tensor: Tensor, *, micro_batch: int, stage: int = 0, index: int = 0
-    ) -> None:
-        """Nothing happens."""
-
-    def gradient(self, tensor: Tensor, *, micro_batch: int, stage: int = 0, index: int = 0) -> None:
-        """Nothing happens."""
 
 
 class BoundaryLog(SilentLog):
@@ -61,6 +53,11 @@ class BoundaryLog(SilentLog):
         silent: whether what is sent now is not to be logged (a rehearsal, a verification).
         on_mismatch: ``raise`` or ``warn``.
         limit_bytes: the most that the log may take; None leaves it to the daemon's quota.
+        communication: sees with whom this rank communicates; None: it is alone, or nothing can be told.
+        alike: other ranks with which it has all operators alike.
+
+    Attributes:
+        apart: who is there in which iteration after a localized restart; None: everybody, always.
     """
 
     def __init__(
@@ -73,6 +70,8 @@ class BoundaryLog(SilentLog):
         silent: Callable[[], bool],
         on_mismatch: str,
         limit_bytes: int | None = None,
+        communication: Communication | None = None,
+        alike: Sequence[int] = (),
     ) -> None:
         if limit_bytes is not None and limit_bytes < 1:
             raise ValueError(
@@ -94,44 +93,159 @@ class BoundaryLog(SilentLog):
         self._failures = self._skips_in_a_row = 0
         self._trouble = False  # in the iteration that runs
         self.given_up = False
+        self.apart: Apart | None = None
+        self._communication, self._alike = communication, tuple(alike)
+        self._known = told_facts(segment.descriptor.client for segment in memory.logs)
+        self._num_values = 0
 
     # -- what is sent ----------------------------------------------------------------------------
 
     def activation(
-        self, tensor: Tensor, *, micro_batch: int, stage: int = 0, index: int = 0
-    ) -> None:
+        self,
+        tensor: Tensor,
+        *,
+        micro_batch: int,
+        stage: int = 0,
+        index: int = 0,
+        dest: int | None = None,
+    ) -> bool:
         """Log an activation that is sent downstream; on CUDA, do not change it in place before the step is over.
+
+        Returns whether it is to be sent: false while ``dest`` does not run this iteration with this rank (localized recovery).
 
         Args:
             stage: the sender's, where this rank has several.
             index: which of the tensors that are sent of this micro-batch.
+            dest: the rank to which it is sent, by one send; if it is not said, the two ranks always recover together.
         Raises:
             ValueError: outside of a step of ``ckpt.steps()``, a negative number, or a dtype that cannot be kept.
         """
-        self._by_hand(SentKind.ACTIVATION, tensor, stage, micro_batch, index)
+        self._by_hand(SentKind.ACTIVATION, tensor, stage, micro_batch, index, dest)
+        return self._is_there(dest)
 
-    def gradient(self, tensor: Tensor, *, micro_batch: int, stage: int = 0, index: int = 0) -> None:
+    def gradient(
+        self,
+        tensor: Tensor,
+        *,
+        micro_batch: int,
+        stage: int = 0,
+        index: int = 0,
+        dest: int | None = None,
+    ) -> bool:
         """Log a gradient that is sent upstream; as ``activation``."""
-        self._by_hand(SentKind.GRADIENT, tensor, stage, micro_batch, index)
+        self._by_hand(SentKind.GRADIENT, tensor, stage, micro_batch, index, dest)
+        return self._is_there(dest)
 
-    def sent(self, kind: SentKind, stage: int, micro_batch: int, tensors: Sequence[Tensor]) -> None:
-        """A stage sends these, in this order; never raises."""
+    def receive_activation(
+        self, buffer: Tensor, *, source: int, micro_batch: int, stage: int = 0, index: int = 0
+    ) -> bool:
+        """Whether ``buffer`` has been filled from the log of ``source``, which does not run this iteration: do not receive it then.
+
+        Args:
+            source: the rank that sends it, by one send.
+            stage, index: as the sender has logged it.
+        Raises:
+            ValueError: a negative number.
+            CorruptionError: the log has no such activation, or one of another shape or dtype.
+        """
+        return self._receive(SentKind.ACTIVATION, buffer, source, stage, micro_batch, index)
+
+    def receive_gradient(
+        self, buffer: Tensor, *, source: int, micro_batch: int, stage: int = 0, index: int = 0
+    ) -> bool:
+        """Whether ``buffer`` has been filled with a gradient; as ``receive_activation``."""
+        return self._receive(SentKind.GRADIENT, buffer, source, stage, micro_batch, index)
+
+    def sent(
+        self,
+        kind: SentKind,
+        stage: int,
+        micro_batch: int,
+        tensors: Sequence[Tensor],
+        peers: Sequence[int] = (),
+    ) -> None:
+        """A stage sends these to ``peers``, in this order; never raises."""
         if self._silent():
             return
         if self._iteration is None:
             self._stats.log_outside += len(tensors)
             return
+        if self._communication is not None:
+            self._communication.sends(peers)
         keyed = [((kind, stage, micro_batch, i), local(t)) for i, t in enumerate(tensors)]
         with self._surviving(), self._lock:
             self._record(keyed)
 
+    def receives(self, peers: Sequence[int]) -> None:
+        """A stage is to receive something from each of these; never raises."""
+        if self._communication is not None and self._iteration is not None and not self._silent():
+            self._communication.receives(peers)
+
+    def joined(self, group: Any, why: str) -> None:
+        """All of a process group recover together; never raises."""
+        if self._communication is not None:
+            self._communication.all_of(group, why)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is communicated in the body does not tell who recovers together."""
+        if self._communication is None:
+            yield
+        else:
+            with self._communication.aside():
+                yield
+
+    def value_apart(self, name: str) -> tuple[Any] | None:
+        """The next shared value where it cannot be computed, because not all ranks run this iteration; None: compute it.
+
+        Raises:
+            CorruptionError: no log that is read has it.
+        """
+        if self.apart is None or self._silent():
+            return None
+        return self.apart.shared_value(name, self._num_values)
+
+    def value(self, packed: bytes) -> None:
+        """Log a shared value, with its name; never raises."""
+        if self._silent() or self._iteration is None:
+            return
+        number, self._num_values = self._num_values, self._num_values + 1
+        tensor = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        with self._surviving(), self._lock:
+            self._record([((SentKind.VALUE, 0, number, 0), tensor)])
+
+    def _is_there(self, rank: int | None) -> bool:
+        return rank is None or self.apart is None or self.apart.runs(rank)
+
+    def _receive(
+        self,
+        kind: SentKind,
+        buffer: Tensor,
+        source: int,
+        stage: int,
+        micro_batch: int,
+        index: int,
+    ) -> bool:
+        _check_numbers(source=source, micro_batch=micro_batch, stage=stage, index=index)
+        if self._silent() or self._iteration is None:
+            return False
+        if self.apart is not None and self.apart.feed(
+            buffer, kind, stage, micro_batch, index, source
+        ):
+            return True
+        self.receives([source])
+        return False
+
     def _by_hand(
-        self, kind: SentKind, tensor: Tensor, stage: int, micro_batch: int, index: int
+        self,
+        kind: SentKind,
+        tensor: Tensor,
+        stage: int,
+        micro_batch: int,
+        index: int,
+        dest: int | None,
     ) -> None:
-        numbers = {"micro_batch": micro_batch, "stage": stage, "index": index}
-        for name, number in numbers.items():
-            if not 0 <= number < 10**9:
-                raise ValueError(f"{name}={number}: count from 0")
+        _check_numbers(micro_batch=micro_batch, stage=stage, index=index, dest=dest or 0)
         if tensor.dtype not in SAFETENSORS_DTYPES:
             raise ValueError(
                 f"log.{kind}(): {tensor.dtype} cannot be kept; send it as another dtype"
@@ -142,6 +256,8 @@ class BoundaryLog(SilentLog):
             raise ValueError(
                 f"log.{kind}() outside of a step: what is sent belongs to the iteration of the loop over ckpt.steps()"
             )
+        if dest is not None and self._communication is not None:
+            self._communication.sends([dest])
         with self._surviving(), self._lock:
             self._record([((kind, stage, micro_batch, index), local(tensor))])
 
@@ -185,6 +301,12 @@ class BoundaryLog(SilentLog):
 
     def begin(self, step: int, *, replaying: bool) -> None:
         """The top of ``step``; never raises."""
+        if self.apart is not None:
+            self.apart.begin(step)
+        together = self.apart is None or self.apart.over
+        if self._communication is not None and together and not replaying:
+            self._communication.begin()
+        self._num_values = 0
         if self.given_up:
             return
         with self._surviving(), self._lock:
@@ -201,6 +323,9 @@ class BoundaryLog(SilentLog):
         """
         told: list[str] = []
         step = self._iteration
+        if self._communication is not None:
+            with self._surviving():
+                self._communication.end()
         with self._surviving(), self._lock:
             self._iteration = None
             self._largest = self._largest.at_least(self._room)
@@ -219,6 +344,8 @@ class BoundaryLog(SilentLog):
 
     def abandon(self) -> None:
         """The body was left in its middle: what it sent is not kept; never raises."""
+        if self._communication is not None:
+            self._communication.abandon()
         with self._lock:
             self._iteration = self._comparison = None
             fill, self._fill = self._fill, None
@@ -228,6 +355,10 @@ class BoundaryLog(SilentLog):
     def close(self) -> None:
         """Wait for copies that are under way; the daemon keeps the log. Never raises."""
         self.abandon()
+        if self._communication is not None:
+            self._communication.close()
+        if self.apart is not None:
+            self.apart.close()
         self.given_up = True
         self._engine.close()
 
@@ -245,13 +376,22 @@ class BoundaryLog(SilentLog):
             f"{human(segment.geometry.slot_bytes)}{more}"
         )
 
+    def describe_domain(self) -> list[str]:
+        """Lines on who recovers together with this rank though a boundary lies between them; none where nobody does."""
+        facts = self._facts()
+        return [] if facts is None else facts.warnings()
+
+    def _facts(self) -> Facts | None:
+        """What is known by now; from an earlier trainer, too, who may have seen what happens rarely."""
+        return find_facts(self._communication, self._alike, self._known)
+
     def _begin(self, step: int, replaying: bool) -> None:
         slots = self._slots
         slots.collect(step)
         plan = self._plan()
         if plan is None:
             return
-        slots.fit(plan, self._largest, step)
+        slots.fit(plan, self._largest, step, self._facts())
         if slots.newest is None:
             return
         view = slots.verified(step) if replaying else None
@@ -329,6 +469,12 @@ class BoundaryLog(SilentLog):
                 text = f"boundaries are not logged any more: {type(error).__name__}: {error}"
                 logger.error("%s", text)
                 self._memory.session.notice("error", "boundaries_not_logged", text)
+
+
+def _check_numbers(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if not 0 <= number < 10**9:
+            raise ValueError(f"{name}={number}: count from 0")
 
 
 def _version(tensor: Any) -> int:

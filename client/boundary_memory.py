@@ -11,9 +11,9 @@ import os
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from ckptd.client import values
 from ckptd.client.boundary_fill import Room, header_room
 from ckptd.client.describe import human
+from ckptd.client.facts import Facts, data_offset_of, facts_of, log_payload
 from ckptd.client.memory import RankMemory
 from ckptd.client.planning import Plan
 from ckptd.client.segment import MappedSegment, SlotTable
@@ -71,6 +71,7 @@ class LogMemory:
         self._limit_bytes = limit_bytes
         self._coming: Future[SegmentInfo] | None = None
         self._asked = LogSize(0, Room())
+        self._facts: Facts | None = None  # what is asked for tells them
         self._retry_at = 0
         self.refused = ""
         for segment in memory.logs:
@@ -90,13 +91,15 @@ class LogMemory:
     def data_offset(self) -> int:
         """Where records begin in its slots."""
         assert self.newest is not None
-        found: int = values.unpack(self.newest.descriptor.client)["data_offset"]
-        return found
+        return data_offset_of(self.newest.descriptor.client)
 
     # -- size ------------------------------------------------------------------------------------
 
-    def fit(self, plan: Plan, room: Room, step: int) -> None:
-        """Ask for a log in which ``room`` fits, as many times as ``plan`` may have to replay; where it is there, do nothing."""
+    def fit(self, plan: Plan, room: Room, step: int, facts: Facts | None = None) -> None:
+        """Ask for a log in which ``room`` fits, as many times as ``plan`` may have to replay, and which tells ``facts``.
+
+        Where it is there, nothing is done.
+        """
         busy = self._coming is not None or len(self._memory.logs) >= _MAX_GENERATIONS
         if busy or not room.num_records or step < self._retry_at:
             return
@@ -104,7 +107,7 @@ class LogMemory:
         newest = self.newest
         if newest is not None:
             holds = self._holds(newest, room)
-            if holds and newest.geometry.num_slots >= num_slots:
+            if holds and newest.geometry.num_slots >= num_slots and not self._behind(facts):
                 return
             if not holds:
                 room = Room(int(_GROWTH * room.num_records), int(_GROWTH * room.data_bytes))
@@ -116,7 +119,8 @@ class LogMemory:
             self._retry_at = step + _RETRY_STEPS
             return
         self._asked = size
-        payload = values.pack({"data_offset": header_room(room.num_records)}, "boundary log")
+        payload = log_payload(header_room(room.num_records), facts)
+        self._facts = facts
         try:
             self._coming = self._memory.reserve_log(room.slot_bytes, num_slots, payload)
         except DaemonUnavailable as error:
@@ -130,6 +134,8 @@ class LogMemory:
         try:
             segment = self._memory.add_log(coming.result())
         except (AttachRefused, DaemonUnavailable) as error:
+            if isinstance(error, AttachRefused) and self._behind(self._facts):
+                self._drop_all()
             self._not_reserved(step, error)
             return
         try:
@@ -154,6 +160,20 @@ class LogMemory:
                 self._engine.release(segment.memory)
                 self._memory.drop_log(segment)
                 self._tell()
+
+    def _behind(self, facts: Facts | None) -> bool:
+        """Whether the newest log tells less than ``facts``: ranks would be taken to recover apart that cannot."""
+        if self.newest is None or facts is None:
+            return False
+        told = facts_of(self.newest.descriptor.client)
+        return told is None or not told.same_as(facts)
+
+    def _drop_all(self) -> None:
+        """Rather no log than one whose facts are wrong; another attempt will find its memory free."""
+        for segment in list(self._memory.logs):
+            self._engine.release(segment.memory)
+            self._memory.drop_log(segment)
+        self._tell()
 
     def _slots_for(self, plan: Plan) -> int:
         """As many as there are snapshots to go back to, and what lies between them."""

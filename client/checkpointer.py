@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.client.agreement import all_or_none
+from ckptd.client.apart import Apart
 from ckptd.client.arguments import (
     all_operators,
     check_options,
@@ -32,10 +33,11 @@ from ckptd.client.arguments import (
     own_share_bytes,
 )
 from ckptd.client.binding import Binding, local
-from ckptd.client.boundary_log import BoundaryLog, SilentLog
+from ckptd.client.boundary_log import BoundaryLog
 from ckptd.client.buckets import Buckets
 from ckptd.client.certificate import Certificate, DenseState
 from ckptd.client.closures import before_update
+from ckptd.client.communication import Communication
 from ckptd.client.data import Batches
 from ckptd.client.describe import describe_table
 from ckptd.client.exchange import exchange
@@ -56,7 +58,9 @@ from ckptd.client.recovery import Recovery, Resumption, newest_window
 from ckptd.client.rehearsal import callables_of, rehearsal_tap, without_trace
 from ckptd.client.replay import Replay, SnapshotImage
 from ckptd.client.scalars import Stateful
+from ckptd.client.shared_values import shared_value
 from ckptd.client.sharing import NOTHING_SHARED, Sharing, find_replicas, meet_sharing
+from ckptd.client.silent_log import SilentLog
 from ckptd.client.stages import listen, stages_of
 from ckptd.client.start_from import load_start, start_unprotected
 from ckptd.client.stats import Stats
@@ -337,6 +341,17 @@ class Checkpointer:
         """Keep a value that a replay with frozen operators could not recompute; in replay, the recorded one is returned."""
         return value if self.off else self._tape.record(kind, value)
 
+    def shared_value(self, name: str, compute: Callable[[], Any]) -> Any:
+        """What all ranks compute together in this step and all have alike: a gradient norm over all stages, a loss to show.
+
+        ``compute`` is called in normal life only. A replay, or a rank that runs alone after a localized restart, gets what it
+        returned then; so what it communicates does not join ranks that could recover apart.
+
+        Raises:
+            ValueError: it returned something that a snapshot cannot hold.
+        """
+        return compute() if self.off else shared_value(name, compute, self._tape, self._boundary)
+
     def batches(self, loader: Any) -> Iterator[Any]:
         """Iterate over ``loader`` for ever, epoch after epoch, from wherever its restored state says; survives ``verify``."""
         found = Batches(loader)
@@ -375,6 +390,11 @@ class Checkpointer:
                 raise ValueError(f"{len(twice)} of these stages are logged already")
             self._logged_stages |= {id(stage) for stage in found}
             self._cleanup.enter_context(listen(found, log))
+            if self._recorder is not None:
+                self._recorder.stages += found
+            if self._apart is not None:
+                # After the log, which is to see what is dropped.
+                self._apart.stand_in_for(found)
         return log
 
     def boundary_log(self, *, limit_bytes: int | None = None) -> SilentLog:
@@ -393,8 +413,18 @@ class Checkpointer:
                 silent=lambda: self._rehearses or self._verifies,
                 on_mismatch=self._on_mismatch,
                 limit_bytes=limit_bytes,
+                communication=self._watch_communication(),
+                alike=self._sharing.alike(self._operators, self._identity.rank),
             )
+            self._boundary.apart = self._apart
         return self._boundary or SilentLog()
+
+    def _watch_communication(self) -> Communication | None:
+        """None where ranks are not those of the process group: what is seen could not be told in our numbers."""
+        if self._identity.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+            return None
+        here = (self._identity.rank, self._identity.world_size)
+        return Communication() if here == (dist.get_rank(), dist.get_world_size()) else None
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -420,7 +450,7 @@ class Checkpointer:
         if self._identity.world_size > 1:
             head += placement_lines(self._binding)
         if self._boundary is not None:
-            head.append(self._boundary.describe())
+            head += [self._boundary.describe(), *self._boundary.describe_domain()]
         owners = plan.owners if plan is not None else []
         return describe_table(
             operators, costs, plan.schedule if plan is not None else None, owners, head
@@ -615,6 +645,8 @@ class Checkpointer:
     _first: Replay | None = None
     _rehearses = _verifies = False
     _logged_stages: frozenset[int] = frozenset()
+    # After a localized restart: who is there in which iteration.
+    _apart: Apart | None = None
 
     @contextlib.contextmanager
     def _rehearsing(self) -> Iterator[None]:
@@ -622,7 +654,11 @@ class Checkpointer:
         resumed = self._first is not None
         self._rehearses = True
         try:
-            with without_trace(self._binding) if resumed else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if self._boundary is not None:
+                    stack.enter_context(self._boundary.aside())
+                if resumed:
+                    stack.enter_context(without_trace(self._binding))
                 yield
         finally:
             self._rehearses = False

@@ -6,12 +6,16 @@ process is gone. When they change, a log of the next generation is asked for: th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ckptd.client import values
+import torch.distributed as dist
 
-__all__ = ["Facts", "data_offset_of", "facts_of", "log_payload"]
+from ckptd.client import values
+from ckptd.client.communication import Communication
+
+__all__ = ["Facts", "data_offset_of", "facts_of", "find_facts", "log_payload", "told_facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +35,62 @@ class Facts:
     alike: tuple[int, ...] = ()
     reasons: tuple[str, ...] = ()
 
+    def same_as(self, other: Facts) -> bool:
+        """Whether both mean the same for a recovery, whatever their reasons are."""
+        return (self.neighbours, self.domain, self.alike) == (
+            other.neighbours,
+            other.domain,
+            other.alike,
+        )
 
-def log_payload(data_offset: int, facts: Facts) -> bytes:
-    """The ``client`` payload of a log segment."""
-    told = {
-        "neighbours": list(facts.neighbours),
-        "domain": list(facts.domain),
-        "alike": list(facts.alike),
-        "reasons": list(facts.reasons),
-    }
-    return values.pack({"data_offset": data_offset, "facts": told}, "boundary log")
+    def warnings(self) -> list[str]:
+        """Why this rank recovers together with ranks on the other side of a boundary, and what to do about it."""
+        both = sorted(set(self.neighbours) & set(self.domain))
+        if not both:
+            return []
+        ranks = ", ".join(map(str, both))
+        what = f"never apart from rank {ranks}, though a boundary is logged"
+        todo = (
+            "What all ranks compute together (a gradient norm, a loss to show) goes into ckpt.shared_value(name, compute); "
+            "sends and receives are told to the log (dest=, source=)"
+        )
+        return [f"localized recovery: {what}: {'; '.join(self.reasons)}. {todo}"]
+
+
+def find_facts(
+    communication: Communication | None, alike: Iterable[int], known: Facts | None
+) -> Facts | None:
+    """What is known by now, together with what an earlier trainer has told; None before a step was seen."""
+    if communication is None or not communication.observed:
+        return known
+    before = known or Facts()
+    joined = communication.joined
+    reasons = dict.fromkeys([*before.reasons, *(joined[rank] for rank in sorted(joined))])
+    return Facts(
+        tuple(sorted({*before.neighbours, *communication.neighbours})),
+        tuple(sorted({*before.domain, *joined, dist.get_rank()})),
+        tuple(sorted(alike)),
+        tuple(reasons),
+    )
+
+
+def told_facts(payloads: Iterable[bytes]) -> Facts | None:
+    """The facts of a rank whose logs have these payloads, oldest generation first."""
+    found = [facts for payload in payloads if (facts := facts_of(payload)) is not None]
+    return found[-1] if found else None
+
+
+def log_payload(data_offset: int, facts: Facts | None) -> bytes:
+    """The ``client`` payload of a log segment; None: nothing is known, and nobody recovers apart."""
+    payload: dict[str, Any] = {"data_offset": data_offset}
+    if facts is not None:
+        payload["facts"] = {
+            "neighbours": list(facts.neighbours),
+            "domain": list(facts.domain),
+            "alike": list(facts.alike),
+            "reasons": list(facts.reasons),
+        }
+    return values.pack(payload, "boundary log")
 
 
 def data_offset_of(payload: bytes) -> int:

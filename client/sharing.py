@@ -96,6 +96,14 @@ class Sharing:
                 found.setdefault(group, []).append(i)
         return dict(sorted(found.items(), key=lambda item: item[0].ranks))
 
+    def alike(self, operators: Sequence[Operator], rank: int) -> tuple[int, ...]:
+        """Other ranks that have all of these operators, as ``rank`` has them."""
+        groups = [self.group_of(operator) for operator in operators]
+        if not groups or any(group is None for group in groups):
+            return ()
+        common = set.intersection(*(set(group.ranks) for group in groups if group is not None))
+        return tuple(sorted(common - {rank}))
+
     def mean_costs(
         self, operators: Sequence[Operator], costs: Sequence[OperatorCost]
     ) -> list[OperatorCost]:

@@ -4,8 +4,8 @@ A schedule whose stages were made without example inputs and outputs rehearses i
 and stages vote on whether to do it at all. When not all neighbours are there, nobody answers. So every rank of such a restart puts
 in what it found out when the run began, and nobody asks.
 
-``torch.distributed.pipelining`` has two layouts: since 2.12 a stage holds ``_user_meta`` and ``_stage_meta`` and votes; before, it held
-``inputs_meta`` and ``_outputs_meta``, and a schedule began by a message between all neighbours.
+``torch.distributed.pipelining`` has two layouts: in newer versions a stage holds ``_user_meta`` and ``_stage_meta``, and votes; in older
+ones it holds ``inputs_meta`` and ``_outputs_meta``, and a schedule begins with a message between all neighbours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ckptd.client.patches import layered
 
-__all__ = ["StageShapes", "shapes_of", "without_rehearsal"]
+__all__ = ["StageShapes", "sends_dtensors", "shapes_of", "without_rehearsal"]
 
 # By role (inputs, outputs, and in the newer layout their gradients): of each tensor shape, stride, dtype and whether it requires
 # grad, None for one that is not sent; plain values, as they are kept in the step scalars. A role that is unknown is absent.

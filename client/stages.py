@@ -1,7 +1,7 @@
 """Listening to the stages of ``torch.distributed.pipelining``: what they are about to send.
 
 A stage is asked for its send operations by its schedule, once per micro-batch and direction, and they hold the tensors. These two
-methods are stood in for, on the instances alone; nothing else of torch is touched.
+methods are stood in for, on the instances alone, and those that tell what is received: with whom a stage communicates.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 
 from ckptd.client.boundary_log import BoundaryLog
 from ckptd.client.patches import layered
+from ckptd.client.stage_shapes import sends_dtensors
 from ckptd.memory.boundary import SentKind
 
 __all__ = ["listen", "stages_of"]
 
 _METHODS = {"get_fwd_send_ops": SentKind.ACTIVATION, "get_bwd_send_ops": SentKind.GRADIENT}
+_RECEIVING = ("get_fwd_recv_ops", "get_bwd_recv_ops")
 
 
 def stages_of(what: Any) -> list[Any]:
@@ -49,20 +51,36 @@ def listen(stages: Iterable[Any], log: BoundaryLog) -> ExitStack:
     reference = weakref.ref(log)
     for stage in stages:
         for name, kind in _METHODS.items():
-            told = partial(_sending, reference, kind, int(stage.stage_index))
+            told = partial(_sending, reference, kind, stage)
             stack.enter_context(layered(stage, name, told))
+        for name in _RECEIVING:
+            stack.enter_context(layered(stage, name, partial(_receiving, reference)))
     return stack
 
 
 def _sending(
     reference: weakref.ref[BoundaryLog],
     kind: SentKind,
-    stage: int,
+    stage: Any,
     below: Callable[[int], list[Any]],
     micro_batch: int,
 ) -> list[Any]:
     operations = below(micro_batch)
     log = reference()
     if log is not None:
-        log.sent(kind, stage, micro_batch, [operation.tensor for operation in operations])
+        tensors = [operation.tensor for operation in operations]
+        peers = [operation.peer for operation in operations]
+        log.sent(kind, int(stage.stage_index), micro_batch, tensors, peers)
+        if micro_batch == 0 and sends_dtensors(stage):
+            log.joined(stage.group, f"DTensors cross the boundaries of stage {stage.stage_index}")
+    return operations
+
+
+def _receiving(
+    reference: weakref.ref[BoundaryLog], below: Callable[[int], list[Any]], micro_batch: int
+) -> list[Any]:
+    operations = below(micro_batch)
+    log = reference()
+    if log is not None:
+        log.receives([operation.peer for operation in operations])
     return operations

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.client import Checkpointer
-from ckptd.client.boundary_log import BoundaryLog, SilentLog
+from ckptd.client.boundary_log import BoundaryLog
 from ckptd.client.log_reader import LogReader
 from ckptd.client.replay import ReplayMismatch
+from ckptd.client.silent_log import SilentLog
 from ckptd.cuda.engine import CopyEngine, CopyItem, CpuEngine, HostMemory
 from ckptd.cuda.select import make_engine
 from ckptd.errors import CorruptionError, SegmentError

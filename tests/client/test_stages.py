@@ -44,8 +44,21 @@ class Told:
     def __init__(self) -> None:
         self.sent_: list[tuple[SentKind, int, int, list[Tensor]]] = []
 
-    def sent(self, kind: SentKind, stage: int, micro_batch: int, tensors: list[Tensor]) -> None:
+        self.peers: list[list[int]] = []
+
+    def sent(
+        self,
+        kind: SentKind,
+        stage: int,
+        micro_batch: int,
+        tensors: list[Tensor],
+        peers: list[int],
+    ) -> None:
         self.sent_.append((kind, stage, micro_batch, tensors))
+        self.peers.append(peers)
+
+    def receives(self, peers: list[int]) -> None:
+        self.peers.append(peers)
 
 
 def test_the_stages_of_whatever_is_passed() -> None:
@@ -85,7 +98,11 @@ def test_afterwards_the_stage_is_as_it_was() -> None:
     found = stage()
     before = dict(vars(found))
     with listen([found], Told()):  # type: ignore[arg-type]
-        assert vars(found).keys() - before.keys() == {"get_fwd_send_ops", "get_bwd_send_ops"}
+        assert vars(found).keys() - before.keys() == {
+            f"get_{direction}_{what}_ops"
+            for direction in ("fwd", "bwd")
+            for what in ("send", "recv")
+        }
     assert vars(found).keys() == before.keys()
 
 
