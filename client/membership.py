@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
 
 from ckptd.client.agreement import Exchange, Failure, raise_together
+from ckptd.recovery.facts import RankFacts, facts_from_wire, facts_to_wire, join_domains
 from ckptd.recovery.held import HeldRecords, from_wire, to_wire
 from ckptd.recovery.holdings import held_from_segments
 from ckptd.transport.messages import Member, NodeCard, RunSeen
 
-__all__ = ["RunView", "SeesRun", "see_run"]
+__all__ = ["RankNote", "RunView", "SeesRun", "see_run"]
 
 
 class SeesRun(Protocol):
@@ -39,6 +42,10 @@ class RunView:
     known_epoch: int = (
         -1
     )  # the highest that any node knows of; nothing may have been sealed in it yet
+    parked: tuple[HeldRecords, ...] = ()
+    logs: tuple[HeldRecords, ...] = ()
+    facts: Mapping[int, RankFacts] = MappingProxyType({})  # by rank, as far as there are any
+    hints: tuple[int, ...] = ()  # by rank: what earlier trainers learned
 
     def last_epoch(self, highest: int) -> int:
         """The highest that was seen, or of which a node knows; -1: none."""
@@ -71,11 +78,29 @@ class RunView:
         return tuple(member.card for member in self.members)
 
 
+class RankNote(msgspec.Struct, frozen=True):
+    """What a rank tells of itself.
+
+    Args:
+        ring_bytes: what its snapshots take, as far as it is known.
+        hint: what earlier trainers of it learned (``HINT_…``).
+        facts: with whom it communicates in a step, as an earlier trainer has seen it; None: nobody has.
+        alike: ranks with which it has all operators alike, as it is built now.
+    """
+
+    ring_bytes: int = 0
+    hint: int = 0
+    facts: RankFacts | None = None
+    alike: tuple[int, ...] = ()
+
+
 class _Here(msgspec.Struct, frozen=True):
-    """Where a rank is, and what its snapshots take."""
+    """Where a rank is, and what it tells of itself."""
 
     card: NodeCard
     ring_bytes: int
+    hint: int
+    facts: bytes
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -87,6 +112,8 @@ class _Told(msgspec.Struct, frozen=True):
     held: list[bytes] = []
     epoch: int = -1
     wanted: list[str] = []  # nodes that took part before, or were asked
+    parked: list[bytes] = []
+    logs: list[bytes] = []
 
 
 def see_run(
@@ -96,20 +123,24 @@ def see_run(
     rank: int,
     exchange: Exchange,
     *,
-    ring_bytes: int = 0,
+    note: RankNote | None = None,
     storage: bool = False,
 ) -> RunView:
     """Every rank's node, and what all these nodes hold; one rank per node asks its daemon. A collective call.
 
     Args:
-        ring_bytes: what this rank's snapshots take, as far as it is known.
+        note: what this rank tells of itself.
         storage: whether to look at what is durable, too.
     Raises:
         DaemonUnavailable: a node's daemon is away; on every rank.
         RemoteProtocolError: a node tells what cannot be.
     """
-    told = exchange(msgspec.msgpack.encode(_Here(session.card, ring_bytes)))
-    here = [msgspec.msgpack.decode(data, type=_Here) for data in told]
+    note = note or RankNote()
+    of_itself = _Here(session.card, note.ring_bytes, note.hint, _facts_to_wire(rank, note))
+    here = [
+        msgspec.msgpack.decode(data, type=_Here)
+        for data in exchange(msgspec.msgpack.encode(of_itself))
+    ]
     cards = tuple(h.card for h in here)
     speaks = min(r for r, card in enumerate(cards) if card.node == session.card.node)
     mine, failed = _Told(int(time.time()), Failure()), None
@@ -123,7 +154,7 @@ def see_run(
         msgspec.msgpack.decode(data, type=_Told) for data in exchange(msgspec.msgpack.encode(mine))
     ]
     raise_together([theirs.failure for theirs in everybody], failed)
-    return _view(cards, tuple(h.ring_bytes for h in here), everybody)
+    return _view(here, everybody)
 
 
 def _ask(session: SeesRun, job: str, run: str, cards: tuple[NodeCard, ...], storage: bool) -> _Told:
@@ -136,25 +167,50 @@ def _ask(session: SeesRun, job: str, run: str, cards: tuple[NodeCard, ...], stor
         [to_wire(held_from_segments(h.node, h.segments)) for h in seen.holdings],
         max((h.epoch for h in seen.holdings), default=-1),
         [*(member.card.node for member in seen.members), *seen.silent],
+        [to_wire(held_from_segments(h.node, h.parked)) for h in seen.holdings],
+        [to_wire(held_from_segments(h.node, h.logs)) for h in seen.holdings],
     )
 
 
-def _view(
-    cards: tuple[NodeCard, ...], ring_bytes: tuple[int, ...], everybody: list[_Told]
-) -> RunView:
-    held: dict[tuple[str, str], HeldRecords] = {}
-    for theirs in everybody:
-        for records in theirs.held:
-            held.update({(h.node, h.segment): h for h in from_wire(records)})
+def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
+    cards = tuple(h.card for h in here)
     # Several nodes may know of the same idle one.
     idle = {card.node: card for theirs in everybody for card in theirs.cards}
     wanted = {name for theirs in everybody for name in theirs.wanted}
     return RunView(
         cards,
-        ring_bytes,
-        tuple(held.values()),
+        tuple(h.ring_bytes for h in here),
+        _once(theirs.held for theirs in everybody),
         tuple(idle[name] for name in sorted(idle)),
         tuple(sorted(wanted - set(idle) - {card.node for card in cards})),
         everybody[0].clock_s,
         max(theirs.epoch for theirs in everybody),
+        _once(theirs.parked for theirs in everybody),
+        _once(theirs.logs for theirs in everybody),
+        _facts_of([h.facts for h in here]),
+        tuple(h.hint for h in here),
     )
+
+
+def _once(told: Iterable[Sequence[bytes]]) -> tuple[HeldRecords, ...]:
+    """What all nodes tell, each segment once."""
+    held: dict[tuple[str, str], HeldRecords] = {}
+    for theirs in told:
+        for records in theirs:
+            held.update({(h.node, h.segment): h for h in from_wire(records)})
+    return tuple(held.values())
+
+
+def _facts_to_wire(rank: int, note: RankNote) -> bytes:
+    """Where nobody has seen with whom it communicates, no neighbours, and a domain that is empty."""
+    return facts_to_wire({rank: note.facts or RankFacts((), (), note.alike)})
+
+
+def _facts_of(told: Sequence[bytes]) -> Mapping[int, RankFacts]:
+    """Of the ranks that have some. If no rank has, they may all communicate with each other."""
+    found = facts_from_wire(told)
+    seen = {rank: facts for rank, facts in found.items() if facts.domain}
+    if seen:
+        return join_domains(seen)
+    everybody = tuple(range(len(told)))
+    return {rank: RankFacts((), everybody, facts.alike) for rank, facts in found.items()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -14,7 +16,7 @@ from ckptd.client.agreement import Exchange, all_or_none, vote
 from ckptd.client.arrival import Arrivals
 from ckptd.client.generations import Generations
 from ckptd.client.identity import Identity
-from ckptd.client.membership import RunView, see_run
+from ckptd.client.membership import RankNote, RunView, see_run
 from ckptd.client.replay import SnapshotImage
 from ckptd.client.retrieval import Attempt, Retrieval
 from ckptd.client.segment import MappedSegment, RankTaken, SlotTable
@@ -33,6 +35,7 @@ from ckptd.memory.segment_format import (
     SegmentDescriptor,
     encode_descriptor,
 )
+from ckptd.recovery.facts import RankFacts
 from ckptd.recovery.held import STORE_NODE, HeldRecords
 from ckptd.recovery.plan import NoRecovery, Piece, RecoveryPlan, complete_ranks, plan_recovery
 from ckptd.storage.image import ImageView
@@ -150,6 +153,32 @@ class RankMemory:
             segment.close()
             self.session.drop(segment.generation)
 
+    def see(
+        self,
+        exchange: Exchange,
+        *,
+        storage: bool = False,
+        facts: RankFacts | None = None,
+        alike: tuple[int, ...] = (),
+    ) -> RunView:
+        """What the nodes of this run hold, and what its ranks tell of themselves; a collective call.
+
+        Args:
+            storage: whether to look at what is durable, too.
+            facts: with whom this rank communicates in a step, as an earlier trainer has seen it.
+            alike: ranks with which this one has all operators alike.
+        Raises:
+            DaemonUnavailable: a node's daemon is away; on every rank.
+        """
+        begun = time.perf_counter()
+        mine = RankNote(
+            max(self._needed_bytes, self._segments.total_bytes), self.hint, facts, alike
+        )
+        of = (self.identity.job, self.identity.run, self.identity.rank)
+        view = see_run(self.session, *of, exchange, note=mine, storage=storage)
+        self._stats.recover_plan_s += time.perf_counter() - begun
+        return view
+
     def recover(self, exchange: Exchange) -> tuple[list[SnapshotImage], str] | str:
         """The newest suffix that every rank can have, from here or from other nodes; or why there is none.
 
@@ -179,10 +208,11 @@ class RankMemory:
                     self._begin_epoch_after(view, plan.epoch, -1)
                 return plan.reason
             recoverable_before = True  # it may be no more, when what is damaged here is quarantined
-            attempt = self._retrieval.attempt(plan.per_rank[self.identity.rank], view.everybody)
+            pieces = plan.per_rank[self.identity.rank]
+            attempt = self.attempt(pieces, view)
             if not self._again(exchange, attempt):
                 with all_or_none(exchange, self.session.node_id):
-                    images = self._resume(plan, view, attempt)
+                    images = self.resume(pieces, attempt, view, epoch=plan.epoch, end=plan.end)
                 return images, plan.reason
         # Every rank comes here together. Starting over would free what the others hold safely.
         raise DaemonUnavailable(
@@ -192,16 +222,8 @@ class RankMemory:
         )
 
     def _plan(self, exchange: Exchange, storage: bool) -> tuple[RunView, RecoveryPlan | NoRecovery]:
+        view = self.see(exchange, storage=storage)
         begun = time.perf_counter()
-        view = see_run(
-            self.session,
-            self.identity.job,
-            self.identity.run,
-            self.identity.rank,
-            exchange,
-            ring_bytes=max(self._needed_bytes, self._segments.total_bytes),
-            storage=storage,
-        )
         plan = plan_recovery(view.held, self.identity.world_size, homes=view.homes)
         self._stats.recover_plan_s += time.perf_counter() - begun
         return view, plan
@@ -259,13 +281,36 @@ class RankMemory:
             again = vote(exchange, self.session.node_id, again=attempt.again, fatal=attempt.fatal)
         finally:
             if again:
-                self._retrieval.forsake(attempt)
+                self.forsake(attempt)
         return again
 
-    def _resume(self, plan: RecoveryPlan, view: RunView, attempt: Attempt) -> list[SnapshotImage]:
-        """Map what was fetched, begin the new history, and drop what belongs to an abandoned one."""
-        pieces = plan.per_rank[self.identity.rank]
-        unlike = self._newer_than_table_of(pieces[0], view.held)
+    def attempt(self, pieces: Sequence[Piece], view: RunView) -> Attempt:
+        """Have the pieces here, or on their way; never raises, since the other ranks wait for our vote."""
+        return self._retrieval.attempt(pieces, view.everybody)
+
+    def forsake(self, attempt: Attempt) -> None:
+        """Another plan is made, or none: give back what was fetched for this one."""
+        self._retrieval.forsake(attempt)
+
+    def resume(
+        self,
+        pieces: Sequence[Piece],
+        attempt: Attempt,
+        view: RunView,
+        *,
+        epoch: int,
+        end: int,
+    ) -> list[SnapshotImage]:
+        """Map what was fetched, begin the new history, and drop what belongs to an abandoned one.
+
+        Args:
+            pieces: what is loaded from snapshots; nothing, where this rank goes on from parked state.
+            epoch: the highest that was seen.
+            end: what is newer belongs to the abandoned history.
+        Raises:
+            AttachRefused: the run was recovered again since the plan was made; nothing has begun.
+        """
+        unlike = self._newer_than_table_of(pieces[0], view.held) if pieces else []
         mine = [record for record in attempt.own if record is not None]
         if mine and not unlike:
             unlike = self._segments.of_another_window(self._segments.of(mine[-1]))
@@ -273,10 +318,10 @@ class RankMemory:
         if arriving is not None:
             self._segments.add(arriving)
         # What may be refused comes before what cannot be undone.
-        self._begin_epoch_after(view, plan.epoch, plan.end)
+        self._begin_epoch_after(view, epoch, end)
         self._give_up(unlike)
         self.table = self._table(self._segments.current())
-        for record in truncate(self.table.records(), plan.end):
+        for record in truncate(self.table.records(), end):
             self._release(record)
         if arriving is None:
             return self.images([own for own in attempt.own if own is not None])
@@ -334,13 +379,18 @@ class RankMemory:
 
     @property
     def hint(self) -> int:
-        """What an earlier trainer of this rank learned (see ``segment_format``)."""
-        return max((s.hint for s in self._segments), default=0)
+        """What earlier trainers of this rank learned (see ``segment_format``), as bits."""
+        return functools.reduce(operator.or_, (s.hint for s in self._segments), 0)
 
     def leave_hint(self, hint: int) -> None:
         """Tell the next trainer of this rank, through memory that outlives this process."""
         for segment in self._segments:
-            segment.hint = hint
+            segment.hint |= hint
+
+    def take_back_hint(self, hint: int) -> None:
+        """It no longer holds."""
+        for segment in self._segments:
+            segment.hint &= ~hint
 
     def images(self, records: Sequence[SlotRecord]) -> list[SnapshotImage]:
         """The images of sealed slots, for a replay in process."""
@@ -391,7 +441,7 @@ class RankMemory:
     def install(self, segment: MappedSegment) -> None:
         """Fill this generation from now on."""
         self._ahead = tuple(s for s in self._ahead if s is not segment)
-        segment.hint = max((s.hint for s in self._segments), default=0)
+        segment.hint = self.hint
         self._segments.add(segment)
         self.table = self._table(self._segments.current())
 

@@ -132,7 +132,7 @@ class Recovery:
 
     def _heed(self, hints: Sequence[bytes]) -> None:
         """Freeze otherwise if any rank left the hint: what one computes from all gradients, it computes from the others', too."""
-        if bytes([HINT_DROP_GRADIENTS]) in hints and self.freezing == "inputs":
+        if any(hint[0] & HINT_DROP_GRADIENTS for hint in hints) and self.freezing == "inputs":
             self.freezing = "drop"
             self.freezing_reason = (
                 "an earlier replay with 'inputs' did not reproduce what was recorded"

@@ -125,7 +125,7 @@ class MappedSegment:
 
     @property
     def hint(self) -> int:
-        """What an earlier trainer learned (``HINT_DROP_GRADIENTS``); 0 if nothing."""
+        """What an earlier trainer learned (``HINT_…``, as bits); 0 if nothing."""
         return self.buffer[HINT_OFFSET]
 
     @hint.setter

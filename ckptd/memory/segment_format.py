@@ -40,6 +40,8 @@ from ckptd.memory.ring import SlotState
 __all__ = [
     "FILE_ENDS",
     "FORMAT_VERSION",
+    "HINT_APART",
+    "HINT_APART_AGAIN",
     "HINT_DROP_GRADIENTS",
     "HINT_OFFSET",
     "LOG_MAGIC",
@@ -92,6 +94,9 @@ PROLOGUE_BYTES = PAGE_BYTES
 # The prologue page's last byte, outside every checksum: what a trainer learned for its successor (0: nothing).
 HINT_OFFSET = PROLOGUE_BYTES - 1
 HINT_DROP_GRADIENTS = 1
+# A localized recovery has begun and not come to its end: once, or more than once in a row.
+HINT_APART = 2
+HINT_APART_AGAIN = 4
 # Before it what the daemon tells the trainer, see `RingHint`: u32, i64, i64, u16, u8, and u16 after the trainer's wish for quiet.
 _EPOCH_AT = slice(PROLOGUE_BYTES - 28, PROLOGUE_BYTES - 24)
 _FLOOR_AT = slice(PROLOGUE_BYTES - 24, PROLOGUE_BYTES - 16)
