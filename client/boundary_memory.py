@@ -78,7 +78,7 @@ class LogMemory:
                 engine.register(segment.memory, segment.regions())
             except RuntimeError as error:
                 logger.warning("the boundary log of an earlier trainer is given up: %s", error)
-                memory.drop_log(segment)
+                memory.drop_beside(segment)
         self._tell()
 
     @property
@@ -118,7 +118,7 @@ class LogMemory:
         self._asked = size
         payload = values.pack({"data_offset": header_room(room.num_records)}, "boundary log")
         try:
-            self._coming = self._memory.reserve_log(room.slot_bytes, num_slots, payload)
+            self._coming = self._memory.reserve_beside("log", room.slot_bytes, num_slots, payload)
         except DaemonUnavailable as error:
             self._not_reserved(step, error)
 
@@ -128,14 +128,14 @@ class LogMemory:
             return
         coming, self._coming = self._coming, None
         try:
-            segment = self._memory.add_log(coming.result())
+            segment = self._memory.add_beside(coming.result())
         except (AttachRefused, DaemonUnavailable) as error:
             self._not_reserved(step, error)
             return
         try:
             self._engine.register(segment.memory, segment.regions())
         except RuntimeError as error:  # it cannot be pinned
-            self._memory.drop_log(segment)
+            self._memory.drop_beside(segment)
             self._not_reserved(step, error)
             return
         self.refused = ""
@@ -152,7 +152,7 @@ class LogMemory:
             held = [r.iteration for r in counts if r.generation == segment.generation]
             if not held or (first_needed is not None and max(held) < first_needed):
                 self._engine.release(segment.memory)
-                self._memory.drop_log(segment)
+                self._memory.drop_beside(segment)
                 self._tell()
 
     def _slots_for(self, plan: Plan) -> int:
