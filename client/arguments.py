@@ -15,7 +15,14 @@ from ckptd.client.scalars import Stateful
 from ckptd.client.sharing import Sharing
 from ckptd.schedules.schedule import OperatorKind, Ordering
 
-__all__ = ["all_operators", "check_options", "check_state", "needed_memory", "own_share_bytes"]
+__all__ = [
+    "all_operators",
+    "check_options",
+    "check_parking",
+    "check_state",
+    "needed_memory",
+    "own_share_bytes",
+]
 
 
 def all_operators(model: nn.Module, binding: Binding, grouping: Grouping | None) -> list[Operator]:
@@ -79,6 +86,13 @@ def check_options(
         )
     if on_mismatch not in ("raise", "warn"):
         raise ValueError(f"on_mismatch={on_mismatch!r}: choose 'raise' or 'warn'")
+
+
+def check_parking(park: bool | None, park_after_s: float | None) -> None:
+    if park not in (None, True, False):
+        raise ValueError(f"park={park!r}: pass True, False, or None (where boundaries are logged)")
+    if park_after_s is not None and not park_after_s > 0:
+        raise ValueError(f"park_after_s={park_after_s}: pass seconds above 0, or None")
 
 
 def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:

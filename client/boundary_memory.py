@@ -79,7 +79,7 @@ class LogMemory:
                 engine.register(segment.memory, segment.regions())
             except RuntimeError as error:
                 logger.warning("the boundary log of an earlier trainer is given up: %s", error)
-                memory.drop_log(segment)
+                memory.drop_beside(segment)
         self._tell()
 
     @property
@@ -122,7 +122,7 @@ class LogMemory:
         payload = log_payload(header_room(room.num_records), facts)
         self._facts = facts
         try:
-            self._coming = self._memory.reserve_log(room.slot_bytes, num_slots, payload)
+            self._coming = self._memory.reserve_beside("log", room.slot_bytes, num_slots, payload)
         except DaemonUnavailable as error:
             self._not_reserved(step, error)
 
@@ -132,7 +132,7 @@ class LogMemory:
             return
         coming, self._coming = self._coming, None
         try:
-            segment = self._memory.add_log(coming.result())
+            segment = self._memory.add_beside(coming.result())
         except (AttachRefused, DaemonUnavailable) as error:
             if isinstance(error, AttachRefused) and self._behind(self._facts):
                 self._drop_all()
@@ -141,7 +141,7 @@ class LogMemory:
         try:
             self._engine.register(segment.memory, segment.regions())
         except RuntimeError as error:  # it cannot be pinned
-            self._memory.drop_log(segment)
+            self._memory.drop_beside(segment)
             self._not_reserved(step, error)
             return
         self.refused = ""
@@ -158,7 +158,7 @@ class LogMemory:
             held = [r.iteration for r in counts if r.generation == segment.generation]
             if not held or (first_needed is not None and max(held) < first_needed):
                 self._engine.release(segment.memory)
-                self._memory.drop_log(segment)
+                self._memory.drop_beside(segment)
                 self._tell()
 
     def _behind(self, facts: Facts | None) -> bool:

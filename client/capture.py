@@ -33,14 +33,36 @@ from ckptd.memory.segment_format import SlotHeader
 if TYPE_CHECKING:
     from ckptd.client.stats import Stats
 
-__all__ = ["Capture", "Fill"]
+__all__ = ["SMALL_BUFFER_BYTES", "Capture", "Fill", "write_image", "zero_missing"]
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 1.0
 # Buffers up to this size are copied by the training thread: a native kernel may change them in the forward without
 # counting up their version (batch norm does), so that a copy beside it could be torn and nobody would notice.
-_SMALL_BUFFER_BYTES = 1 << 20
+SMALL_BUFFER_BYTES = 1 << 20
+
+
+def write_image(
+    segment: MappedSegment, index: int, plan: PhasePlan, header: SlotHeader, packed: bytes
+) -> None:
+    """Complete an image whose tensors are in their places, with its step scalars, and declare its slot filled."""
+    slot = segment.slot(index)[: plan.layout.image_len]
+    slot[plan.scalars_offset : plan.scalars_offset + len(packed)] = packed
+    slot[plan.static_offset : plan.static_offset + len(plan.static)] = plan.static
+    plan.layout.write_header(
+        slot, iteration=header.iteration, previous=header.previous, scalars_len=len(packed)
+    )
+    filled = replace(header, state=SlotState.FILLED, filled_at_ns=time.time_ns())
+    segment.write_header(index, filled)
+
+
+def zero_missing(segment: MappedSegment, index: int, sources: LiveSources) -> None:
+    """State that does not exist yet is recorded as absent; its bytes are zero, not those of an older image."""
+    base, plan = segment.slot_base(index), sources.plan
+    for i in sources.missing() if sources.absent else ():
+        start = base + plan.offsets[i]
+        segment.memory.tensor[start : start + plan.layout.entries[i].nbytes].zero_()
 
 
 class Fill:
@@ -126,7 +148,7 @@ class Capture:
         self._small = {
             name
             for name, buffer in binding.buffers().items()
-            if buffer.numel() * buffer.element_size() <= _SMALL_BUFFER_BYTES
+            if buffer.numel() * buffer.element_size() <= SMALL_BUFFER_BYTES
         }
         self._claimed: tuple[MappedSegment, int] | None = None
         self._broken = False
@@ -259,7 +281,7 @@ class Capture:
             self._filled(fill.segment, fill.index, fill.header.iteration)
 
     def _write_image(self, fill: Fill) -> bool:
-        segment, plan, header = fill.segment, fill.plan, fill.header
+        plan = fill.plan
         try:
             packed = values.pack(fill.scalars, "step scalars")
         except values.UnsupportedValue as error:
@@ -270,15 +292,7 @@ class Capture:
                 fill,
                 f"step scalars grew to {len(packed)} bytes, {plan.scalars_capacity} are reserved",
             )
-        slot = segment.slot(fill.index)[: plan.layout.image_len]
-        slot[plan.scalars_offset : plan.scalars_offset + len(packed)] = packed
-        slot[plan.static_offset : plan.static_offset + len(plan.static)] = plan.static
-        plan.layout.write_header(
-            slot, iteration=header.iteration, previous=header.previous, scalars_len=len(packed)
-        )
-        segment.write_header(
-            fill.index, replace(header, state=SlotState.FILLED, filled_at_ns=time.time_ns())
-        )
+        write_image(fill.segment, fill.index, plan, fill.header, packed)
         return True
 
     def _refuse(self, fill: Fill, reason: str) -> bool:
@@ -343,7 +357,7 @@ class Capture:
             sources = self._sources[plan.phase] = LiveSources(self._binding, plan)
         items = sources.items()
         fill.scalars["absent"] = sources.absent
-        self._zero_missing(sources, fill)
+        zero_missing(fill.segment, fill.index, sources)
         named = sources.named
         at_once = self._restless | self._small
         if at_once:
@@ -365,10 +379,3 @@ class Capture:
             return ""
         self._state_size = size
         return sources.unknown_state()
-
-    def _zero_missing(self, sources: LiveSources, fill: Fill) -> None:
-        """State that does not exist yet is recorded as absent; its bytes are zero, not an older snapshot's."""
-        base, plan = fill.segment.slot_base(fill.index), fill.plan
-        for i in sources.missing() if sources.absent else ():
-            start = base + plan.offsets[i]
-            fill.segment.memory.tensor[start : start + plan.layout.entries[i].nbytes].zero_()

@@ -28,6 +28,7 @@ from ckptd.client.apart import Apart
 from ckptd.client.arguments import (
     all_operators,
     check_options,
+    check_parking,
     check_state,
     needed_memory,
     own_share_bytes,
@@ -47,6 +48,8 @@ from ckptd.client.identity import identify
 from ckptd.client.memory import RankMemory
 from ckptd.client.names import is_compiled
 from ckptd.client.operators import Grouping
+from ckptd.client.park_signals import park_on_sigterm
+from ckptd.client.parking import Parking
 from ckptd.client.placement import check_sharded, placement_lines
 from ckptd.client.planning import operator_costs
 from ckptd.client.popularity import TokenCounter
@@ -106,6 +109,9 @@ class Checkpointer:
         start_from: a model to begin with where there is nothing to resume from: a folder or file of safetensors with the
             model's own names, or what ``ckptctl import`` tells. With optimizer state, where it has one.
         topology: any text that must be equal for a restart to be accepted (a parallel layout, say).
+        park: keep memory into which this rank's whole state is copied when the job is torn down (docs/parking.md); None: where
+            this run logs boundaries and has several ranks.
+        park_after_s: a step that lasts longer is parked, too; None: much longer than steps have lasted so far.
         timeout_s: how long to wait for the daemon at the start.
     Raises:
         ValueError: something passed is unusable; the message says what and what to do.
@@ -141,6 +147,8 @@ class Checkpointer:
         replicated: Mapping[str, Any] | None = None,
         capture_once: bool = True,
         start_from: str | os.PathLike[str] | None = None,
+        park: bool | None = None,
+        park_after_s: float | None = None,
         timeout_s: float = 30.0,
     ) -> None:
         self._stats = Stats()
@@ -150,6 +158,8 @@ class Checkpointer:
         self._recorder: Recorder | None = None
         self._memory: RankMemory | None = None
         self._boundary: BoundaryLog | None = None
+        self._parking: Parking | None = None
+        self._park, self._park_after_s = park, park_after_s
         self._batches: list[Batches] = []
         self._cleanup = contextlib.ExitStack()
         self._step = 0
@@ -161,6 +171,7 @@ class Checkpointer:
                 logger.warning("%s", start_unprotected(model, optimizer, masters, start_from))
             return
         check_options(policy, window, every, on_mismatch, ordering, daemon)
+        check_parking(park, park_after_s)
         self._stateful = check_state(state)
         optimizers = [
             unwrap_optimizer(o)
@@ -244,6 +255,8 @@ class Checkpointer:
                 own_bytes = own_share_bytes(shared, self._operators, self._binding, policy)
                 self._sharing = meet_sharing(self._binding, shared.replicas, own_bytes, self._meet)
             self._recorder = self._make_recorder()
+            if park:
+                self._begin_parking()
             self._restore()
             self._install(model)
             atexit.register(_close, weakref.ref(self))
@@ -301,6 +314,8 @@ class Checkpointer:
             try:
                 yield step
             except GeneratorExit:
+                if self._parking is not None:
+                    self._parking.leave(f"the loop is left in the middle of step {step}")
                 # A body that has updated the weights counts as done: the next loop must not do it again.
                 self._step += self._updated or self.off
                 if self._boundary is not None:
@@ -417,6 +432,8 @@ class Checkpointer:
                 alike=self._sharing.alike(self._operators, self._identity.rank),
             )
             self._boundary.apart = self._apart
+            if self._park is None and self._identity.world_size > 1:
+                self._begin_parking()
         return self._boundary or SilentLog()
 
     def _watch_communication(self) -> Communication | None:
@@ -451,6 +468,8 @@ class Checkpointer:
             head += placement_lines(self._binding)
         if self._boundary is not None:
             head += [self._boundary.describe(), *self._boundary.describe_domain()]
+        if self._parking is not None:
+            head.append(self._parking.describe())
         owners = plan.owners if plan is not None else []
         return describe_table(
             operators, costs, plan.schedule if plan is not None else None, owners, head
@@ -469,6 +488,8 @@ class Checkpointer:
         recorder, memory = self._recorder, self._memory
         if recorder is None or memory is None or self._replay is not None:
             raise ValueError("verify() needs a running checkpointer that is not replaying")
+        if self._parking is not None:
+            self._parking.closed_because("verify() runs")
         recorder.finish()
         memory.session.flush(_SEAL_WAIT_S)
         memory.settle_filled(_SEAL_WAIT_S)
@@ -485,7 +506,12 @@ class Checkpointer:
 
     def close(self) -> None:
         """Detach from the daemon, which keeps the snapshots. The loop may go on unprotected, unless it is being replayed."""
+        if self._parking is not None:
+            self._parking.leave("closed in the middle of a step")
         self._cleanup.close()
+        if self._parking is not None:
+            self._parking.close()
+            self._parking = None
         if self._boundary is not None:
             self._boundary.close()
             self._boundary = None
@@ -589,6 +615,7 @@ class Checkpointer:
             self._recorder.replayed()
             if replay.mismatches:
                 self._recorder.break_chain()
+            self._survive(self._recorder, self._recorder.recovered, replay.end)
         self._stats.replay_s = time.perf_counter() - self._started
         self._stats.verified_tensors += replay.compared
         text = (
@@ -601,6 +628,8 @@ class Checkpointer:
 
     def _finish(self) -> None:
         self._stepping = False
+        if self._parking is not None:
+            self._parking.closed_because("the loop is over")
         if self._recorder is not None:
             self._recorder.finish()
         if self._memory is not None:
@@ -623,6 +652,8 @@ class Checkpointer:
             self._replay.before_optimizer_step()
         if self._recorder is not None:
             self._survive(self._recorder, self._recorder.before_optimizer_step)
+        if self._parking is not None:
+            self._parking.before_update()
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._updated = True
@@ -640,6 +671,8 @@ class Checkpointer:
         first, self._first = self._first, None
         if first is not None:
             first.first_forward()
+        if self._parking is not None:
+            self._parking.first_forward()
         self._precision.enter()
 
     _first: Replay | None = None
@@ -700,6 +733,20 @@ class Checkpointer:
             buckets=self._buckets,
             sharing=self._sharing,
         )
+
+    def _begin_parking(self) -> None:
+        assert self._memory is not None
+        assert self._recorder is not None
+        self._parking = self._recorder.parking = Parking(
+            self._memory,
+            self._binding,
+            make_engine(self._device, inline=True),
+            self._stats,
+            device=self._device,
+            restless=self._recorder.restless,
+            park_after_s=self._park_after_s,
+        )
+        self._cleanup.callback(park_on_sigterm(self._parking))
 
     # -- restoring -------------------------------------------------------------------------------
 

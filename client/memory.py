@@ -32,6 +32,7 @@ from ckptd.memory.ring import (
     truncate,
 )
 from ckptd.memory.segment_format import (
+    Kind,
     SegmentDescriptor,
     encode_descriptor,
 )
@@ -80,6 +81,7 @@ class RankMemory:
         self._segments = Generations()
         self._ahead: tuple[MappedSegment, ...] = ()  # made for a plan that does not count yet
         self.logs = Generations()  # of the boundary log: no snapshot is in them
+        self.parks = Generations()  # of parked state
         self._stats = stats or Stats()
         self._needed_bytes = needed_bytes
         begun = time.perf_counter()
@@ -98,7 +100,9 @@ class RankMemory:
             attach,
             version=version,
             while_lost=self._seal_waiting,
-            held=lambda: tuple(s.generation for s in (*self._segments, *self._ahead, *self.logs)),
+            held=lambda: tuple(
+                s.generation for s in (*self._segments, *self._ahead, *self._beside)
+            ),
             timeout_s=timeout_s,
         )
         try:
@@ -107,6 +111,8 @@ class RankMemory:
             self._segments.order_by_use()
             for info in self.session.logs:
                 self.logs.add(MappedSegment(info.path, info.generation))
+            for info in self.session.parked:
+                self.parks.add(MappedSegment(info.path, info.generation))
         except RankTaken as error:
             self.session.close()
             raise AttachRefused("rank_taken", str(error)) from error
@@ -406,8 +412,8 @@ class RankMemory:
         """Drop every generation: nothing in them can be recovered."""
         self._give_up(list(self._segments))
         self.table = self._table([])
-        for segment in self.logs:
-            self.drop_log(segment)
+        for segment in self._beside:
+            self.drop_beside(segment)
 
     # -- growing and shrinking -------------------------------------------------------------------
 
@@ -467,24 +473,39 @@ class RankMemory:
             client=payload,
         )
 
-    def reserve_log(self, slot_bytes: int, num_slots: int, payload: bytes) -> Future[SegmentInfo]:
-        """A further generation of the boundary log, for `add_log`; see `Session.reserve_log`."""
-        descriptor = msgspec.structs.replace(self._descriptor_of(1, 1, payload), kind="log")
-        return self.session.reserve_log(slot_bytes, num_slots, encode_descriptor(descriptor))
+    @property
+    def _beside(self) -> tuple[MappedSegment, ...]:
+        """What is here besides snapshots."""
+        return (*self.logs, *self.parks)
 
-    def add_log(self, info: SegmentInfo) -> MappedSegment:
-        """Map a segment that `reserve_log` was granted.
+    def reserve_beside(
+        self,
+        kind: Kind,
+        slot_bytes: int,
+        num_slots: int,
+        payload: bytes,
+        *,
+        window: int = 1,
+        num_operators: int = 1,
+    ) -> Future[SegmentInfo]:
+        """A further generation of the boundary log or of parked state, for `add_beside`; see `Session.reserve_beside`."""
+        told = self._descriptor_of(window, num_operators, payload)
+        descriptor = msgspec.structs.replace(told, kind=kind)
+        return self.session.reserve_beside(slot_bytes, num_slots, encode_descriptor(descriptor))
+
+    def add_beside(self, info: SegmentInfo) -> MappedSegment:
+        """Map a segment that `reserve_beside` was granted.
 
         Raises:
             DaemonUnavailable: it cannot be used.
         """
         segment = self._map(info)
-        self.logs.add(segment)
+        (self.logs if segment.descriptor.is_log else self.parks).add(segment)
         return segment
 
-    def drop_log(self, segment: MappedSegment) -> None:
-        """Give a generation of the boundary log back."""
-        self.logs.remove(segment)
+    def drop_beside(self, segment: MappedSegment) -> None:
+        """Give a generation of the boundary log or of parked state back."""
+        (self.logs if segment.descriptor.is_log else self.parks).remove(segment)
         segment.close()
         self.session.drop(segment.generation)
 
@@ -519,7 +540,7 @@ class RankMemory:
 
     def _seal_waiting(self) -> None:
         """Seal what is filled while the daemon is away (on the session's thread)."""
-        for segment in (*self._segments, *self.logs):
+        for segment in (*self._segments, *self._beside):
             for index in range(segment.geometry.num_slots):
                 segment.seal(index)
 
@@ -531,6 +552,7 @@ class RankMemory:
         self._ahead = ()
         self._segments.close()
         self.logs.close()
+        self.parks.close()
 
 
 def _nodes(names: Sequence[str]) -> str:

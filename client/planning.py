@@ -195,6 +195,22 @@ class Plan:
             left_out=self.left_out,
         )
 
+    def everything(self, binding: Binding) -> PhasePlan:
+        """The layout of an image that anchors all this rank has, whoever captures it otherwise: of parked state."""
+        if self._state is None:
+            self._state = StateTable.of(binding)
+        return build_phase(
+            binding,
+            self.operators,
+            state=self._state,
+            phase=0,
+            anchored=range(len(self.operators)),
+            compute=(),
+            compute_dtypes=self.compute_dtypes,
+            identity=self.identity,
+            scalars_capacity=self.scalars_capacity,
+        )
+
     def measure_slots(self, binding: Binding) -> None:
         """Fix the geometry: the largest image of a window, and enough slots for a suffix and what is in flight."""
         plans = [p for i in range(self.span) if (p := self.phase_plan(binding, i)) is not None]

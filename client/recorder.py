@@ -26,6 +26,7 @@ from ckptd.client.freeze import Tape
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
 from ckptd.client.pace import Pace
+from ckptd.client.parking import Parking
 from ckptd.client.planning import Plan
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
@@ -116,6 +117,13 @@ class Recorder:
             switched=self._switched,
         )
         self._changes = self._provision.changes
+        # Who parks the state at the top of a step, if anybody does.
+        self.parking: Parking | None = None
+
+    @property
+    def restless(self) -> set[str]:
+        """Names of the buffers that are known to change before the optimizer's step; it grows."""
+        return self._restless
 
     @property
     def plan(self) -> Plan | None:
@@ -233,6 +241,16 @@ class Recorder:
         self._stepped = False
         self._updates.clear()
 
+    def recovered(self, step: int) -> None:
+        """A replay is over at the top of ``step``. Its snapshot is there; it can be parked like any other."""
+        if self.parking is not None and self.plan is not None:
+            self._open_moment(self.parking, step, self.plan, self._scalars(self.plan))
+
+    def _open_moment(
+        self, parking: Parking, step: int, plan: Plan, scalars: dict[str, Any]
+    ) -> None:
+        parking.top(step, plan, self._ordinal % plan.span, scalars)
+
     def break_chain(self) -> None:
         """The state is not what the recorded snapshots lead to: no suffix may span this point."""
         self._previous = -1
@@ -256,6 +274,8 @@ class Recorder:
     def _pend(self) -> None:
         """A boundary in the middle of an accumulation: no snapshot, and the chain goes on unless weights changed."""
         self._stats.pending_gradients += 1
+        if self.parking is not None:
+            self.parking.again()
         if self._stepped:
             self._previous = -1
             self._tape.take()
@@ -290,12 +310,17 @@ class Recorder:
         capture, plan = self._capture, self.plan
         assert capture is not None
         phase = plan.phase_plan(self._binding, self._ordinal)
-        if phase is None:  # a policy that skips steps: its snapshots need no chain
+        if phase is None and self.parking is None:
             self._tape.take()
+            return
+        scalars = self._scalars(plan)
+        if self.parking is not None:
+            self._open_moment(self.parking, step, plan, scalars)
+        if phase is None:  # a policy that skips steps: its snapshots need no chain
             return
         layout, begins = phase
         previous = -1 if begins else self._previous
-        if capture.begin(step, layout, previous, self._scalars(plan)):
+        if capture.begin(step, layout, previous, scalars):
             self._last = _Taken(step, previous, self._tape.last)
             self._previous = step
             self._in_a_row = 0

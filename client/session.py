@@ -35,6 +35,7 @@ from ckptd.transport.messages import (
     Join,
     NodeCard,
     Notice,
+    ParkOutcome,
     Ping,
     Pong,
     RefusalCode,
@@ -103,6 +104,10 @@ class Session:
         self.slack, self.persists = 0, False
         self.segments: tuple[SegmentInfo, ...] = ()
         self.logs: tuple[SegmentInfo, ...] = ()
+        self.parked: tuple[SegmentInfo, ...] = ()
+        # Called on the link with the number of a request to park; None: this trainer does not park.
+        self.on_park: Callable[[int], None] | None = None
+        self._park_asked = 0
         self.quota_bytes = self.available_bytes = 0
         self._open_within(timeout_s)
         self._link.start()
@@ -123,6 +128,25 @@ class Session:
 
     def notice(self, level: str, kind: str, message: str) -> None:
         self._link.submit(lambda: self._send(Notice(level, kind, message[:4000])))
+
+    def tell(self, level: str, kind: str, message: str, timeout_s: float) -> bool:
+        """As `notice`, and wait until the daemon has it, as before the end of this process; whether it has."""
+
+        def say() -> None:
+            self._send(Notice(level, kind, message[:4000]))
+            self._request(Ping(), timeout_s)  # answered in order: then it has read what came before
+
+        try:
+            self._link.call(say, timeout_s)
+        except (AttachRefused, TimeoutError, *_FAILURES) as error:
+            logger.info("the daemon may not have heard of %s: %s", kind, error)
+            return False
+        return True
+
+    def park_outcome(self, number: int, iteration: int, reason: str) -> None:
+        """Answer a request to park."""
+        outcome = ParkOutcome(number, iteration, reason[:4000])
+        self._link.submit(lambda: self._send(outcome))
 
     @property
     def reserving(self) -> bool:
@@ -160,10 +184,10 @@ class Session:
         self.drop(found.generation)  # asked for under another plan, and no longer wanted
         return self.reserve(slot_bytes, num_slots, descriptor, patient=patient)
 
-    def reserve_log(
+    def reserve_beside(
         self, slot_bytes: int, num_slots: int, descriptor: bytes
     ) -> Future[SegmentInfo]:
-        """Ask for a segment for the boundary log, and wait for nothing.
+        """Ask for a segment that holds no snapshots (a boundary log, parked state), and wait for nothing.
 
         The result is one of `reserve`'s errors, or the segment.
 
@@ -357,7 +381,7 @@ class Session:
         with contextlib.suppress(AttachRefused):  # logged there
             self._join()
 
-    def _send(self, message: Filled | Report | Notice) -> None:
+    def _send(self, message: Filled | Report | Notice | ParkOutcome) -> None:
         if self.connected and self._client is not None and not self._client.send(message):
             self._lose("it takes no messages")
 
@@ -383,8 +407,21 @@ class Session:
             return
         if not isinstance(pong, Pong) or not pong.attached:
             self._lose("it was restarted")
-        elif self._join_again:
-            self._rejoin()
+        else:
+            if self._join_again:
+                self._rejoin()
+            self._heed(pong.park)
+
+    def _heed(self, number: int) -> None:
+        """Somebody asks this trainer to park (0: nobody does); asked again with each ping until it has answered."""
+        if number in (0, self._park_asked):
+            return
+        self._park_asked = number
+        if self.on_park is None:
+            why = "this trainer does not park: pass park=True, or log boundaries"
+            self._send(ParkOutcome(number, -1, why))
+        else:
+            self.on_park(number)
 
     def _lose(self, why: str) -> None:
         if not self.connected:
@@ -446,6 +483,7 @@ class Session:
         self.card = welcome.card or NodeCard(welcome.node_id)
         self.slack, self.persists = attached.replication_slack, attached.persists
         self.segments, self.logs = attached.segments, attached.logs
+        self.parked, self._park_asked = attached.parked, 0
         self.quota_bytes, self.available_bytes = attached.quota_bytes, attached.available_bytes
         self.connected = True
 

@@ -25,6 +25,9 @@ class Stats:
     have needed, as with snapshots; `log_skipped` iterations that found no room, `log_failed` that could not be copied,
     `log_outside` records that were sent outside of a step, `log_compared` records that a replay sent again and `log_mismatches`
     among them.
+
+    Of parking: how often this rank's state was `parked`, the newest `parked_iteration` (-1: none), the `park_ms` that the last one
+    took, how often it was wanted and not possible (`park_refused`), and the `park_memory_bytes` that are kept for it.
     """
 
     snapshots: int = 0
@@ -73,6 +76,11 @@ class Stats:
     log_outside: int = 0
     log_compared: int = 0
     log_mismatches: int = 0
+    parked: int = 0
+    parked_iteration: int = -1
+    park_ms: float = 0.0
+    park_refused: int = 0
+    park_memory_bytes: int = 0
 
     def note_stall(self, boundary_s: float, wait_s: float) -> None:
         """One step's share of the training thread: at the top of the loop, and before the optimizer's step."""

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -22,6 +21,7 @@ from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import (
     OWNER_LOCK_BYTE,
+    Kind,
     SegmentDescriptor,
     SlotHeader,
     encode_descriptor,
@@ -142,7 +142,7 @@ def descriptor(
     *,
     world_size: int = 1,
     topology: str = "dp1",
-    kind: Literal["snapshots", "log"] = "snapshots",
+    kind: Kind = "snapshots",
 ) -> SegmentDescriptor:
     """What a trainer says of its segment."""
     return SegmentDescriptor(

@@ -123,7 +123,7 @@ def test_another_kind_has_a_magic_of_its_own_which_must_agree_with_its_descripto
     assert read_prologue(buf) == (geometry, log)
     buf[:8] = b"CKPTDSEG"
     buf[44:48] = struct.pack("<I", zlib.crc32(buf[:44]))
-    with pytest.raises(SegmentError, match="its descriptor says that it holds log"):
+    with pytest.raises(SegmentError, match=f"its descriptor says that it holds {kind}"):
         read_prologue(buf)
 
 
