@@ -73,7 +73,7 @@ class BringsLogs(KnowsFetches, Protocol):
 
 
 class FedLogs:
-    """Logged iterations of neighbours, in the order of iterations.
+    """Logged iterations of neighbours, in the order of iterations; for one thread.
 
     Args:
         pieces: by neighbour (a rank) and iteration, with all their copies.
@@ -111,7 +111,7 @@ class FedLogs:
         Raises:
             KeyError: it is not among the pieces, or has been given up.
             DaemonUnavailable: no copy of it can be had any more; a restart of the job plans anew.
-            AttachRefused: there is no memory for it.
+            AttachRefused: there is no memory for it, or none of its holders answers.
         """
         feed = self._feeds.get(neighbour)
         if feed is None:
@@ -262,7 +262,7 @@ class _Feed:
         if name != os.path.basename(name):  # a node has told this name
             return None
         try:
-            file = LogFile(Path(self._session.segment_dir, name))
+            file = self._mapped(os.path.join(self._session.segment_dir, name))
         except (OSError, SegmentError) as error:
             logger.info("%s is not read directly: %s", name, error)
             return None
@@ -276,6 +276,11 @@ class _Feed:
         self._session.notice("error", "digest_mismatch", text)
         self._here.pop(iteration).close()
         self._ask([iteration], ahead=False)
+
+    def _mapped(self, path: str) -> LogFile:
+        file = LogFile(Path(path))
+        file.keep_from_children()
+        return file
 
     # -- brought here ----------------------------------------------------------------------------
 
@@ -293,7 +298,7 @@ class _Feed:
     def _arrived(self, batch: _Batch, iteration: int, piece: Piece) -> dict[RecordKey, Tensor]:
         assert batch.info is not None
         try:
-            file = batch.file = batch.file or LogFile(Path(batch.info.path))
+            file = batch.file = batch.file or self._mapped(batch.info.path)
         except FileNotFoundError as error:
             raise _Forgotten("the daemon was restarted") from error
         except (OSError, SegmentError) as error:

@@ -222,11 +222,19 @@ def test_a_log_on_this_node_is_read_where_it_is_and_its_owner_passes_over_it(
 
 
 def test_a_forked_worker_does_not_keep_the_slots_of_others(job: Job, pair: Net) -> None:
-    """It shares the locks of the process that it was forked from, and may live for the whole training."""
-    with job.rank(pair[0], 0) as sender, job.rank(pair[0], 1) as reader:
+    """It shares the locks and the memory of the process that it was forked from, and may live for the whole training."""
+    with (
+        job.rank(pair[0], 0) as sender,
+        job.rank(pair[0], 1) as reader,
+        job.rank(pair[1], 2) as away,
+    ):
         segment = log(sender, 3)
-        pieces, _ = job.logged(pair[0])
-        fed = FedLogs(reader.session, {0: pieces})
+        pieces, card = job.logged(pair[0])
+        fed, brought = (
+            FedLogs(reader.session, {0: pieces}),
+            FedLogs(away.session, {0: pieces}, (card,)),
+        )
+        assert torch.equal(brought(0, 3)[SENT], sent_in(0, 3))
         ends, begun = os.pipe(), os.pipe()
         child = os.fork()
         if child == 0:
@@ -235,9 +243,12 @@ def test_a_forked_worker_does_not_keep_the_slots_of_others(job: Job, pair: Net) 
             os._exit(0)
         try:
             os.read(begun[0], 1)
+            mapped = [Path(f"/proc/{pid}/maps").read_text() for pid in (os.getpid(), child)]
+            assert [".fetched" in text for text in mapped] == [True, False]
             assert not segment.try_lock_slot(0)
             fed.close()
             assert segment.try_lock_slot(0)
+            brought.close()
         finally:
             os.write(ends[1], b"!")
             os.waitpid(child, 0)
