@@ -5,7 +5,8 @@ again, passes over them. The others come in batches, into copies that are only r
 there are two at most, the one that is read and the one after it. All is verified before it is handed out. What is damaged here is brought
 like what is not here: the daemon takes the damaged tensors from other copies, if there are any.
 
-The memory that a batch takes is bounded; where there is less, batches become smaller, down to one iteration.
+The memory that a batch takes is bounded; where there is less, batches become smaller, down to one iteration. A daemon that is
+restarted has forgotten what it was bringing: it is asked again, and what had arrived stays readable.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 128 << 20
 _BATCHES = 2  # of one neighbour: one is read, the next is on its way
+_AWAY_S = 60.0  # a daemon that is restarted is back long before
+_AGAIN_S = 0.5
 _GRANT_S = 700.0  # longer than the session waits for memory to be made
 _NO_MEMORY = (RefusalCode.QUOTA, RefusalCode.SEGMENT_FS)
 _NOTHING_NEW = FetchState("running", "", 0, 0, 0, {})
@@ -70,7 +73,7 @@ class BringsLogs(KnowsFetches, Protocol):
 
 
 class FedLogs:
-    """Logged iterations of neighbours, in the order of iterations.
+    """Logged iterations of neighbours, in the order of iterations; for one thread.
 
     Args:
         pieces: by neighbour (a rank) and iteration, with all their copies.
@@ -108,7 +111,7 @@ class FedLogs:
         Raises:
             KeyError: it is not among the pieces, or has been given up.
             DaemonUnavailable: no copy of it can be had any more; a restart of the job plans anew.
-            AttachRefused: there is no memory for it.
+            AttachRefused: there is no memory for it, or none of its holders answers.
         """
         feed = self._feeds.get(neighbour)
         if feed is None:
@@ -120,6 +123,10 @@ class FedLogs:
         """Give everything back: the rank is through, or recovery has failed."""
         for feed in self._feeds.values():
             feed.close()
+
+
+class _Forgotten(Exception):
+    """The daemon was restarted and knows nothing of what it was bringing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -255,7 +262,7 @@ class _Feed:
         if name != os.path.basename(name):  # a node has told this name
             return None
         try:
-            file = LogFile(Path(self._session.segment_dir, name))
+            file = self._mapped(os.path.join(self._session.segment_dir, name))
         except (OSError, SegmentError) as error:
             logger.info("%s is not read directly: %s", name, error)
             return None
@@ -270,14 +277,32 @@ class _Feed:
         self._here.pop(iteration).close()
         self._ask([iteration], ahead=False)
 
+    def _mapped(self, path: str) -> LogFile:
+        file = LogFile(Path(path))
+        file.keep_from_children()
+        return file
+
     # -- brought here ----------------------------------------------------------------------------
 
     def _read_brought(self, iteration: int, piece: Piece) -> dict[RecordKey, Tensor]:
-        batch = self._granted(iteration)
-        if self._left and len(self._batches) < _BATCHES:
-            self._ask_next(ahead=True)
+        while True:
+            batch = self._granted(iteration, patience_s=_AWAY_S)
+            if self._left and len(self._batches) < _BATCHES:
+                self._ask_next(ahead=True)
+            try:
+                return self._arrived(batch, iteration, piece)
+            except _Forgotten as error:
+                logger.warning("%s", self._lost(iteration, f"{error}; it is asked again"))
+                self._put_back(batch)
+
+    def _arrived(self, batch: _Batch, iteration: int, piece: Piece) -> dict[RecordKey, Tensor]:
         assert batch.info is not None
-        file = batch.file = batch.file or _mapped(batch.info)
+        try:
+            file = batch.file = batch.file or self._mapped(batch.info.path)
+        except FileNotFoundError as error:
+            raise _Forgotten("the daemon was restarted") from error
+        except (OSError, SegmentError) as error:
+            raise self._lost(iteration, str(error)) from error
         index = batch.iterations.index(iteration)
         wait_until_sealed(self, batch.info.generation, iteration, lambda: file.header(index))
         record = replace(piece.record, index=index)
@@ -290,13 +315,19 @@ class _Feed:
             raise self._lost(iteration, str(error)) from error
 
     def fetch_state(self, generation: int) -> FetchState:
-        """As the session says; while it asks for memory it can ask nothing else, and nothing is known to be wrong."""
+        """As the session says. While it asks for memory it can ask nothing else, and a daemon that is away may be back soon."""
         if not all(batch.answer.done() for batch in self._batches):
             return _NOTHING_NEW
-        return self._session.fetch_state(generation)
+        try:
+            return self._session.fetch_state(generation)
+        except DaemonUnavailable:
+            return _NOTHING_NEW
+        except AttachRefused as error:
+            raise _Forgotten(str(error)) from error
 
-    def _granted(self, iteration: int) -> _Batch:
+    def _granted(self, iteration: int, *, patience_s: float = 0.0) -> _Batch:
         """The batch with this iteration, when the daemon has made its memory."""
+        until_s = time.monotonic() + patience_s
         while True:
             batch = self._batch_of(iteration)
             try:
@@ -304,15 +335,24 @@ class _Feed:
                 return batch
             except TimeoutError as error:
                 raise self._lost(iteration, "the daemon makes no memory for it") from error
+            except DaemonUnavailable:
+                self._put_back(batch)
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(_AGAIN_S)
             except AttachRefused as error:
-                self._batches.remove(batch)
-                self._left.extendleft(reversed(batch.iterations))
+                self._put_back(batch)
                 alone = len(batch.iterations) == 1
                 # What was read when it was asked for ahead of its time may be free now.
                 if error.code not in _NO_MEMORY or (alone and not batch.ahead):
                     raise
                 self._most = max(1, len(batch.iterations) // 2)
                 logger.info("logs are brought %d iterations at a time: %s", self._most, error)
+
+    def _put_back(self, batch: _Batch) -> None:
+        """It came to nothing: what is still wanted of it is to be asked for again."""
+        self._batches.remove(batch)
+        self._left.extendleft(i for i in reversed(batch.iterations) if i in self._pieces)
 
     def _batch_of(self, iteration: int) -> _Batch:
         while True:
@@ -368,12 +408,3 @@ class _Feed:
             f"what rank {self._neighbour} sent in iteration {iteration} cannot be had: {why}",
             operation="fetch",
         )
-
-
-def _mapped(info: SegmentInfo) -> LogFile:
-    try:
-        return LogFile(Path(info.path))
-    except (OSError, SegmentError) as error:
-        raise DaemonUnavailable(
-            f"a copy that was brought here cannot be read: {error}", operation="fetch"
-        ) from error

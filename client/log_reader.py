@@ -109,14 +109,19 @@ class LogFile:
         self.path = path
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._buffer = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
+            self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         finally:
             os.close(fd)
+        self._buffer = memoryview(self._map)
         self._geometry: SegmentGeometry
         self.told: SegmentDescriptor
         self._geometry, self.told = read_prologue(self._buffer)
         if not self.told.is_log:
             raise SegmentError(f"{path.name} holds {self.told.kind}", operation="read log")
+
+    def keep_from_children(self) -> None:
+        """A forked child does not have it mapped: a data loader's worker would keep its memory for as long as it lives."""
+        self._map.madvise(mmap.MADV_DONTFORK)
 
     def header(self, index: int) -> SlotHeader | None:
         """Of a slot; None if it is damaged."""

@@ -119,7 +119,7 @@ class Fetches:
             return None
         job = self._jobs.pop((reader, number), None)
         if job is not None:
-            job.close("it is no longer needed")
+            job.close("it is no longer needed", wanted=False)
         return self._remove_copy(reader, number, "its trainer no longer needs it")
 
     def tick(self) -> None:

@@ -104,9 +104,9 @@ class FetchJob:
             piece.lose(node)
         self._go_on()
 
-    def close(self, reason: str = "cancelled") -> None:
-        """End early; what is not sealed is freed."""
-        self._end(reason)
+    def close(self, reason: str = "cancelled", *, wanted: bool = True) -> None:
+        """End early; what is not sealed is freed. If it is not ``wanted`` any more, that is no failure."""
+        self._end(reason, wanted=wanted)
 
     def _go_on(self) -> None:
         if not self._goes_on():
@@ -127,7 +127,7 @@ class FetchJob:
         self._end("its memory was given back")
         return False
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, *, wanted: bool = True) -> None:
         if self.over:
             return
         self.over, self.reason = True, reason
@@ -138,9 +138,10 @@ class FetchJob:
         told = self.segment.descriptor
         delivered = _sum_by_node([piece for piece in self._pieces if piece.sealed])
         where = ", ".join(f"{format_bytes(n)} from {name}" for name, n in delivered.items() if n)
+        failed = bool(reason) and wanted
         self._events.add(
-            "error" if reason else "info",
-            "fetch_failed" if reason else "fetched",
+            "error" if failed else "info",
+            "fetch_failed" if failed else "fetch_ended" if reason else "fetched",
             f"{told.job}/{told.run} rank {told.rank}: "
             + (reason or f"{len(self._pieces)} {_what(told.kind)} in {took_s:.2f} s: {where}"),
         )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,21 +18,23 @@ import torch
 from torch import Tensor
 
 from ckptd.client import fed_logs
+from ckptd.client.arrival import Arrivals
 from ckptd.client.fed_logs import FedLogs
 from ckptd.client.identity import Identity
 from ckptd.client.log_reader import LogFile
 from ckptd.client.memory import RankMemory
 from ckptd.client.segment import MappedSegment
+from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.boundary import RecordKey, SentKind, parse_record_name
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import unpack_slot_header
 from ckptd.memory.segments import open_segment
-from ckptd.recovery.holdings import header_record
+from ckptd.recovery.holdings import fetch_piece, header_record
 from ckptd.recovery.plan import Piece, Source
 from ckptd.transport.messages import GetStatus, NodeCard, RunSeen, SeeRun, Status
 from tests.ckptd.nodes import PORT, Net, Node
-from tests.ckptd.running import eventually, fill, state_of
+from tests.ckptd.running import eventually, fill
 from tests.ckptd.snapshots import states_in
 
 pytestmark = pytest.mark.timeout(120)
@@ -103,6 +107,11 @@ def sent_in(rank: int, iteration: int, size: int = BYTES) -> Tensor:
     return torch.randint(256, (size,), generator=random, dtype=torch.uint8)
 
 
+def state_in(segment: MappedSegment | LogFile, index: int) -> SlotState | None:
+    header = segment.header(index)
+    return None if header is None else header.state
+
+
 def log(memory: RankMemory, *iterations: int, size: int = BYTES) -> MappedSegment:
     """A log in which these iterations are sealed by the daemon."""
     rank, slot_bytes = memory.identity.rank, size + MIB
@@ -114,7 +123,7 @@ def log(memory: RankMemory, *iterations: int, size: int = BYTES) -> MappedSegmen
         fill(segment, index, iteration, anchors=0, tensors=((name, "U8", (size,), data),))  # type: ignore[arg-type]
         memory.session.filled(segment.generation, index, iteration)
         eventually(
-            lambda i=index: state_of(segment, i) is SlotState.SEALED,  # type: ignore[misc, arg-type]
+            lambda i=index: state_in(segment, i) is SlotState.SEALED,  # type: ignore[misc]
             f"iteration {iteration} is sealed",
         )
     return segment
@@ -213,11 +222,19 @@ def test_a_log_on_this_node_is_read_where_it_is_and_its_owner_passes_over_it(
 
 
 def test_a_forked_worker_does_not_keep_the_slots_of_others(job: Job, pair: Net) -> None:
-    """It shares the locks of the process that it was forked from, and may live for the whole training."""
-    with job.rank(pair[0], 0) as sender, job.rank(pair[0], 1) as reader:
+    """It shares the locks and the memory of the process that it was forked from, and may live for the whole training."""
+    with (
+        job.rank(pair[0], 0) as sender,
+        job.rank(pair[0], 1) as reader,
+        job.rank(pair[1], 2) as away,
+    ):
         segment = log(sender, 3)
-        pieces, _ = job.logged(pair[0])
-        fed = FedLogs(reader.session, {0: pieces})
+        pieces, card = job.logged(pair[0])
+        fed, brought = (
+            FedLogs(reader.session, {0: pieces}),
+            FedLogs(away.session, {0: pieces}, (card,)),
+        )
+        assert torch.equal(brought(0, 3)[SENT], sent_in(0, 3))
         ends, begun = os.pipe(), os.pipe()
         child = os.fork()
         if child == 0:
@@ -226,9 +243,12 @@ def test_a_forked_worker_does_not_keep_the_slots_of_others(job: Job, pair: Net) 
             os._exit(0)
         try:
             os.read(begun[0], 1)
+            mapped = [Path(f"/proc/{pid}/maps").read_text() for pid in (os.getpid(), child)]
+            assert [".fetched" in text for text in mapped] == [True, False]
             assert not segment.try_lock_slot(0)
             fed.close()
             assert segment.try_lock_slot(0)
+            brought.close()
         finally:
             os.write(ends[1], b"!")
             os.waitpid(child, 0)
@@ -315,7 +335,7 @@ def test_a_node_that_dies_while_it_delivers(job: Job, second: bool) -> None:
             assert batch.info is not None
             number = batch.info.generation
             copy = LogFile(Path(batch.info.path))
-            eventually(lambda: state_of(copy, 0) is SlotState.FILLING, "it begins")
+            eventually(lambda: state_in(copy, 0) is SlotState.FILLING, "it begins")
             net[0].kill()
             net.path(net[1], net[2]).bytes_per_s = None
             if second:
@@ -325,6 +345,38 @@ def test_a_node_that_dies_while_it_delivers(job: Job, second: bool) -> None:
             else:
                 with pytest.raises(DaemonUnavailable, match="could not be brought here"):
                     fed(0, 3)
+            fed.close()
+
+
+def test_a_daemon_that_is_restarted_is_asked_again(job: Job) -> None:
+    """What it had brought stays readable; what was on its way it has forgotten."""
+    size = 12 * MIB
+    with Net(2, proxied=True).up() as net:
+        with job.rank(net[0], 0) as sender:
+            log(sender, *range(3, 7), size=size)
+            card = _card_from(net, "n1", sender.session.card)
+        pieces, _ = job.logged(net[0])
+        net.path(net[1], net[0]).bytes_per_s = 2 * MIB
+        with job.rank(net[1], 1) as reader, ThreadPoolExecutor(1) as pool:
+            fed = FedLogs(reader.session, {0: pieces}, (card,), batch_bytes=2 * size + MIB)
+            (batch,) = fed._feeds[0]._batches
+            assert batch.info is not None
+            copy = LogFile(Path(batch.info.path))
+            eventually(lambda: state_in(copy, 0) is SlotState.FILLING, "it is on its way")
+            found = pool.submit(fed, 0, 3)
+            net[1].kill()
+            net[1].launch()
+            net.path(net[1], net[0]).bytes_per_s = None
+            assert torch.equal(found.result(60)[SENT], sent_in(0, 3, size))
+            (batch,) = [b for b in fed._feeds[0]._batches if 4 in b.iterations]
+            assert batch.info is not None
+            copy = LogFile(Path(batch.info.path))
+            eventually(lambda: state_in(copy, 1) is SlotState.SEALED, "the next one is here")
+            net[1].kill()
+            assert torch.equal(fed(0, 4)[SENT], sent_in(0, 4, size))
+            net[1].launch()
+            for iteration in (5, 6):
+                assert torch.equal(fed(0, iteration)[SENT], sent_in(0, iteration, size))
             fed.close()
 
 
@@ -367,6 +419,26 @@ def test_a_rank_of_another_job_gets_nothing(job: Job, pair: Net) -> None:
                 with pytest.raises(AttachRefused) as refused:
                     FedLogs(spy.session, stolen, (card,))
                 assert refused.value.code == code
+
+
+def test_a_copy_can_be_mapped_as_a_segment_whose_images_arrive(job: Job, pair: Net) -> None:
+    """As a rank does that takes its tensors from what a peer has parked."""
+    with job.rank(pair[0], 0) as sender:
+        log(sender, 3)
+    pieces, card = job.logged(pair[0])
+    with job.rank(pair[1], 1) as reader:
+        session, asked_s = reader.session, time.perf_counter()
+        wanted = (fetch_piece(pieces[3], sealed_at_ns=time.time_ns()),)
+        info = session.fetch_for_reading(0, "log", wanted, (card,)).result(60)
+        segment = MappedSegment(info.path, info.generation)
+        assert segment.descriptor.rank == 0
+        arrivals = Arrivals(session, segment, Stats(), asked_s=asked_s)
+        view = arrivals.image(0, pieces[3].record).view
+        name = f"activation/{SENT.stage}/0/0/0"
+        assert bytes(view.data(name)) == sent_in(0, 3).numpy().tobytes()
+        segment.close()
+        session.drop(info.generation)
+        eventually(lambda: not job.copies(pair[1]), "it is given back")
 
 
 def test_a_log_that_cannot_be_opened_here_is_brought_by_the_daemon(
