@@ -6,7 +6,7 @@ process is gone. When they change, a log of the next generation is asked for: th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,15 @@ import torch.distributed as dist
 from ckptd.client import values
 from ckptd.client.communication import Communication
 
-__all__ = ["Facts", "data_offset_of", "facts_of", "find_facts", "log_payload", "told_facts"]
+__all__ = [
+    "Facts",
+    "data_offset_of",
+    "facts_of",
+    "find_facts",
+    "joined_domains",
+    "log_payload",
+    "told_facts",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,26 @@ def find_facts(
         tuple(sorted(alike)),
         tuple(reasons),
     )
+
+
+def joined_domains(facts: Mapping[int, Facts]) -> dict[int, tuple[int, ...]]:
+    """The domain of each rank that told facts or was named in a domain, such that each rank is in one: joined is whom others join."""
+    leader: dict[int, int] = {}
+
+    def find(rank: int) -> int:
+        while leader.setdefault(rank, rank) != rank:
+            leader[rank] = leader[leader[rank]]
+            rank = leader[rank]
+        return rank
+
+    for rank, told in facts.items():
+        for other in told.domain:
+            one, two = sorted((find(rank), find(other)))
+            leader[two] = one
+    members: dict[int, list[int]] = {}
+    for rank in sorted(leader):
+        members.setdefault(find(rank), []).append(rank)
+    return {rank: tuple(ranks) for ranks in members.values() for rank in ranks}
 
 
 def told_facts(payloads: Iterable[bytes]) -> Facts | None:
