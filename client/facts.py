@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from ckptd.client import values
 from ckptd.client.communication import Communication
 
@@ -66,7 +64,7 @@ class Facts:
 
 
 def find_facts(
-    communication: Communication | None, alike: Iterable[int], known: Facts | None
+    rank: int, communication: Communication | None, alike: Iterable[int], known: Facts | None
 ) -> Facts | None:
     """What is known by now, together with what an earlier trainer has told; None before a step was seen."""
     if communication is None or not communication.observed:
@@ -76,7 +74,7 @@ def find_facts(
     reasons = dict.fromkeys([*before.reasons, *(joined[rank] for rank in sorted(joined))])
     return Facts(
         tuple(sorted({*before.neighbours, *communication.neighbours})),
-        tuple(sorted({*before.domain, *joined, dist.get_rank()})),
+        tuple(sorted({*before.domain, *joined, rank})),
         tuple(sorted(alike)),
         tuple(reasons),
     )

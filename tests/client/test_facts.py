@@ -41,9 +41,9 @@ def test_reasons_alone_make_no_difference() -> None:
 
 
 def test_before_a_step_was_seen_what_an_earlier_trainer_told_counts() -> None:
-    assert find_facts(Communication(), (), FACTS) == FACTS
-    assert find_facts(Communication(), (), None) is None
-    assert find_facts(None, (), None) is None
+    assert find_facts(1, Communication(), (), FACTS) == FACTS
+    assert find_facts(1, Communication(), (), None) is None
+    assert find_facts(1, None, (), None) is None
 
 
 def test_ranks_are_joined_by_way_of_others() -> None:
