@@ -383,7 +383,8 @@ class BoundaryLog(SilentLog):
 
     def _facts(self) -> Facts | None:
         """What is known by now; from an earlier trainer, too, who may have seen what happens rarely."""
-        return find_facts(self._communication, self._alike, self._known)
+        rank = self._memory.identity.rank
+        return find_facts(rank, self._communication, self._alike, self._known)
 
     def _begin(self, step: int, replaying: bool) -> None:
         slots = self._slots

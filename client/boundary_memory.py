@@ -72,6 +72,7 @@ class LogMemory:
         self._coming: Future[SegmentInfo] | None = None
         self._asked = LogSize(0, Room())
         self._facts: Facts | None = None  # what is asked for tells them
+        self._misleading = False  # what is there tells less, and nothing else is to be had
         self._retry_at = 0
         self.refused = ""
         for segment in memory.logs:
@@ -100,6 +101,8 @@ class LogMemory:
 
         Where it is there, nothing is done.
         """
+        if self._misleading:
+            self._drop_all()
         busy = self._coming is not None or len(self._memory.logs) >= _MAX_GENERATIONS
         if busy or not room.num_records or step < self._retry_at:
             return
@@ -117,6 +120,7 @@ class LogMemory:
                 f"it needs {size}, limit_bytes allows {human(self._limit_bytes)}: raise it, or use smaller windows"
             )
             self._retry_at = step + _RETRY_STEPS
+            self._misleading = self._behind(facts)
             return
         self._asked = size
         payload = log_payload(header_room(room.num_records), facts)
@@ -134,8 +138,7 @@ class LogMemory:
         try:
             segment = self._memory.add_beside(coming.result())
         except (AttachRefused, DaemonUnavailable) as error:
-            if isinstance(error, AttachRefused) and self._behind(self._facts):
-                self._drop_all()
+            self._misleading = isinstance(error, AttachRefused) and self._behind(self._facts)
             self._not_reserved(step, error)
             return
         try:
@@ -170,6 +173,9 @@ class LogMemory:
 
     def _drop_all(self) -> None:
         """Rather no log than one whose facts are wrong; another attempt will find its memory free."""
+        if any(r.state is SlotState.FILLING for r in self.records()):
+            return  # copies are under way: at the top of the next step
+        self._misleading = False
         for segment in list(self._memory.logs):
             self._engine.release(segment.memory)
             self._memory.drop_log(segment)

@@ -6,16 +6,22 @@ process is gone. When they change, a log of the next generation is asked for: th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import torch.distributed as dist
 
 from ckptd.client import values
 from ckptd.client.communication import Communication
 
-__all__ = ["Facts", "data_offset_of", "facts_of", "find_facts", "log_payload", "told_facts"]
+__all__ = [
+    "Facts",
+    "data_offset_of",
+    "facts_of",
+    "find_facts",
+    "joined_domains",
+    "log_payload",
+    "told_facts",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ class Facts:
 
 
 def find_facts(
-    communication: Communication | None, alike: Iterable[int], known: Facts | None
+    rank: int, communication: Communication | None, alike: Iterable[int], known: Facts | None
 ) -> Facts | None:
     """What is known by now, together with what an earlier trainer has told; None before a step was seen."""
     if communication is None or not communication.observed:
@@ -68,10 +74,30 @@ def find_facts(
     reasons = dict.fromkeys([*before.reasons, *(joined[rank] for rank in sorted(joined))])
     return Facts(
         tuple(sorted({*before.neighbours, *communication.neighbours})),
-        tuple(sorted({*before.domain, *joined, dist.get_rank()})),
+        tuple(sorted({*before.domain, *joined, rank})),
         tuple(sorted(alike)),
         tuple(reasons),
     )
+
+
+def joined_domains(facts: Mapping[int, Facts]) -> dict[int, tuple[int, ...]]:
+    """The domain of each rank that told facts or was named in a domain, such that each rank is in one: joined is whom others join."""
+    leader: dict[int, int] = {}
+
+    def find(rank: int) -> int:
+        while leader.setdefault(rank, rank) != rank:
+            leader[rank] = leader[leader[rank]]
+            rank = leader[rank]
+        return rank
+
+    for rank, told in facts.items():
+        for other in told.domain:
+            one, two = sorted((find(rank), find(other)))
+            leader[two] = one
+    members: dict[int, list[int]] = {}
+    for rank in sorted(leader):
+        members.setdefault(find(rank), []).append(rank)
+    return {rank: tuple(ranks) for ranks in members.values() for rank in ranks}
 
 
 def told_facts(payloads: Iterable[bytes]) -> Facts | None:

@@ -6,8 +6,6 @@ Both lives are in the same processes; of the first one only what a restart would
 from __future__ import annotations
 
 import copy
-import datetime
-import os
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing.spawn as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
@@ -34,13 +31,13 @@ from ckptd.client.stage_shapes import StageShapes, shapes_of
 from ckptd.client.stages import listen
 from ckptd.errors import CorruptionError
 from ckptd.memory.boundary import RecordKey, SentKind
+from tests.client.gloo_ranks import run_in_ranks
 
 __all__ = ["BASE", "PIPELINES", "RESUME", "Outcome", "Pipeline", "Spoil", "run_ranks"]
 
 # Iterations of the first life; those that go back run [BASE, RESUME) again, and all of them the rest.
 BASE, RESUME, TOTAL = 2, 5, 7
 MICRO, WIDE, VOCAB, LENGTH = 4, 8, 11, 5
-_PATIENCE_S = 150.0
 
 Log = dict[int, dict[RecordKey, Tensor]]
 # Changes the log of one rank before it is used.
@@ -233,42 +230,14 @@ def run_ranks(
         spoil: is called with each rank and its log before the first restart; it must be a function of a module.
     """
     world_size = PIPELINES[pipeline].world_size
-    context = mp.start_processes(
-        _process,
-        (world_size, str(folder), pipeline, tuple(restarts), spoil),
-        nprocs=world_size,
-        join=False,
-        start_method="spawn",
-    )
-    try:
-        deadline = datetime.datetime.now() + datetime.timedelta(seconds=_PATIENCE_S)
-        while not context.join(timeout=5):
-            assert datetime.datetime.now() < deadline, "the ranks hang"
-    finally:
-        for process in context.processes:
-            process.kill()
-            process.join()
+    run_in_ranks(_process, world_size, folder, str(folder), pipeline, tuple(restarts), spoil)
     by_rank = [pickle.loads((folder / f"outcome-{r}").read_bytes()) for r in range(world_size)]
     return [[outcomes[i] for outcomes in by_rank] for i in range(len(restarts))]
 
 
 def _process(
-    rank: int,
-    world_size: int,
-    folder: str,
-    name: str,
-    restarts: Sequence[frozenset[int]],
-    spoil: Spoil | None,
+    rank: int, folder: str, name: str, restarts: Sequence[frozenset[int]], spoil: Spoil | None
 ) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
-    )
     pipeline = PIPELINES[name]
     group, twins = _groups(pipeline)
     lives = _Lives(pipeline, group, twins, Path(folder), spoil)
