@@ -211,15 +211,16 @@ class _Held:
         return iteration in self.logs(rank)
 
     def went_past(self, rank: int, iteration: int, *, or_dense_at: bool = False) -> bool:
-        """Whether there is a snapshot of it after an iteration; or one of it that anchors everything."""
+        """Whether there may be a snapshot of it after an iteration, or one of it that anchors everything.
+
+        Only a quick look: what is stale is not told apart.
+        """
         for number in self._snapshots_of.get(rank, ()):
             h = self.snapshots[number]
             everything = (1 << h.num_operators) - 1
             for r in h.records:
                 if r.iteration < iteration or not r.sealed:
                     continue
-                if r.iteration > self._limits.get(r.epoch, r.iteration):
-                    continue  # stale
                 if r.iteration > iteration or (
                     or_dense_at and r.anchors & everything == everything
                 ):

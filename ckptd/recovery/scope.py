@@ -193,7 +193,7 @@ class _Settling:
             stands = (s for s in self._stands[domain] if s.iteration <= self._limits[domain])
             stand = next(stands, None)
             place = None if stand is None else Place(stand.iteration, stand.iteration, stand)
-            if place is None or place != self._places[domain]:
+            if place != self._places[domain]:
                 self._places[domain] = place  # None: it replays
                 moved.add(domain)
         seen: set[int] = set()
@@ -259,15 +259,17 @@ class _Settling:
         return text
 
     def _widen(self, moved: Iterable[int]) -> set[int]:
-        """Limit the domains whose logs lack what somebody needs who has moved, or who is beside one that has."""
+        """Limit the domains whose logs lack what somebody needs who has moved.
+
+        To move is to start earlier: whoever reads the logs of one that has moved needs no more of them than before.
+        """
         limited = set()
         for domain in moved:
             for rank in self._relations.domains[domain]:
                 for other in self._relations.neighbours[rank]:
-                    for reader, sender in ((rank, other), (other, rank)):
-                        widening = self._lacking(reader, sender)
-                        if widening is not None and self._limit(widening):
-                            limited.add(self._relations.domain_of[sender])
+                    widening = self._lacking(rank, other)
+                    if widening is not None and self._limit(widening):
+                        limited.add(self._relations.domain_of[other])
         return limited
 
     def _lacking(self, reader: int, sender: int) -> Widening | None:

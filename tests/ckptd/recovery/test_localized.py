@@ -298,6 +298,16 @@ def test_a_stage_that_must_be_there_earlier_takes_a_snapshot_from_before() -> No
     )
 
 
+def test_of_those_who_lack_a_log_the_one_that_needs_most_counts() -> None:
+    """Ranks 0 and 2 have nothing but their parked states, of 7 and of 8; what rank 1 sent since is lost."""
+    job = Job([7, T, 8])
+    job.snapshots = {rank: [] for rank in job.snapshots}
+    job.parked[1] = [slot(t, EVERYTHING) for t in (7, 8, T)]
+    job.logs[1] = []
+    job.logs[2] = [slot(7, 0)]
+    assert outline(job.planned()) == ["parked 7", "parked 7 < 2[7:8]", "parked 8"]
+
+
 def test_where_everybody_would_replay_all_recover_together() -> None:
     job = Job([T] * 3).trainer_lost(1)
     job.logs = {rank: [] for rank in job.logs}
@@ -417,15 +427,13 @@ def test_ranks_that_replay_together_recorded_the_same_phases() -> None:
 
 
 def test_the_newest_start_counts_not_the_newest_end() -> None:
-    """They run on to where all meet anyway: a gap in the chain after a complete suffix makes nobody run more."""
+    """They run on to where all meet anyway, so a suffix that ends later is not worth starting earlier."""
     job = Job([T] * 3).trainer_lost(1)
-    broken = [replace(r, previous=-1) if r.iteration == 9 else r for r in job.snapshots[1]]
-    job.snapshots[1] = broken  # 6, 7, 8 | 9, 10
-    plan = job.planned()
-    assert outline(plan)[1] == "replays 6-8 < 0[6:10] < 2[6:10]"
-    dense = [replace(r, anchors=EVERYTHING) if r.iteration == 8 else r for r in broken]
-    job.snapshots[1] = dense
+    dense = replace(slot(8, EVERYTHING), previous=-1)
+    job.snapshots[1] = [*job.snapshots[1][:-3], dense, replace(slot(10, 2), previous=7)]
     assert outline(job.planned())[1] == "replays 8 < 0[8:10] < 2[8:10]"
+    job.snapshots[1].remove(dense)  # 5, 6, 7, 10 anchor everything
+    assert outline(job.planned())[1] == "replays 5-10 < 0[5:10] < 2[5:10]"
 
 
 # -- where things come from -------------------------------------------------------------------------
