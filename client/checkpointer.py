@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ckptd.client.agreement import all_or_none
 from ckptd.client.apart import Apart
+from ckptd.client.apart_start import ApartStart, come_together
 from ckptd.client.arguments import (
     all_operators,
     check_options,
@@ -64,6 +65,7 @@ from ckptd.client.scalars import Stateful
 from ckptd.client.shared_values import shared_value
 from ckptd.client.sharing import NOTHING_SHARED, Sharing, find_replicas, meet_sharing
 from ckptd.client.silent_log import SilentLog
+from ckptd.client.stage_shapes import StageShapes
 from ckptd.client.stages import listen, stages_of
 from ckptd.client.start_from import load_start, start_unprotected
 from ckptd.client.stats import Stats
@@ -221,6 +223,7 @@ class Checkpointer:
             freezing_reason=why,
             on_mismatch=on_mismatch,
             sharing=told,
+            operators=self._operators,
         )
         self._meet = partial(exchange, self._identity)
         needed, text = needed_memory(
@@ -546,6 +549,8 @@ class Checkpointer:
         self._check_whole()
         if self._boundary is not None:
             self._boundary.end()
+        if self._apart_start is not None:
+            self._apart_top(step, self._apart_start)
         replay = self._replay
         recorder = self._recorder
         if self._resume is not None:
@@ -569,6 +574,29 @@ class Checkpointer:
             self._stepping = True
         else:
             self._tape.take()  # given up: what the taps still record is for nobody
+
+    def _apart_top(self, step: int, start: ApartStart) -> None:
+        """The top of a step that not all ranks run; at the first one that they do, wait for them.
+
+        Raises:
+            ValueError: there is nobody to feed this rank: boundaries are not logged in this life.
+            DaemonUnavailable: not all ranks came there in time.
+        """
+        if step < start.plan.resume:
+            if start.mine.feeds and self._boundary is None:
+                raise ValueError(
+                    f"this rank runs iterations {start.mine.start} to {start.plan.resume - 1} without its neighbours, but their logs have "
+                    "nowhere to go: call ckpt.log_boundaries(schedule) or ckpt.boundary_log() before the loop, as in the run before"
+                )
+            return
+        self._apart_start = None
+        self._meet(b"")
+        assert self._memory is not None
+        come_together(self._memory, start)
+        text = f"all ranks run together again from iteration {start.plan.resume} on"
+        logger.info("%s", text)
+        if self._identity.rank == 0:
+            self._memory.session.notice("info", "together", text)
 
     def _survive(self, recorder: Recorder, work: Callable[..., object], *args: object) -> None:
         """Run our side of a step: whatever goes wrong in it must not reach the user's loop.
@@ -678,8 +706,9 @@ class Checkpointer:
     _first: Replay | None = None
     _rehearses = _verifies = False
     _logged_stages: frozenset[int] = frozenset()
-    # After a localized restart: who is there in which iteration.
+    # After a localized restart: who is there in which iteration; and, until all run together, what came of the plan.
     _apart: Apart | None = None
+    _apart_start: ApartStart | None = None
 
     @contextlib.contextmanager
     def _rehearsing(self) -> Iterator[None]:
@@ -778,6 +807,8 @@ class Checkpointer:
         for segment in memory.table.segments:
             self._engine.register(segment.memory, segment.regions())
         recorder.resume(found.plan, last=replay.end, phase=found.phase, sharing=found.sharing)
+        if found.apart is not None:
+            self._run_apart(found.apart, replay.oldest_scalars.get("stages", {}))
         self.resumed_from = replay.end
         self._stats.restore_s = time.perf_counter() - started
         self._stats.restored_bytes = replay.bytes_loaded
@@ -788,6 +819,18 @@ class Checkpointer:
         # A warning, so that it is seen without any logging set-up: the run does not begin at its beginning.
         logger.warning("%s", text)
         memory.session.notice("info", "restored", text)
+
+    def _run_apart(self, start: ApartStart, stages: Mapping[int, StageShapes | None]) -> None:
+        """Some ranks begin before others; ``stages``: what each of this rank's stages had found out."""
+        assert self._recorder is not None
+        self._apart_start = start
+        shapes = {int(index): found for index, found in stages.items() if found is not None}
+        self._recorder.stage_shapes = shapes
+        bases = {rank: plan.start for rank, plan in start.plan.per_rank.items()}
+        self._apart = Apart(
+            (), self._identity.rank, bases, start.plan.resume, start.feeds, shapes=shapes
+        )
+        self._cleanup.callback(start.feeds.close)
 
     def _certify(
         self, images: Sequence[SnapshotImage], until: int, run_step: Callable[[int], Any]

@@ -35,7 +35,7 @@ from ckptd.client.rng import capture_rng
 from ckptd.client.scalars import Stateful, gather_groups, gather_state, grad_flags, python_state
 from ckptd.client.segment import MappedSegment
 from ckptd.client.sharing import Sharing
-from ckptd.client.stage_shapes import shapes_of
+from ckptd.client.stage_shapes import StageShapes, shapes_of
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine, CpuEngine
 
@@ -86,6 +86,7 @@ class Recorder:
         self._counter, self._precision, self._buckets = counter, precision, buckets
         # Stages of a pipeline whose boundaries are logged: what they find out is kept, too.
         self.stages: list[Any] = []
+        self.stage_shapes: Mapping[int, StageShapes] = {}  # from the life before
         self._capture: Capture | None = None
         # Which snapshot of the schedule this is. One rank counts its clean boundaries; several ranks, which must be in the same
         # phase, take it from the number of the iteration (`ckptd.schedules.calendar`).
@@ -377,8 +378,13 @@ class Recorder:
             "senders": self._buckets.senders(),
             "phases": [list(p) for p in plan.schedule.phases],
             "stride": 1 if self._changes is None else self._changes.calendar.stride,
-            "stages": {int(s.stage_index): shapes_of(s) for s in self.stages},
+            "stages": self._stage_shapes(),
         }
+
+    def _stage_shapes(self) -> dict[int, StageShapes | None]:
+        """Of each stage, as it has found out in this life, or in the one before."""
+        indices = {int(stage.stage_index): stage for stage in self.stages}
+        return {i: shapes_of(stage) or self.stage_shapes.get(i) for i, stage in indices.items()}
 
     # -- getting ready ---------------------------------------------------------------------------
 

@@ -11,12 +11,14 @@ import torch
 
 from ckptd.client import values
 from ckptd.client.agreement import Exchange, all_or_none
+from ckptd.client.apart_start import ApartStart, begin_apart
 from ckptd.client.binding import Binding
 from ckptd.client.exchange import exchange
 from ckptd.client.freeze import Tape
 from ckptd.client.handing import Handing, arrange
 from ckptd.client.identity import Identity
 from ckptd.client.memory import RankMemory
+from ckptd.client.operators import Operator
 from ckptd.client.planning import Plan, plan_from_payload, signature, signature_difference
 from ckptd.client.replay import Replay, ReplayMismatch, SnapshotImage
 from ckptd.client.scalars import Stateful
@@ -42,6 +44,7 @@ class Resumption:
     phase: int
     reason: str
     sharing: Sharing
+    apart: ApartStart | None = None  # after a localized recovery: who begins where
 
 
 def newest_window(memory: RankMemory, meet: Exchange) -> Suffix:
@@ -83,6 +86,7 @@ class Recovery:
         freezing_reason: why, for ``describe()``.
         on_mismatch: ``raise`` or ``warn``.
         sharing: what several ranks have alike, whether or not they have the same values now: a replay gives them these.
+        operators: of this model, as it is built now.
     """
 
     def __init__(
@@ -97,7 +101,9 @@ class Recovery:
         freezing_reason: str,
         on_mismatch: str,
         sharing: Sharing,
+        operators: Sequence[Operator],
     ) -> None:
+        self._operators = operators
         self._binding, self._engine, self._identity = binding, engine, identity
         self._stateful, self._tape, self._on_mismatch = stateful, tape, on_mismatch
         self.freezing, self.freezing_reason = freezing, freezing_reason
@@ -116,7 +122,8 @@ class Recovery:
 
         with all_or_none(meet, memory.session.node_id):
             memory.settle_filled(_SEAL_WAIT_S)
-        found = memory.recover(meet)
+        apart = self._apart(memory, meet)
+        found = (apart.images, apart.plan.reason) if apart is not None else memory.recover(meet)
         if isinstance(found, str):
             memory.forget_everything()
             return None
@@ -125,10 +132,17 @@ class Recovery:
             plan = self._plan_of(memory)
         images, reason = found
         with all_or_none(meet, memory.session.node_id):
-            replay = self.replay_of(images, plan, meet)
+            alone = apart is not None and not apart.replays
+            replay = self.replay_of(images, plan, meet, alone=alone)
             # What is loaded first must have arrived. The rest is waited for in replay.
             _ = images[0].view
-        return Resumption(replay, plan, images[-1].phase, reason, self._sharing)
+        return Resumption(replay, plan, images[-1].phase, reason, self._sharing, apart)
+
+    def _apart(self, memory: RankMemory, meet: Exchange) -> ApartStart | None:
+        """A collective call."""
+        if self._identity.world_size == 1:
+            return None
+        return begin_apart(memory, meet, self._sharing.alike(self._operators, self._identity.rank))
 
     def _heed(self, hints: Sequence[bytes]) -> None:
         """Freeze otherwise if any rank left the hint: what one computes from all gradients, it computes from the others', too."""
@@ -156,15 +170,20 @@ class Recovery:
         meet: Exchange,
         *,
         on_mismatch: str | None = None,
+        alone: bool = False,
     ) -> Replay:
         """A replay of these snapshots, oldest first; a collective call if there are several ranks.
 
+        Args:
+            alone: the images have everything that this rank has; nobody hands it anything.
         Raises:
             ValueError: what this rank shares with others was recorded by none that it can reach now.
         """
         handing: Handing | None = None
         if self._identity.world_size > 1:
             handing = arrange(self._sharing, plan.operators, plan.owners, self._identity.rank, meet)
+            if alone:
+                handing = None
         return Replay(
             self._binding,
             plan.operators,

@@ -160,6 +160,11 @@ class Replay:
         return -1 if self.dense else self._images[self._position + 1].iteration
 
     @property
+    def oldest_scalars(self) -> dict[str, Any]:
+        """The step scalars of the suffix's first snapshot."""
+        return self._scalars(0)
+
+    @property
     def newest_scalars(self) -> dict[str, Any]:
         """The step scalars of the suffix's last snapshot."""
         return self._scalars(len(self._images) - 1)
