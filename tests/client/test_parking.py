@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from ckptd.client import Checkpointer
 from ckptd.client.binding import Binding
@@ -18,94 +18,14 @@ from ckptd.client.freeze import Tape
 from ckptd.client.park_memory import parked_image, parked_records
 from ckptd.client.parking import Parking
 from ckptd.client.replay import Replay
-from ckptd.client.rng import capture_rng
 from ckptd.cuda.engine import CopyItem, CpuEngine, HostMemory
 from ckptd.errors import CorruptionError
 from ckptd.memory.ring import SlotState
 from tests.ckptd.running import eventually
 from tests.e2e.harness import own_daemon
+from tests.e2e.parking_job import Job, unlike
 
-WIDE = 8
 Body = Callable[[int], None]
-
-
-class Net(nn.Module):
-    """With all that a forward changes: running statistics, a counter, random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
-        self.norm, self.drop = nn.BatchNorm1d(WIDE), nn.Dropout(0.3)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
-        found: Tensor = self.b(self.drop(self.norm(self.a(x))))
-        return found
-
-
-class Data:
-    """Batches by their number."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def batch(self) -> Tensor:
-        self.position += 1
-        return torch.randn(4, WIDE, generator=torch.Generator().manual_seed(self.position))
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-
-class Job:
-    """A small training whose every part a park must hold: AdamW, a schedule, data, random numbers."""
-
-    def __init__(self, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        self.model = Net()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
-        self.data = Data()
-        self.state = {"scheduler": self.scheduler, "data": self.data}
-
-    def forward_and_backward(self) -> None:
-        self.model(self.data.batch()).square().mean().backward()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-
-    def everything(self) -> dict[str, Any]:
-        """All that must be equal, by name."""
-        found: dict[str, Any] = {n: t.detach().clone() for n, t in self.model.state_dict().items()}
-        for name, param in self.model.named_parameters():
-            for key, value in self.optimizer.state[param].items():
-                found[f"{name}.{key}"] = value.detach().clone()
-        found["groups"] = [
-            {k: v for k, v in group.items() if k != "params"}
-            for group in self.optimizer.param_groups
-        ]
-        found["state"] = {name: item.state_dict() for name, item in self.state.items()}
-        found["rng"] = capture_rng()
-        return found
-
-
-def unlike(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """The names of what is not the same bits."""
-    return sorted(
-        name
-        for name in a.keys() | b.keys()
-        if not (
-            torch.equal(a[name], b[name])
-            if isinstance(a.get(name), Tensor)
-            else a.get(name) == b.get(name)
-        )
-    )
 
 
 class Trained(Job):
@@ -553,3 +473,38 @@ def test_unless_asked_for_one_rank_does_not_park(make: Callable[..., Trained]) -
     job = make(park=None)
     job.ckpt.boundary_log()
     assert job.ckpt._parking is None
+
+
+def test_the_signal_is_as_it_was_when_nobody_parks_any_more(endpoint: str, run: str) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    jobs = [Trained(endpoint, f"{run}-{i}") for i in range(2)]
+    installed = signal.getsignal(signal.SIGTERM)
+    assert installed != before
+    jobs[0].ckpt.close()
+    assert signal.getsignal(signal.SIGTERM) == installed
+    jobs[1].ckpt.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_outside_of_the_main_thread_no_handler_is_installed_and_that_is_said(
+    endpoint: str, run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def elsewhere() -> None:
+        job = Trained(endpoint, run)
+        job.train(8, at(7, lambda: job.parking.park("a test")))
+        assert job.parked() == [7]
+        job.ckpt.close()
+        done.set()
+
+    done = threading.Event()
+    with caplog.at_level(logging.WARNING):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join(60)
+    assert done.is_set()
+    assert signal.getsignal(signal.SIGTERM) == before
+    told = [r.getMessage() for r in caplog.records if "SIGTERM will not park" in r.getMessage()]
+    assert told == ["SIGTERM will not park: handlers can be installed in the main thread only"]
