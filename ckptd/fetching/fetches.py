@@ -111,7 +111,6 @@ class Fetches:
                 self._jobs.pop((owner, generation)).close("its trainer ended")
         for number in self.copies.of(key):
             self._remove_copy(key, number, "its trainer ended")
-        self.copies.forget_unmade(key)
 
     def drop_copy(self, reader: RankKey, number: int) -> int | None:
         """A trainer has read what was brought for it; returns the bytes that are free, None if this is no copy of it."""

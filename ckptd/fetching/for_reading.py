@@ -132,12 +132,11 @@ class ForReading:
 
     def _built(self, request: _Request, number: int, segment: Segment) -> None:
         reader = request.session.key
-        if not (
-            self._copies.enter(reader, number, segment) and self._attached(request.session)
-        ):  # made for nobody
+        if not self._attached(request.session):
             self._discard(reader, number, segment)
             request.refuse(RefusalCode.NO_SESSION, f"{reader} has left meanwhile")
             return
+        self._copies.enter(reader, number, segment)
         size = format_bytes(segment.file_bytes)
         text = f"{reader}: a copy of {request.whose} ({request.message.kind}, {size})"
         self._events.add("info", "reserved", text, reader)
@@ -147,6 +146,7 @@ class ForReading:
         request.answer(m.Reserved(info, segment.mlocked))
 
     def _discard(self, reader: RankKey, number: int, segment: Segment) -> None:
+        """It was made for nobody, and nobody would ever drop it."""
         self._copies.cancel(reader, number)
         segment.path.unlink(missing_ok=True)
         self._slow.submit(segment.close, _nothing, _log_failure)

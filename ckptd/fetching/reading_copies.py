@@ -78,13 +78,10 @@ class ReadingCopies:
         """It came to nothing."""
         self._copies.pop((reader, number), None)
 
-    def enter(self, reader: RankKey, number: int, segment: Segment) -> bool:
-        """It is there. False if its reader is gone meanwhile: it is for nobody, and the caller's to remove."""
-        promised = self._copies.get((reader, number))
-        if promised is None:
-            return False
-        self._copies[reader, number] = replace(promised, segment=segment)
-        return True
+    def enter(self, reader: RankKey, number: int, segment: Segment) -> None:
+        """It is there."""
+        key = reader, number
+        self._copies[key] = replace(self._copies[key], segment=segment)
 
     def get(self, reader: RankKey, number: int) -> Segment | None:
         """A copy that is there."""
@@ -103,12 +100,6 @@ class ReadingCopies:
             for (key, n), copy in self._copies.items()
             if key == reader and copy.segment is not None
         ]
-
-    def forget_unmade(self, reader: RankKey) -> None:
-        """A reader is gone: what is still being made for it is for nobody."""
-        for (key, number), copy in list(self._copies.items()):
-            if key == reader and copy.segment is None:
-                self.cancel(key, number)
 
     def remove(self, reader: RankKey, number: int) -> Segment:
         """Unlink and forget a copy that is there; its memory is free once nobody maps it any more."""
