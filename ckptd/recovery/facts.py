@@ -7,6 +7,7 @@ domain. They are therefore taken for one domain: it starts together, hence nothi
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -56,8 +57,8 @@ class Relations:
     def alike(self, rank: int, other: int) -> bool:
         """Whether both have all operators alike, as far as they told: nobody contradicts, and one of them says so."""
         told = [
-            yes in self.facts[by].alike
-            for by, yes in ((rank, other), (other, rank))
+            _among(whom, self.facts[by].alike)
+            for by, whom in ((rank, other), (other, rank))
             if by in self.facts
         ]
         return bool(told) and all(told)
@@ -79,6 +80,12 @@ def relate(facts: Mapping[int, RankFacts], world_size: int) -> Relations | str:
     untold = tuple(rank for rank in range(world_size) if rank not in facts)
     domains, domain_of = _partition(owners, untold)
     return Relations(domains, domain_of, neighbours, untold, facts)
+
+
+def _among(rank: int, ranks: Sequence[int]) -> bool:
+    """Whether it is one of these, ascending and perhaps thousands."""
+    at = bisect_left(ranks, rank)
+    return at < len(ranks) and ranks[at] == rank
 
 
 def _beyond(facts: Mapping[int, RankFacts], world_size: int) -> list[int]:
