@@ -7,6 +7,7 @@ domain. They are therefore taken for one domain: it starts together, hence nothi
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -56,8 +57,8 @@ class Relations:
     def alike(self, rank: int, other: int) -> bool:
         """Whether both have all operators alike, as far as they told: nobody contradicts, and one of them says so."""
         told = [
-            yes in self.facts[by].alike
-            for by, yes in ((rank, other), (other, rank))
+            _among(whom, self.facts[by].alike)
+            for by, whom in ((rank, other), (other, rank))
             if by in self.facts
         ]
         return bool(told) and all(told)
@@ -95,10 +96,13 @@ def join_domains(facts: Mapping[int, RankFacts]) -> dict[int, RankFacts]:
             rank = parent[rank]
         return rank
 
+    joined: set[int] = set()  # ranks of one domain often share one tuple, of thousands of ranks
     for rank in sorted(facts):
-        for other in facts[rank].domain:
+        domain = facts[rank].domain
+        for other in (*domain[:1], *(() if id(domain) in joined else domain)):
             one, two = sorted((root(rank), root(other)))
             parent[two] = one
+        joined.add(id(domain))
     members: dict[int, list[int]] = {}
     for rank in sorted(parent):
         members.setdefault(root(rank), []).append(rank)
@@ -107,6 +111,12 @@ def join_domains(facts: Mapping[int, RankFacts]) -> dict[int, RankFacts]:
         rank: RankFacts(told.neighbours, domains.get(root(rank), (rank,)), told.alike)
         for rank, told in facts.items()
     }
+
+
+def _among(rank: int, ranks: Sequence[int]) -> bool:
+    """Whether it is one of these, ascending and perhaps thousands."""
+    at = bisect_left(ranks, rank)
+    return at < len(ranks) and ranks[at] == rank
 
 
 def _beyond(facts: Mapping[int, RankFacts], world_size: int) -> list[int]:

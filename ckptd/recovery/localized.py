@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from types import MappingProxyType
 
 import msgspec
@@ -273,10 +274,12 @@ def _peers(
     for rank in members:
         if iteration in held.parks.get(rank, ()):
             continue
-        alike = [other for other in there if relations.alike(rank, other)]
-        if not alike or held.snapshot(rank, iteration) is None:
+        turn = len(peers) % len(there)  # each peer sends about as much
+        in_turn = chain(there[turn:], there[:turn])
+        peer = next((other for other in in_turn if relations.alike(rank, other)), None)
+        if peer is None or held.snapshot(rank, iteration) is None:
             return None
-        peers[rank] = alike[len(peers) % len(alike)]  # in turn: each peer sends about as much
+        peers[rank] = peer
     return peers
 
 

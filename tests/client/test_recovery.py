@@ -107,6 +107,7 @@ def find(
             freezing_reason="",
             on_mismatch="raise",
             sharing=NOTHING_SHARED,
+            operators=[],
         ).find(memories[rank])
 
     monkeypatch.setattr(recovery, "exchange", lambda identity, said: exchanges[identity.rank](said))
