@@ -30,11 +30,19 @@ if TYPE_CHECKING:
     from ckptd.client import Checkpointer
 
 _MEASURED = 4  # the first steps, from which the window follows
+_MEMORY_S = 20.0  # what memory may take there
 _FLOOR_S = 5.0  # what a floor may take on a busy machine
 
 
+def let_memory_come(ckpt: Checkpointer) -> None:
+    """On a busy machine these tiny steps outrun the daemon, which makes memory."""
+    give_up = time.monotonic() + _MEMORY_S
+    while _asks_for_memory(ckpt) and time.monotonic() < give_up:
+        time.sleep(0.005)
+
+
 def let_them_come(ckpt: Checkpointer) -> None:
-    """On a busy machine these tiny steps outrun the daemon, which makes memory, and the ranks, which agree beside training."""
+    """They also outrun the ranks, which agree beside training."""
     stats = ckpt.stats()
     taken = stats["snapshots"]
     if not taken:
@@ -44,6 +52,10 @@ def let_them_come(ckpt: Checkpointer) -> None:
     give_up = time.monotonic() + _FLOOR_S
     while _no_room(ckpt) and time.monotonic() < give_up:
         time.sleep(0.005)
+
+
+def _asks_for_memory(ckpt: Checkpointer) -> bool:
+    return ckpt._memory is not None and ckpt._memory.session.reserving
 
 
 def _no_room(ckpt: Checkpointer) -> bool:
@@ -256,8 +268,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         if args.step_ms:
             time.sleep(args.step_ms / 1e3)
-        if _MEASURED < step < args.kill_at and ckpt.resumed_from is None:
-            let_them_come(ckpt)
+        if step < args.kill_at and ckpt.resumed_from is None:
+            let_memory_come(ckpt)
+            if step > _MEASURED:
+                let_them_come(ckpt)
         with odd_step(job, args.odd_step, step):
             job.step(step, functools.partial(maybe_die, step))
         if step == args.nan_at:

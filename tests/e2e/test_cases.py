@@ -9,12 +9,19 @@ import pytest
 from tests.e2e.cases import CASES
 from tests.e2e.compare import differences
 from tests.e2e.harness import Jobs
+from tests.long import long
 
 TOTAL = 15
 # Where a snapshot is taken only at every third boundary, a window is longer; measured on so small a model, too.
 _TOTALS = {"auto_window": 34, "spread": 30, "dense_every": 15, "aligned": 18, "growing_state": 26}
 # They hold an iterator of their own, which no one can take back within the process.
 _CANNOT_REWIND = ("loader_early", "loader_late")
+# What differs from another case in the optimizer's arithmetic alone, or joins two others.
+_OFF_DIAGONAL = {
+    "adadelta", "adagrad", "adamax", "adafactor_fused", "asgd", "autocast_fused", "fused_drop", "nadam", "radam",
+    "rmsprop", "rprop", "moved_storage_dense", "masters_given", "window1", "dense_every", "amsgrad", "adamw_fused",
+    "loader_early", "reentrant", "sgd",
+}  # fmt: skip
 _KILLS = {"auto_window": 30, "late_state": 13, "growing_state": 22, "spread": 25}
 
 
@@ -33,7 +40,14 @@ def test_user_code_that_reads_all_gradients_falls_back_to_dropping_them(jobs: Jo
     assert differences(reference, resumed) == []
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c not in ("own_norm", "large_table")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=long) if c in _OFF_DIAGONAL else c
+        for c in CASES
+        if c not in ("own_norm", "large_table")
+    ],
+)
 def test_resumes_at_the_exact_bits(jobs: Jobs, case: str) -> None:
     """Killed inside a step, the job goes on as if nothing had happened: torch.equal on everything, random state included."""
     total, kill = str(_TOTALS.get(case, TOTAL)), str(_KILLS.get(case, 11))

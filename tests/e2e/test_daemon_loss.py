@@ -94,7 +94,7 @@ def test_a_restarted_daemon_gets_its_trainer_back(
     request: pytest.FixtureRequest, jobs: Jobs, daemon: DaemonProcess
 ) -> None:
     """The session attaches again by itself: ``ckptctl status`` shows it, and the new daemon seals."""
-    trainer = Trainer(request, jobs, "--run", "reattach", "--total", "600", "--step-ms", "5")
+    trainer = Trainer(request, jobs, "--run", "reattach", "--total", "300", "--step-ms", "20")
     trainer.reaches("snapshots", above=8)
     daemon.kill()
     trainer.reaches("daemon_outages", above=0)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.compare import differences
 from tests.e2e.harness import Jobs
+from tests.long import long
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install ckptd[test]")
 
@@ -21,8 +22,8 @@ LAYERS, EXPERTS = 2, 4
     [
         "hf_mixtral",
         "hf_mixtral_autocast",
-        "hf_qwen3_moe",
-        "hf_olmoe",
+        pytest.param("hf_qwen3_moe", marks=long),
+        pytest.param("hf_olmoe", marks=long),
         "hf_deepseek_v3",
         "hf_gpt_oss",
     ],
