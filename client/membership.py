@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -44,7 +43,7 @@ class RunView:
     )  # the highest that any node knows of; nothing may have been sealed in it yet
     parked: tuple[HeldRecords, ...] = ()
     logs: tuple[HeldRecords, ...] = ()
-    facts: Mapping[int, RankFacts] = MappingProxyType({})  # by rank, as far as there are any
+    facts: Mapping[int, RankFacts] = field(default_factory=dict)  # by rank, as far as there are any
     hints: tuple[int, ...] = ()  # by rank: what earlier trainers learned
 
     def last_epoch(self, highest: int) -> int:

@@ -108,7 +108,7 @@ class PipelineRun:
         self._output = self._folder / "torchrun.log"
         self._command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(self.num_ranks), "--max-restarts", "20"),
+            *("--nproc-per-node", str(self.num_ranks), "--max-restarts", "6"),
             *("--monitor-interval", "0.1", "-m", "--", "examples.moe_pipeline.train"),
             *("--stages", str(args.stages), "--steps", str(args.steps)),
             *("--window", str(args.window), "--init-seed", str(BASE_INIT_SEED)),
