@@ -242,9 +242,12 @@ def test_a_step_is_parked_once_however_many_ask(make: Callable[..., Trained]) ->
 
 def test_while_the_optimizer_steps_it_is_refused(make: Callable[..., Trained]) -> None:
     job, told = make(), list[str]()
-    job.optimizer.register_step_post_hook(
-        lambda *_: told.append(job.parking.park("a test").reason) if job.ckpt.step == 7 else None
-    )
+
+    def within(*_: Any) -> None:
+        if job.ckpt.step == 7:
+            told.append(job.parking.park("a test").reason)
+
+    job.optimizer.register_step_post_hook(within)
     job.train(8)
     assert told == ["an optimizer is stepping"]
     assert job.ckpt.stats()["park_refused"] == 1
@@ -253,13 +256,12 @@ def test_while_the_optimizer_steps_it_is_refused(make: Callable[..., Trained]) -
 
 def test_put_off_it_is_the_next_top_that_is_parked(make: Callable[..., Trained]) -> None:
     job, later = make(), list[int]()
-    job.optimizer.register_step_post_hook(
-        lambda *_: (
-            job.parking.ask("a test", lambda o: later.append(o.iteration))
-            if job.ckpt.step == 7
-            else None
-        )
-    )
+
+    def within(*_: Any) -> None:
+        if job.ckpt.step == 7:
+            job.parking.ask("a test", lambda outcome: later.append(outcome.iteration))
+
+    job.optimizer.register_step_post_hook(within)
     job.train(9, at(8, lambda: eventually(lambda: bool(later), "it is parked")))
     assert later == [8]
     assert unlike(job.restored(8).everything(), job.tops[8]) == []

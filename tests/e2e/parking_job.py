@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.client.rng import capture_rng
+from ckptd.client.scalars import Stateful
 from tests.e2e.job import let_them_come
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ _MEASURED, _READY = 4, 8
 
 class Net(nn.Module):
     """With all that a forward changes: running statistics, a counter, random numbers."""
+
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
         self.data = Data()
-        self.state = {"scheduler": self.scheduler, "data": self.data}
+        self.state: dict[str, Stateful] = {"scheduler": self.scheduler, "data": self.data}
 
     def forward_and_backward(self) -> None:
         self.model(self.data.batch()).square().mean().backward()
