@@ -388,7 +388,7 @@ def test_where_there_is_little_memory_batches_are_small_and_what_does_not_fit_is
     job: Job,
 ) -> None:
     size = 5 * MIB
-    with Net(2, of={"n1": {"memory": "18MiB"}}).up() as net:
+    with Net(2, of={"n1": {"memory": "10MiB"}}).up() as net:
         with job.rank(net[0], 0) as sender:
             log(sender, *range(3, 9), size=size)
         pieces, card = job.logged(net[0])
@@ -398,8 +398,8 @@ def test_where_there_is_little_memory_batches_are_small_and_what_does_not_fit_is
                 assert torch.equal(fed(0, iteration)[SENT], sent_in(0, iteration, size))
             fed.close()
             eventually(lambda: used(net[1]) == 0, "all is given back")
-            log(reader, 3, size=12 * MIB)
-            with pytest.raises(AttachRefused, match="the quota is 18 MiB") as refused:
+            log(reader, 3, size=size)
+            with pytest.raises(AttachRefused, match="the quota is 10 MiB") as refused:
                 FedLogs(reader.session, {0: pieces}, (card,))
             assert refused.value.code == "quota"
             assert job.copies(net[1]) == []
