@@ -60,7 +60,7 @@ def without_rehearsal(stage: Any, shapes: StageShapes) -> Iterator[None]:
     with ExitStack() as stack:
         if hasattr(stage, "_user_meta"):
             stage._user_meta = _metadata(stage._user_meta, shapes)
-        elif hasattr(stage, "inputs_meta"):
+        elif hasattr(stage, "inputs_meta") and stage.inputs_meta is None:
             stage.inputs_meta = tuple(_tensor(each) for each in shapes["inputs"])
             stage._configure_outputs_meta(tuple(_tensor(each) for each in shapes["outputs"]))
         for name, answer in _ANSWERS.items():

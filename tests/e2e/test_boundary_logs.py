@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ckptd.client.facts import facts_of
 from ckptd.client.log_reader import LogReader, log_files
+from ckptd.memory.boundary import SentKind
+from ckptd.memory.segment_format import read_prologue
 from ckptd.transport.messages import GetStatus, Status
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
@@ -62,11 +65,33 @@ def readers(daemon: DaemonProcess, run: str, world_size: int) -> list[LogReader]
     return [LogReader(log_files(folder, "e2e", run, rank)) for rank in range(world_size)]
 
 
+def told(daemon: DaemonProcess, run: str, world_size: int) -> list[tuple[set[int], set[int]]]:
+    """Neighbours and domain of each rank, as its log tells them."""
+    found = []
+    for rank in range(world_size):
+        path = log_files(daemon.segment_dir, "e2e", run, rank)[-1]
+        facts = facts_of(read_prologue(memoryview(path.read_bytes()))[1].client)
+        assert facts is not None
+        found.append((set(facts.neighbours), set(facts.domain)))
+    return found
+
+
+def expected_facts(case: str, world_size: int) -> list[tuple[set[int], set[int]]]:
+    """A chain; an all-reduce that is no shared value joins all of it."""
+    everybody = set(range(world_size))
+    return [
+        (everybody & {rank - 1, rank + 1}, {rank} if case in QUICK else everybody)
+        for rank in range(world_size)
+    ]
+
+
 def logged(readers: list[LogReader], iteration: int) -> dict[Key, Tensor]:
     """What all ranks sent in an iteration."""
     found: dict[Key, Tensor] = {}
     for reader in readers:
         for key, tensor in reader.read(iteration).items():
+            if key.kind is SentKind.VALUE:
+                continue
             assert key.round == 0
             found[str(key.kind), key.stage, key.micro_batch, key.index] = tensor
     return found
@@ -105,6 +130,7 @@ def test_logs_outlive_trainers_and_daemon_and_are_what_was_received(
     with own_daemon() as daemon:
         jobs = Jobs(tmp_path, daemon.endpoint)
         references = life(jobs, run, case, tmp_path / "none", daemon="none").end()
+        joined = case not in QUICK
         first, folder = tmp_path / "first", tmp_path / "second"
         before = life(jobs, run, case, first, killed=1)
         before.end_by_the_death_of(1)
@@ -116,6 +142,7 @@ def test_logs_outlive_trainers_and_daemon_and_are_what_was_received(
             got = received(first, iteration, world_size)
             assert len(got) >= 3 * (world_size - 1), before.logs
             assert unlike(sent, got) == [], f"iteration {iteration}\n{before.logs}"
+        assert told(daemon, run, world_size) == expected_facts(case, world_size)
         after = life(jobs, run, case, folder, "--seed", "7")
         outs = after.end()
         for reference, out in zip(references, outs, strict=True):
@@ -123,6 +150,7 @@ def test_logs_outlive_trainers_and_daemon_and_are_what_was_received(
             assert report["replayed_with_frozen"] > 0, after.logs
             assert report["log_compared"] > 0, after.logs
             assert (report["log_mismatches"], report["log_skipped"]) == (0, 0), after.logs
+            assert ("localized recovery: never apart" in report["describe"]) == joined
             assert f"for {int(report['log_slots'])} iterations" in report["describe"]
             assert differences(reference, out) == [], after.logs
         logs = readers(daemon, run, world_size)

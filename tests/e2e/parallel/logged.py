@@ -35,7 +35,17 @@ WIDE, ROWS, MICRO_BATCHES = 24, 2, 3
 
 @CASES.case(ranks=3)
 def one_f_one_b(seed: int) -> Job:
-    return logged(one_stage_job(seed, Schedule1F1B))
+    """The norm of all stages' gradients is a shared value: no stage needs the others to run a step again."""
+    job = logged(one_stage_job(seed, Schedule1F1B))
+    start = job.on_start
+
+    def share(job: Job) -> None:
+        assert start is not None
+        start(job)
+        job.extra["record"] = lambda compute: job.ckpt.shared_value("squared norm", compute)
+
+    job.on_start = share
+    return job
 
 
 @CASES.case()
@@ -129,12 +139,13 @@ def _first_half(job: Job, step: int, at: Callable[[str], None]) -> None:
     for m in range(MICRO_BATCHES):
         tokens = next(data)[:ROWS, :WIDE]
         out = job.model(F.pad(tokens, (0, WIDE - tokens.shape[1])).float() / 64)
-        log.activation(out, micro_batch=m)
-        dist.send(out.detach(), 1)
+        if log.activation(out, micro_batch=m, dest=1):
+            dist.send(out.detach(), 1)
         outputs.append(out)
     for m, out in enumerate(outputs):
         grad = torch.empty_like(out)
-        dist.recv(grad, 1)
+        if not log.receive_gradient(grad, source=1, micro_batch=m, stage=1):
+            dist.recv(grad, 1)
         job.extra["keep"]["gradient", 1, m, 0] = grad.clone()
         out.backward(grad)
     at("backward")
@@ -146,14 +157,15 @@ def _second_half(job: Job, step: int, at: Callable[[str], None]) -> None:
     inputs = []
     for m in range(MICRO_BATCHES):
         inputs.append(torch.empty(ROWS, WIDE))
-        dist.recv(inputs[-1], 0)
+        if not log.receive_activation(inputs[-1], source=0, micro_batch=m):
+            dist.recv(inputs[-1], 0)
         job.extra["keep"]["activation", 0, m, 0] = inputs[-1].clone()
     for m, each in enumerate(inputs):
         each.requires_grad_()
         job.model(each).square().mean().backward()
         assert each.grad is not None
-        log.gradient(each.grad, micro_batch=m, stage=1)
-        dist.send(each.grad, 0)
+        if log.gradient(each.grad, micro_batch=m, stage=1, dest=0):
+            dist.send(each.grad, 0)
     at("backward")
     _update(job, at)
 

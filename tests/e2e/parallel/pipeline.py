@@ -64,19 +64,26 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def clip_by_hand(
-    model: nn.Module, group: Any, record: Callable[[Tensor], Tensor], limit: float = 0.5
+    model: nn.Module,
+    group: Any,
+    record: Callable[[Callable[[], Tensor]], Tensor],
+    limit: float = 0.5,
 ) -> None:
     """By the norm of all stages' gradients, which no stage can compute alone."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    square = torch.stack([g.pow(2).sum() for g in grads]).sum()
-    dist.all_reduce(square, group=group)
-    scale = (limit / (record(square).sqrt() + 1e-6)).clamp(max=1.0)
+
+    def total() -> Tensor:
+        square = torch.stack([g.pow(2).sum() for g in grads]).sum()
+        dist.all_reduce(square, group=group)
+        return square
+
+    scale = (limit / (record(total).sqrt() + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad *= scale
 
 
-def untouched(square: Tensor) -> Tensor:
-    return square
+def untouched(compute: Callable[[], Tensor]) -> Tensor:
+    return compute()
 
 
 def pipeline_job(
@@ -201,7 +208,7 @@ def recorded_norm(seed: int) -> Job:
 
 
 def _record_norm(job: Job) -> None:
-    job.extra["record"] = lambda square: job.ckpt.record("squared norm", square)
+    job.extra["record"] = lambda compute: job.ckpt.record("squared norm", compute())
 
 
 def replicated_job(seed: int, *, static: bool = False) -> Job:

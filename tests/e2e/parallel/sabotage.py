@@ -81,10 +81,15 @@ def _one_record() -> None:
     original = BoundaryLog.sent
 
     def without(
-        self: BoundaryLog, kind: SentKind, stage: int, micro_batch: int, tensors: Sequence[Tensor]
+        self: BoundaryLog,
+        kind: SentKind,
+        stage: int,
+        micro_batch: int,
+        tensors: Sequence[Tensor],
+        peers: Sequence[int] = (),
     ) -> None:
         if (kind, micro_batch) != (SentKind.ACTIVATION, 1):
-            original(self, kind, stage, micro_batch, tensors)
+            original(self, kind, stage, micro_batch, tensors, peers)
 
     BoundaryLog.sent = without  # type: ignore[method-assign]
 
