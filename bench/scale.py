@@ -3,6 +3,9 @@
 Placement: 2,048 nodes of 8 ranks, in racks, two replicas each; regular, and with three kinds of irregularity. Recovery: holdings
 of every rank on three nodes (its own and two replicas), a whole rack lost. For comparison, in the same run: decoding these
 holdings from msgpack, which no plan can do without.
+
+Localized recovery: the same ranks as a pipeline of 16 stages, the same rack lost; whoever is left was parked. In stages of
+replicas the lost ranks copy; where stages are sharded theirs replays; without logs one stage after the other has to replay, too, until all do.
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ import random
 from bench.common import clock_ms, emit, median, parser
 from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
+from ckptd.recovery.facts import RankFacts as Communication
+from ckptd.recovery.facts import facts_from_wire, facts_to_wire
 from ckptd.recovery.held import HeldRecords, from_wire, to_wire
+from ckptd.recovery.localized import LocalizedPlan, NotLocalized, plan_localized
 from ckptd.recovery.plan import RecoveryPlan, plan_recovery
 
 __all__ = ["main"]
@@ -20,6 +26,7 @@ __all__ = ["main"]
 NODES, RANKS_PER_NODE, NODES_PER_RACK = 2_048, 8, 16
 WINDOW, COPIES = 6, 3
 RING_BYTES = 20 << 30
+STAGES = 16
 CLUSTERS = ("regular", "tight", "mixed_racks", "labels_missing")
 
 
@@ -70,6 +77,67 @@ def holdings(placement: Placement, ranks: list[RankFacts]) -> list[HeldRecords]:
     ]
 
 
+def communication(num_ranks: int, *, replicated: bool) -> dict[int, Communication]:
+    """With whom each rank of a pipeline of stages communicates; the ranks of a stage are replicas, or shards."""
+    size = num_ranks // STAGES
+    stages = [tuple(range(first, first + size)) for first in range(0, num_ranks, size)]
+    return {
+        rank: Communication(
+            tuple(other for other in (rank - size, rank + size) if 0 <= other < num_ranks),
+            stages[rank // size],
+            stages[rank // size] if replicated else (),
+        )
+        for rank in range(num_ranks)
+    }
+
+
+def beside(
+    ranks: list[RankFacts], kind: str, operators: int, iterations: range
+) -> list[HeldRecords]:
+    """Parked states, or boundary logs, of every rank on its own node."""
+    records = tuple(
+        SlotRecord(0, t % 16, SlotState.SEALED, t, -1, t, 1 << 20, anchors=(1 << operators) - 1)
+        for t in iterations
+    )
+    return [
+        HeldRecords(r.node, f"r{r.rank}.{kind}", True, r.rank, operators, "t", 1 << 20, records)
+        for r in ranks
+    ]
+
+
+def localized_s(
+    held: list[HeldRecords], ranks: list[RankFacts], lost: set[str], rounds: int
+) -> dict[str, float]:
+    """Seconds to plan a localized recovery, and to read what all nodes tell of their ranks' communication."""
+    newest = max(r.iteration for r in held[0].records)
+    homes = {r.rank: r.node for r in ranks}
+    parked = beside(ranks, "parked", WINDOW, range(newest, newest + 1))
+    logs = beside(ranks, "boundary", 0, range(newest - WINDOW - 2, newest))
+    found: dict[str, float] = {}
+    for kind, sent in (("copied", logs), ("replayed", logs), ("widened", [])):
+        facts = communication(len(ranks), replicated=kind == "copied")
+        told = [
+            facts_to_wire({r.rank: facts[r.rank] for r in ranks[at : at + RANKS_PER_NODE]})
+            for at in range(0, len(ranks), RANKS_PER_NODE)
+            if ranks[at].node not in lost
+        ]
+        known: list[dict[int, Communication]] = []
+        plans: list[LocalizedPlan | NotLocalized] = []
+
+        def read() -> None:
+            known.append(facts_from_wire(told))  # noqa: B023 - called in this round of the loop
+
+        def plan() -> None:
+            facts, count = known[-1], len(ranks)  # noqa: B023
+            made = plan_localized(held, parked, sent, facts, count, homes=homes, lost=lost)  # noqa: B023
+            plans.append(made)  # noqa: B023
+
+        found["facts_decode_s"] = median([clock_ms(read) for _ in range(rounds)]) / 1e3
+        found[f"localized_s_{kind}"] = median([clock_ms(plan) for _ in range(rounds)]) / 1e3
+        assert isinstance(plans[-1], NotLocalized if kind == "widened" else LocalizedPlan)
+    return found
+
+
 def main() -> None:
     args = parser(__doc__).parse_args()
     metrics: dict[str, float | int | str] = {"ranks": NODES * RANKS_PER_NODE}
@@ -102,6 +170,7 @@ def main() -> None:
     metrics["plan_vs_decode"] = float(metrics["plan_s"]) / float(metrics["decode_s"])
     metrics["holdings_mib"] = len(wire) / 2**20
     metrics["ranks_moved"] = sum(size > 0 for size in plans[-1].moved_bytes.values())
+    metrics |= localized_s(held, ranks, lost, args.rounds)
     emit("scale", metrics, as_json=args.json)
 
 

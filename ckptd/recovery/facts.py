@@ -1,8 +1,10 @@
 """With whom each rank communicates in a step, told by itself; what follows for ranks that cannot tell. Pure.
 
-A rank records its facts beside its boundary log. Both relations are symmetric, and *domains* partition the ranks, so that most of what
-a lost rank would have told follows from the others. What does not follow is whether two lost ranks talk to each other, or belong to one
-domain. They are therefore taken for one domain: it starts together, hence nothing need be known of what is sent within it.
+A rank records its facts beside its boundary log. To be neighbours is symmetric, so what a lost rank would have told of that follows
+from the others. A *domain* is all ranks that are joined by other communication within a step, also by way of third ones; each rank tells
+whom it knows of, and the domains are what comes together. What does not follow is whether two lost ranks talk to each other, or belong to
+one domain. They are therefore taken for one domain: it starts together, hence nothing need be known of what is sent within it. A domain
+that is too large costs replay, never exactness.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ class RankFacts(msgspec.Struct, frozen=True):
 
     Args:
         neighbours: ranks with which it exchanges what boundary logs hold.
-        domain: ranks, itself included, with which it is joined by any other communication within a step.
-        alike: ranks with which it has all operators alike (itself may be among them).
+        domain: ranks with which it is joined by any other communication within a step, as far as it knows.
+        alike: ranks with which it has all operators alike.
+
+    Itself may be among them, and is on the wire: then lists of ranks that are joined are equal, and stand there once.
     """
 
     neighbours: tuple[int, ...]
@@ -74,11 +78,8 @@ def relate(facts: Mapping[int, RankFacts], world_size: int) -> Relations | str:
     neighbours = _neighbours(facts, world_size)
     if isinstance(neighbours, str):
         return neighbours
-    owners = _domains(facts, world_size)
-    if isinstance(owners, str):
-        return owners
     untold = tuple(rank for rank in range(world_size) if rank not in facts)
-    domains, domain_of = _partition(owners, untold)
+    domains, domain_of = _domains(facts, untold, world_size)
     return Relations(domains, domain_of, neighbours, untold, facts)
 
 
@@ -142,46 +143,40 @@ def _neighbours(facts: Mapping[int, RankFacts], world_size: int) -> Sequence[tup
 
 
 def _domains(
-    facts: Mapping[int, RankFacts], world_size: int
-) -> Sequence[tuple[int, ...] | None] | str:
-    """By rank: its domain, or None where nobody told.
-
-    Ranks of one domain often share one tuple, of thousands of ranks: it is looked at once.
-    """
-    owners: list[tuple[int, ...] | None] = [None] * world_size
-    for rank in sorted(facts):
-        owner, domain = owners[rank], facts[rank].domain
-        if owner is domain or owner == domain:
-            continue
-        if owner is not None or rank not in domain:
-            return _contradiction(rank, owner, domain)
-        for member in domain:
-            if owners[member] is not None:
-                return _contradiction(member, owners[member], domain)
-            owners[member] = domain
-    return owners
-
-
-def _contradiction(rank: int, one: tuple[int, ...] | None, other: tuple[int, ...]) -> str:
-    domains = " and ".join(listed("rank", ranks) for ranks in (one, other) if ranks)
-    return f"the ranks disagree on who communicates with rank {rank} within a step ({domains or 'nobody'})"
-
-
-def _partition(
-    owners: Sequence[tuple[int, ...] | None], untold: Sequence[int]
+    facts: Mapping[int, RankFacts], untold: Sequence[int], world_size: int
 ) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:
-    """Number the domains; those of ranks that told nothing are one if there are several (see the module)."""
-    joined: set[int] = set()
-    for rank in untold:
-        joined.update(owners[rank] or (rank,))
-    domains: list[tuple[int, ...]] = []
-    domain_of = [-1] * len(owners)
-    for rank, owner in enumerate(owners):
-        if domain_of[rank] < 0:
-            members = tuple(sorted(joined)) if rank in joined else owner or (rank,)
-            for member in members:
-                domain_of[member] = len(domains)
-            domains.append(members)
+    """The domains, and which of them each rank is in: whoever is joined by way of others is joined.
+
+    Ranks often tell one and the same tuple, of thousands of ranks: it is looked at once.
+    """
+    leader = list(range(world_size))
+
+    def find(rank: int) -> int:
+        while leader[rank] != rank:
+            leader[rank] = leader[leader[rank]]
+            rank = leader[rank]
+        return rank
+
+    def join(ranks: Iterable[int], rank: int) -> None:
+        root = find(rank)
+        for other in ranks:
+            if leader[other] != root:
+                leader[find(other)] = root
+
+    seen: set[int] = set()
+    for rank, told in facts.items():
+        new = id(told.domain) not in seen
+        seen.add(id(told.domain))
+        join(told.domain if new else told.domain[:1], rank)
+    join(untold, untold[0] if untold else 0)  # to be safe: see the module
+    members: dict[int, list[int]] = {}
+    for rank in range(world_size):
+        members.setdefault(find(rank), []).append(rank)
+    domains = [tuple(ranks) for ranks in members.values()]
+    domain_of = [-1] * world_size
+    for number, ranks in enumerate(domains):
+        for rank in ranks:
+            domain_of[rank] = number
     return domains, domain_of
 
 
@@ -203,12 +198,16 @@ def facts_to_wire(facts: Mapping[int, RankFacts]) -> bytes:
         ValueError: a list is not ascending.
     """
     numbers: dict[tuple[int, ...], int] = {}
+
+    def number(ranks: tuple[int, ...]) -> int:
+        return numbers.setdefault(ranks, len(numbers))
+
     ranks = [
         (
             rank,
-            numbers.setdefault(told.neighbours, len(numbers)),
-            numbers.setdefault(told.domain, len(numbers)),
-            numbers.setdefault(told.alike, len(numbers)),
+            number(told.neighbours),
+            number(_with(rank, told.domain)),
+            number(_with(rank, told.alike)),
         )
         for rank, told in sorted(facts.items())
     ]
@@ -236,6 +235,10 @@ def facts_from_wire(payloads: Iterable[bytes]) -> dict[int, RankFacts]:
                 hint="Check that all ranks run the same version of ckptd",
             ) from error
     return facts
+
+
+def _with(rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    return ranks if _among(rank, ranks) else tuple(sorted((*ranks, rank)))
 
 
 def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:

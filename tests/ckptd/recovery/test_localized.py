@@ -31,7 +31,7 @@ T = 10  # the iteration that was cut off, where nothing else is said
 # -- named cases: stages of a pipeline in a row, each a domain, on a node of its own ----------------------------------
 
 
-def slot(iteration: int, anchors: int, **told: int) -> SlotRecord:
+def slot(iteration: int, anchors: int, *, epoch: int = 0, epoch_start: int = -1) -> SlotRecord:
     return SlotRecord(
         0,
         iteration,
@@ -42,7 +42,8 @@ def slot(iteration: int, anchors: int, **told: int) -> SlotRecord:
         10,
         anchors=anchors,
         phase=iteration % WINDOW,
-        **told,
+        epoch=epoch,
+        epoch_start=epoch_start,
     )
 
 
@@ -342,11 +343,9 @@ def test_a_domain_whose_parks_are_incomplete_does_not_stand() -> None:
 def test_what_an_abandoned_history_left_does_not_count() -> None:
     """A recovery at 9 ran 9 and 10 again. Logs of 9 of before are outdated, snapshots of 9 are not; parks of 10 are stale."""
     job = Job([T] * 4).trainer_lost(1)
-    again = {"epoch": 7, "epoch_start": 9}
     for rank in range(4):
-        job.snapshots[rank][-1] = replace(job.snapshots[rank][-1], **again)
-        job.logs[rank][-1] = replace(job.logs[rank][-1], **again)
-        job.parked[rank] = [replace(r, **again) for r in job.parked[rank]]
+        for records in (job.snapshots[rank], job.logs[rank], job.parked[rank]):
+            records[-1:] = [replace(r, epoch=7, epoch_start=9) for r in records[-1:]]
     assert outline(job.planned())[1] == "replays 8-10 < 0[8:10] < 2[8:10]"
     job.logs[2][-1] = slot(9, 0)  # sent before the recovery
     assert outline(job.planned())[2] == "replays 8-10 < 3[8:10]"
@@ -364,8 +363,7 @@ def test_an_epoch_that_only_a_log_tells_of_counts() -> None:
 def test_a_second_failure_during_a_recovery_plans_from_the_same_parks() -> None:
     """Rank 1 ran 8 and 9 apart in a new epoch, that begins at 10, when rank 2, which waited parked, was lost."""
     job = Job([T] * 4).trainer_lost(1)
-    later = {"epoch": 7, "epoch_start": T}
-    job.logs[1] += [slot(8, 0, **later), slot(9, 0, **later)]
+    job.logs[1] += [slot(t, 0, epoch=7, epoch_start=T) for t in (8, 9)]
     job.trainer_lost(2)
     assert outline(job.planned()) == [
         "parked 10",
@@ -566,8 +564,10 @@ class Possible:
 
 
 def plan_of(world: World) -> LocalizedPlan | NotLocalized:
-    held = [world.store.holdings(kind) for kind in ("seg", "parked", "boundary")]
-    return plan_localized(*held, world.facts, world.shape.world_size, lost=world.lost)
+    snapshots, parked, logs = map(world.store.holdings, ("seg", "parked", "boundary"))
+    return plan_localized(
+        snapshots, parked, logs, world.facts, world.shape.world_size, lost=world.lost
+    )
 
 
 def newest_epoch_is_seen(world: World) -> bool:
