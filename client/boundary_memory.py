@@ -178,7 +178,7 @@ class LogMemory:
         self._misleading = False
         for segment in list(self._memory.logs):
             self._engine.release(segment.memory)
-            self._memory.drop_log(segment)
+            self._memory.drop_beside(segment)
         self._tell()
 
     def _slots_for(self, plan: Plan) -> int:

@@ -18,7 +18,6 @@ __all__ = [
     "data_offset_of",
     "facts_of",
     "find_facts",
-    "joined_domains",
     "log_payload",
     "told_facts",
 ]
@@ -78,26 +77,6 @@ def find_facts(
         tuple(sorted(alike)),
         tuple(reasons),
     )
-
-
-def joined_domains(facts: Mapping[int, Facts]) -> dict[int, tuple[int, ...]]:
-    """The domain of each rank that told facts or was named in a domain, such that each rank is in one: joined is whom others join."""
-    leader: dict[int, int] = {}
-
-    def find(rank: int) -> int:
-        while leader.setdefault(rank, rank) != rank:
-            leader[rank] = leader[leader[rank]]
-            rank = leader[rank]
-        return rank
-
-    for rank, told in facts.items():
-        for other in told.domain:
-            one, two = sorted((find(rank), find(other)))
-            leader[two] = one
-    members: dict[int, list[int]] = {}
-    for rank in sorted(leader):
-        members.setdefault(find(rank), []).append(rank)
-    return {rank: tuple(ranks) for ranks in members.values() for rank in ranks}
 
 
 def told_facts(payloads: Iterable[bytes]) -> Facts | None:

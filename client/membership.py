@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from ckptd.client.agreement import Exchange, Failure, raise_together
-from ckptd.recovery.facts import RankFacts, facts_from_wire, facts_to_wire, join_domains
+from ckptd.recovery.facts import RankFacts, facts_from_wire, facts_to_wire
 from ckptd.recovery.held import HeldRecords, from_wire, to_wire
 from ckptd.recovery.holdings import held_from_segments
 from ckptd.transport.messages import Member, NodeCard, RunSeen
@@ -210,6 +210,6 @@ def _facts_of(told: Sequence[bytes]) -> Mapping[int, RankFacts]:
     found = facts_from_wire(told)
     seen = {rank: facts for rank, facts in found.items() if facts.domain}
     if seen:
-        return join_domains(seen)
+        return seen
     everybody = tuple(range(len(told)))
     return {rank: RankFacts((), everybody, facts.alike) for rank, facts in found.items()}

@@ -21,7 +21,7 @@ from msgspec import Meta
 from ckptd.errors import RemoteProtocolError
 from ckptd.recovery.tables import listed
 
-__all__ = ["RankFacts", "Relations", "facts_from_wire", "facts_to_wire", "join_domains", "relate"]
+__all__ = ["RankFacts", "Relations", "facts_from_wire", "facts_to_wire", "relate"]
 
 
 class RankFacts(msgspec.Struct, frozen=True):
@@ -81,37 +81,6 @@ def relate(facts: Mapping[int, RankFacts], world_size: int) -> Relations | str:
     untold = tuple(rank for rank in range(world_size) if rank not in facts)
     domains, domain_of = _domains(facts, untold, world_size)
     return Relations(domains, domain_of, neighbours, untold, facts)
-
-
-def join_domains(facts: Mapping[int, RankFacts]) -> dict[int, RankFacts]:
-    """The same facts, but that who is joined by way of a third rank is joined, too; a rank sees only whom it talks to itself.
-
-    Ranks of which only others tell are in their domains, and have no facts of their own.
-    """
-    parent: dict[int, int] = {}
-
-    def root(rank: int) -> int:
-        parent.setdefault(rank, rank)
-        while parent[rank] != rank:
-            parent[rank] = parent[parent[rank]]
-            rank = parent[rank]
-        return rank
-
-    joined: set[int] = set()  # ranks of one domain often share one tuple, of thousands of ranks
-    for rank in sorted(facts):
-        domain = facts[rank].domain
-        for other in (*domain[:1], *(() if id(domain) in joined else domain)):
-            one, two = sorted((root(rank), root(other)))
-            parent[two] = one
-        joined.add(id(domain))
-    members: dict[int, list[int]] = {}
-    for rank in sorted(parent):
-        members.setdefault(root(rank), []).append(rank)
-    domains = {first: tuple(ranks) for first, ranks in members.items()}
-    return {
-        rank: RankFacts(told.neighbours, domains.get(root(rank), (rank,)), told.alike)
-        for rank, told in facts.items()
-    }
 
 
 def _among(rank: int, ranks: Sequence[int]) -> bool:

@@ -9,7 +9,6 @@ from ckptd.client.facts import (
     data_offset_of,
     facts_of,
     find_facts,
-    joined_domains,
     log_payload,
     told_facts,
 )
@@ -44,18 +43,6 @@ def test_before_a_step_was_seen_what_an_earlier_trainer_told_counts() -> None:
     assert find_facts(1, Communication(), (), FACTS) == FACTS
     assert find_facts(1, Communication(), (), None) is None
     assert find_facts(1, None, (), None) is None
-
-
-def test_ranks_are_joined_by_way_of_others() -> None:
-    """Two ranks of each tensor-parallel group, two groups: 0 reduces with 1 and with 2, 3 with 1 and 2; 4 told nothing, 5 is alone."""
-    told = {
-        0: Facts((5,), (0, 1, 2)),
-        1: Facts((5,), (0, 1, 3)),
-        3: Facts((5,), (1, 2, 3, 4)),
-        5: Facts((0, 1, 3), (5,)),
-    }
-    all_of_them = (0, 1, 2, 3, 4)
-    assert joined_domains(told) == {**dict.fromkeys(all_of_them, all_of_them), 5: (5,)}
 
 
 def test_only_a_boundary_within_a_domain_is_worth_a_warning() -> None:
