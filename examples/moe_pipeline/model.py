@@ -16,7 +16,12 @@ from examples.moe_text.model import Block, MoEConfig
 __all__ = ["CONFIG", "Stage", "build_stage"]
 
 CONFIG = MoEConfig(
-    context=64, width=64, num_heads=4, num_layers=1, num_experts=4, expert_hidden=128
+    context=64,
+    width=64,
+    num_heads=4,
+    num_layers=1,
+    num_experts=4,
+    expert_hidden=128,
 )
 
 

@@ -1,7 +1,7 @@
-"""Train the pipeline: an ordinary loop over `schedule.step`, in which four lines are ckptd's.
+"""Train the pipeline: an ordinary loop over `schedule.step`, in which a few lines are ckptd's.
 
 torchrun starts one of these per rank. Rank `r` holds stage `r % stages` of replica `r // stages`: stages exchange activations and
-gradients (1F1B), the replicas of a stage average their gradients (DDP). Each rank logs to `<log>-r<rank>.jsonl`.
+gradients (1F1B), the replicas of a stage average their gradients. Each rank logs to `<log>-r<rank>.jsonl`.
 
     torchrun --nproc-per-node 8 -m examples.moe_pipeline.train --stages 4 --steps 100
 """
@@ -18,10 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client import Checkpointer
 from examples.moe_pipeline.model import CONFIG, build_stage
@@ -60,13 +59,10 @@ class Pipeline:
         self.index: int = mesh.get_local_rank("stage")
         self.replica: int = mesh.get_local_rank("replica")
         self.is_first, self.is_last = self.index == 0, self.index == args.stages - 1
-        self.model: nn.Module = build_stage(self.index, args.stages, args.init_seed)
-        # Which experts get no token differs between replicas.
-        self.replicated = DistributedDataParallel(
-            self.model, process_group=mesh.get_group("replica"), find_unused_parameters=True
-        )
+        self.model = build_stage(self.index, args.stages, args.init_seed)
+        self.replicas = mesh.get_group("replica")
         stage = PipelineStage(
-            self.replicated,
+            self.model,
             self.index,
             args.stages,
             torch.device("cpu"),
@@ -94,10 +90,21 @@ class Pipeline:
             target=targets if self.is_last else None,
             losses=losses if self.is_last else None,
         )
+        self.average_gradients()
         self.optimizer.step()
         self.lr.step()
         self.optimizer.zero_grad()
         return float(torch.stack(losses).mean()) if losses else None
+
+    def average_gradients(self) -> None:
+        """Over the replicas of this stage, in one piece."""
+        params = list(self.model.parameters())
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=self.replicas)
+        flat /= dist.get_world_size(self.replicas)
+        for param, mean in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            param.grad = mean.view_as(param)
 
 
 def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
@@ -105,9 +112,10 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
     pipeline = Pipeline(args)
     state: dict[str, Any] = {"lr": pipeline.lr, "loader": pipeline.loader}
     ckpt = Checkpointer(
-        pipeline.replicated,
+        pipeline.model,
         pipeline.optimizer,
         state=state,
+        replicated={"*": pipeline.replicas},
         job="pipeline",
         run=args.run,
         daemon=None if args.daemon == "none" else args.daemon,
