@@ -35,6 +35,8 @@ from examples.moe_text.report import differing_tensors, losses_by_step, step_tim
 
 __all__ = ["Loss", "PipelineRun", "Return", "main", "plan_losses", "return_of"]
 
+# Of torchrun: with the store that it shares over restarts, gloo goes to the addresses of the processes that were ended.
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 RUN_TIMEOUT_S = 600.0
 POLL_S = 0.02
 TAIL_BYTES = 4000
@@ -123,7 +125,7 @@ class PipelineRun:
             self._process = subprocess.Popen(
                 self._command,
                 cwd=REPOSITORY,
-                env={**os.environ, **SHARED_CORES, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **SHARED_CORES, **ENVIRONMENT, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,

@@ -94,7 +94,7 @@ class Pipeline:
         self.optimizer.step()
         self.lr.step()
         self.optimizer.zero_grad()
-        return float(torch.stack(losses).mean()) if losses else None
+        return float(torch.stack(losses).mean().detach()) if losses else None
 
     def average_gradients(self) -> None:
         """Over the replicas of this stage, in one piece."""
