@@ -27,11 +27,11 @@ from tests.e2e.job import let_them_come
 if TYPE_CHECKING:
     from ckptd.client import Checkpointer
 
-__all__ = ["WIDE", "Job", "Plot", "act", "unlike"]
+__all__ = ["READY", "Job", "Plot", "act", "unlike"]
 
 WIDE = 8
-# In these steps it waits for the daemon, which makes memory more slowly than such steps pass: at `_READY` it can be parked.
-_MEASURED, _READY = 4, 8
+# In these steps it waits for the daemon, which makes memory more slowly than such steps pass: at `READY` it can be parked.
+_MEASURED, READY = 4, 10
 
 
 class Net(nn.Module):
@@ -125,7 +125,7 @@ class Plot:
     daemon: str
     rank: int = 0
     world_size: int = 1
-    total: int = 12
+    total: int = 14
     hang_at: int = -1
     die_at: int = -1
     sleep_at: int = -1
@@ -177,7 +177,7 @@ def _train(plot: Plot, job: Job, ckpt: Checkpointer) -> None:
         torch.save(job.everything(), plot.folder / f"top-{plot.rank}-{step}.pt")
         (plot.folder / f"at-{plot.rank}").write_text(str(step))
         time.sleep(plot.step_ms / 1e3)
-        if _MEASURED <= step < _READY:
+        if _MEASURED <= step < READY:
             _let_memory_come(ckpt)
         if plot.gate_at == step:
             _never_copy_all(plot.folder)
