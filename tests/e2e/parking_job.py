@@ -116,7 +116,7 @@ def unlike(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 class Plot:
     """What is to happen. Steps are given where it does; -1: nowhere.
 
-    ``hang_at``: rank 0 stops there, so that the others hang waiting for it. ``sleep_at``: it goes on after a while.
+    ``hang_at``: rank 0 stops there, so that the others hang waiting for it. ``wait_at``: it goes on when it is told.
     ``handler``: the user has a SIGTERM handler and a wakeup descriptor. ``gate_at``: a copy for a park never ends from there on.
     """
 
@@ -128,7 +128,7 @@ class Plot:
     total: int = 14
     hang_at: int = -1
     die_at: int = -1
-    sleep_at: int = -1
+    wait_at: int = -1
     fork_at: int = -1
     gate_at: int = -1
     handler: bool = False
@@ -215,8 +215,10 @@ def _happen(plot: Plot, step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if step == plot.hang_at:
         time.sleep(600)
-    if step == plot.sleep_at:
-        time.sleep(4)
+    if step == plot.wait_at:
+        until = time.monotonic() + 100
+        while not (plot.folder / "go_on").exists() and time.monotonic() < until:
+            time.sleep(0.05)
     if step == plot.fork_at:
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
