@@ -764,8 +764,8 @@ class Checkpointer:
         )
 
     def _begin_parking(self) -> None:
-        assert self._memory is not None
-        assert self._recorder is not None
+        if self._memory is None or self._recorder is None:
+            return  # snapshots were given up: there is nothing to park with
         self._parking = self._recorder.parking = Parking(
             self._memory,
             self._binding,

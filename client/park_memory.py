@@ -130,6 +130,8 @@ class ParkMemory:
         assert layout is not None
         if self._coming is not None or step < self._retry_at or self._fits(layout):
             return
+        if self._stats.snapshots < plan.schedule.window:
+            return  # first what protects this run at all: slots for a suffix, and a boundary log
         if len(self._memory.parks) >= _MAX_GENERATIONS:
             self.refused = "two generations hold parked state that is needed"
             return
@@ -210,13 +212,14 @@ class ParkMemory:
     # -- giving up -------------------------------------------------------------------------------
 
     def tidy(self) -> None:
-        """Give up what every rank has a complete newer suffix for, and generations that hold nothing any more."""
+        """Give up what is outdated, what every rank has a complete newer suffix for, and generations that hold nothing any more."""
         held = [r for r in _records(self._memory) if r.sealed]
         if held:
             outlived = self._outlived()
+            counts = {r.key for r in parked_records(self._memory) if r.iteration >= outlived}
             for record in held:
                 segment = self._memory.parks.of(record)
-                if record.iteration < outlived and segment.try_lock_slot(record.index):
+                if record.key not in counts and segment.try_lock_slot(record.index):
                     segment.set_state(record.index, SlotState.FREE)
                     segment.unlock_slot(record.index)
         for segment in list(self._memory.parks)[:-1]:

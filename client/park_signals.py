@@ -154,7 +154,12 @@ class _Sigterm:
         while data := reader.recv(64):
             self._pass_on(data)
             if _NUMBER in data:
-                self._park_all(reader)
+                try:
+                    self._park_all(reader)
+                except Exception:
+                    logger.exception(
+                        "parking before SIGTERM"
+                    )  # the signal must do what it does all the same
                 self._settled.set()
                 self._end()
         reader.close()

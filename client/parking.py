@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptd.client.binding import Binding
+from ckptd.client.binding import Binding, local
 from ckptd.client.capture import SMALL_BUFFER_BYTES
 from ckptd.client.describe import human
 from ckptd.client.memory import RankMemory
@@ -60,6 +60,7 @@ class Parked:
 
     iteration: int
     reason: str = ""
+    again: bool = False  # it was parked before it was asked for
 
 
 @dataclass(slots=True, eq=False)
@@ -155,8 +156,10 @@ class Parking:
                 self._slots.fit(plan, step)
             moment = self._moment_of(step, plan, phase, scalars)
         except Exception as error:
-            logger.error("step %d cannot be parked", step, exc_info=error)
-            self.closed_because(f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
+            if why != self._why_not:  # said once, not at every step
+                logger.error("step %d cannot be parked", step, exc_info=error)
+            self.closed_because(why)
             return
         with self._tops:
             self._moment, self._soon = moment, False
@@ -182,7 +185,7 @@ class Parking:
         with self._lock:
             self._moment, self._why_not = None, "an optimizer is stepping"
             self._soon = True
-            copying = self._copying
+            copying = None if self._abandoned else self._copying
         if copying is not None and not copying.wait(self._update_wait_s):
             with self._lock:
                 self._abandoned = self._copying is not None
@@ -278,7 +281,7 @@ class Parking:
             return Parked(-1, self._why_not)
         with self._one_at_a_time:
             if moment.parked:
-                return Parked(moment.step)
+                return Parked(moment.step, again=True)
             over = threading.Event()
             with self._lock:
                 if self._moment is not moment:
@@ -296,7 +299,7 @@ class Parking:
                     fill.seal()
             finally:
                 with self._lock:
-                    self._copying = None
+                    self._copying, self._abandoned = None, False
                 over.set()
             moment.parked = True
             return Parked(moment.step)
@@ -310,11 +313,13 @@ class Parking:
         """Random state at the first forward. Before it was reached: as at the top, if nothing is drawn in between."""
         if moment.rng_forward is not None:
             return moment.rng_forward
-        found: dict[str, Any] | None = None if self._draws_first else moment.scalars["rng"]
-        return found
+        found: dict[str, Any] = moment.scalars["rng"]
+        return found if self._draws_first is False else None
 
     def _tell(self, why: str, outcome: Parked, took_s: float) -> None:
         stats, session = self._stats, self._memory.session
+        if outcome.again:
+            return
         if outcome.iteration < 0:
             stats.park_refused += 1
             logger.warning("not parked (%s): %s", why, outcome.reason)
@@ -347,7 +352,7 @@ class Parking:
                 continue
             size = buffer.numel() * buffer.element_size()
             if size <= SMALL_BUFFER_BYTES or name in self._restless:
-                kept[name] = buffer.detach().clone()
+                kept[name] = local(buffer).detach().clone()
             else:
                 marks.append((place, key, buffer, buffer._version))
         ready = None
@@ -376,7 +381,10 @@ class Parking:
             try:
                 wish = self._requests.get(timeout=_LOOK_S)
             except queue.Empty:
-                self._look()
+                try:
+                    self._look()
+                except Exception:
+                    logger.exception("looking whether a step lasts too long")  # as above
                 continue
             if wish is None:
                 return

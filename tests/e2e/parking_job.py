@@ -27,11 +27,11 @@ from tests.e2e.job import let_them_come
 if TYPE_CHECKING:
     from ckptd.client import Checkpointer
 
-__all__ = ["WIDE", "Job", "Plot", "act", "unlike"]
+__all__ = ["READY", "Job", "Plot", "act", "unlike"]
 
 WIDE = 8
-# In these steps it waits for the daemon, which makes memory more slowly than such steps pass: at `_READY` it can be parked.
-_MEASURED, _READY = 4, 8
+# In these steps it waits for the daemon, which makes memory more slowly than such steps pass: at `READY` it can be parked.
+_MEASURED, READY = 4, 10
 
 
 class Net(nn.Module):
@@ -116,7 +116,7 @@ def unlike(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 class Plot:
     """What is to happen. Steps are given where it does; -1: nowhere.
 
-    ``hang_at``: rank 0 stops there, so that the others hang waiting for it. ``sleep_at``: it goes on after a while.
+    ``hang_at``: rank 0 stops there, so that the others hang waiting for it. ``wait_at``: it goes on when it is told.
     ``handler``: the user has a SIGTERM handler and a wakeup descriptor. ``gate_at``: a copy for a park never ends from there on.
     """
 
@@ -125,10 +125,10 @@ class Plot:
     daemon: str
     rank: int = 0
     world_size: int = 1
-    total: int = 12
+    total: int = 14
     hang_at: int = -1
     die_at: int = -1
-    sleep_at: int = -1
+    wait_at: int = -1
     fork_at: int = -1
     gate_at: int = -1
     handler: bool = False
@@ -177,7 +177,7 @@ def _train(plot: Plot, job: Job, ckpt: Checkpointer) -> None:
         torch.save(job.everything(), plot.folder / f"top-{plot.rank}-{step}.pt")
         (plot.folder / f"at-{plot.rank}").write_text(str(step))
         time.sleep(plot.step_ms / 1e3)
-        if _MEASURED <= step < _READY:
+        if _MEASURED <= step < READY:
             _let_memory_come(ckpt)
         if plot.gate_at == step:
             _never_copy_all(plot.folder)
@@ -215,8 +215,10 @@ def _happen(plot: Plot, step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if step == plot.hang_at:
         time.sleep(600)
-    if step == plot.sleep_at:
-        time.sleep(4)
+    if step == plot.wait_at:
+        until = time.monotonic() + 100
+        while not (plot.folder / "go_on").exists() and time.monotonic() < until:
+            time.sleep(0.05)
     if step == plot.fork_at:
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()

@@ -29,7 +29,7 @@ from ckptd.storage.image import ImageView, verify
 from ckptd.transport.messages import GetSnapshots, RankSnapshots, Snapshots
 from tests.ckptd.running import eventually
 from tests.e2e.harness import _CONTEXT, DaemonProcess
-from tests.e2e.parking_job import Job, Plot, act, unlike
+from tests.e2e.parking_job import READY, Job, Plot, act, unlike
 
 pytestmark = pytest.mark.slow
 
@@ -136,29 +136,29 @@ def test_sigterm_parks_also_a_rank_that_hangs_in_a_receive(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     """Rank 1's main thread is in gloo, where no handler of Python's runs; rank 0's is in Python. Both end as SIGTERM ends a process."""
-    with Life(daemon, tmp_path, world_size=2, hang_at=8) as life:
+    with Life(daemon, tmp_path, world_size=2, hang_at=READY) as life:
         for rank in (0, 1):
-            life.reach(8, rank)
+            life.reach(READY, rank)
         for process in life.ranks:
             assert process.pid is not None
             os.kill(process.pid, signal.SIGTERM)
         assert life.exit_codes() == [-signal.SIGTERM] * 2, life.logs
-        assert life.parked() == [[8], [8]], life.logs
+        assert life.parked() == [[READY], [READY]], life.logs
         for rank in (0, 1):
-            assert_parked_as_it_was(life, rank, 8)
+            assert_parked_as_it_was(life, rank, READY)
     told = daemon.events("parked", life.run)
     assert len(told) == 2
-    assert all(text.startswith("parked at iteration 8 in") for text in told)
+    assert all(text.startswith(f"parked at iteration {READY} in") for text in told)
 
 
 def test_the_survivor_of_a_kill_whose_receive_fails_is_parked(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
-    with Life(daemon, tmp_path, world_size=2, die_at=8) as life:
+    with Life(daemon, tmp_path, world_size=2, die_at=READY) as life:
         assert life.exit_codes() == [-signal.SIGKILL, 1], life.logs
-        assert life.parked() == [[], [8]], life.logs
-        assert_parked_as_it_was(life, 1, 8)
-        assert "the loop is left in the middle of step 8" in life.logs
+        assert life.parked() == [[], [READY]], life.logs
+        assert_parked_as_it_was(life, 1, READY)
+        assert f"the loop is left in the middle of step {READY}" in life.logs
 
 
 def test_what_is_asked_for_or_overdue_is_parked_and_training_goes_on(
@@ -166,36 +166,38 @@ def test_what_is_asked_for_or_overdue_is_parked_and_training_goes_on(
 ) -> None:
     """And a worker that is forked, and ended with SIGTERM, parks nothing and ends nobody."""
     options = {"park_after_s": 1.0}
-    plot = {"sleep_at": 8, "fork_at": 7, "total": 30, "options": options}
+    plot = {"wait_at": READY + 1, "fork_at": READY, "total": 40, "options": options}
     with Life(daemon, tmp_path, world_size=2, **plot) as life:
-        life.reach(7)
+        life.reach(READY)
         eventually(lambda: (tmp_path / "child").exists(), "the worker has ended")
         assert (tmp_path / "child").read_text() == str(-signal.SIGTERM)
-        assert life.parked() == [[], []], life.logs
-        life.reach(8)
-        eventually(lambda: life.parked() == [[8], [8]], "they are overdue")
+        assert "SIGTERM" not in life.logs
+        overdue = READY + 1
+        life.reach(overdue)
+        eventually(lambda: all(overdue in found for found in life.parked()), "they are overdue")
         for rank in (0, 1):
-            assert_parked_as_it_was(life, rank, 8)
-        life.reach(9)
+            assert_parked_as_it_was(life, rank, overdue)
+        (tmp_path / "go_on").touch()
+        life.reach(overdue + 1)
         told = io.StringIO()
         with contextlib.redirect_stdout(told):
             code = ckptctl(["park", "e2e", life.run, "--json", "--endpoint", daemon.endpoint])
         found = json.loads(told.getvalue())["ranks"]
         assert (code, [r["rank"] for r in found]) == (0, [0, 1]), (found, life.logs)
-        assert all(r["iteration"] > 8 for r in found), found
+        assert all(r["iteration"] > overdue for r in found), found
         assert life.exit_codes() == [0, 0], life.logs
 
 
 def test_the_users_handler_and_wakeup_descriptor_get_what_is_theirs(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
-    with Life(daemon, tmp_path, handler=True, hang_at=8, options={"park": True}) as life:
-        life.reach(8)
+    with Life(daemon, tmp_path, handler=True, hang_at=READY, options={"park": True}) as life:
+        life.reach(READY)
         (process,) = life.ranks
         assert process.pid is not None
         os.kill(process.pid, signal.SIGTERM)
         assert life.exit_codes() == [3], life.logs
-        assert life.parked() == [[8]], life.logs
+        assert life.parked() == [[READY]], life.logs
         assert (tmp_path / "woken").read_bytes() == bytes([signal.SIGTERM])
         assert "SIGTERM" in life.logs
 
@@ -203,11 +205,14 @@ def test_the_users_handler_and_wakeup_descriptor_get_what_is_theirs(
 def test_killed_in_the_middle_of_parking_it_leaves_what_was_parked_before(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
-    """It is overdue at 8, where it is parked, and again at 9, where the copy never ends."""
-    plot = {"sleep_at": 8, "gate_at": 9, "hang_at": 9}
+    """It is overdue once, and parked; and again in the next step, where the copy never ends."""
+    plot = {"wait_at": READY, "gate_at": READY + 1, "hang_at": READY + 1}
     options = {"park": True, "park_after_s": 1.0}
     with Life(daemon, tmp_path, **plot, options=options) as life:
-        life.reach(9)
+        life.reach(READY)
+        eventually(lambda: READY in life.parked()[0], "it is overdue")
+        (tmp_path / "go_on").touch()
+        life.reach(READY + 1)
         eventually(lambda: (tmp_path / "copying").exists(), "it is being parked")
         (process,), (rank,) = life.ranks, life.told()
         assert sorted(slot.state for slot in rank.parked) == ["filling", "sealed"]
@@ -219,5 +224,5 @@ def test_killed_in_the_middle_of_parking_it_leaves_what_was_parked_before(
             return sorted(slot.state for slot in rank.parked) == ["free", "sealed"]
 
         eventually(settled, "the daemon has freed it")
-        assert life.parked() == [[8]]
-        assert_parked_as_it_was(life, 0, 8)
+        assert life.parked() == [[READY]]
+        assert_parked_as_it_was(life, 0, READY)
