@@ -65,7 +65,7 @@ class Apart:
         resume: int,
         logs: Callable[[int, int], Records],
         *,
-        shapes: Mapping[int, StageShapes] = MappingProxyType({}),
+        shapes: Mapping[int, StageShapes | None] = MappingProxyType({}),
         shared: Callable[[int], Records] | None = None,
     ) -> None:
         if late := [r for r, base in bases.items() if base > resume]:
@@ -123,14 +123,14 @@ class Apart:
         """
         found = list(stages)
         if self._shapes:
-            unknown = [s.stage_index for s in found if int(s.stage_index) not in self._shapes]
+            unknown = [s.stage_index for s in found if self._shapes.get(int(s.stage_index)) is None]
             if unknown:
                 raise ValueError(
-                    f"nothing is recorded of the shapes of stage {unknown[0]}; there are {sorted(self._shapes)}: "
+                    f"nothing is recorded of the shapes of stage {unknown[0]}; there are {_known(self._shapes)}: "
                     "log the same stages as before"
                 )
             for stage in found:
-                shapes = self._shapes[int(stage.stage_index)]
+                shapes = self._shapes[int(stage.stage_index)] or {}
                 self._rehearsed.enter_context(without_rehearsal(stage, shapes))
         if self.over:
             return
@@ -240,6 +240,10 @@ class Apart:
             ids=ids,
             hint="Start again without localized recovery: all ranks then replay",
         )
+
+
+def _known(shapes: Mapping[int, StageShapes | None]) -> list[int]:
+    return sorted(index for index, found in shapes.items() if found is not None)
 
 
 def _receiving(

@@ -305,7 +305,8 @@ class BoundaryLog(SilentLog):
             self.apart.begin(step)
         together = self.apart is None or self.apart.over
         if self._communication is not None and together and not replaying:
-            self._communication.begin()
+            with self._surviving():
+                self._communication.begin()
         self._num_values = 0
         if self.given_up:
             return

@@ -11,6 +11,7 @@ Whether a backend counts single sends and receives, too, differs (gloo does): it
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +44,8 @@ class Communication:
         self.neighbours: set[int] = set()
         self.joined: dict[int, str] = {}
         self.observed = False
+        # A pipeline by hand may send and receive in hooks, which run on the backward's thread.
+        self._lock = threading.RLock()
         self._running = False
         self._aside = 0
         self._counts: dict[Any, int] = {}
@@ -118,9 +121,10 @@ class Communication:
             self._join(rank, why)
 
     def _tell(self, direction: str, peers: Iterable[int]) -> None:
-        for peer in peers:
-            self.neighbours.add(peer)
-            self._told[direction, peer] += 1
+        with self._lock:
+            for peer in peers:
+                self.neighbours.add(peer)
+                self._told[direction, peer] += 1
 
     # -- what is seen ----------------------------------------------------------------------------
 
@@ -129,14 +133,19 @@ class Communication:
         if not self._running or self._aside:
             return do()
         before = _count(group)
+        result = do()
         try:
-            return do()
-        finally:
-            self._single[group] += _count(group) - before
-            if direction == "from_anybody":
-                self.all_of(group, "received from whoever sends")
-            else:
-                self._seen[direction, dist.get_global_rank(group, peer)] += 1
+            with self._lock:
+                self._single[group] += _count(group) - before
+                if direction == "from_anybody":
+                    self.all_of(group, "received from whoever sends")
+                else:
+                    self._seen[direction, dist.get_global_rank(group, peer)] += 1
+        except Exception as error:
+            # We are within a call of the user's that has succeeded. Whom it was with is not known, so it was with anybody.
+            logger.warning("cannot tell with whom this rank communicates", exc_info=error)
+            self.all_of(None, f"a message that could not be told to be anybody's ({error})")
+        return result
 
     def _join_group(self, group: Any, *, certain: bool) -> None:
         ranks = dist.get_process_group_ranks(group)
@@ -188,5 +197,5 @@ def _count(group: Any) -> int:
             int(group._get_backend(device)._get_sequence_number_for_group())
             for device in group._device_types
         )
-    except RuntimeError:
+    except (AttributeError, RuntimeError, TypeError):
         return _UNKNOWN

@@ -29,16 +29,24 @@ _ROLES = ("inputs", "outputs", "input_grads", "output_grads")
 
 
 def shapes_of(stage: Any) -> StageShapes | None:
-    """What this stage has found out, or was told; None before its first step, and where it sends DTensors, which we do not keep."""
+    """What this stage has found out, or was told; nothing where it need not ask, as a traced one.
+
+    None before its first step, and where it sends what we do not keep: DTensors, or no tensors at all.
+    """
+    if not (hasattr(stage, "_user_meta") or hasattr(stage, "inputs_meta")):
+        return {}
     meta = getattr(stage, "_stage_meta", None)
     if meta is not None:
-        told: dict[str, Any] = {role: getattr(meta, role) for role in _ROLES}
+        told: dict[str, Any] = {role: getattr(meta, role, None) for role in _ROLES}
     else:
         told = {
             "inputs": getattr(stage, "inputs_meta", None),
             "outputs": getattr(stage, "_outputs_meta", None),
         }
     if told["inputs"] is None or told["outputs"] is None or sends_dtensors(stage):
+        return None
+    everything = [each for found in told.values() for each in found or () if each is not None]
+    if not all(hasattr(each, "stride") for each in everything):
         return None
     return {
         role: [_told(each) for each in found] for role, found in told.items() if found is not None
@@ -48,7 +56,8 @@ def shapes_of(stage: Any) -> StageShapes | None:
 def sends_dtensors(stage: Any) -> bool:
     """Whether DTensors cross its boundaries, as far as it is known by now."""
     meta = getattr(stage, "_stage_meta", None)
-    return meta is not None and bool(meta.has_dtensors())
+    has_dtensors = getattr(meta, "has_dtensors", None)
+    return has_dtensors is not None and bool(has_dtensors())
 
 
 @contextmanager
@@ -58,9 +67,9 @@ def without_rehearsal(stage: Any, shapes: StageShapes) -> Iterator[None]:
     What was put in stays: it is what the stage would have found out.
     """
     with ExitStack() as stack:
-        if hasattr(stage, "_user_meta"):
+        if shapes and hasattr(stage, "_user_meta"):
             stage._user_meta = _metadata(stage._user_meta, shapes)
-        elif hasattr(stage, "inputs_meta") and stage.inputs_meta is None:
+        elif shapes and hasattr(stage, "inputs_meta") and stage.inputs_meta is None:
             stage.inputs_meta = tuple(_tensor(each) for each in shapes["inputs"])
             stage._configure_outputs_meta(tuple(_tensor(each) for each in shapes["outputs"]))
         for name, answer in _ANSWERS.items():

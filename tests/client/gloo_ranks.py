@@ -15,7 +15,8 @@ from torch.multiprocessing.spawn import start_processes
 
 __all__ = ["run_in_ranks"]
 
-_PATIENCE_S = 150.0
+# Importing torch in each takes most of it; on a machine with other work, minutes.
+_PATIENCE_S = 400.0
 
 
 def run_in_ranks(work: Callable[..., None], world_size: int, folder: Path, *args: Any) -> None:

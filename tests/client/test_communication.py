@@ -105,6 +105,11 @@ def _reduced_in_cpp(communication: Communication, rank: int, pair: Any) -> None:
         model(torch.zeros(1, 2)).sum().backward()
 
 
+def _by_an_unknown_group(communication: Communication, rank: int, pair: Any) -> None:
+    """As a process group does that torch has no record of: the message goes, and that is all that is known of it."""
+    assert communication.single("sent", object(), 1, lambda: "it went") == "it went"
+
+
 def _left_in_the_middle(communication: Communication, rank: int, pair: Any) -> None:
     dist.all_reduce(torch.zeros(1))
     communication.abandon()
@@ -119,6 +124,7 @@ _STEPS = {
     "from anybody": _from_anybody,
     "ddp": _reduced_in_cpp,
     "left": _left_in_the_middle,
+    "unknown": _by_an_unknown_group,
 }
 
 
@@ -160,6 +166,15 @@ def test_what_a_repeat_does_not_do_joins_nobody(seen: list[Seen]) -> None:
 def test_who_receives_from_whoever_sends_is_joined_with_all(seen: list[Seen]) -> None:
     why = "received from whoever sends"
     assert seen[2]["from anybody"]["joined"] == {"0": why, "1": why}
+
+
+@pytest.mark.slow
+def test_what_cannot_be_told_joins_everybody_and_disturbs_nobody(seen: list[Seen]) -> None:
+    assert [sorted(each["unknown"]["joined"]) for each in seen] == [
+        ["1", "2"],
+        ["0", "2"],
+        ["0", "1"],
+    ]
 
 
 @pytest.mark.slow

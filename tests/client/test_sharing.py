@@ -303,6 +303,15 @@ class TestPlans:
         whole = Operator("z", OperatorKind.DENSE, (Member("a"),))
         assert [sharing.group_of(op) for op in (mixed, partly, whole)] == [None, None, BOTH]
 
+    def test_alike_are_those_who_have_all_operators(self) -> None:
+        three = Replicas((0, 1, 2), None)
+        of = {name: Operator(name, OperatorKind.DENSE, (Member(name),)) for name in "abc"}
+        sharing = Sharing({"a": BOTH, "b": three})
+        assert sharing.alike([of["b"]], 1) == (0, 2)
+        assert sharing.alike([of["a"], of["b"]], 1) == (0,)
+        assert sharing.alike(list(of.values()), 1) == ()
+        assert sharing.alike([], 1) == ()
+
     def test_what_is_shared_costs_each_its_part(self) -> None:
         binding = bound(Net())
         operators = discover_operators(binding.model, rows_allowed=binding.rows_allowed)

@@ -63,7 +63,7 @@ def test_a_stage_begins_without_asking_and_knows_the_same() -> None:
 
 def test_a_stage_of_which_nothing_is_recorded_is_refused() -> None:
     with pytest.raises(ValueError, match=r"shapes of stage 1; there are \[0, 2\]"):
-        Apart([stage()], 1, {}, 5, lambda *_: {}, shapes={0: MIDDLE, 2: MIDDLE})
+        Apart([stage()], 1, {}, 5, lambda *_: {}, shapes={0: MIDDLE, 1: None, 2: MIDDLE})
 
 
 class OlderStage:
@@ -90,5 +90,7 @@ def test_the_older_layout_knows_no_gradients_and_begins_with_no_messages() -> No
     assert found.inputs_meta is not None
     assert all(each.is_meta for each in found.inputs_meta)
     assert shapes_of(found) == {role: MIDDLE[role] for role in ("inputs", "outputs")}
+    found.inputs_meta = (*found.inputs_meta, 3)  # type: ignore[arg-type]
+    assert shapes_of(found) is None  # what is no tensor is not kept
     with without_rehearsal(found, MIDDLE):  # it was told by its user
         pass

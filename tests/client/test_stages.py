@@ -22,8 +22,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client import Checkpointer
 from ckptd.client.boundary_log import BoundaryLog
+from ckptd.client.stage_shapes import StageShapes, without_rehearsal
 from ckptd.client.stages import listen, stages_of
 from ckptd.memory.boundary import SentKind
+from ckptd.memory.ring import SlotState
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -162,3 +164,36 @@ def test_a_stage_that_lives_on_keeps_no_log(endpoint: str) -> None:
     gc.collect()
     assert seen() is None
     assert len(found.get_fwd_send_ops(0)) == 1
+
+
+def test_snapshots_keep_what_stages_have_found_out(endpoint: str) -> None:
+    """A restart in which neighbours are not there cannot ask them."""
+    found, model = stage(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shapes: StageShapes = {
+        "inputs": [[[1, 2], [2, 1], "float32", True]],
+        "outputs": [[[1, 2], [2, 1], "float32", True]],
+    }
+    ckpt = Checkpointer(
+        *(model, optimizer),
+        job="stages",
+        run=uuid.uuid4().hex[:8],
+        daemon=endpoint,
+        window=1,
+        rank=0,
+        world_size=1,
+    )
+    with ckpt, without_rehearsal(found, shapes):
+        ckpt.log_boundaries(found)
+        Schedule1F1B(found, n_microbatches=2)._initialize_stage(torch.zeros(1, 2), {})
+        for _ in ckpt.steps(8):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        memory = ckpt._memory
+        assert memory is not None
+        memory.settle_filled(10)
+        sealed = [r for r in memory.table.records() if r.state is SlotState.SEALED]
+        assert sealed
+        for image in memory.images(sealed):
+            assert image.scalars()["stages"] == {0: shapes}
