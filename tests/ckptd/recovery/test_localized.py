@@ -572,12 +572,9 @@ def plan_of(world: World) -> LocalizedPlan | NotLocalized:
 
 def newest_epoch_is_seen(world: World) -> bool:
     """Nobody can know of a recovery of which nothing is left (daemons tell each other; that is not part of this)."""
-
-    def newest(lost: set[str]) -> int:
-        held = (h for kind in ("seg", "parked", "boundary") for h in world.store.holdings(kind))
-        return max((r.epoch for h in held if h.node not in lost for r in h.records), default=-1)
-
-    return newest(world.lost) == newest(set())
+    held = (h for kind in ("seg", "parked", "boundary") for h in world.store.holdings(kind))
+    seen = {r.epoch for h in held if h.node not in world.lost for r in h.records}
+    return world.epoch in seen
 
 
 @settings(max_examples=400, deadline=None)
