@@ -89,6 +89,13 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
     pieces: tuple[Piece, ...]
     feeds: tuple[Feed, ...]
 
+    @property
+    def logs(self) -> dict[int, dict[int, Piece]]:
+        """What it is fed, by neighbour and iteration."""
+        return {
+            f.neighbour: dict(zip(range(f.first, f.end), f.pieces, strict=True)) for f in self.feeds
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class LocalizedPlan:
@@ -99,6 +106,11 @@ class LocalizedPlan:
     per_rank: Mapping[int, RankPlan]
     reason: str
     moved_bytes: Mapping[int, int]
+
+    @property
+    def starts(self) -> dict[int, int]:
+        """By rank: the iteration that it runs first."""
+        return {rank: plan.start for rank, plan in self.per_rank.items()}
 
 
 @dataclass(frozen=True, slots=True)

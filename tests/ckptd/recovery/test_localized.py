@@ -147,7 +147,12 @@ def test_a_lost_stage_replays_alone_fed_by_both_neighbours() -> None:
     assert [p.record.iteration for p in plan.per_rank[1].pieces] == [8, 9, 10]
     assert [p.record.iteration for p in plan.per_rank[0].pieces] == [10]
     assert plan.per_rank[0].pieces[0].sources[0].segment == "r0.parked"
-    assert plan.per_rank[1].feeds[0].pieces[0].sources[0].segment == "r0.boundary"
+    logs = plan.per_rank[1].logs
+    assert {n: {t: p.sources[0].segment for t, p in of.items()} for n, of in logs.items()} == {
+        0: {8: "r0.boundary", 9: "r0.boundary"},
+        2: {8: "r2.boundary", 9: "r2.boundary"},
+    }
+    assert plan.starts == {0: 10, 1: 8, 2: 10, 3: 10}
     assert plan.reason == (
         "all ranks run together again from iteration 10: ranks 0, 2, 3 parked at 10, "
         "rank 1 replaying from 8, exact at 10"
