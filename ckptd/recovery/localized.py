@@ -76,7 +76,7 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
     """How one rank comes to the iteration at which all are together again.
 
     Args:
-        start: the iteration that it runs first; it runs apart until ``LocalizedPlan.resume``.
+        start: its base, the iteration that it runs first; it runs apart until ``LocalizedPlan.resume``.
         exact_at: from here on it is dense.
         pieces: parked: its parked state; copied: the peer's parked state, its own snapshot; replays: its snapshots from ``start`` to
             ``exact_at``.
@@ -108,8 +108,8 @@ class LocalizedPlan:
     moved_bytes: Mapping[int, int]
 
     @property
-    def starts(self) -> dict[int, int]:
-        """By rank: the iteration that it runs first."""
+    def bases(self) -> dict[int, int]:
+        """By rank: its base, the iteration that it runs first."""
         return {rank: plan.start for rank, plan in self.per_rank.items()}
 
 

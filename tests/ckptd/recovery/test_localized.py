@@ -152,7 +152,7 @@ def test_a_lost_stage_replays_alone_fed_by_both_neighbours() -> None:
         0: {8: "r0.boundary", 9: "r0.boundary"},
         2: {8: "r2.boundary", 9: "r2.boundary"},
     }
-    assert plan.starts == {0: 10, 1: 8, 2: 10, 3: 10}
+    assert plan.bases == {0: 10, 1: 8, 2: 10, 3: 10}
     assert plan.reason == (
         "all ranks run together again from iteration 10: ranks 0, 2, 3 parked at 10, "
         "rank 1 replaying from 8, exact at 10"
