@@ -76,7 +76,7 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
     """How one rank comes to the iteration at which all are together again.
 
     Args:
-        start: the iteration that it runs first; it runs apart until ``LocalizedPlan.resume``.
+        start: its base, the iteration that it runs first; it runs apart until ``LocalizedPlan.resume``.
         exact_at: from here on it is dense.
         pieces: parked: its parked state; copied: the peer's parked state, its own snapshot; replays: its snapshots from ``start`` to
             ``exact_at``.
@@ -89,6 +89,13 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
     pieces: tuple[Piece, ...]
     feeds: tuple[Feed, ...]
 
+    @property
+    def logs(self) -> dict[int, dict[int, Piece]]:
+        """What it is fed, by neighbour and iteration."""
+        return {
+            f.neighbour: dict(zip(range(f.first, f.end), f.pieces, strict=True)) for f in self.feeds
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class LocalizedPlan:
@@ -99,6 +106,11 @@ class LocalizedPlan:
     per_rank: Mapping[int, RankPlan]
     reason: str
     moved_bytes: Mapping[int, int]
+
+    @property
+    def bases(self) -> dict[int, int]:
+        """By rank: its base, the iteration that it runs first."""
+        return {rank: plan.start for rank, plan in self.per_rank.items()}
 
 
 @dataclass(frozen=True, slots=True)

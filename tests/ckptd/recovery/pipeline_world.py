@@ -294,6 +294,7 @@ class World:
     truth: History
     facts: dict[int, RankFacts]
     lost: set[str]
+    epoch: int  # the newest
 
 
 def random_world(rng: random.Random, *, domains_max: int = 5) -> World:
@@ -325,7 +326,7 @@ def random_world(rng: random.Random, *, domains_max: int = 5) -> World:
         for r in range(shape.world_size)
         if shape.nodes[r] not in lost and rng.random() < 0.95
     }
-    return World(shape, store, truth, facts, lost)
+    return World(shape, store, truth, facts, lost, epochs[-1][0])
 
 
 def _random_shape(rng: random.Random, domains_max: int) -> Shape:

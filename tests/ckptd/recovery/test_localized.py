@@ -147,7 +147,12 @@ def test_a_lost_stage_replays_alone_fed_by_both_neighbours() -> None:
     assert [p.record.iteration for p in plan.per_rank[1].pieces] == [8, 9, 10]
     assert [p.record.iteration for p in plan.per_rank[0].pieces] == [10]
     assert plan.per_rank[0].pieces[0].sources[0].segment == "r0.parked"
-    assert plan.per_rank[1].feeds[0].pieces[0].sources[0].segment == "r0.boundary"
+    logs = plan.per_rank[1].logs
+    assert {n: {t: p.sources[0].segment for t, p in of.items()} for n, of in logs.items()} == {
+        0: {8: "r0.boundary", 9: "r0.boundary"},
+        2: {8: "r2.boundary", 9: "r2.boundary"},
+    }
+    assert plan.bases == {0: 10, 1: 8, 2: 10, 3: 10}
     assert plan.reason == (
         "all ranks run together again from iteration 10: ranks 0, 2, 3 parked at 10, "
         "rank 1 replaying from 8, exact at 10"
@@ -572,12 +577,9 @@ def plan_of(world: World) -> LocalizedPlan | NotLocalized:
 
 def newest_epoch_is_seen(world: World) -> bool:
     """Nobody can know of a recovery of which nothing is left (daemons tell each other; that is not part of this)."""
-
-    def newest(lost: set[str]) -> int:
-        held = (h for kind in ("seg", "parked", "boundary") for h in world.store.holdings(kind))
-        return max((r.epoch for h in held if h.node not in lost for r in h.records), default=-1)
-
-    return newest(world.lost) == newest(set())
+    held = (h for kind in ("seg", "parked", "boundary") for h in world.store.holdings(kind))
+    seen = {r.epoch for h in held if h.node not in world.lost for r in h.records}
+    return world.epoch in seen
 
 
 @settings(max_examples=400, deadline=None)
