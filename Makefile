@@ -2,6 +2,7 @@
 #
 #   make demo       watch a training job being killed and come back at the exact bits (minutes)
 #   make demo-nodes watch whole hosts being destroyed and their ranks come back from their peers' memory (minutes)
+#   make demo-pipeline watch workers of a pipeline being lost and only their stages work again (minutes)
 #   make test       ruff, mypy, layering contracts, pytest
 #   make bench      every benchmark, each against its peers in the same run
 #   make campaign   a few hundred seeded kills (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
@@ -24,7 +25,7 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 CKPTD_KILLS ?= 300
 CKPTD_SCHEDULES ?= 10000
 
-.PHONY: help setup test lint types contracts unit demo demo-nodes demo-storage bench campaign campaign-storage campaign-matrix simulation clean
+.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-storage bench campaign campaign-storage campaign-matrix simulation clean
 .DEFAULT_GOAL := help
 
 help:
@@ -60,6 +61,9 @@ demo: $(STAMP)
 
 demo-nodes: $(STAMP)
 	$(BIN)/python -m examples.moe_text.nodes $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
+
+demo-pipeline: $(STAMP)
+	$(BIN)/python -m examples.moe_pipeline.demo $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 demo-storage: $(STAMP)
 	$(BIN)/python -m examples.moe_text.storage $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))

@@ -149,11 +149,7 @@ class _Trial:
                 return
             if mine.kind is RankKind.COPIED:
                 self._parked = ParkedCopy.read(memory.session, mine.pieces[0], cards)
-        pieces = {
-            feed.neighbour: dict(zip(range(feed.first, feed.end), feed.pieces, strict=True))
-            for feed in mine.feeds
-        }
-        self.feeds = FedLogs(memory.session, pieces, cards)
+        self.feeds = FedLogs(memory.session, mine.logs, cards)
 
     def _own_parked(self) -> SnapshotImage:
         """In this rank's own segment, beside a ring with the same operators.

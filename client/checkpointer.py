@@ -826,10 +826,8 @@ class Checkpointer:
         self._apart_start = start
         shapes = {int(index): found for index, found in stages.items() if found is not None}
         self._recorder.stage_shapes = shapes
-        bases = {rank: plan.start for rank, plan in start.plan.per_rank.items()}
-        self._apart = Apart(
-            (), self._identity.rank, bases, start.plan.resume, start.feeds, shapes=shapes
-        )
+        rank, resume = self._identity.rank, start.plan.resume
+        self._apart = Apart((), rank, start.plan.bases, resume, start.feeds, shapes=shapes)
         self._cleanup.callback(start.feeds.close)
 
     def _certify(

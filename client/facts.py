@@ -6,7 +6,7 @@ process is gone. When they change, a log of the next generation is asked for: th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 

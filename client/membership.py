@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from ckptd.client.agreement import Exchange, Failure, raise_together
+from ckptd.memory.ring import epoch_table
 from ckptd.recovery.facts import RankFacts, facts_from_wire, facts_to_wire
 from ckptd.recovery.held import HeldRecords, from_wire, to_wire
 from ckptd.recovery.holdings import held_from_segments
@@ -53,6 +54,12 @@ class RunView:
     def next_epoch(self, highest: int) -> int:
         """Above every epoch that was seen or is known, and above those that lie on a node that did not answer."""
         return max(1 + self.last_epoch(highest), self.clock_s)
+
+    @property
+    def epochs(self) -> dict[int, int]:
+        """Where epochs began of which a parked state or a log tells; perhaps no snapshot does."""
+        beside = (*self.parked, *self.logs)
+        return epoch_table(record for held in beside for record in held.records)
 
     @property
     def homes(self) -> dict[int, str]:

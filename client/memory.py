@@ -230,7 +230,9 @@ class RankMemory:
     def _plan(self, exchange: Exchange, storage: bool) -> tuple[RunView, RecoveryPlan | NoRecovery]:
         view = self.see(exchange, storage=storage)
         begun = time.perf_counter()
-        plan = plan_recovery(view.held, self.identity.world_size, homes=view.homes)
+        plan = plan_recovery(
+            view.held, self.identity.world_size, homes=view.homes, epochs=view.epochs
+        )
         self._stats.recover_plan_s += time.perf_counter() - begun
         return view, plan
 

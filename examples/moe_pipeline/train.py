@@ -102,8 +102,8 @@ class Pipeline:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat, group=self.replicas)
-        flat /= dist.get_world_size(self.replicas)
-        for param, mean in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        means = torch.split(flat / self.replicas.size(), [p.numel() for p in params])
+        for param, mean in zip(params, means, strict=True):
             param.grad = mean.view_as(param)
 
 
