@@ -134,9 +134,13 @@ class PipelineRun:
     def events(self, rank: int) -> list[Event]:
         return read_events(self._folder / f"rank-r{rank}.jsonl")
 
+    def steps(self, rank: int) -> list[Event]:
+        """The iterations that the rank has completed, in the order in which it did."""
+        return [event for event in self.events(rank) if event["event"] == "step"]
+
     def last_step(self, rank: int) -> int:
         """The newest iteration that the rank has completed; -1 for none."""
-        return max((e["step"] for e in self.events(rank) if e["event"] == "step"), default=-1)
+        return max((e["step"] for e in self.steps(rank)), default=-1)
 
     def until(self, reached: Callable[[], bool], what: str) -> None:
         """Wait for it.
@@ -261,7 +265,7 @@ def print_summary(undisturbed: PipelineRun, localized: PipelineRun, everybody: P
         for rank in range(localized.num_ranks)
     ]
     times = [
-        statistics.median(step_time_ms(run.events(rank)) for rank in range(run.num_ranks))
+        statistics.median(step_time_ms(run.steps(rank)) for rank in range(run.num_ranks))
         for run in (undisturbed, localized, everybody)
     ]
     print(
