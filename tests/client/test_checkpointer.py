@@ -522,7 +522,7 @@ def test_a_buffer_that_a_kernel_changes_unseen_is_never_torn(
         copy_now(*args)
 
     monkeypatch.setattr(engine, "_to_host", late)
-    monkeypatch.setattr("ckptd.client.capture._SMALL_BUFFER_BYTES", small_bytes)
+    monkeypatch.setattr("ckptd.client.capture.SMALL_BUFFER_BYTES", small_bytes)
     torch.manual_seed(0)
     model = Normalised(4)
     optimizer = AdamW(model.parameters(), lr=0.01)
