@@ -19,6 +19,7 @@ from ckptd.client.park_memory import parked_image
 from ckptd.client.parked_copy import CopiedImage, ParkedCopy
 from ckptd.client.replay import SnapshotImage
 from ckptd.client.retrieval import Attempt
+from ckptd.client.value_logs import ValueLogs
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.recovery.facts import RankFacts
@@ -40,17 +41,24 @@ class ApartStart:
         mine: this rank's part of the plan.
         images: for a replay: the one dense image, or the snapshots from ``mine.start`` on.
         feeds: what neighbours sent that start later.
+        values: logs in which shared values are looked up.
     """
 
     plan: LocalizedPlan
     mine: RankPlan
     images: list[SnapshotImage]
     feeds: FedLogs
+    values: ValueLogs
 
     @property
     def replays(self) -> bool:
         """Whether this rank goes back to snapshots."""
         return self.mine.kind is RankKind.REPLAYS
+
+    def close(self) -> None:
+        """Give back what was brought here to run apart."""
+        self.values.close()
+        self.feeds.close()
 
 
 def begin_apart(
@@ -87,14 +95,15 @@ def begin_apart(
                 images = trial.resume(plan)
                 again_in_a_row = memory.hint & HINT_APART
                 memory.leave_hint(HINT_APART_AGAIN if again_in_a_row else HINT_APART)
-            return ApartStart(plan, trial.mine, images, trial.feeds)
+            values = ValueLogs(memory.session, trial.mine, trial.feeds, view.everybody)
+            return ApartStart(plan, trial.mine, images, trial.feeds, values)
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
     return None
 
 
 def come_together(memory: RankMemory, start: ApartStart) -> None:
     """The localized recovery is over."""
-    start.feeds.close()
+    start.close()
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
 
 

@@ -826,9 +826,16 @@ class Checkpointer:
         self._apart_start = start
         shapes = {int(index): found for index, found in stages.items() if found is not None}
         self._recorder.stage_shapes = shapes
-        rank, resume = self._identity.rank, start.plan.resume
-        self._apart = Apart((), rank, start.plan.bases, resume, start.feeds, shapes=shapes)
-        self._cleanup.callback(start.feeds.close)
+        self._apart = Apart(
+            (),
+            self._identity.rank,
+            start.plan.bases,
+            start.plan.together,
+            start.feeds,
+            shapes=shapes,
+            shared=start.values,
+        )
+        self._cleanup.callback(start.close)
 
     def _certify(
         self, images: Sequence[SnapshotImage], until: int, run_step: Callable[[int], Any]
