@@ -139,8 +139,8 @@ class Story:
         return self.lives[-1]
 
     def lose(self, *victims: int, point: str = "top", kill_at: int = KILL_AT) -> Life:
-        """A life in which these kill themselves there."""
-        deadly = ("--kill-at", str(kill_at), "--kill-point", point)
+        """A life in which these kill themselves there, when the others have come as far as they can without them."""
+        deadly = ("--kill-at", str(kill_at), "--kill-point", point, "--kill-delay-ms", "500")
         life = self.life(dict.fromkeys(victims, deadly), kill_at=kill_at)
         life.torn_down(*victims)
         return life

@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
 )
 from torch.nn.utils import clip_grad_norm_
 
+from ckptd.client.stages import stages_of
 from tests.e2e.cases import Job
 from tests.e2e.parallel.pipeline import (
     MICRO,
@@ -84,7 +85,15 @@ def zero_bubble(seed: int) -> Job:
 @CASES.case(ranks=4)
 def replicas(seed: int) -> Job:
     """Two replicas of two stages, each stage under DDP with its twin: rank r has stage r % 2."""
-    return apart(replicated_job(seed))
+    job = replicated_job(seed)
+    body, (stage,) = job.body, stages_of(job.extra["schedule"])
+
+    def inside(job: Job, step: int, at: Callable[[str], None]) -> None:
+        with _last_backward(stage, lambda: at("inside")):
+            body(job, step, at)
+
+    job.body = inside
+    return apart(job)
 
 
 @CASES.case(ranks=4)
