@@ -17,7 +17,7 @@ from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs
 from tests.e2e.ranks import Ranks, story
 
-__all__ = ["KILL_AT", "TOTAL", "Life", "Story", "Trace"]
+__all__ = ["KILL_AT", "TOTAL", "Life", "References", "Story", "Trace"]
 
 KILL_AT, TOTAL = 14, 19
 _GRACE_S = 30  # torchrun's, between SIGTERM and SIGKILL
@@ -94,6 +94,21 @@ class Life:
             os.kill(pid, number)
 
 
+class References:
+    """The final states of runs without ckptd, each of which is made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._jobs = Jobs(folder, "none")
+        self._known: dict[tuple[str, int], list[Path]] = {}
+
+    def of(self, case: str, ranks: int) -> list[Path]:
+        """By rank."""
+        if (case, ranks) not in self._known:
+            life = Ranks(self._jobs, "reference", case=case, world_size=ranks, total=TOTAL)
+            self._known[case, ranks] = life.end()
+        return self._known[case, ranks]
+
+
 class Story:
     """One run. With ``endpoints``, rank r trains on the node with the daemon ``endpoints[r]``."""
 
@@ -101,16 +116,17 @@ class Story:
         self,
         jobs: Jobs,
         daemon: DaemonProcess,
+        references: References,
         case: str,
-        *options: str,
+        *,
         ranks: int,
-        step_ms: int = 20,
         endpoints: Sequence[str] = (),
     ) -> None:
         self.jobs, self.daemon, self.case, self.ranks = jobs, daemon, case, ranks
+        self._references = references
         self.run = uuid.uuid4().hex[:8]
         # Steps of a millisecond are quicker than any daemon: what is logged of them would be a matter of luck.
-        self._options = ("--step-ms", str(step_ms), *options)
+        self.options: tuple[str, ...] = ("--step-ms", "20")
         self.endpoints = endpoints
         self.lives: list[Life] = []
 
@@ -129,7 +145,7 @@ class Story:
         ranks = Ranks(
             self.jobs,
             self.run,
-            *(*usual, *self._options, *options),
+            *(*usual, *self.options, *options),
             case=self.case,
             world_size=self.ranks,
             total=TOTAL,
@@ -137,6 +153,11 @@ class Story:
         )
         self.lives.append(Life(ranks, traces))
         return self.lives[-1]
+
+    def close(self) -> None:
+        """Nothing of it is left running."""
+        for life in self.lives:
+            life.ranks.kill()
 
     def lose(self, *victims: int, point: str = "top", kill_at: int = KILL_AT) -> Life:
         """A life in which these kill themselves there, when the others have come as far as they can without them."""
@@ -149,7 +170,7 @@ class Story:
         """The last life, which ends where a run without ckptd ends, on every rank."""
         life = self.life(_NOBODY, *options)
         outs = life.ranks.end()
-        references = self.references()
+        references = self._references.of(self.case, self.ranks)
         for rank, (reference, out) in enumerate(zip(references, outs, strict=True)):
             found = differences(reference, out)
             assert found == [], f"rank {rank} differs in {sorted(found)[:8]}{self.told}"
@@ -158,19 +179,9 @@ class Story:
     def differs(self, life: Life) -> list[int]:
         """The ranks that end with other bits than in a run without ckptd."""
         outs = life.ranks.end()
-        pairs = zip(self.references(), outs, strict=True)
+        references = self._references.of(self.case, self.ranks)
+        pairs = zip(references, outs, strict=True)
         return [rank for rank, (a, b) in enumerate(pairs) if differences(a, b)]
-
-    def references(self) -> list[Path]:
-        """The final states of a run without ckptd."""
-        return Ranks(
-            self.jobs,
-            self.run,
-            case=self.case,
-            world_size=self.ranks,
-            total=TOTAL,
-            daemon="none",
-        ).end()
 
     @property
     def told(self) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import io
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,24 +20,48 @@ from ckptd.memory.ring import SlotState
 from ckptd.memory.segments import open_segment
 from tests.ckptd.nodes import Net
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
-from tests.e2e.localized import KILL_AT, Life, Story
+from tests.e2e.localized import KILL_AT, Life, References, Story
 from tests.e2e.test_bad_input import flip
 from tests.long import long
 
 pytestmark = pytest.mark.slow
 
 
+# A case of ``parallel/`` and its number of ranks, as a run that something may happen to.
+Run = Callable[[str, int], Story]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("references"))
+
+
 @pytest.fixture
-def chain(jobs: Jobs, daemon: DaemonProcess) -> Story:
+def a_run(jobs: Jobs, daemon: DaemonProcess, references: References) -> Iterator[Run]:
+    with contextlib.ExitStack() as stack:
+
+        def begin(case: str, ranks: int) -> Story:
+            story = Story(jobs, daemon, references, case, ranks=ranks)
+            return stack.enter_context(contextlib.closing(story))
+
+        yield begin
+
+
+@pytest.fixture
+def chain(a_run: Run) -> Story:
     """Four stages, one on each rank."""
-    return Story(jobs, daemon, "localized/chain", ranks=4)
+    return a_run("localized/chain", 4)
 
 
 @pytest.fixture
-def hurt(tmp_path: Path) -> Iterator[Story]:
+def hurt(tmp_path: Path, references: References) -> Iterator[Story]:
     """A chain with a daemon of its own, whose memory may be damaged."""
     with own_daemon() as daemon:
-        yield Story(Jobs(tmp_path, daemon.endpoint), daemon, "localized/chain", ranks=4)
+        jobs = Jobs(tmp_path, daemon.endpoint)
+        with contextlib.closing(
+            Story(jobs, daemon, references, "localized/chain", ranks=4)
+        ) as story:
+            yield story
 
 
 def assert_told(story: Story, *texts: str) -> None:
@@ -68,10 +92,8 @@ def test_a_lost_stage_replays_alone(chain: Story) -> None:
     assert f"from iteration {KILL_AT} on" in together
 
 
-def test_a_lost_replica_copies_its_twin_and_nobody_replays(
-    jobs: Jobs, daemon: DaemonProcess
-) -> None:
-    story = Story(jobs, daemon, "localized/replicas", ranks=4)
+def test_a_lost_replica_copies_its_twin_and_nobody_replays(a_run: Run) -> None:
+    story = a_run("localized/replicas", 4)
     story.lose(2, point="inside")
     story.ends_exact()
     story.assert_only()
@@ -87,10 +109,11 @@ def test_a_lost_replica_copies_its_twin_and_nobody_replays(
     ],
 )
 def test_whoever_is_asked_to_go_is_parked_and_replays_nothing(
-    jobs: Jobs, daemon: DaemonProcess, case: str, ranks: int
+    a_run: Run, case: str, ranks: int
 ) -> None:
     """SIGTERM to all, as a scheduler that preempts the job sends it."""
-    story = Story(jobs, daemon, case, "--set", "park=true", ranks=ranks)
+    story = a_run(case, ranks)
+    story.options += ("--set", "park=true")
     life = story.life(dict.fromkeys(range(ranks), ("--linger-at", str(KILL_AT))))
     life.reach(KILL_AT)
     life.torn_down()
@@ -111,18 +134,18 @@ def test_the_lost_replay_and_nobody_else(chain: Story, victims: tuple[int, ...])
 
 @long
 @pytest.mark.parametrize("point", ["backward", "step", "after"])
-def test_wherever_in_its_step_it_is_lost(jobs: Jobs, daemon: DaemonProcess, point: str) -> None:
+def test_wherever_in_its_step_it_is_lost(a_run: Run, point: str) -> None:
     """No norm is shared: a neighbour may have gone on to the next step, or not."""
-    story = Story(jobs, daemon, "localized/own_norm", ranks=4)
+    story = a_run("localized/own_norm", 4)
     story.lose(1, point=point)
     story.ends_exact()
     story.assert_only(1)
 
 
 @long
-def test_stages_that_were_a_step_apart(jobs: Jobs, daemon: DaemonProcess) -> None:
+def test_stages_that_were_a_step_apart(a_run: Run) -> None:
     """Rank 1 has all it needs of the step and dies before it sends on: those behind it end the step, the one before it does not."""
-    story = Story(jobs, daemon, "localized/own_norm", ranks=4)
+    story = a_run("localized/own_norm", 4)
     story.lose(1, point="inside")
     story.ends_exact()
     story.assert_only(1)
@@ -142,8 +165,8 @@ def test_stages_that_were_a_step_apart(jobs: Jobs, daemon: DaemonProcess) -> Non
         ("by_hand", 3),
     ],
 )
-def test_every_kind_of_pipeline(jobs: Jobs, daemon: DaemonProcess, case: str, ranks: int) -> None:
-    story = Story(jobs, daemon, f"localized/{case}", ranks=ranks)
+def test_every_kind_of_pipeline(a_run: Run, case: str, ranks: int) -> None:
+    story = a_run(f"localized/{case}", ranks)
     story.lose(1, point="backward")
     story.ends_exact()
     story.assert_only(1)
@@ -156,21 +179,19 @@ def test_every_kind_of_pipeline(jobs: Jobs, daemon: DaemonProcess, case: str, ra
     ids=str,
 )
 def test_replicas_of_which_more_is_lost(
-    jobs: Jobs, daemon: DaemonProcess, victims: tuple[int, ...], replay: tuple[int, ...]
+    a_run: Run, victims: tuple[int, ...], replay: tuple[int, ...]
 ) -> None:
     """Both twins of a stage replay together; a whole replica copies the other one; each may copy its own."""
-    story = Story(jobs, daemon, "localized/replicas", ranks=4)
+    story = a_run("localized/replicas", 4)
     story.lose(*victims, point="inside")
     story.ends_exact()
     story.assert_only(*replay)
 
 
 @long
-def test_a_lost_replica_without_a_snapshot_of_that_step_replays_with_its_twin(
-    jobs: Jobs, daemon: DaemonProcess
-) -> None:
+def test_a_lost_replica_without_a_snapshot_of_that_step_replays_with_its_twin(a_run: Run) -> None:
     """Its random state of the step is in no snapshot that was complete: it had not begun its forward."""
-    story = Story(jobs, daemon, "localized/replicas", ranks=4)
+    story = a_run("localized/replicas", 4)
     story.lose(2, point="top")
     story.ends_exact()
     story.assert_only(0, 2)
@@ -306,21 +327,19 @@ def test_where_all_are_lost_all_replay(chain: Story) -> None:
     ("case", "victim", "replays"), [("chain", 1, (1,)), ("chain", 2, (2,)), ("replicas", 2, ())]
 )
 def test_what_lies_on_another_node_is_brought(
-    tmp_path: Path, case: str, victim: int, replays: tuple[int, ...]
+    tmp_path: Path, references: References, case: str, victim: int, replays: tuple[int, ...]
 ) -> None:
     """The log of a neighbour; the parked state of a twin."""
-    with Net(2).up() as net:
-        story = on_two_nodes(net, tmp_path, case)
+    with Net(2).up() as net, on_two_nodes(net, tmp_path, references, case) as story:
         story.lose(victim, point="inside" if case == "replicas" else "top")
         story.ends_exact()
         story.assert_only(*replays)
 
 
 @long
-def test_a_lost_node_whose_ranks_move_to_the_other(tmp_path: Path) -> None:
+def test_a_lost_node_whose_ranks_move_to_the_other(tmp_path: Path, references: References) -> None:
     """Its snapshots have replicas there; its parked states, logs and facts are gone."""
-    with Net(2).up() as net:
-        story = on_two_nodes(net, tmp_path, "chain")
+    with Net(2).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
         life = story.life(dict.fromkeys((2, 3), ("--kill-at", str(KILL_AT), "--kill-point", "top")))
         life.torn_down(2, 3)
         net[1].lose()
@@ -329,13 +348,16 @@ def test_a_lost_node_whose_ranks_move_to_the_other(tmp_path: Path) -> None:
         story.assert_only(2, 3)
 
 
-def on_two_nodes(net: Net, folder: Path, case: str) -> Story:
+@contextlib.contextmanager
+def on_two_nodes(net: Net, folder: Path, references: References, case: str) -> Iterator[Story]:
     """Ranks 0 and 1 on the first, 2 and 3 on the second."""
     first, second = net.nodes
     daemon = DaemonProcess(first.runtime_dir, first.segment_dir)
     ends = [first.endpoint] * 2 + [second.endpoint] * 2
-    jobs = Jobs(folder, first.endpoint)
-    return Story(jobs, daemon, f"localized/{case}", ranks=4, endpoints=ends)
+    jobs, case = Jobs(folder, first.endpoint), f"localized/{case}"
+    story = Story(jobs, daemon, references, case, ranks=4, endpoints=ends)
+    with contextlib.closing(story):
+        yield story
 
 
 # -- negative controls ----------------------------------------------------------------------------
@@ -375,8 +397,8 @@ def test_what_is_left_out_of_a_parked_state_shows_in_the_end(chain: Story, what:
 
 
 @long
-def test_a_copy_with_the_peers_buffers_shows_in_the_end(jobs: Jobs, daemon: DaemonProcess) -> None:
-    story = Story(jobs, daemon, "localized/replicas", ranks=4)
+def test_a_copy_with_the_peers_buffers_shows_in_the_end(a_run: Run) -> None:
+    story = a_run("localized/replicas", 4)
     story.lose(2, point="inside")
     life = story.life({2: ("--leave-out", "own buffers")})
     assert story.differs(life) == [2]
