@@ -86,7 +86,7 @@ def begin_apart(
         trial = _Trial(memory, plan.per_rank[identity.rank], view)
         again = True
         try:
-            again = vote(exchange, node, again=trial.again, fatal=trial.fatal)
+            again = vote(exchange, node, again=trial.again)
         finally:
             if again:
                 trial.forsake()
@@ -124,13 +124,12 @@ def _tell_together(memory: RankMemory, reason: str) -> None:
 
 @dataclass(slots=True)
 class _Trial:
-    """This rank tries to have what its part of a plan needs; ``again`` if another plan may do, ``fatal`` if none can."""
+    """This rank tries to have what its part of a plan needs; ``again`` if it cannot: another plan may do, or the recovery of all ranks."""
 
     memory: RankMemory
     mine: RankPlan
     view: RunView
     again: bool = False
-    fatal: Exception | None = None
     feeds: FedLogs = field(init=False)
     _parked: SnapshotImage | None = None
     _attempt: Attempt = field(default_factory=lambda: Attempt([]))
@@ -143,8 +142,10 @@ class _Trial:
             # Another plan asks for something else, and the recovery of all ranks together for none of this.
             logger.warning("this localized recovery cannot be: %s", error)
             self.again = True
-        except Exception as error:  # noqa: BLE001 - raised after the vote
-            self.fatal = error
+        except Exception:
+            # The other ranks wait for our vote. And what is raised would be raised again at each start.
+            logger.exception("this localized recovery cannot be")
+            self.again = True
 
     def _have(self) -> None:
         memory, mine, cards = self.memory, self.mine, self.view.everybody
@@ -153,8 +154,8 @@ class _Trial:
         else:
             snapshots = mine.pieces[1:] if mine.kind is RankKind.COPIED else mine.pieces
             self._attempt = memory.attempt(snapshots, self.view)
-            self.again, self.fatal = self._attempt.again, self._attempt.fatal
-            if self.again or self.fatal is not None:
+            self.again = self._attempt.again or self._attempt.fatal is not None
+            if self.again:
                 return
             if mine.kind is RankKind.COPIED:
                 self._parked = ParkedCopy.read(memory.session, mine.pieces[0], cards)
