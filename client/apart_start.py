@@ -67,13 +67,16 @@ def begin_apart(
     """The localized recovery of this run, where there is one; None on all ranks where all recover together. A collective call.
 
     Args:
-        alike: ranks with which this one has all operators alike.
+        alike: ranks with which this one has all operators alike, values too.
     Raises:
         AttachRefused: the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or a rank cannot go on.
     """
     found = told_facts(segment.descriptor.client for segment in memory.logs)
-    facts = None if found is None else RankFacts(found.neighbours, found.domain, found.alike)
+    facts = None
+    if found is not None:
+        both = tuple(rank for rank in found.alike if rank in alike)
+        facts = RankFacts(found.neighbours, found.domain, both)
     identity, node = memory.identity, memory.session.node_id
     for _ in range(_PLANS):
         view = memory.see(exchange, facts=facts, alike=alike)
