@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ import pytest
 from ckptd.client.agreement import Exchange
 from ckptd.client.apart_start import ApartStart, begin_apart, come_together
 from ckptd.client.memory import RankMemory
+from ckptd.client.park_memory import parked_records
+from ckptd.client.parked_copy import ParkedCopy
+from ckptd.errors import AttachRefused
 from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.recovery.localized import RankKind
+from ckptd.recovery.plan import Piece, Source
 from tests.ckptd.running import MIB, fill
 from tests.client.meeting import outcomes
 from tests.client.test_memory import attached, record
@@ -105,6 +110,18 @@ def test_after_two_that_came_to_no_end_all_recover_together(endpoint: str, run: 
             hints.append([memory.hint for memory in memories])
     assert found == [None, None]
     assert hints == [[HINT_APART] * 2, [HINT_APART | HINT_APART_AGAIN] * 2, [0, 0]]
+
+
+def test_what_another_run_has_parked_is_not_read(endpoint: str, ranks: list[RankMemory]) -> None:
+    """Segments are named by nodes. This one lies here, and is whole, but the daemon would not have given it either."""
+    with attached(endpoint, uuid.uuid4().hex[:8]) as other:
+        park(other, CUT_OFF)
+        segment = other.parks.newest
+        assert segment is not None
+        (record,) = parked_records(other)
+    source = Source(ranks[1].session.node_id, Path(segment.path).name, 0)
+    with pytest.raises(AttachRefused, match="no segment of"):
+        ParkedCopy.read(ranks[1].session, Piece(record, (source,)), ())
 
 
 def test_one_rank_has_nobody_to_be_apart_from(endpoint: str) -> None:
