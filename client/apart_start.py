@@ -67,13 +67,16 @@ def begin_apart(
     """The localized recovery of this run, where there is one; None on all ranks where all recover together. A collective call.
 
     Args:
-        alike: ranks with which this one has all operators alike.
+        alike: ranks with which this one has all operators alike, values too.
     Raises:
         AttachRefused: the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or a rank cannot go on.
     """
     found = told_facts(segment.descriptor.client for segment in memory.logs)
-    facts = None if found is None else RankFacts(found.neighbours, found.domain, found.alike)
+    facts = None
+    if found is not None:
+        both = tuple(rank for rank in found.alike if rank in alike)
+        facts = RankFacts(found.neighbours, found.domain, both)
     identity, node = memory.identity, memory.session.node_id
     for _ in range(_PLANS):
         view = memory.see(exchange, facts=facts, alike=alike)
@@ -86,7 +89,7 @@ def begin_apart(
         trial = _Trial(memory, plan.per_rank[identity.rank], view)
         again = True
         try:
-            again = vote(exchange, node, again=trial.again, fatal=trial.fatal)
+            again = vote(exchange, node, again=trial.again)
         finally:
             if again:
                 trial.forsake()
@@ -124,13 +127,12 @@ def _tell_together(memory: RankMemory, reason: str) -> None:
 
 @dataclass(slots=True)
 class _Trial:
-    """This rank tries to have what its part of a plan needs; ``again`` if another plan may do, ``fatal`` if none can."""
+    """This rank tries to have what its part of a plan needs; ``again`` if it cannot: another plan may do, or the recovery of all ranks."""
 
     memory: RankMemory
     mine: RankPlan
     view: RunView
     again: bool = False
-    fatal: Exception | None = None
     feeds: FedLogs = field(init=False)
     _parked: SnapshotImage | None = None
     _attempt: Attempt = field(default_factory=lambda: Attempt([]))
@@ -143,8 +145,10 @@ class _Trial:
             # Another plan asks for something else, and the recovery of all ranks together for none of this.
             logger.warning("this localized recovery cannot be: %s", error)
             self.again = True
-        except Exception as error:  # noqa: BLE001 - raised after the vote
-            self.fatal = error
+        except Exception:
+            # The other ranks wait for our vote. And what is raised would be raised again at each start.
+            logger.exception("this localized recovery cannot be")
+            self.again = True
 
     def _have(self) -> None:
         memory, mine, cards = self.memory, self.mine, self.view.everybody
@@ -153,8 +157,8 @@ class _Trial:
         else:
             snapshots = mine.pieces[1:] if mine.kind is RankKind.COPIED else mine.pieces
             self._attempt = memory.attempt(snapshots, self.view)
-            self.again, self.fatal = self._attempt.again, self._attempt.fatal
-            if self.again or self.fatal is not None:
+            self.again = self._attempt.again or self._attempt.fatal is not None
+            if self.again:
                 return
             if mine.kind is RankKind.COPIED:
                 self._parked = ParkedCopy.read(memory.session, mine.pieces[0], cards)

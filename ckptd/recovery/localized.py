@@ -222,6 +222,14 @@ class _Held:
         newest = max(found, key=lambda g: (g.newest[iteration].epoch, g.newest[iteration].sequence))
         return newest.copies[iteration]
 
+    def fits(self, rank: int, peer: int, iteration: int) -> bool:
+        """Whether there is a snapshot of a rank that a peer's parked state completes: both cut operators in the same way."""
+        own = self.snapshot(rank, iteration)
+        if own is None:
+            return False
+        one, other = self.snapshots[own[0][0]], self.parked[self.parks[peer][iteration][0][0]]
+        return (one.num_operators, one.operators_id) == (other.num_operators, other.operators_id)
+
     def logs(self, rank: int) -> Mapping[int, tuple[Copy, ...]]:
         """The complete logs that count, by iteration."""
         if rank not in self._logs:
@@ -298,8 +306,9 @@ def _peers(
             continue
         turn = len(peers) % len(there)  # each peer sends about as much
         in_turn = itertools.chain(there[turn:], there[:turn])
-        peer = next((other for other in in_turn if relations.alike(rank, other)), None)
-        if peer is None or held.snapshot(rank, iteration) is None:
+        alike = (other for other in in_turn if relations.alike(rank, other))
+        peer = next((other for other in alike if held.fits(rank, other, iteration)), None)
+        if peer is None:
             return None
         peers[rank] = peer
     return peers

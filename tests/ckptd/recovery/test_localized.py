@@ -64,7 +64,7 @@ class Job:
         }
         self.parked = {r: [slot(stops[r], (1 << window) - 1)] for r in ranks}
         self.logs = {r: [slot(t, 0) for t in range(2, stops[r])] for r in ranks}
-        self.alike: dict[int, tuple[int, ...]] = {}
+        self.tables = dict.fromkeys(ranks, "table")  # by which snapshots name operators
         self.facts: dict[int, RankFacts] = {}
         for members in self.domains:
             for r in members:
@@ -117,8 +117,9 @@ class Job:
         self, kind: str, records: Mapping[int, Iterable[SlotRecord]], count: int
     ) -> list[HeldRecords]:
         return [
-            HeldRecords(f"n{r}", f"r{r}.{kind}", True, r, count, "table", 4096, tuple(found))
+            HeldRecords(f"n{r}", f"r{r}.{kind}", True, r, count, table, 4096, tuple(found))
             for r, found in records.items()
+            for table in [self.tables[r] if kind == "seg" else "table"]
         ]
 
 
@@ -273,11 +274,13 @@ def test_of_a_domain_in_which_some_are_behind_those_copy_who_have_the_snapshot()
     assert outline(plan)[2:] == ["copied 10", "parked 10"]
 
 
-@pytest.mark.parametrize("why", ["no snapshot", "not alike", "denied"])
+@pytest.mark.parametrize("why", ["no snapshot", "not alike", "denied", "cut otherwise"])
 def test_what_cannot_be_copied_is_replayed(why: str) -> None:
     job = Job([T] * 4, [(0, 1), (2, 3)]).trainer_lost(3)
     if why == "no snapshot":
         job.snapshots[3].pop()  # of T: its random generator is not known there
+    elif why == "cut otherwise":
+        job.tables[3] = "another table"  # what the peer anchors means something else here
     else:
         neighbours = job.facts[3].neighbours
         job.facts[3] = RankFacts(neighbours, (2, 3), (3,))
