@@ -192,12 +192,11 @@ class Story:
         """What the daemon was told of this run, oldest first."""
         return self.daemon.events(kind, self.run)
 
-    def assert_only(self, *replaying: int, life: Life | None = None) -> None:
-        """Only these ranks replayed in this life (the last one); no other ran again what it had completed."""
-        life = life or self.lives[-1]
-        number = self.lives.index(life)
+    def assert_only(self, *replaying: int) -> None:
+        """Only these ranks replayed in the last life; no other ran again what it had completed."""
+        *earlier, life = self.lives
         for rank, trace in enumerate(life.traces):
-            before = [step for e in self.lives[:number] for step in e.traces[rank].completed]
+            before = [step for e in earlier for step in e.traces[rank].completed]
             again = [step for step in trace.completed if step in before]
             if rank in replaying:
                 assert trace.replayed, f"rank {rank} did not replay{self.told}"
@@ -206,6 +205,11 @@ class Story:
                 assert trace.replayed == [], f"rank {rank} replayed{self.told}"
                 assert again == [], f"rank {rank} ran {again} again{self.told}"
                 assert trace.begun[0] == max(before) + 1, f"rank {rank}{self.told}"
+                assert self._replayed_steps(life, rank) == 0, f"rank {rank}{self.told}"
+
+    def _replayed_steps(self, life: Life, rank: int) -> int:
+        """As the ``Checkpointer`` counts them."""
+        return int(self.jobs.report(life.ranks.started[rank][1])["replayed_steps"])
 
     def assert_everybody_replayed(self) -> None:
         """In the last life, from one iteration on."""
