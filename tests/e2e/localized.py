@@ -66,11 +66,12 @@ class Life:
             assert time.monotonic() < deadline, told
             time.sleep(0.01)
 
-    def torn_down(self, *victims: int, timeout_s: float = 90) -> None:
+    def torn_down(self, *victims: int, timeout_s: float = 150) -> None:
         """Wait until the first of the victims has killed itself; the others are killed with it, survivors get SIGTERM, as of torchrun."""
         lost = [self.processes[rank] for rank in victims]
         if lost:
-            wait([process.sentinel for process in lost], timeout=timeout_s)
+            died = wait([process.sentinel for process in lost], timeout=timeout_s)
+            assert died, f"no victim has died in {timeout_s:g} s\n{self.ranks.logs}"
             for process in lost:
                 process.kill()
                 process.join()
