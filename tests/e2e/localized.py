@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -57,13 +57,19 @@ class Life:
     def traces(self) -> list[Trace]:
         return [Trace.read(path) for path in self._traces]
 
-    def reach(self, step: int, *, timeout_s: float = 90) -> None:
+    def reach(self, step: int) -> None:
         """Wait until all ranks have begun that iteration."""
+        self._until(lambda: all(step in trace.begun for trace in self.traces))
+
+    def reach_replay(self, rank: int) -> None:
+        """Wait until this rank replays its second iteration."""
+        self._until(lambda: len(self.traces[rank].replayed) > 1)
+
+    def _until(self, reached: Callable[[], bool], timeout_s: float = 150) -> None:
         deadline = time.monotonic() + timeout_s
-        while not all(step in trace.begun for trace in self.traces):
-            told = f"not at {step}:\n{self.ranks.logs}"
-            assert all(process.is_alive() for process in self.processes), told
-            assert time.monotonic() < deadline, told
+        while not reached():
+            assert all(process.is_alive() for process in self.processes), self.ranks.logs
+            assert time.monotonic() < deadline, self.ranks.logs
             time.sleep(0.01)
 
     def torn_down(self, *victims: int, timeout_s: float = 150) -> None:

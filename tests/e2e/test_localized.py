@@ -20,7 +20,7 @@ from ckptd.memory.ring import SlotState
 from ckptd.memory.segments import open_segment
 from tests.ckptd.nodes import Net
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
-from tests.e2e.localized import KILL_AT, Life, References, Story
+from tests.e2e.localized import KILL_AT, References, Story
 from tests.e2e.test_bad_input import flip
 from tests.long import long
 
@@ -215,22 +215,42 @@ def test_survivors_that_hang_are_parked(chain: Story) -> None:
 # -- a second failure -----------------------------------------------------------------------------
 
 
-def second_loss(story: Story, rank: int, begun: int) -> Life:
+def second_loss(story: Story, rank: int, begun: int) -> None:
     """In the next life this rank dies at the top of the n-th step that it begins."""
-    life = story.life({rank: ("--kill-begun", str(begun), "--kill-point", "top")})
-    life.torn_down(rank)
-    return life
+    dies = ("--kill-begun", str(begun), "--kill-point", "top", "--kill-delay-ms", "500")
+    story.life({rank: dies}).torn_down(rank)
 
 
 @long
-@pytest.mark.parametrize(("second", "begun"), [(1, 1), (1, 3), (2, 1), (0, 1)], ids=str)
-def test_a_loss_during_the_recovery(chain: Story, second: int, begun: int) -> None:
-    """Of the rank that replays, or of one that waits: what was parked is there still, so the scope stays."""
+@pytest.mark.parametrize("begun", [1, 3])
+def test_a_second_loss_of_the_one_that_replays(chain: Story, begun: int) -> None:
     chain.lose(1)
-    second_loss(chain, second, begun)
+    second_loss(chain, 1, begun)
     chain.ends_exact()
     chain.assert_only(1)
-    assert "rank 1 replaying from" in chain.reasons()[-1]
+
+
+@long
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_a_loss_of_one_that_waits(chain: Story, waiting: int) -> None:
+    """What it had parked is there still: nobody else has to replay."""
+    chain.lose(1)
+    life = chain.life({1: ("--step-ms", "500")})
+    life.reach_replay(1)
+    assert life.traces[waiting].begun == []
+    life.send(signal.SIGKILL, [waiting])
+    life.torn_down(waiting)
+    chain.ends_exact()
+    chain.assert_only(1)
+
+
+@long
+def test_a_loss_when_all_have_come_together_costs_nothing(chain: Story) -> None:
+    """The one that replayed is parked where the others were, which are so still."""
+    chain.lose(1)
+    second_loss(chain, 2, 1)
+    chain.ends_exact()
+    chain.assert_only()
 
 
 @long
