@@ -199,19 +199,26 @@ class Story:
         """What the daemon was told of this run, oldest first."""
         return self.daemon.events(kind, self.run)
 
+    def again(self, rank: int) -> list[int]:
+        """What this rank ran in the last life though it had completed it in one before."""
+        before = self._before(rank)
+        return [step for step in self.lives[-1].traces[rank].completed if step in before]
+
+    def _before(self, rank: int) -> set[int]:
+        return {step for life in self.lives[:-1] for step in life.traces[rank].completed}
+
     def assert_only(self, *replaying: int) -> None:
         """Only these ranks replayed in the last life; no other ran again what it had completed."""
-        *earlier, life = self.lives
+        life = self.lives[-1]
         for rank, trace in enumerate(life.traces):
-            before = [step for e in earlier for step in e.traces[rank].completed]
-            again = [step for step in trace.completed if step in before]
+            again = self.again(rank)
             if rank in replaying:
                 assert trace.replayed, f"rank {rank} did not replay{self.told}"
                 assert again, f"rank {rank} ran nothing again{self.told}"
             else:
                 assert trace.replayed == [], f"rank {rank} replayed{self.told}"
                 assert again == [], f"rank {rank} ran {again} again{self.told}"
-                assert trace.begun[0] == max(before) + 1, f"rank {rank}{self.told}"
+                assert trace.begun[0] == max(self._before(rank)) + 1, f"rank {rank}{self.told}"
                 assert self._replayed_steps(life, rank) == 0, f"rank {rank}{self.told}"
 
     def _replayed_steps(self, life: Life, rank: int) -> int:

@@ -255,12 +255,14 @@ def test_a_loss_when_all_have_come_together_costs_nothing(chain: Story) -> None:
 
 @long
 def test_a_loss_after_the_recovery(chain: Story) -> None:
-    """Another stage, as soon as all run together again."""
+    """Another stage, when all have run together for a while: it goes on from what it had parked before, or from snapshots."""
     chain.lose(1)
-    dies = ("--kill-at", str(KILL_AT + 2), "--kill-point", "top")
+    dies = ("--kill-at", str(KILL_AT + 2), "--kill-point", "top", "--kill-delay-ms", "500")
     chain.life({2: dies}).torn_down(2)
     chain.ends_exact()
-    chain.assert_only(2)
+    again = [chain.again(rank) for rank in range(4)]
+    assert again[2][-2:] == [KILL_AT, KILL_AT + 1], chain.told
+    assert (again[0], again[1], again[3]) == ([], [], []), chain.told
 
 
 @long
