@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ckptd.client.agreement import Exchange, all_or_none, vote
 from ckptd.client.facts import told_facts
 from ckptd.client.fed_logs import FedLogs
@@ -19,6 +21,7 @@ from ckptd.client.park_memory import parked_image
 from ckptd.client.parked_copy import CopiedImage, ParkedCopy
 from ckptd.client.replay import SnapshotImage
 from ckptd.client.retrieval import Attempt
+from ckptd.client.same_schedule import Told, differing, of_parked
 from ckptd.client.value_logs import ValueLogs
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
@@ -93,6 +96,10 @@ def begin_apart(
         finally:
             if again:
                 trial.forsake()
+        if not again and (why := differing(_schedules(exchange, trial))):
+            trial.forsake()
+            _tell_together(memory, why)
+            break
         if not again:
             with all_or_none(exchange, node):
                 images = trial.resume(plan)
@@ -118,6 +125,14 @@ def _plan(view: RunView, world_size: int) -> LocalizedPlan | NotLocalized:
     )
 
 
+def _schedules(exchange: Exchange, trial: _Trial) -> list[Told]:
+    """By rank: by which schedule it would go on. A collective call."""
+    return [
+        msgspec.msgpack.decode(said, type=Told)
+        for said in exchange(msgspec.msgpack.encode(trial.schedule))
+    ]
+
+
 def _tell_together(memory: RankMemory, reason: str) -> None:
     text = f"all ranks recover together, though some were parked: {reason}"
     logger.info("%s", text)
@@ -134,6 +149,7 @@ class _Trial:
     view: RunView
     again: bool = False
     feeds: FedLogs = field(init=False)
+    schedule: Told = field(default_factory=Told)  # by which it would go on
     _parked: SnapshotImage | None = None
     _attempt: Attempt = field(default_factory=lambda: Attempt([]))
 
@@ -156,6 +172,7 @@ class _Trial:
             self._parked = self._own_parked()
         else:
             snapshots = mine.pieces[1:] if mine.kind is RankKind.COPIED else mine.pieces
+            self.schedule = Told([(p.record.iteration, p.record.phase) for p in snapshots])
             self._attempt = memory.attempt(snapshots, self.view)
             self.again = self._attempt.again or self._attempt.fatal is not None
             if self.again:
@@ -183,7 +200,11 @@ class _Trial:
                 "the parked state has other operators than the newest snapshots",
                 operation="read parked state",
             )
-        return parked_image(memory, record)
+        image = parked_image(memory, record)
+        self.schedule = of_parked(
+            record.iteration, record.phase, image.scalars(), memory.descriptor.client
+        )
+        return image
 
     def forsake(self) -> None:
         """Give back what was brought here for this plan."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.client import values
 from ckptd.client.agreement import Exchange
 from ckptd.client.apart_start import ApartStart, begin_apart, come_together
 from ckptd.client.memory import RankMemory
@@ -29,19 +30,22 @@ __all__: list[str] = []
 CUT_OFF = 4
 
 
-def park(memory: RankMemory, iteration: int) -> None:
+def park(memory: RankMemory, iteration: int, phase: int = 0) -> None:
     """A sealed parked state of the memory's epoch."""
+    scalars = values.pack({"phases": [[0], [1]], "stride": 1}, "step scalars")
+    told: Any = (("ckptd.scalars", "U8", (len(scalars),), scalars),)
     asked = memory.reserve_beside("parked", MIB, 2, payload(4), window=2, num_operators=2)
     segment: Any = memory.add_beside(asked.result(60))
-    fill(segment, 0, iteration, anchors=3)
+    fill(segment, 0, iteration, anchors=3, tensors=told, scalars_len=len(scalars))
     header = segment.header(0)
-    segment.write_header(0, replace(header, epoch=memory.epoch, epoch_start=memory.epoch_start))
+    of_now = replace(header, epoch=memory.epoch, epoch_start=memory.epoch_start, phase=phase)
+    segment.write_header(0, of_now)
     segment.seal(0)
 
 
 @pytest.fixture
-def run(endpoint: str) -> str:
-    """A run whose two ranks are replicas; rank 0 was parked, rank 1 was killed in the same step."""
+def run(endpoint: str, request: pytest.FixtureRequest) -> str:
+    """A run whose two ranks are replicas; rank 0 was parked, in the phase that a test may say, rank 1 was killed in the same step."""
     run = uuid.uuid4().hex[:8]
     with two_ranks(endpoint, run) as memories:
         outcomes([memory.recover for memory in memories])
@@ -49,7 +53,7 @@ def run(endpoint: str) -> str:
             memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
             for iteration in (CUT_OFF - 1, CUT_OFF):
                 record(memory, iteration)
-        park(memories[0], CUT_OFF)
+        park(memories[0], CUT_OFF, getattr(request, "param", 0))
     return run
 
 
@@ -100,6 +104,12 @@ def test_whatever_goes_wrong_on_one_rank_all_recover_together(
     monkeypatch.setattr("ckptd.client.apart_start.ParkedCopy.read", broken)
     assert begin(ranks) == [None, None]
     assert [memory.hint for memory in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("run", [1], indirect=True)
+def test_where_schedules_would_differ_all_recover_together(ranks: list[RankMemory]) -> None:
+    """The ranks went over to another window, and the last that rank 1 has is from before."""
+    assert begin(ranks) == [None, None]
 
 
 def test_after_two_that_came_to_no_end_all_recover_together(endpoint: str, run: str) -> None:
