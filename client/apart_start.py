@@ -8,6 +8,7 @@ twice in a row, all ranks recover together: that is always possible while there 
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import msgspec
@@ -84,12 +85,12 @@ def begin_apart(
     for _ in range(_PLANS):
         view = memory.see(exchange, facts=facts, alike=alike)
         if not view.parked:
-            return None
+            break
         plan = _plan(view, identity.world_size)
         if isinstance(plan, NotLocalized):
             _tell_together(memory, plan.reason)
             break
-        trial = _Trial(memory, plan.per_rank[identity.rank], view)
+        trial = _Trial(memory, plan.per_rank[identity.rank], view, len({*plan.bases.values()}) > 1)
         again = True
         try:
             again = vote(exchange, node, again=trial.again)
@@ -101,10 +102,13 @@ def begin_apart(
             _tell_together(memory, why)
             break
         if not again:
-            with all_or_none(exchange, node):
-                images = trial.resume(plan)
-                again_in_a_row = memory.hint & HINT_APART
-                memory.leave_hint(HINT_APART_AGAIN if again_in_a_row else HINT_APART)
+            with ExitStack() as undo:
+                undo.callback(trial.feeds.close)
+                with all_or_none(exchange, node):
+                    images = trial.resume(plan)
+                    again_in_a_row = memory.hint & HINT_APART
+                    memory.leave_hint(HINT_APART_AGAIN if again_in_a_row else HINT_APART)
+                undo.pop_all()
             values = ValueLogs(memory.session, trial.mine, trial.feeds, view.everybody)
             return ApartStart(plan, trial.mine, images, trial.feeds, values)
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
@@ -147,6 +151,7 @@ class _Trial:
     memory: RankMemory
     mine: RankPlan
     view: RunView
+    apart: bool  # some ranks begin before others
     again: bool = False
     feeds: FedLogs = field(init=False)
     schedule: Told = field(default_factory=Told)  # by which it would go on
@@ -201,9 +206,14 @@ class _Trial:
                 operation="read parked state",
             )
         image = parked_image(memory, record)
-        self.schedule = of_parked(
-            record.iteration, record.phase, image.scalars(), memory.descriptor.client
-        )
+        scalars = image.scalars()
+        if self.apart and None in scalars.get("stages", {}).values():
+            raise DaemonUnavailable(
+                "what a stage sends is not known (DTensors?): it would ask its neighbours, which are not there",
+                operation="run apart",
+            )
+        of = memory.descriptor.client
+        self.schedule = of_parked(record.iteration, record.phase, scalars, of)
         return image
 
     def forsake(self) -> None:

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-from ckptd.client import values
+from ckptd.client import apart_start, values
 from ckptd.client.agreement import Exchange
 from ckptd.client.apart_start import ApartStart, begin_apart, come_together
+from ckptd.client.fed_logs import FedLogs
 from ckptd.client.memory import RankMemory
 from ckptd.client.park_memory import parked_records
 from ckptd.client.parked_copy import ParkedCopy
-from ckptd.errors import AttachRefused
+from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
-from ckptd.recovery.localized import RankKind
+from ckptd.recovery.localized import LocalizedPlan, RankKind
 from ckptd.recovery.plan import Piece, Source
 from tests.ckptd.running import MIB, fill
 from tests.client.meeting import outcomes
@@ -32,7 +34,9 @@ CUT_OFF = 4
 
 def park(memory: RankMemory, iteration: int, phase: int = 0) -> None:
     """A sealed parked state of the memory's epoch."""
-    scalars = values.pack({"phases": [[0], [1]], "stride": 1}, "step scalars")
+    told_of_stages = {0: None}  # as where DTensors are sent
+    found = {"phases": [[0], [1]], "stride": 1, "stages": told_of_stages}
+    scalars = values.pack(found, "step scalars")
     told: Any = (("ckptd.scalars", "U8", (len(scalars),), scalars),)
     asked = memory.reserve_beside("parked", MIB, 2, payload(4), window=2, num_operators=2)
     segment: Any = memory.add_beside(asked.result(60))
@@ -110,6 +114,56 @@ def test_whatever_goes_wrong_on_one_rank_all_recover_together(
 def test_where_schedules_would_differ_all_recover_together(ranks: list[RankMemory]) -> None:
     """The ranks went over to another window, and the last that rank 1 has is from before."""
     assert begin(ranks) == [None, None]
+
+
+def test_stages_whose_shapes_are_unknown_run_with_their_neighbours_only(
+    ranks: list[RankMemory],
+) -> None:
+    """They would rehearse, and ask neighbours that are not there; where all begin together, they may."""
+
+    def trials(rank: int, exchange: Exchange) -> list[bool]:
+        view = ranks[rank].see(exchange, alike=(1 - rank,))
+        plan = apart_start._plan(view, 2)
+        assert isinstance(plan, LocalizedPlan)
+        mine = plan.per_rank[rank]
+        return [apart_start._Trial(ranks[rank], mine, view, apart).again for apart in (False, True)]
+
+    found = outcomes([lambda e, r=r: trials(r, e) for r in range(2)])  # type: ignore[misc]
+    assert found[0] == [False, True]
+
+
+def test_a_start_that_fails_in_the_end_gives_back_what_it_had(
+    ranks: list[RankMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The locks on neighbours' logs, say, in a process that goes on without us."""
+    closed = list[FedLogs]()
+    monkeypatch.setattr(FedLogs, "close", lambda feeds: closed.append(feeds))
+
+    def refuse(*_: object) -> None:
+        raise AttachRefused("stale_epoch", "the run was recovered again")
+
+    monkeypatch.setattr(ranks[1].session, "join", refuse)
+    assert [type(one) for one in begin(ranks)] == [DaemonUnavailable, AttachRefused]
+    assert len(closed) == 2
+
+
+def test_a_hint_does_not_outlive_what_was_parked(endpoint: str) -> None:
+    """Else the next localized recovery, which may be right, would be the last attempt."""
+    with two_ranks(endpoint, uuid.uuid4().hex[:8]) as memories:
+        outcomes([memory.recover for memory in memories])
+        memories[1].reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
+        memories[1].leave_hint(HINT_APART)
+        assert begin(memories) == [None, None]
+        assert memories[1].hint == 0
+
+
+def test_what_a_dead_trainer_parked_and_nobody_has_sealed_yet_is_waited_for(endpoint: str) -> None:
+    with attached(endpoint, uuid.uuid4().hex[:8]) as memory:
+        asked = memory.reserve_beside("parked", MIB, 2, payload(4), window=2, num_operators=2)
+        segment: Any = memory.add_beside(asked.result(60))
+        fill(segment, 0, CUT_OFF, anchors=3)
+        memory.settle_filled(0.01)
+        assert segment.header(0).state is SlotState.SEALED
 
 
 def test_after_two_that_came_to_no_end_all_recover_together(endpoint: str, run: str) -> None:
