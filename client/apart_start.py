@@ -60,7 +60,8 @@ class ApartStart:
         return self.mine.kind is RankKind.REPLAYS
 
     def close(self) -> None:
-        """Give back what was brought here to run apart."""
+        """Give back what was brought here: a peer's parked state is as large as the model."""
+        self.images = []
         self.values.close()
         self.feeds.close()
 
@@ -183,7 +184,9 @@ class _Trial:
             if self.again:
                 return
             if mine.kind is RankKind.COPIED:
-                self._parked = ParkedCopy.read(memory.session, mine.pieces[0], cards)
+                self._parked = parked = ParkedCopy.read(memory.session, mine.pieces[0], cards)
+                of = of_parked(parked.iteration, parked.phase, parked.scalars(), parked.told.client)
+                self.schedule = of if of.span else self.schedule
         self.feeds = FedLogs(memory.session, mine.logs, cards)
 
     def _own_parked(self) -> SnapshotImage:
