@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bench.common import build_stack, interleave, state_bytes, table
+from tests.long import long
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,6 +86,10 @@ SUBJECTS = [
 ]
 
 
+# Each of these takes longer than all others together.
+SLOW = {"overhead", "persist", "sharing", "logging", "replication", "recovery"}
+
+
 def _run(subject: str, options: list[str]) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", f"bench.{subject}", "--json", *options],
@@ -100,7 +105,10 @@ def _run(subject: str, options: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("subject", "options", "names"), SUBJECTS, ids=[s[0] for s in SUBJECTS])
+@pytest.mark.parametrize(
+    ("subject", "options", "names"),
+    [pytest.param(*s, id=s[0], marks=long if s[0] in SLOW else ()) for s in SUBJECTS],
+)
 def test_benchmark_keeps_its_contract(subject: str, options: list[str], names: set[str]) -> None:
     record = _run(subject, options)
     assert set(record) == {"bench", "machine", "commit", "metrics"}
