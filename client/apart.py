@@ -51,7 +51,7 @@ class Apart:
         logs: what a rank sent in an iteration; it may block, and raise what it likes.
         shapes: of stages by their index, as ``stage_shapes.shapes_of`` found them: with them, stages do not rehearse. All ranks of
             a restart must do this or none, also those that never run apart.
-        shared: any other rank's log of an iteration, where shared values are looked up if no neighbour's log is read; None: they
+        shared: some rank's log of an iteration, where shared values are looked up as long as no neighbour's log is read; None: they
             are with the neighbours only.
     Raises:
         ValueError: a base is after ``resume``.

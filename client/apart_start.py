@@ -19,6 +19,7 @@ from ckptd.client.park_memory import parked_image
 from ckptd.client.parked_copy import CopiedImage, ParkedCopy
 from ckptd.client.replay import SnapshotImage
 from ckptd.client.retrieval import Attempt
+from ckptd.client.value_logs import ValueLogs
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.recovery.facts import RankFacts
@@ -40,17 +41,24 @@ class ApartStart:
         mine: this rank's part of the plan.
         images: for a replay: the one dense image, or the snapshots from ``mine.start`` on.
         feeds: what neighbours sent that start later.
+        values: logs in which shared values are looked up.
     """
 
     plan: LocalizedPlan
     mine: RankPlan
     images: list[SnapshotImage]
     feeds: FedLogs
+    values: ValueLogs
 
     @property
     def replays(self) -> bool:
         """Whether this rank goes back to snapshots."""
         return self.mine.kind is RankKind.REPLAYS
+
+    def close(self) -> None:
+        """Give back what was brought here to run apart."""
+        self.values.close()
+        self.feeds.close()
 
 
 def begin_apart(
@@ -59,13 +67,16 @@ def begin_apart(
     """The localized recovery of this run, where there is one; None on all ranks where all recover together. A collective call.
 
     Args:
-        alike: ranks with which this one has all operators alike.
+        alike: ranks with which this one has all operators alike, values too.
     Raises:
         AttachRefused: the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or a rank cannot go on.
     """
     found = told_facts(segment.descriptor.client for segment in memory.logs)
-    facts = None if found is None else RankFacts(found.neighbours, found.domain, found.alike)
+    facts = None
+    if found is not None:
+        both = tuple(rank for rank in found.alike if rank in alike)
+        facts = RankFacts(found.neighbours, found.domain, both)
     identity, node = memory.identity, memory.session.node_id
     for _ in range(_PLANS):
         view = memory.see(exchange, facts=facts, alike=alike)
@@ -78,7 +89,7 @@ def begin_apart(
         trial = _Trial(memory, plan.per_rank[identity.rank], view)
         again = True
         try:
-            again = vote(exchange, node, again=trial.again, fatal=trial.fatal)
+            again = vote(exchange, node, again=trial.again)
         finally:
             if again:
                 trial.forsake()
@@ -87,14 +98,15 @@ def begin_apart(
                 images = trial.resume(plan)
                 again_in_a_row = memory.hint & HINT_APART
                 memory.leave_hint(HINT_APART_AGAIN if again_in_a_row else HINT_APART)
-            return ApartStart(plan, trial.mine, images, trial.feeds)
+            values = ValueLogs(memory.session, trial.mine, trial.feeds, view.everybody)
+            return ApartStart(plan, trial.mine, images, trial.feeds, values)
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
     return None
 
 
 def come_together(memory: RankMemory, start: ApartStart) -> None:
     """The localized recovery is over."""
-    start.feeds.close()
+    start.close()
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
 
 
@@ -115,13 +127,12 @@ def _tell_together(memory: RankMemory, reason: str) -> None:
 
 @dataclass(slots=True)
 class _Trial:
-    """This rank tries to have what its part of a plan needs; ``again`` if another plan may do, ``fatal`` if none can."""
+    """This rank tries to have what its part of a plan needs; ``again`` if it cannot: another plan may do, or the recovery of all ranks."""
 
     memory: RankMemory
     mine: RankPlan
     view: RunView
     again: bool = False
-    fatal: Exception | None = None
     feeds: FedLogs = field(init=False)
     _parked: SnapshotImage | None = None
     _attempt: Attempt = field(default_factory=lambda: Attempt([]))
@@ -134,8 +145,10 @@ class _Trial:
             # Another plan asks for something else, and the recovery of all ranks together for none of this.
             logger.warning("this localized recovery cannot be: %s", error)
             self.again = True
-        except Exception as error:  # noqa: BLE001 - raised after the vote
-            self.fatal = error
+        except Exception:
+            # The other ranks wait for our vote. And what is raised would be raised again at each start.
+            logger.exception("this localized recovery cannot be")
+            self.again = True
 
     def _have(self) -> None:
         memory, mine, cards = self.memory, self.mine, self.view.everybody
@@ -144,8 +157,8 @@ class _Trial:
         else:
             snapshots = mine.pieces[1:] if mine.kind is RankKind.COPIED else mine.pieces
             self._attempt = memory.attempt(snapshots, self.view)
-            self.again, self.fatal = self._attempt.again, self._attempt.fatal
-            if self.again or self.fatal is not None:
+            self.again = self._attempt.again or self._attempt.fatal is not None
+            if self.again:
                 return
             if mine.kind is RankKind.COPIED:
                 self._parked = ParkedCopy.read(memory.session, mine.pieces[0], cards)

@@ -227,7 +227,8 @@ class BoundaryLog(SilentLog):
         index: int,
     ) -> bool:
         _check_numbers(source=source, micro_batch=micro_batch, stage=stage, index=index)
-        if self._silent() or self._iteration is None:
+        # Who logs no more is fed all the same: nobody else would send it.
+        if self._silent() or (self._iteration is None and not self.given_up):
             return False
         if self.apart is not None and self.apart.feed(
             buffer, kind, stage, micro_batch, index, source

@@ -486,20 +486,27 @@ class Checkpointer:
         put back afterwards.
 
         Raises:
-            ValueError: off, replaying, or there is no complete window yet (that all ranks have).
+            ValueError: off, replaying, not all ranks run this iteration, or there is no complete window yet (that all ranks have).
         """
         recorder, memory = self._recorder, self._memory
         if recorder is None or memory is None or self._replay is not None:
             raise ValueError("verify() needs a running checkpointer that is not replaying")
+        if self._apart_start is not None:
+            raise ValueError(
+                f"verify() needs all ranks, and not all of them run iterations before {self._apart_start.plan.resume}, after a failure"
+            )
         if self._parking is not None:
             self._parking.closed_because("verify() runs")
         recorder.finish()
         memory.session.flush(_SEAL_WAIT_S)
         memory.settle_filled(_SEAL_WAIT_S)
-        suffix = newest_window(memory, self._meet)
-        images = memory.images(suffix.records)
-        until = self._step + 1 if self._stepping else self._step
-        return self._certify(images, until, run_step)
+        with contextlib.ExitStack() as stack:
+            if self._boundary is not None:  # what is done here is no part of a step
+                stack.enter_context(self._boundary.aside())
+            suffix = newest_window(memory, self._meet)
+            images = memory.images(suffix.records)
+            until = self._step + 1 if self._stepping else self._step
+            return self._certify(images, until, run_step)
 
     def __enter__(self) -> Self:
         return self
@@ -590,6 +597,9 @@ class Checkpointer:
                 )
             return
         self._apart_start = None
+        if self._parking is not None:
+            # Who is told to end here is not to wait for a top that may be far; what was parked before stays.
+            self._parking.closed_because("not all ranks have come to where they run together")
         self._meet(b"")
         assert self._memory is not None
         come_together(self._memory, start)
@@ -643,7 +653,8 @@ class Checkpointer:
             self._recorder.replayed()
             if replay.mismatches:
                 self._recorder.break_chain()
-            self._survive(self._recorder, self._recorder.recovered, replay.end)
+            rng_forward = replay.newest_scalars.get("rng_forward")
+            self._survive(self._recorder, self._recorder.recovered, replay.end, rng_forward)
         self._stats.replay_s = time.perf_counter() - self._started
         self._stats.verified_tensors += replay.compared
         text = (
@@ -680,7 +691,8 @@ class Checkpointer:
             self._replay.before_optimizer_step()
         if self._recorder is not None:
             self._survive(self._recorder, self._recorder.before_optimizer_step)
-        if self._parking is not None:
+        # In a replay there is no moment that could end, and the next top opens none: nobody is to wait for it.
+        if self._parking is not None and self._replay is None:
             self._parking.before_update()
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -826,9 +838,16 @@ class Checkpointer:
         self._apart_start = start
         shapes = {int(index): found for index, found in stages.items() if found is not None}
         self._recorder.stage_shapes = shapes
-        rank, resume = self._identity.rank, start.plan.resume
-        self._apart = Apart((), rank, start.plan.bases, resume, start.feeds, shapes=shapes)
-        self._cleanup.callback(start.feeds.close)
+        self._apart = Apart(
+            (),
+            self._identity.rank,
+            start.plan.bases,
+            start.plan.together,
+            start.feeds,
+            shapes=shapes,
+            shared=start.values,
+        )
+        self._cleanup.callback(start.close)
 
     def _certify(
         self, images: Sequence[SnapshotImage], until: int, run_step: Callable[[int], Any]

@@ -101,12 +101,13 @@ class RankNote(msgspec.Struct, frozen=True):
 
 
 class _Here(msgspec.Struct, frozen=True):
-    """Where a rank is, and what it tells of itself."""
+    """Where a rank is, and what it tells of itself; ``seen``: that it knows with whom it communicates."""
 
     card: NodeCard
     ring_bytes: int
     hint: int
     facts: bytes
+    seen: bool
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -142,7 +143,9 @@ def see_run(
         RemoteProtocolError: a node tells what cannot be.
     """
     note = note or RankNote()
-    of_itself = _Here(session.card, note.ring_bytes, note.hint, _facts_to_wire(rank, note))
+    facts = _facts_to_wire(rank, note)
+    seen = note.facts is not None
+    of_itself = _Here(session.card, note.ring_bytes, note.hint, facts, seen)
     here = [
         msgspec.msgpack.decode(data, type=_Here)
         for data in exchange(msgspec.msgpack.encode(of_itself))
@@ -193,7 +196,7 @@ def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
         max(theirs.epoch for theirs in everybody),
         _once(theirs.parked for theirs in everybody),
         _once(theirs.logs for theirs in everybody),
-        _facts_of([h.facts for h in here]),
+        _facts_of(here),
         tuple(h.hint for h in here),
     )
 
@@ -208,15 +211,15 @@ def _once(told: Iterable[Sequence[bytes]]) -> tuple[HeldRecords, ...]:
 
 
 def _facts_to_wire(rank: int, note: RankNote) -> bytes:
-    """Where nobody has seen with whom it communicates, no neighbours, and a domain that is empty."""
+    """Where nobody has seen with whom it communicates, only with whom it has all operators alike."""
     return facts_to_wire({rank: note.facts or RankFacts((), (), note.alike)})
 
 
-def _facts_of(told: Sequence[bytes]) -> Mapping[int, RankFacts]:
+def _facts_of(here: Sequence[_Here]) -> Mapping[int, RankFacts]:
     """Of the ranks that have some. If no rank has, they may all communicate with each other."""
-    found = facts_from_wire(told)
-    seen = {rank: facts for rank, facts in found.items() if facts.domain}
+    found = facts_from_wire([h.facts for h in here])
+    seen = {rank: facts for rank, facts in found.items() if here[rank].seen}
     if seen:
         return seen
-    everybody = tuple(range(len(told)))
+    everybody = tuple(range(len(here)))
     return {rank: RankFacts((), everybody, facts.alike) for rank, facts in found.items()}

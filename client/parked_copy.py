@@ -74,7 +74,8 @@ class ParkedCopy(SnapshotImage):
                 continue
             try:
                 with _File(Path(session.segment_dir, name)).image(source.index) as (image, told):
-                    return cls(image, piece, told)
+                    if (told.job, told.run) == session.run:  # a node has told this name
+                        return cls(image, piece, told)
             except (OSError, SegmentError):
                 continue  # the daemon may be able to read it
         return cls._brought(session, piece, cards)

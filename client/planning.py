@@ -41,6 +41,7 @@ from ckptd.schedules.schedule import (
 __all__ = [
     "Plan",
     "TrainingSpeed",
+    "captured_once",
     "fixed_bytes",
     "make_plan",
     "most_pieces",
@@ -552,6 +553,12 @@ def plan_from_payload(
         budget_bytes=told["budget_bytes"],
         owners=list(told.get("owners", ())),
     )
+
+
+def captured_once(payload: bytes) -> bool:
+    """Whether, under the plan of a segment, each operator is captured by one of the ranks that have it: these have compared its values."""
+    owners = values.unpack(payload).get("owners", ())
+    return bool(owners) and all(owner != EVERY_RANK for owner in owners)
 
 
 def plan_alike(

@@ -242,10 +242,18 @@ class Recorder:
         self._stepped = False
         self._updates.clear()
 
-    def recovered(self, step: int) -> None:
-        """A replay is over at the top of ``step``. Its snapshot is there; it can be parked like any other."""
+    def recovered(self, step: int, rng_forward: dict[str, Any] | None) -> None:
+        """A replay is over at the top of ``step``. Its snapshot is there; it can be parked like any other.
+
+        Args:
+            rng_forward: random state at the first forward of ``step``, as it was recorded. If it is parked before its forward is reached,
+                it must not be known less well than it was.
+        """
         if self.parking is not None and self.plan is not None:
-            self._open_moment(self.parking, step, self.plan, self._scalars(self.plan))
+            scalars = self._scalars(self.plan)
+            if rng_forward is not None:
+                scalars["rng_forward"] = rng_forward
+            self._open_moment(self.parking, step, self.plan, scalars)
 
     def _open_moment(
         self, parking: Parking, step: int, plan: Plan, scalars: dict[str, Any]

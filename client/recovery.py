@@ -19,7 +19,13 @@ from ckptd.client.handing import Handing, arrange
 from ckptd.client.identity import Identity
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
-from ckptd.client.planning import Plan, plan_from_payload, signature, signature_difference
+from ckptd.client.planning import (
+    Plan,
+    captured_once,
+    plan_from_payload,
+    signature,
+    signature_difference,
+)
 from ckptd.client.replay import Replay, ReplayMismatch, SnapshotImage
 from ckptd.client.scalars import Stateful
 from ckptd.client.sharing import Sharing
@@ -142,7 +148,10 @@ class Recovery:
         """A collective call."""
         if self._identity.world_size == 1:
             return None
-        return begin_apart(memory, meet, self._sharing.alike(self._operators, self._identity.rank))
+        alike = self._sharing.alike(self._operators, self._identity.rank)
+        if memory.descriptor is not None and not captured_once(memory.descriptor.client):
+            alike = ()  # by their wrappers they are, but values were not compared, or differed
+        return begin_apart(memory, meet, alike)
 
     def _heed(self, hints: Sequence[bytes]) -> None:
         """Freeze otherwise if any rank left the hint: what one computes from all gradients, it computes from the others', too."""

@@ -22,10 +22,11 @@ reasons.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+import itertools
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
 from types import MappingProxyType
 
 import msgspec
@@ -53,6 +54,7 @@ __all__ = ["Feed", "LocalizedPlan", "NotLocalized", "RankKind", "RankPlan", "pla
 
 _NO_HOMES: Mapping[int, str] = MappingProxyType({})
 _WIDENINGS_TOLD = 3
+_LOGS_TRIED = 8
 
 
 class RankKind(StrEnum):
@@ -81,6 +83,8 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
         pieces: parked: its parked state; copied: the peer's parked state, its own snapshot; replays: its snapshots from ``start`` to
             ``exact_at``.
         feeds: by neighbour that starts later, ascending.
+        values: logs of iterations before ``LocalizedPlan.together`` in which it is exact and no neighbour feeds it: nobody can compute there
+            what all ranks compute together, but it was logged. As far as there are any; they are needed only where a job has such values.
     """
 
     kind: RankKind
@@ -88,6 +92,7 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
     exact_at: int
     pieces: tuple[Piece, ...]
     feeds: tuple[Feed, ...]
+    values: tuple[Feed, ...] = ()
 
     @property
     def logs(self) -> dict[int, dict[int, Piece]]:
@@ -111,6 +116,11 @@ class LocalizedPlan:
     def bases(self) -> dict[int, int]:
         """By rank: its base, the iteration that it runs first."""
         return {rank: plan.start for rank, plan in self.per_rank.items()}
+
+    @property
+    def together(self) -> int:
+        """The first iteration that every rank runs as it would without a failure; ``resume``, or one before it."""
+        return max(plan.exact_at for plan in self.per_rank.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +222,14 @@ class _Held:
         newest = max(found, key=lambda g: (g.newest[iteration].epoch, g.newest[iteration].sequence))
         return newest.copies[iteration]
 
+    def fits(self, rank: int, peer: int, iteration: int) -> bool:
+        """Whether there is a snapshot of a rank that a peer's parked state completes: both cut operators in the same way."""
+        own = self.snapshot(rank, iteration)
+        if own is None:
+            return False
+        one, other = self.snapshots[own[0][0]], self.parked[self.parks[peer][iteration][0][0]]
+        return (one.num_operators, one.operators_id) == (other.num_operators, other.operators_id)
+
     def logs(self, rank: int) -> Mapping[int, tuple[Copy, ...]]:
         """The complete logs that count, by iteration."""
         if rank not in self._logs:
@@ -287,9 +305,10 @@ def _peers(
         if iteration in held.parks.get(rank, ()):
             continue
         turn = len(peers) % len(there)  # each peer sends about as much
-        in_turn = chain(there[turn:], there[:turn])
-        peer = next((other for other in in_turn if relations.alike(rank, other)), None)
-        if peer is None or held.snapshot(rank, iteration) is None:
+        in_turn = itertools.chain(there[turn:], there[:turn])
+        alike = (other for other in in_turn if relations.alike(rank, other))
+        peer = next((other for other in alike if held.fits(rank, other, iteration)), None)
+        if peer is None:
             return None
         peers[rank] = peer
     return peers
@@ -326,6 +345,10 @@ class _Assembly:
         self._snapshots = Sources(held.snapshots, homes)
         self._parked = Sources(held.parked, homes, beside=self._snapshots)
         self._logs = Sources(held.sent, homes, beside=self._snapshots)
+        # Looked at on demand only, so they weigh nothing.
+        self._values = Sources(held.sent, homes)
+        self._together = max(place.exact_at for place in scope.places)
+        self._loggers: dict[int, Sequence[int]] = {}
         self._conflicts: list[str] = []
 
     def plan(self, epoch: int) -> LocalizedPlan:
@@ -340,7 +363,9 @@ class _Assembly:
     def _rank(self, rank: int) -> RankPlan:
         place = self._place(rank)
         kind, pieces = self._state(rank, place)
-        return RankPlan(kind, place.start, place.exact_at, pieces, self._feeds(rank))
+        feeds = self._feeds(rank)
+        values = self._values_of(rank, place, feeds)
+        return RankPlan(kind, place.start, place.exact_at, pieces, feeds, values)
 
     def _state(self, rank: int, place: Place) -> tuple[RankKind, tuple[Piece, ...]]:
         if place.stand is None:
@@ -373,6 +398,28 @@ class _Assembly:
                 feeds.append(Feed(neighbour, start, end, tuple(pieces)))
         return tuple(feeds)
 
+    def _values_of(self, rank: int, place: Place, feeds: Sequence[Feed]) -> tuple[Feed, ...]:
+        """A log of each iteration that tells what all ranks computed together, where none is fed."""
+        found = []
+        for iteration in range(place.exact_at, self._together):
+            if any(feed.first <= iteration < feed.end for feed in feeds):
+                continue
+            near = _outwards(self._loggers_of(iteration), rank)
+            tried = itertools.islice(near, _LOGS_TRIED)
+            other = next((r for r in tried if self._held.has_log(r, iteration)), None)
+            if other is not None:
+                piece = self._values.piece(rank, self._held.logs(other)[iteration])
+                found.append(Feed(other, iteration, iteration + 1, (piece,)))
+        return tuple(found)
+
+    def _loggers_of(self, iteration: int) -> Sequence[int]:
+        """The ranks that were through with an iteration, which others run again; where they are not known, all."""
+        if iteration not in self._loggers:
+            ranks = range(len(self._relations.domain_of))
+            later = [rank for rank in ranks if self._place(rank).start > iteration]
+            self._loggers[iteration] = later or ranks
+        return self._loggers[iteration]
+
     def _reason(self, per_rank: Mapping[int, RankPlan]) -> str:
         ways: dict[tuple[RankKind, int, int], list[int]] = {}
         for rank, plan in per_rank.items():
@@ -384,6 +431,16 @@ class _Assembly:
             text += f"; {untold} told nothing, and start together to be safe"
         text += _because(self._scope) + self._snapshots.moves()
         return text + told(self._conflicts)
+
+
+def _outwards(ranks: Sequence[int], middle: int) -> Iterator[int]:
+    """Ascending ranks, those near to ``middle`` first."""
+    right = bisect_left(ranks, middle)
+    left = right - 1
+    while left >= 0 or right < len(ranks):
+        nearer = left < 0 or (right < len(ranks) and ranks[right] - middle <= middle - ranks[left])
+        yield ranks[right if nearer else left]
+        left, right = (left, right + 1) if nearer else (left - 1, right)
 
 
 def _way(kind: RankKind, start: int, exact_at: int, ranks: Sequence[int]) -> str:

@@ -139,6 +139,38 @@ def test_off_or_with_everybody_there_all_is_sent_and_received(make: Callable[...
             assert not log.receive_gradient(buffer, source=1, micro_batch=0)
 
 
+def test_a_rank_that_has_given_up_logging_is_fed_all_the_same(make: Callable[..., Trained]) -> None:
+    """It would wait for a rank that is not there."""
+    neighbour = make()
+    neighbour.train(RESUME)
+    job = make()
+    job.log.apart = apart(neighbour.reader())
+    job.log.given_up = True
+    for step in job.ckpt.steps(RESUME, start=LOST):
+        buffer = torch.full((3, 6), -1.0)
+        assert job.log.receive_activation(buffer, source=1, micro_batch=1)
+        assert not (buffer == -1).any()
+        job.step(step)
+        break
+
+
+def test_what_verify_communicates_does_not_join_ranks(make: Callable[..., Trained]) -> None:
+    job = make()
+    communication = job.log._communication = Communication()
+    aside = []
+
+    def again(step: int) -> None:
+        aside.append(communication._aside)
+        job.step(step)
+
+    for step in job.ckpt.steps(9):
+        job.step(step)
+        if step == 8:
+            job.ckpt.verify(again)
+    assert aside
+    assert set(aside) == {1}
+
+
 # -- shared values ---------------------------------------------------------------------------------
 
 

@@ -13,15 +13,19 @@ import pytest
 import torch
 
 from ckptd.client import Checkpointer
+from ckptd.client.apart_start import ApartStart
 from ckptd.client.binding import Binding
+from ckptd.client.fed_logs import FedLogs
 from ckptd.client.freeze import Tape
 from ckptd.client.park_memory import parked_image, parked_records
 from ckptd.client.parking import Parking
 from ckptd.client.replay import Replay
+from ckptd.client.value_logs import ValueLogs
 from ckptd.ctl.main import main as ckptctl
 from ckptd.cuda.engine import CopyItem, CpuEngine, HostMemory
 from ckptd.errors import CorruptionError
 from ckptd.memory.ring import SlotState
+from ckptd.recovery.localized import LocalizedPlan, RankKind, RankPlan
 from tests.ckptd.running import eventually
 from tests.e2e.harness import own_daemon
 from tests.e2e.parking_job import Job, unlike
@@ -208,6 +212,59 @@ def test_a_resumed_step_is_parked_like_any_other(
         assert unlike(fresh.everything(), second.everything()) == []
     finally:
         second.ckpt.close()
+
+
+def test_parked_again_before_its_forward_a_resumed_step_is_no_worse_than_before(
+    endpoint: str, run: str
+) -> None:
+    """A second failure, while a stage waits for its input: what it had been restored from told the random state at the forward."""
+    first = Trained(endpoint, run)
+    with pytest.raises(RuntimeError, match="gone"):
+        first.train(10, at(9, lambda: fail("gone")))
+    first.ckpt.close()
+    second = Trained(endpoint, run)
+    before = parked_image(second.memory, parked_records(second.memory)[-1]).scalars()
+    try:
+        for step in second.ckpt.steps(10):
+            if step == 9:
+                assert second.parking.park("a test").iteration == 9
+                break
+            second.forward_and_backward()
+            second.update()
+        again = parked_image(second.memory, parked_records(second.memory)[-1]).scalars()
+        assert before["rng_forward"] == again["rng_forward"]
+    finally:
+        second.ckpt.close()
+
+
+def test_while_a_replay_runs_nobody_waits_for_a_top(endpoint: str, run: str) -> None:
+    """After the optimizer's step of a replayed step, SIGTERM waited 20 s for a moment that does not come."""
+    first = Trained(endpoint, run)
+    first.train(9)
+    first.ckpt.close()
+    second = Trained(endpoint, run)
+    try:
+        for _ in second.ckpt.steps(10):
+            assert second.ckpt.replaying
+            second.forward_and_backward()
+            second.update()
+            assert "a replay is none" in second.parking.park("a test").reason
+            break
+    finally:
+        second.ckpt.close()
+
+
+def test_verify_is_refused_where_not_all_ranks_are(make: Callable[..., Trained]) -> None:
+    """The others, which were parked, would never come to it."""
+    job = make()
+    job.train(9)
+    plan = LocalizedPlan(12, 0, {}, "", {})
+    mine = RankPlan(RankKind.PARKED, 9, 9, (), ())
+    feeds = FedLogs(job.memory.session, {})
+    values = ValueLogs(job.memory.session, mine, feeds)
+    job.ckpt._apart_start = ApartStart(plan, mine, [], feeds, values)
+    with pytest.raises(ValueError, match="iterations before 12"):
+        job.ckpt.verify(lambda step: None)
 
 
 def test_random_state_at_the_first_forward_is_known_also_before_it_is_reached(

@@ -25,6 +25,7 @@ from ckptd.client.layout import parse_entry_name
 from ckptd.client.operators import Member, Operator, discover_operators
 from ckptd.client.planning import (
     Plan,
+    captured_once,
     make_plan,
     most_pieces,
     operator_costs,
@@ -164,6 +165,18 @@ def captured(plan: Plan, binding: Binding, ordinal: int) -> set[tuple[str, str, 
 
 
 class TestPlans:
+    def test_values_were_compared_where_each_operator_is_captured_once(self) -> None:
+        """Replicas by their wrappers may differ (local SGD): to copy one's parked state to the other would change it."""
+        binding = bound(Net())
+        plan = planned(binding, sharing_of(binding))
+        assert captured_once(plan.payload(binding))
+        plan.capture_all(binding)
+        assert not captured_once(plan.payload(binding))
+        some = planned(binding, sharing_of(binding))
+        some.owners[0] = EVERY_RANK
+        assert not captured_once(some.payload(binding))
+        assert not captured_once(planned(binding, NOTHING_SHARED).payload(binding))
+
     def test_together_two_ranks_capture_what_one_would_and_nothing_twice(self) -> None:
         binding = bound(Net())
         plans = [planned(binding, sharing_of(binding), rank) for rank in range(2)]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _MEASURED = 4  # the first steps, from which the window follows
 _MEMORY_S = 20.0  # what memory may take there
+_LINGER_S = 120.0  # until somebody ends it
 _FLOOR_S = 5.0  # what a floor may take on a busy machine
 
 
@@ -52,6 +53,14 @@ def let_them_come(ckpt: Checkpointer) -> None:
     give_up = time.monotonic() + _FLOOR_S
     while _no_room(ckpt) and time.monotonic() < give_up:
         time.sleep(0.005)
+
+
+def let_what_is_beside_come(ckpt: Checkpointer) -> None:
+    """The boundary log and what is parked have memory of their own: asked for in one step, used from a later one on."""
+    for slots in (getattr(ckpt._boundary, "_slots", None), getattr(ckpt._parking, "_slots", None)):
+        coming = getattr(slots, "_coming", None)
+        if coming is not None:
+            coming.exception(_MEMORY_S)
 
 
 def _asks_for_memory(ckpt: Checkpointer) -> bool:
@@ -169,8 +178,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--total", type=int, default=12)
     parser.add_argument("--kill-at", type=int, default=-1)
     parser.add_argument(
-        "--kill-point", default="step", choices=["top", "backward", "step", "after"]
+        "--kill-point", default="step", choices=["top", "inside", "backward", "step", "after"]
     )
+    parser.add_argument(
+        "--kill-begun", type=int, default=0, help="die in the n-th step of this life"
+    )
+    parser.add_argument("--kill-delay-ms", type=float, default=0.0, help="live on so long before")
+    parser.add_argument(
+        "--patient-until", type=int, default=-1, help="as before --kill-at: let memory come first"
+    )
+    parser.add_argument("--linger-at", type=int, default=-1, help="sleep at the top of that step")
+    parser.add_argument("--trace", type=Path, help="add a line for each step begun and ended")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--daemon", default="none")
     parser.add_argument("--run", default="r")
@@ -238,7 +256,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def maybe_die(step: int, point: str) -> None:
         if step == args.kill_at and point == args.kill_point:
+            time.sleep(args.kill_delay_ms / 1e3)
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def trace(what: str) -> None:
+        if args.trace is not None:
+            with args.trace.open("a") as out:
+                out.write(f"{what}\n")
 
     replayed_with_frozen = 0
     first_window = steps_since_change = 0
@@ -248,6 +272,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.split
         else ckpt.steps(args.total)
     ):
+        if args.kill_begun:
+            args.kill_at, args.kill_begun = step + args.kill_begun - 1, 0
+        trace(f"begin {step} {int(ckpt.replaying)}")
         maybe_die(step, "top")
         replayed_with_frozen += ckpt.replaying
         if step == args.break_at:
@@ -266,10 +293,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             steps_since_change += window != first_window
             if steps_since_change > last_change:
                 os.kill(os.getpid(), signal.SIGKILL)
+        if step == args.linger_at:
+            time.sleep(_LINGER_S)
         if args.step_ms:
             time.sleep(args.step_ms / 1e3)
-        if step < args.kill_at and ckpt.resumed_from is None:
+        if step < max(args.kill_at, args.patient_until) and ckpt.resumed_from is None:
             let_memory_come(ckpt)
+            let_what_is_beside_come(ckpt)
             if step > _MEASURED:
                 let_them_come(ckpt)
         with odd_step(job, args.odd_step, step):
@@ -281,6 +311,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             midway = ckpt.verify(lambda step: job.step(step, lambda point: None))
             assert midway.identical, midway
         maybe_die(step, "after")
+        trace(f"end {step}")
     report: dict[str, Any] = {
         "resumed_from": ckpt.resumed_from,
         "replayed_with_frozen": replayed_with_frozen,

@@ -64,7 +64,7 @@ class Job:
         }
         self.parked = {r: [slot(stops[r], (1 << window) - 1)] for r in ranks}
         self.logs = {r: [slot(t, 0) for t in range(2, stops[r])] for r in ranks}
-        self.alike: dict[int, tuple[int, ...]] = {}
+        self.tables = dict.fromkeys(ranks, "table")  # by which snapshots name operators
         self.facts: dict[int, RankFacts] = {}
         for members in self.domains:
             for r in members:
@@ -117,8 +117,9 @@ class Job:
         self, kind: str, records: Mapping[int, Iterable[SlotRecord]], count: int
     ) -> list[HeldRecords]:
         return [
-            HeldRecords(f"n{r}", f"r{r}.{kind}", True, r, count, "table", 4096, tuple(found))
+            HeldRecords(f"n{r}", f"r{r}.{kind}", True, r, count, table, 4096, tuple(found))
             for r, found in records.items()
+            for table in [self.tables[r] if kind == "seg" else "table"]
         ]
 
 
@@ -201,6 +202,41 @@ def test_a_stage_behind_is_fed_by_a_parked_one_that_is_through_with_the_step() -
     assert outline(Job([T, T + 1]).planned()) == ["parked 10 < 1[10:11]", "parked 11"]
 
 
+def values_of(plan: LocalizedPlan) -> dict[int, dict[int, str]]:
+    """By rank and iteration, whose log has what all ranks computed together."""
+    return {
+        rank: {f.first: f.pieces[0].sources[0].segment for f in mine.values}
+        for rank, mine in plan.per_rank.items()
+        if mine.values
+    }
+
+
+def test_who_runs_a_step_again_and_is_fed_by_nobody_is_told_who_logged_shared_values() -> None:
+    """Ranks 0 and 1 run the step again; to compute a norm over all stages with ranks 2 and 3, which do not, rank 0 would wait for ever."""
+    plan = Job([T, T, T + 1, T + 1]).planned()
+    assert outline(plan)[:2] == ["parked 10", "parked 10 < 2[10:11]"]
+    assert plan.together == T + 1
+    assert values_of(plan) == {0: {T: "r2.boundary"}}
+
+
+def test_nobody_waits_for_shared_values_where_all_run_the_step_again() -> None:
+    """Rank 2 was parked a step later, but its peer was not, and it takes back the peer's state."""
+    plan = Job([T, T, T + 1, T], [(0, 1), (2, 3)]).planned()
+    assert (plan.together, plan.resume) == (T, T + 1)
+    assert values_of(plan) == {}
+
+
+def test_shared_values_are_not_looked_for_where_a_replay_knows_them() -> None:
+    """Rank 1's own snapshots tell them up to its last one, of 9; in iteration 9 it is fed. In that one the others are not there."""
+    job = Job([T] * 4).trainer_lost(1)
+    job.snapshots[1].pop()
+    assert values_of(job.planned()) == {}
+    job = Job([T] * 5).trainer_lost(1, 2, 3)
+    for rank in (1, 2, 3):
+        job.snapshots[rank].pop()
+    assert values_of(job.planned()) == {2: {9: "r4.boundary"}}
+
+
 def test_a_domain_starts_where_all_its_members_can() -> None:
     """Of ranks 2 and 3 one ended its step, the other not, and they hold shards: both have only snapshots in common."""
     job = Job([T, T, T + 1, T, T], [(0, 1), (2, 3), (4,)])
@@ -238,11 +274,13 @@ def test_of_a_domain_in_which_some_are_behind_those_copy_who_have_the_snapshot()
     assert outline(plan)[2:] == ["copied 10", "parked 10"]
 
 
-@pytest.mark.parametrize("why", ["no snapshot", "not alike", "denied"])
+@pytest.mark.parametrize("why", ["no snapshot", "not alike", "denied", "cut otherwise"])
 def test_what_cannot_be_copied_is_replayed(why: str) -> None:
     job = Job([T] * 4, [(0, 1), (2, 3)]).trainer_lost(3)
     if why == "no snapshot":
         job.snapshots[3].pop()  # of T: its random generator is not known there
+    elif why == "cut otherwise":
+        job.tables[3] = "another table"  # what the peer anchors means something else here
     else:
         neighbours = job.facts[3].neighbours
         job.facts[3] = RankFacts(neighbours, (2, 3), (3,))

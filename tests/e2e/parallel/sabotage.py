@@ -9,10 +9,12 @@ from torch import Tensor
 
 from ckptd.client import replay
 from ckptd.client.boundary_log import BoundaryLog
+from ckptd.client.fed_logs import FedLogs
 from ckptd.client.handing import Handing, Take
 from ckptd.client.layout import Source
+from ckptd.client.parked_copy import CopiedImage
 from ckptd.client.replay import Replay, Rows
-from ckptd.memory.boundary import SentKind
+from ckptd.memory.boundary import RecordKey, SentKind
 
 __all__ = ["LEAVE_OUT"]
 
@@ -113,6 +115,48 @@ def _group_options() -> None:
     replay.apply_groups = refused  # type: ignore[attr-defined]
 
 
+def _fed_record() -> None:
+    """One activation or gradient of each iteration is not in what this rank is fed."""
+    _feed(lambda record: None)
+
+
+def _fed_bits() -> None:
+    """One activation or gradient of each iteration that this rank is fed is not what was sent."""
+    _feed(lambda record: record + 1)
+
+
+def _feed(instead: Callable[[Tensor], Tensor | None]) -> None:
+    original = FedLogs.__call__
+
+    def fed(self: FedLogs, neighbour: int, iteration: int) -> dict[RecordKey, Tensor]:
+        found = original(self, neighbour, iteration)
+        key = min((key for key in found if key.kind is not SentKind.VALUE), key=str)
+        record = instead(found.pop(key))
+        return found if record is None else {**found, key: record}
+
+    FedLogs.__call__ = fed  # type: ignore[method-assign]
+
+
+def _parked_weight() -> None:
+    """One parameter of the parked state is not loaded."""
+    original = Replay._targets
+    victims: list[str] = []
+
+    def without(self: Replay, image: Any, source: Source, *others: Any) -> Any:
+        if source.kind == "param" and self.dense:
+            victims.append(source.name)
+            if source.name == victims[0]:
+                return []
+        return original(self, image, source, *others)
+
+    Replay._targets = without  # type: ignore[method-assign]
+
+
+def _own_buffers() -> None:
+    """A rank that copies a peer's state keeps the peer's buffers, too."""
+    CopiedImage._take_buffers = lambda self: None  # type: ignore[method-assign]
+
+
 LEAVE_OUT: dict[str, Callable[[], None]] = {
     "frozen weights": _frozen_weights,
     "random state": _random_state,
@@ -121,4 +165,8 @@ LEAVE_OUT: dict[str, Callable[[], None]] = {
     "one record": _one_record,
     "group options": _group_options,
     "handed state": _handed_state,
+    "fed record": _fed_record,
+    "fed bits": _fed_bits,
+    "parked weight": _parked_weight,
+    "own buffers": _own_buffers,
 }

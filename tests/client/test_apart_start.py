@@ -1,0 +1,129 @@
+"""The start of a localized recovery, over two real ranks of one node: what does not hold must end in the recovery of all, not in an error."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.client.agreement import Exchange
+from ckptd.client.apart_start import ApartStart, begin_apart, come_together
+from ckptd.client.memory import RankMemory
+from ckptd.client.park_memory import parked_records
+from ckptd.client.parked_copy import ParkedCopy
+from ckptd.errors import AttachRefused
+from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
+from ckptd.recovery.localized import RankKind
+from ckptd.recovery.plan import Piece, Source
+from tests.ckptd.running import MIB, fill
+from tests.client.meeting import outcomes
+from tests.client.test_memory import attached, record
+from tests.client.test_recovery import payload, two_ranks
+
+__all__: list[str] = []
+
+CUT_OFF = 4
+
+
+def park(memory: RankMemory, iteration: int) -> None:
+    """A sealed parked state of the memory's epoch."""
+    asked = memory.reserve_beside("parked", MIB, 2, payload(4), window=2, num_operators=2)
+    segment: Any = memory.add_beside(asked.result(60))
+    fill(segment, 0, iteration, anchors=3)
+    header = segment.header(0)
+    segment.write_header(0, replace(header, epoch=memory.epoch, epoch_start=memory.epoch_start))
+    segment.seal(0)
+
+
+@pytest.fixture
+def run(endpoint: str) -> str:
+    """A run whose two ranks are replicas; rank 0 was parked, rank 1 was killed in the same step."""
+    run = uuid.uuid4().hex[:8]
+    with two_ranks(endpoint, run) as memories:
+        outcomes([memory.recover for memory in memories])
+        for memory in memories:
+            memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
+            for iteration in (CUT_OFF - 1, CUT_OFF):
+                record(memory, iteration)
+        park(memories[0], CUT_OFF)
+    return run
+
+
+@pytest.fixture
+def ranks(endpoint: str, run: str) -> Iterator[list[RankMemory]]:
+    with two_ranks(endpoint, run) as memories:
+        yield memories
+
+
+Alike = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def begin(
+    ranks: list[RankMemory], alike: Alike = ((1,), (0,))
+) -> list[ApartStart | Exception | None]:
+    def of(rank: int) -> Callable[[Exchange], ApartStart | None]:
+        return lambda exchange: begin_apart(ranks[rank], exchange, alike[rank])
+
+    return outcomes([of(rank) for rank in range(2)])
+
+
+def started(found: list[ApartStart | Exception | None]) -> list[ApartStart]:
+    assert all(isinstance(one, ApartStart) for one in found), found
+    return [one for one in found if isinstance(one, ApartStart)]
+
+
+def test_a_replica_that_was_killed_copies_from_the_one_that_was_parked(
+    ranks: list[RankMemory],
+) -> None:
+    parked, copied = started(begin(ranks))
+    assert (parked.mine.kind, copied.mine.kind) == (RankKind.PARKED, RankKind.COPIED)
+    assert [image.iteration for start in (parked, copied) for image in start.images] == [4, 4]
+    assert [memory.hint for memory in ranks] == [HINT_APART] * 2
+    for memory, start in zip(ranks, (parked, copied), strict=True):
+        come_together(memory, start)
+    assert [memory.hint for memory in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("error", [TimeoutError, OSError, KeyError])
+def test_whatever_goes_wrong_on_one_rank_all_recover_together(
+    ranks: list[RankMemory], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """It would go wrong in the same way at each start. The recovery of all ranks together needs nothing of it."""
+
+    def broken(*_: object) -> None:
+        raise error("of no use")
+
+    monkeypatch.setattr("ckptd.client.apart_start.ParkedCopy.read", broken)
+    assert begin(ranks) == [None, None]
+    assert [memory.hint for memory in ranks] == [0, 0]
+
+
+def test_after_two_that_came_to_no_end_all_recover_together(endpoint: str, run: str) -> None:
+    hints = []
+    for _ in range(3):
+        with two_ranks(endpoint, run) as memories:
+            found = begin(memories)
+            hints.append([memory.hint for memory in memories])
+    assert found == [None, None]
+    assert hints == [[HINT_APART] * 2, [HINT_APART | HINT_APART_AGAIN] * 2, [0, 0]]
+
+
+def test_what_another_run_has_parked_is_not_read(endpoint: str, ranks: list[RankMemory]) -> None:
+    """Segments are named by nodes. This one lies here, and is whole, but the daemon would not have given it either."""
+    with attached(endpoint, uuid.uuid4().hex[:8]) as other:
+        park(other, CUT_OFF)
+        segment = other.parks.newest
+        assert segment is not None
+        (record,) = parked_records(other)
+    source = Source(ranks[1].session.node_id, Path(segment.path).name, 0)
+    with pytest.raises(AttachRefused, match="no segment of"):
+        ParkedCopy.read(ranks[1].session, Piece(record, (source,)), ())
+
+
+def test_one_rank_has_nobody_to_be_apart_from(endpoint: str) -> None:
+    with attached(endpoint, uuid.uuid4().hex[:8]) as memory:
+        assert begin_apart(memory, lambda said: [said], ()) is None

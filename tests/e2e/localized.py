@@ -1,0 +1,219 @@
+"""A run of several ranks in several lives, each torn down as torchrun does it, and who did what again in the next one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import MappingProxyType
+
+from tests.e2e.compare import differences
+from tests.e2e.harness import DaemonProcess, Jobs
+from tests.e2e.ranks import Ranks, story
+
+__all__ = ["KILL_AT", "TOTAL", "Life", "References", "Story", "Trace"]
+
+KILL_AT, TOTAL = 14, 19
+_GRACE_S = 30  # torchrun's, between SIGTERM and SIGKILL
+_NOBODY: Mapping[int, tuple[str, ...]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one rank did in one life: the iterations that it began, those of them that were replayed, and those that it completed."""
+
+    begun: list[int]
+    replayed: list[int]
+    completed: list[int]
+
+    @classmethod
+    def read(cls, path: Path) -> Trace:
+        lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        begun = [(int(line[1]), line[2] == "1") for line in lines if line[0] == "begin"]
+        return cls(
+            [step for step, _ in begun],
+            [step for step, replayed in begun if replayed],
+            [int(line[1]) for line in lines if line[0] == "end"],
+        )
+
+
+class Life:
+    """The ranks of one life."""
+
+    def __init__(self, ranks: Ranks, traces: Sequence[Path]) -> None:
+        self.ranks, self._traces = ranks, traces
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        return [process for process, _ in self.ranks.started]
+
+    @property
+    def traces(self) -> list[Trace]:
+        return [Trace.read(path) for path in self._traces]
+
+    def reach(self, step: int, *, timeout_s: float = 90) -> None:
+        """Wait until all ranks have begun that iteration."""
+        deadline = time.monotonic() + timeout_s
+        while not all(step in trace.begun for trace in self.traces):
+            told = f"not at {step}:\n{self.ranks.logs}"
+            assert all(process.is_alive() for process in self.processes), told
+            assert time.monotonic() < deadline, told
+            time.sleep(0.01)
+
+    def torn_down(self, *victims: int, timeout_s: float = 150) -> None:
+        """Wait until the first of the victims has killed itself; the others are killed with it, survivors get SIGTERM, as of torchrun."""
+        lost = [self.processes[rank] for rank in victims]
+        if lost:
+            died = wait([process.sentinel for process in lost], timeout=timeout_s)
+            assert died, f"no victim has died in {timeout_s:g} s\n{self.ranks.logs}"
+            for process in lost:
+                process.kill()
+                process.join()
+        self._end_survivors()
+        codes = [process.exitcode for process in lost]
+        assert codes == [-signal.SIGKILL] * len(lost), f"{codes}\n{self.ranks.logs}"
+
+    def _end_survivors(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.terminate()
+        until = time.monotonic() + _GRACE_S
+        for process in self.processes:
+            process.join(max(0.0, until - time.monotonic()))
+        self.ranks.kill()
+
+    def send(self, number: signal.Signals, ranks: Collection[int]) -> None:
+        for rank in ranks:
+            pid = self.processes[rank].pid
+            assert pid is not None
+            os.kill(pid, number)
+
+
+class References:
+    """The final states of runs without ckptd, each of which is made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._jobs = Jobs(folder, "none")
+        self._known: dict[tuple[str, int], list[Path]] = {}
+
+    def of(self, case: str, ranks: int) -> list[Path]:
+        """By rank."""
+        if (case, ranks) not in self._known:
+            life = Ranks(self._jobs, "reference", case=case, world_size=ranks, total=TOTAL)
+            self._known[case, ranks] = life.end()
+        return self._known[case, ranks]
+
+
+class Story:
+    """One run. With ``endpoints``, rank r trains on the node with the daemon ``endpoints[r]``."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        daemon: DaemonProcess,
+        references: References,
+        case: str,
+        *,
+        ranks: int,
+        endpoints: Sequence[str] = (),
+    ) -> None:
+        self.jobs, self.daemon, self.case, self.ranks = jobs, daemon, case, ranks
+        self._references = references
+        self.run = uuid.uuid4().hex[:8]
+        # Steps of a millisecond are quicker than any daemon: what is logged of them would be a matter of luck.
+        self.options: tuple[str, ...] = ("--step-ms", "20")
+        self.endpoints = endpoints
+        self.lives: list[Life] = []
+
+    def life(
+        self, each: Mapping[int, tuple[str, ...]] = _NOBODY, *options: str, kill_at: int = KILL_AT
+    ) -> Life:
+        """The next one, with these further options of single ranks."""
+        number = len(self.lives)
+        traces = [self.jobs.folder / f"trace-{self.run}-{number}-{r}" for r in range(self.ranks)]
+        own: dict[int, tuple[str, ...]] = {}
+        for rank, trace in enumerate(traces):
+            here = ("--daemon", self.endpoints[rank]) if self.endpoints else ()
+            own[rank] = ("--trace", str(trace), *here, *each.get(rank, ()))
+        # The seed is another in each life: nothing right can come from the initialisation.
+        usual = ("--patient-until", str(kill_at), "--seed", str(1 + number))
+        ranks = Ranks(
+            self.jobs,
+            self.run,
+            *(*usual, *self.options, *options),
+            case=self.case,
+            world_size=self.ranks,
+            total=TOTAL,
+            each=own,
+        )
+        self.lives.append(Life(ranks, traces))
+        return self.lives[-1]
+
+    def close(self) -> None:
+        """Nothing of it is left running."""
+        for life in self.lives:
+            life.ranks.kill()
+
+    def lose(self, *victims: int, point: str = "top", kill_at: int = KILL_AT) -> Life:
+        """A life in which these kill themselves there, when the others have come as far as they can without them."""
+        deadly = ("--kill-at", str(kill_at), "--kill-point", point, "--kill-delay-ms", "500")
+        life = self.life(dict.fromkeys(victims, deadly), kill_at=kill_at)
+        life.torn_down(*victims)
+        return life
+
+    def ends_exact(self, *options: str) -> Life:
+        """The last life, which ends where a run without ckptd ends, on every rank."""
+        life = self.life(_NOBODY, *options)
+        outs = life.ranks.end()
+        references = self._references.of(self.case, self.ranks)
+        for rank, (reference, out) in enumerate(zip(references, outs, strict=True)):
+            found = differences(reference, out)
+            assert found == [], f"rank {rank} differs in {sorted(found)[:8]}{self.told}"
+        return life
+
+    def differs(self, life: Life) -> list[int]:
+        """The ranks that end with other bits than in a run without ckptd."""
+        outs = life.ranks.end()
+        references = self._references.of(self.case, self.ranks)
+        pairs = zip(references, outs, strict=True)
+        return [rank for rank, (a, b) in enumerate(pairs) if differences(a, b)]
+
+    @property
+    def told(self) -> str:
+        """What all ranks and the daemon have said, for the message of a test that fails."""
+        return story(self.daemon, self.run, *(life.ranks for life in self.lives))
+
+    def reasons(self, kind: str = "restored") -> list[str]:
+        """What the daemon was told of this run, oldest first."""
+        return self.daemon.events(kind, self.run)
+
+    def assert_only(self, *replaying: int) -> None:
+        """Only these ranks replayed in the last life; no other ran again what it had completed."""
+        *earlier, life = self.lives
+        for rank, trace in enumerate(life.traces):
+            before = [step for e in earlier for step in e.traces[rank].completed]
+            again = [step for step in trace.completed if step in before]
+            if rank in replaying:
+                assert trace.replayed, f"rank {rank} did not replay{self.told}"
+                assert again, f"rank {rank} ran nothing again{self.told}"
+            else:
+                assert trace.replayed == [], f"rank {rank} replayed{self.told}"
+                assert again == [], f"rank {rank} ran {again} again{self.told}"
+                assert trace.begun[0] == max(before) + 1, f"rank {rank}{self.told}"
+                assert self._replayed_steps(life, rank) == 0, f"rank {rank}{self.told}"
+
+    def _replayed_steps(self, life: Life, rank: int) -> int:
+        """As the ``Checkpointer`` counts them."""
+        return int(self.jobs.report(life.ranks.started[rank][1])["replayed_steps"])
+
+    def assert_everybody_replayed(self) -> None:
+        """In the last life, from one iteration on."""
+        traces = self.lives[-1].traces
+        assert all(trace.replayed for trace in traces), self.told
+        assert len({trace.begun[0] for trace in traces}) == 1, self.told

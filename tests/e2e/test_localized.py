@@ -1,0 +1,404 @@
+"""Localized recovery: who lost its state works again, the others go on where they were; and all end at the exact bits.
+
+Every life is real processes over gloo, torn down as torchrun does it: SIGKILL to the victims, SIGTERM to the survivors, which fail or hang.
+``CKPTD_LONG=1`` plays all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd.ctl.main import main as ckptctl
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segments import open_segment
+from tests.ckptd.nodes import Net
+from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
+from tests.e2e.localized import KILL_AT, Life, References, Story
+from tests.e2e.test_bad_input import flip
+from tests.long import long
+
+pytestmark = pytest.mark.slow
+
+
+# A case of ``parallel/`` and its number of ranks, as a run that something may happen to.
+Run = Callable[[str, int], Story]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("references"))
+
+
+@pytest.fixture
+def a_run(jobs: Jobs, daemon: DaemonProcess, references: References) -> Iterator[Run]:
+    with contextlib.ExitStack() as stack:
+
+        def begin(case: str, ranks: int) -> Story:
+            story = Story(jobs, daemon, references, case, ranks=ranks)
+            return stack.enter_context(contextlib.closing(story))
+
+        yield begin
+
+
+@pytest.fixture
+def chain(a_run: Run) -> Story:
+    """Four stages, one on each rank."""
+    return a_run("localized/chain", 4)
+
+
+@pytest.fixture
+def hurt(tmp_path: Path, references: References) -> Iterator[Story]:
+    """A chain with a daemon of its own, whose memory may be damaged."""
+    with own_daemon() as daemon:
+        jobs = Jobs(tmp_path, daemon.endpoint)
+        with contextlib.closing(
+            Story(jobs, daemon, references, "localized/chain", ranks=4)
+        ) as story:
+            yield story
+
+
+def assert_told(story: Story, *texts: str) -> None:
+    """The newest reason for where this run went on has all of this in it."""
+    newest = story.reasons()[-1]
+    assert [text for text in texts if text not in newest] == [], story.told
+
+
+# -- which ranks work again -----------------------------------------------------------------------
+
+
+def test_a_lost_stage_replays_alone(chain: Story) -> None:
+    """And ``ckptctl events`` tells who did what, and why."""
+    chain.lose(1)
+    chain.ends_exact()
+    chain.assert_only(1)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        ckptctl(["events", "--json", "--endpoint", chain.daemon.endpoint])
+    events = [e for e in json.loads(told.getvalue())["events"] if e["run"] == chain.run]
+    parked = [e["rank"] for e in events if e["kind"] == "parked"]
+    assert sorted(parked) == [0, 2, 3]
+    (restored,) = {e["message"].split("; loaded")[0].split(": ", 1)[1] for e in events if e["kind"] == "restored"}  # fmt: skip
+    assert f"all ranks run together again from iteration {KILL_AT}" in restored
+    assert f"ranks 0, 2, 3 parked at {KILL_AT}" in restored
+    assert "rank 1 replaying from" in restored
+    (together,) = [e["message"] for e in events if e["kind"] == "together"]
+    assert f"from iteration {KILL_AT} on" in together
+
+
+def test_a_lost_replica_copies_its_twin_and_nobody_replays(a_run: Run) -> None:
+    story = a_run("localized/replicas", 4)
+    story.lose(2, point="inside")
+    story.ends_exact()
+    story.assert_only()
+    assert_told(story, f"rank 2 with a peer's state of {KILL_AT}", "ranks 0, 1, 3 parked at")
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        ("ddp/plain", 2),
+        pytest.param("fsdp/plain", 2, marks=long),
+        pytest.param("localized/chain", 4, marks=long),
+    ],
+)
+def test_whoever_is_asked_to_go_is_parked_and_replays_nothing(
+    a_run: Run, case: str, ranks: int
+) -> None:
+    """SIGTERM to all, as a scheduler that preempts the job sends it."""
+    story = a_run(case, ranks)
+    story.options += ("--set", "park=true")
+    life = story.life(dict.fromkeys(range(ranks), ("--linger-at", str(KILL_AT))))
+    life.reach(KILL_AT)
+    life.torn_down()
+    codes = [process.exitcode for process in life.processes]
+    assert codes == [-signal.SIGTERM] * ranks, story.told
+    story.ends_exact()
+    story.assert_only()
+
+
+@long
+@pytest.mark.parametrize("victims", [(0,), (3,), (1, 2), (0, 2), (0, 1, 3)], ids=str)
+def test_the_lost_replay_and_nobody_else(chain: Story, victims: tuple[int, ...]) -> None:
+    """Neighbours together; others each from a start of its own."""
+    chain.lose(*victims)
+    chain.ends_exact()
+    chain.assert_only(*victims)
+
+
+@long
+@pytest.mark.parametrize("point", ["backward", "step", "after"])
+def test_wherever_in_its_step_it_is_lost(a_run: Run, point: str) -> None:
+    """No norm is shared: a neighbour may have gone on to the next step, or not."""
+    story = a_run("localized/own_norm", 4)
+    story.lose(1, point=point)
+    story.ends_exact()
+    story.assert_only(1)
+
+
+@long
+def test_stages_that_were_a_step_apart(a_run: Run) -> None:
+    """Rank 1 has all it needs of the step and dies before it sends on: those behind it end the step, the one before it does not."""
+    story = a_run("localized/own_norm", 4)
+    story.lose(1, point="inside")
+    story.ends_exact()
+    story.assert_only(1)
+    ahead = f"ranks 2, 3 parked at {KILL_AT + 1}"
+    assert_told(story, f"rank 0 parked at {KILL_AT}", ahead, "rank 1 replaying from")
+
+
+@long
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        ("fused", 4),
+        ("interleaved", 3),
+        ("zero_bubble", 3),
+        ("accumulating", 3),
+        ("autocast", 3),
+        ("by_hand", 3),
+    ],
+)
+def test_every_kind_of_pipeline(a_run: Run, case: str, ranks: int) -> None:
+    story = a_run(f"localized/{case}", ranks)
+    story.lose(1, point="backward")
+    story.ends_exact()
+    story.assert_only(1)
+
+
+@long
+@pytest.mark.parametrize(
+    ("victims", "replay"),
+    [((0, 2), (0, 2)), ((1, 3), (1, 3)), ((0, 1), ()), ((1, 2), ())],
+    ids=str,
+)
+def test_replicas_of_which_more_is_lost(
+    a_run: Run, victims: tuple[int, ...], replay: tuple[int, ...]
+) -> None:
+    """Both twins of a stage replay together; a whole replica copies the other one; each may copy its own."""
+    story = a_run("localized/replicas", 4)
+    story.lose(*victims, point="inside")
+    story.ends_exact()
+    story.assert_only(*replay)
+
+
+@long
+def test_a_lost_replica_without_a_snapshot_of_that_step_replays_with_its_twin(a_run: Run) -> None:
+    """Its random state of the step is in no snapshot that was complete: it had not begun its forward."""
+    story = a_run("localized/replicas", 4)
+    story.lose(2, point="top")
+    story.ends_exact()
+    story.assert_only(0, 2)
+
+
+@long
+def test_survivors_that_hang_are_parked(chain: Story) -> None:
+    """The victim stops with all its connections open, so nothing fails in the others: they wait in gloo when SIGTERM comes."""
+    life = chain.life({2: ("--linger-at", str(KILL_AT))})
+    life.reach(KILL_AT)
+    life.send(signal.SIGSTOP, [2])
+    life.send(signal.SIGTERM, [0, 1, 3])
+    for rank in (0, 1, 3):
+        life.processes[rank].join(30)
+        assert life.processes[rank].exitcode == -signal.SIGTERM, chain.told
+    life.ranks.kill()
+    chain.ends_exact()
+    chain.assert_only(2)
+
+
+# -- a second failure -----------------------------------------------------------------------------
+
+
+def second_loss(story: Story, rank: int, begun: int) -> Life:
+    """In the next life this rank dies at the top of the n-th step that it begins."""
+    life = story.life({rank: ("--kill-begun", str(begun), "--kill-point", "top")})
+    life.torn_down(rank)
+    return life
+
+
+@long
+@pytest.mark.parametrize(("second", "begun"), [(1, 1), (1, 3), (2, 1), (0, 1)], ids=str)
+def test_a_loss_during_the_recovery(chain: Story, second: int, begun: int) -> None:
+    """Of the rank that replays, or of one that waits: what was parked is there still, so the scope stays."""
+    chain.lose(1)
+    second_loss(chain, second, begun)
+    chain.ends_exact()
+    chain.assert_only(1)
+    assert "rank 1 replaying from" in chain.reasons()[-1]
+
+
+@long
+def test_a_loss_after_the_recovery(chain: Story) -> None:
+    """Another stage, as soon as all run together again."""
+    chain.lose(1)
+    dies = ("--kill-at", str(KILL_AT + 2), "--kill-point", "top")
+    chain.life({2: dies}).torn_down(2)
+    chain.ends_exact()
+    chain.assert_only(2)
+
+
+@long
+def test_the_third_time_all_recover_together(chain: Story) -> None:
+    """Two localized recoveries in a row did not come to their end: something may be wrong with them."""
+    chain.lose(1)
+    for _ in range(2):
+        second_loss(chain, 1, 2)
+    chain.ends_exact()
+    chain.assert_everybody_replayed()
+    (why,) = chain.reasons("not_localized")
+    assert "two localized recoveries in a row have not come to their end" in why
+
+
+# -- what is missing ------------------------------------------------------------------------------
+
+
+def remove(story: Story, rank: int, kind: str) -> None:
+    """Nothing of this kind is left of this rank: a new daemon does not find it."""
+    story.daemon.kill()
+    found = list(story.daemon.segment_dir.glob(f"e2e~{story.run}~r{rank}~*.{kind}"))
+    assert found
+    for path in found:
+        path.unlink()
+    story.daemon.start()
+
+
+def damage(story: Story, rank: int, kind: str) -> None:
+    """Flip a bit in each sealed slot of this kind of this rank."""
+    for path in story.daemon.segment_dir.glob(f"e2e~{story.run}~r{rank}~*.{kind}"):
+        segment = open_segment(path)
+        for index, header in segment.headers():
+            if header.state is SlotState.SEALED:
+                flip(segment, index, header)
+
+
+@long
+def test_a_neighbour_whose_log_is_gone_replays_too(hurt: Story) -> None:
+    hurt.lose(1)
+    remove(hurt, 2, "boundary")
+    hurt.ends_exact()
+    hurt.assert_only(1, 2)
+    assert_told(hurt, "rank 1 needs what rank 2 sent in iteration", "no node holds that log")
+
+
+@long
+def test_a_survivor_whose_parked_state_is_gone_replays(hurt: Story) -> None:
+    hurt.lose(0)
+    remove(hurt, 2, "parked")
+    hurt.ends_exact()
+    hurt.assert_only(0, 2)
+
+
+@long
+def test_damage_in_a_parked_state_is_noticed_and_that_rank_replays(hurt: Story) -> None:
+    hurt.lose(1)
+    damage(hurt, 3, "parked")
+    hurt.ends_exact()
+    hurt.assert_only(1, 3)
+
+
+@long
+def test_damage_in_a_log_is_noticed_and_the_run_comes_back(hurt: Story) -> None:
+    """It is found when it is read, by then the plan is made: that life fails, and the next ones plan without."""
+    hurt.lose(1)
+    damage(hurt, 2, "boundary")
+    logs = hurt.life().ranks.end_by_a_failure()
+    assert "what rank 2 sent in iteration" in logs
+    hurt.ends_exact()
+
+
+@long
+def test_where_all_are_lost_all_replay(chain: Story) -> None:
+    chain.lose(0, 1, 2, 3)
+    chain.ends_exact()
+    chain.assert_everybody_replayed()
+
+
+# -- on several nodes -----------------------------------------------------------------------------
+
+
+@long
+@pytest.mark.parametrize(
+    ("case", "victim", "replays"), [("chain", 1, (1,)), ("chain", 2, (2,)), ("replicas", 2, ())]
+)
+def test_what_lies_on_another_node_is_brought(
+    tmp_path: Path, references: References, case: str, victim: int, replays: tuple[int, ...]
+) -> None:
+    """The log of a neighbour; the parked state of a twin."""
+    with Net(2).up() as net, on_two_nodes(net, tmp_path, references, case) as story:
+        story.lose(victim, point="inside" if case == "replicas" else "top")
+        story.ends_exact()
+        story.assert_only(*replays)
+
+
+@long
+def test_a_lost_node_whose_ranks_move_to_the_other(tmp_path: Path, references: References) -> None:
+    """Its snapshots have replicas there; its parked states, logs and facts are gone."""
+    with Net(2).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
+        life = story.life(dict.fromkeys((2, 3), ("--kill-at", str(KILL_AT), "--kill-point", "top")))
+        life.torn_down(2, 3)
+        net[1].lose()
+        story.endpoints = [net[0].endpoint] * 4
+        story.ends_exact()
+        story.assert_only(2, 3)
+
+
+@contextlib.contextmanager
+def on_two_nodes(net: Net, folder: Path, references: References, case: str) -> Iterator[Story]:
+    """Ranks 0 and 1 on the first, 2 and 3 on the second."""
+    first, second = net.nodes
+    daemon = DaemonProcess(first.runtime_dir, first.segment_dir)
+    ends = [first.endpoint] * 2 + [second.endpoint] * 2
+    jobs, case = Jobs(folder, first.endpoint), f"localized/{case}"
+    story = Story(jobs, daemon, references, case, ranks=4, endpoints=ends)
+    with contextlib.closing(story):
+        yield story
+
+
+# -- negative controls ----------------------------------------------------------------------------
+
+
+@long
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("fed record", "it is not in the log"),
+        ("fed bits", "did not send what was logged when it ran first"),
+    ],
+)
+def test_a_wrong_feed_is_noticed(chain: Story, what: str, text: str) -> None:
+    """And the next life, which is fed right, is exact."""
+    chain.lose(1)
+    logs = chain.life({1: ("--leave-out", what)}).ranks.end_by_a_failure()
+    assert text in logs, chain.told
+    chain.ends_exact()
+
+
+@long
+def test_a_wrong_feed_that_is_not_heeded_shows_in_the_end(chain: Story) -> None:
+    chain.lose(1)
+    warns = ("--set", 'on_mismatch="warn"')
+    life = chain.life({1: ("--leave-out", "fed bits")}, *warns)
+    assert chain.differs(life) == [0, 1, 2, 3]
+
+
+@long
+@pytest.mark.parametrize("what", ["random state", "parked weight"])
+def test_what_is_left_out_of_a_parked_state_shows_in_the_end(chain: Story, what: str) -> None:
+    """Nothing is replayed there that could be compared: so the comparison of the other tests must see it."""
+    chain.lose(1)
+    life = chain.life({3: ("--leave-out", what)})
+    assert 3 in chain.differs(life)
+
+
+@long
+def test_a_copy_with_the_peers_buffers_shows_in_the_end(a_run: Run) -> None:
+    story = a_run("localized/replicas", 4)
+    story.lose(2, point="inside")
+    life = story.life({2: ("--leave-out", "own buffers")})
+    assert story.differs(life) == [2]
