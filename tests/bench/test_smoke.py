@@ -65,6 +65,18 @@ SUBJECTS = [
         {"logging_fraction", "own_cpu_ms", "log_bytes_per_iteration", "log_memory_bytes"},
     ),
     (
+        "localized",
+        ["--rounds", "1", "--stages", "2", "--window", "2", "--micro-batches", "2", "--rows", "1"],
+        {
+            "replayed_iterations_unaffected",
+            "localized_vs_global",
+            "attach_localized_vs_global",
+            "recovery_s_localized_2",
+            "recovery_s_global_2",
+            "simulated_attach_localized_vs_global_16",
+        },
+    ),
+    (
         "replication",
         ["--rounds", "1", "--block", "3", "--settle", "8", "--batch-size", "1"],
         {"replication_fraction", "overhead_fraction", "lag_iterations_max", "replicated_mb_per_s"},
