@@ -149,7 +149,7 @@ def _parked_weight() -> None:
                 return []
         return original(self, image, source, *others)
 
-    Replay._targets = without  # type: ignore[method-assign]
+    Replay._targets = without  # type: ignore[method-assign,assignment]
 
 
 def _own_buffers() -> None:
