@@ -8,7 +8,10 @@ twice in a row, all ranks recover together: that is always possible while there 
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+
+import msgspec
 
 from ckptd.client.agreement import Exchange, all_or_none, vote
 from ckptd.client.facts import told_facts
@@ -19,6 +22,7 @@ from ckptd.client.park_memory import parked_image
 from ckptd.client.parked_copy import CopiedImage, ParkedCopy
 from ckptd.client.replay import SnapshotImage
 from ckptd.client.retrieval import Attempt
+from ckptd.client.same_schedule import Told, differing, of_parked
 from ckptd.client.value_logs import ValueLogs
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
@@ -56,7 +60,8 @@ class ApartStart:
         return self.mine.kind is RankKind.REPLAYS
 
     def close(self) -> None:
-        """Give back what was brought here to run apart."""
+        """Give back what was brought here: a peer's parked state is as large as the model."""
+        self.images = []
         self.values.close()
         self.feeds.close()
 
@@ -81,23 +86,30 @@ def begin_apart(
     for _ in range(_PLANS):
         view = memory.see(exchange, facts=facts, alike=alike)
         if not view.parked:
-            return None
+            break
         plan = _plan(view, identity.world_size)
         if isinstance(plan, NotLocalized):
             _tell_together(memory, plan.reason)
             break
-        trial = _Trial(memory, plan.per_rank[identity.rank], view)
+        trial = _Trial(memory, plan.per_rank[identity.rank], view, len({*plan.bases.values()}) > 1)
         again = True
         try:
             again = vote(exchange, node, again=trial.again)
         finally:
             if again:
                 trial.forsake()
+        if not again and (why := differing(_schedules(exchange, trial))):
+            trial.forsake()
+            _tell_together(memory, why)
+            break
         if not again:
-            with all_or_none(exchange, node):
-                images = trial.resume(plan)
-                again_in_a_row = memory.hint & HINT_APART
-                memory.leave_hint(HINT_APART_AGAIN if again_in_a_row else HINT_APART)
+            with ExitStack() as undo:
+                undo.callback(trial.feeds.close)
+                with all_or_none(exchange, node):
+                    images = trial.resume(plan)
+                    again_in_a_row = memory.hint & HINT_APART
+                    memory.leave_hint(HINT_APART_AGAIN if again_in_a_row else HINT_APART)
+                undo.pop_all()
             values = ValueLogs(memory.session, trial.mine, trial.feeds, view.everybody)
             return ApartStart(plan, trial.mine, images, trial.feeds, values)
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
@@ -118,6 +130,14 @@ def _plan(view: RunView, world_size: int) -> LocalizedPlan | NotLocalized:
     )
 
 
+def _schedules(exchange: Exchange, trial: _Trial) -> list[Told]:
+    """By rank: by which schedule it would go on. A collective call."""
+    return [
+        msgspec.msgpack.decode(said, type=Told)
+        for said in exchange(msgspec.msgpack.encode(trial.schedule))
+    ]
+
+
 def _tell_together(memory: RankMemory, reason: str) -> None:
     text = f"all ranks recover together, though some were parked: {reason}"
     logger.info("%s", text)
@@ -132,8 +152,10 @@ class _Trial:
     memory: RankMemory
     mine: RankPlan
     view: RunView
+    apart: bool  # some ranks begin before others
     again: bool = False
     feeds: FedLogs = field(init=False)
+    schedule: Told = field(default_factory=Told)  # by which it would go on
     _parked: SnapshotImage | None = None
     _attempt: Attempt = field(default_factory=lambda: Attempt([]))
 
@@ -156,12 +178,15 @@ class _Trial:
             self._parked = self._own_parked()
         else:
             snapshots = mine.pieces[1:] if mine.kind is RankKind.COPIED else mine.pieces
+            self.schedule = Told([(p.record.iteration, p.record.phase) for p in snapshots])
             self._attempt = memory.attempt(snapshots, self.view)
             self.again = self._attempt.again or self._attempt.fatal is not None
             if self.again:
                 return
             if mine.kind is RankKind.COPIED:
-                self._parked = ParkedCopy.read(memory.session, mine.pieces[0], cards)
+                self._parked = parked = ParkedCopy.read(memory.session, mine.pieces[0], cards)
+                of = of_parked(parked.iteration, parked.phase, parked.scalars(), parked.told.client)
+                self.schedule = of if of.span else self.schedule
         self.feeds = FedLogs(memory.session, mine.logs, cards)
 
     def _own_parked(self) -> SnapshotImage:
@@ -183,7 +208,16 @@ class _Trial:
                 "the parked state has other operators than the newest snapshots",
                 operation="read parked state",
             )
-        return parked_image(memory, record)
+        image = parked_image(memory, record)
+        scalars = image.scalars()
+        if self.apart and None in scalars.get("stages", {}).values():
+            raise DaemonUnavailable(
+                "what a stage sends is not known (DTensors?): it would ask its neighbours, which are not there",
+                operation="run apart",
+            )
+        of = memory.descriptor.client
+        self.schedule = of_parked(record.iteration, record.phase, scalars, of)
+        return image
 
     def forsake(self) -> None:
         """Give back what was brought here for this plan."""

@@ -291,9 +291,13 @@ class Checkpointer:
             yield from self._body(range(self._step, total))
             return
         first = self._resume.start if self._resume is not None else self._step
-        if self._resume is not None and self._resume.end > total:
+        # After a localized restart all ranks refuse, or none: they begin at different iterations.
+        reached = -1 if self._resume is None else self._resume.end
+        if self._apart_start is not None:
+            reached = self._apart_start.plan.resume
+        if reached > total:
             raise ValueError(
-                f"the snapshots of this run reach iteration {self._resume.end}, beyond total={total}; pass run= a new name to start over"
+                f"the snapshots of this run reach iteration {reached}, beyond total={total}; pass run= a new name to start over"
             )
         self._step = first
         if first >= total:
@@ -802,6 +806,8 @@ class Checkpointer:
                 if self._start_from is not None:
                     logger.warning("%s", load_start(self._binding, self._start_from))
             return
+        if found.apart is not None:
+            self._cleanup.callback(found.apart.close)
         replay = found.replay
         with all_or_none(self._meet, memory.session.node_id):
             replay.load_state()
@@ -847,7 +853,6 @@ class Checkpointer:
             shapes=shapes,
             shared=start.values,
         )
-        self._cleanup.callback(start.close)
 
     def _certify(
         self, images: Sequence[SnapshotImage], until: int, run_step: Callable[[int], Any]

@@ -144,10 +144,12 @@ class RankMemory:
         return self.descriptor.num_operators if self.descriptor is not None else 0
 
     def settle_filled(self, timeout_s: float) -> None:
-        """Wait until what a dead trainer left filled is sealed; seal it here if the daemon takes longer."""
+        """Wait until what a dead trainer left filled is sealed; seal it here if the daemon takes longer.
+
+        Boundary logs and parked state, too: where the last of them is missing when a recovery is planned, more ranks go back.
+        """
         deadline = time.monotonic() + timeout_s
-        everything = SlotTable(list(self._segments))
-        while any(r.state is SlotState.FILLED for r in everything.records()):
+        while any(SlotState.FILLED in s.states() for s in (*self._segments, *self._beside)):
             if time.monotonic() > deadline:
                 self._seal_waiting()
                 return

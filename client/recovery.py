@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
@@ -133,15 +134,19 @@ class Recovery:
         if isinstance(found, str):
             memory.forget_everything()
             return None
-        self._heed(meet(bytes([memory.hint])))
-        with all_or_none(meet, memory.session.node_id):
-            plan = self._plan_of(memory)
-        images, reason = found
-        with all_or_none(meet, memory.session.node_id):
-            alone = apart is not None and not apart.replays
-            replay = self.replay_of(images, plan, meet, alone=alone)
-            # What is loaded first must have arrived. The rest is waited for in replay.
-            _ = images[0].view
+        with ExitStack() as undo:
+            if apart is not None:
+                undo.callback(apart.close)
+            self._heed(meet(bytes([memory.hint])))
+            with all_or_none(meet, memory.session.node_id):
+                plan = self._plan_of(memory)
+            images, reason = found
+            with all_or_none(meet, memory.session.node_id):
+                alone = apart is not None and not apart.replays
+                replay = self.replay_of(images, plan, meet, alone=alone)
+                # What is loaded first must have arrived. The rest is waited for in replay.
+                _ = images[0].view
+            undo.pop_all()
         return Resumption(replay, plan, images[-1].phase, reason, self._sharing, apart)
 
     def _apart(self, memory: RankMemory, meet: Exchange) -> ApartStart | None:

@@ -148,6 +148,11 @@ class MappedSegment:
             (self.slot_base(i), self.geometry.slot_bytes) for i in range(self.geometry.num_slots)
         ]
 
+    def states(self) -> set[SlotState]:
+        """Which states its slots are in; of those whose header is damaged none."""
+        headers = map(self.header, range(self.geometry.num_slots))
+        return {header.state for header in headers if header is not None}
+
     def try_lock_slot(self, index: int) -> bool:
         return locks.try_lock(self.fd, slot_lock_byte(index), True)
 

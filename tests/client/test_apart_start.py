@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptd.client import apart_start, values
 from ckptd.client.agreement import Exchange
 from ckptd.client.apart_start import ApartStart, begin_apart, come_together
+from ckptd.client.fed_logs import FedLogs
 from ckptd.client.memory import RankMemory
 from ckptd.client.park_memory import parked_records
 from ckptd.client.parked_copy import ParkedCopy
-from ckptd.errors import AttachRefused
+from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
-from ckptd.recovery.localized import RankKind
+from ckptd.recovery.localized import LocalizedPlan, RankKind
 from ckptd.recovery.plan import Piece, Source
+from tests.ckptd.nodes import Net
 from tests.ckptd.running import MIB, fill
 from tests.client.meeting import outcomes
 from tests.client.test_memory import attached, record
@@ -29,27 +34,37 @@ __all__: list[str] = []
 CUT_OFF = 4
 
 
-def park(memory: RankMemory, iteration: int) -> None:
+def park(memory: RankMemory, iteration: int, phase: int = 0) -> None:
     """A sealed parked state of the memory's epoch."""
+    told_of_stages = {0: None}  # as where DTensors are sent
+    found = {"phases": [[0], [1]], "stride": 1, "stages": told_of_stages}
+    scalars = values.pack(found, "step scalars")
+    told: Any = (("ckptd.scalars", "U8", (len(scalars),), scalars),)
     asked = memory.reserve_beside("parked", MIB, 2, payload(4), window=2, num_operators=2)
     segment: Any = memory.add_beside(asked.result(60))
-    fill(segment, 0, iteration, anchors=3)
+    fill(segment, 0, iteration, anchors=3, tensors=told, scalars_len=len(scalars))
     header = segment.header(0)
-    segment.write_header(0, replace(header, epoch=memory.epoch, epoch_start=memory.epoch_start))
+    of_now = replace(header, epoch=memory.epoch, epoch_start=memory.epoch_start, phase=phase)
+    segment.write_header(0, of_now)
     segment.seal(0)
 
 
+def recorded(ranks: list[RankMemory]) -> None:
+    """A suffix up to where the step was cut off."""
+    outcomes([memory.recover for memory in ranks])
+    for memory in ranks:
+        memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
+        for iteration in (CUT_OFF - 1, CUT_OFF):
+            record(memory, iteration)
+
+
 @pytest.fixture
-def run(endpoint: str) -> str:
-    """A run whose two ranks are replicas; rank 0 was parked, rank 1 was killed in the same step."""
+def run(endpoint: str, request: pytest.FixtureRequest) -> str:
+    """A run whose two ranks are replicas; rank 0 was parked, in the phase that a test may say, rank 1 was killed in the same step."""
     run = uuid.uuid4().hex[:8]
     with two_ranks(endpoint, run) as memories:
-        outcomes([memory.recover for memory in memories])
-        for memory in memories:
-            memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
-            for iteration in (CUT_OFF - 1, CUT_OFF):
-                record(memory, iteration)
-        park(memories[0], CUT_OFF)
+        recorded(memories)
+        park(memories[0], CUT_OFF, getattr(request, "param", 0))
     return run
 
 
@@ -86,6 +101,31 @@ def test_a_replica_that_was_killed_copies_from_the_one_that_was_parked(
     for memory, start in zip(ranks, (parked, copied), strict=True):
         come_together(memory, start)
     assert [memory.hint for memory in ranks] == [0, 0]
+    assert copied.images == []  # memory as large as the model
+
+
+def test_ranks_that_changed_their_nodes_take_their_parked_states_along() -> None:
+    """The launcher has numbered them anew. What each is in the ring comes with it, or nothing could be recorded after."""
+    run = uuid.uuid4().hex[:8]
+    with Net(2).up() as net, ExitStack() as stack:
+        places = [(net[0], net[1]), (net[1], net[0])]
+        with ExitStack() as first:
+            ranks = [
+                first.enter_context(attached(n.endpoint, run, r, 2))
+                for r, n in enumerate(places[0])
+            ]
+            recorded(ranks)
+            for memory in ranks:
+                park(memory, CUT_OFF)
+        ranks = [
+            stack.enter_context(attached(n.endpoint, run, r, 2)) for r, n in enumerate(places[1])
+        ]
+        for memory, start in zip(ranks, started(begin(ranks)), strict=True):
+            assert start.mine.kind is RankKind.COPIED
+            (image,) = start.images
+            assert (image.iteration, image.view.anchors) == (CUT_OFF, 3)
+            assert memory.descriptor is not None
+            assert memory.descriptor.client == payload(4)
 
 
 @pytest.mark.parametrize("error", [TimeoutError, OSError, KeyError])
@@ -100,6 +140,62 @@ def test_whatever_goes_wrong_on_one_rank_all_recover_together(
     monkeypatch.setattr("ckptd.client.apart_start.ParkedCopy.read", broken)
     assert begin(ranks) == [None, None]
     assert [memory.hint for memory in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("run", [1], indirect=True)
+def test_where_schedules_would_differ_all_recover_together(ranks: list[RankMemory]) -> None:
+    """The ranks went over to another window, and the last that rank 1 has is from before."""
+    assert begin(ranks) == [None, None]
+
+
+def test_stages_whose_shapes_are_unknown_run_with_their_neighbours_only(
+    ranks: list[RankMemory],
+) -> None:
+    """They would rehearse, and ask neighbours that are not there; where all begin together, they may."""
+
+    def trials(rank: int, exchange: Exchange) -> list[bool]:
+        view = ranks[rank].see(exchange, alike=(1 - rank,))
+        plan = apart_start._plan(view, 2)
+        assert isinstance(plan, LocalizedPlan)
+        mine = plan.per_rank[rank]
+        return [apart_start._Trial(ranks[rank], mine, view, apart).again for apart in (False, True)]
+
+    found = outcomes([lambda e, r=r: trials(r, e) for r in range(2)])  # type: ignore[misc]
+    assert found[0] == [False, True]
+
+
+def test_a_start_that_fails_in_the_end_gives_back_what_it_had(
+    ranks: list[RankMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The locks on neighbours' logs, say, in a process that goes on without us."""
+    closed = list[FedLogs]()
+    monkeypatch.setattr(FedLogs, "close", lambda feeds: closed.append(feeds))
+
+    def refuse(*_: object) -> None:
+        raise AttachRefused("stale_epoch", "the run was recovered again")
+
+    monkeypatch.setattr(ranks[1].session, "join", refuse)
+    assert [type(one) for one in begin(ranks)] == [DaemonUnavailable, AttachRefused]
+    assert len(closed) == 2
+
+
+def test_a_hint_does_not_outlive_what_was_parked(endpoint: str) -> None:
+    """Else the next localized recovery, which may be right, would be the last attempt."""
+    with two_ranks(endpoint, uuid.uuid4().hex[:8]) as memories:
+        outcomes([memory.recover for memory in memories])
+        memories[1].reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
+        memories[1].leave_hint(HINT_APART)
+        assert begin(memories) == [None, None]
+        assert memories[1].hint == 0
+
+
+def test_what_a_dead_trainer_parked_and_nobody_has_sealed_yet_is_waited_for(endpoint: str) -> None:
+    with attached(endpoint, uuid.uuid4().hex[:8]) as memory:
+        asked = memory.reserve_beside("parked", MIB, 2, payload(4), window=2, num_operators=2)
+        segment: Any = memory.add_beside(asked.result(60))
+        fill(segment, 0, CUT_OFF, anchors=3)
+        memory.settle_filled(0.01)
+        assert segment.header(0).state is SlotState.SEALED
 
 
 def test_after_two_that_came_to_no_end_all_recover_together(endpoint: str, run: str) -> None:

@@ -254,7 +254,7 @@ def test_while_a_replay_runs_nobody_waits_for_a_top(endpoint: str, run: str) -> 
         second.ckpt.close()
 
 
-def test_verify_is_refused_where_not_all_ranks_are(make: Callable[..., Trained]) -> None:
+def test_what_needs_all_ranks_is_refused_where_not_all_are(make: Callable[..., Trained]) -> None:
     """The others, which were parked, would never come to it."""
     job = make()
     job.train(9)
@@ -265,6 +265,9 @@ def test_verify_is_refused_where_not_all_ranks_are(make: Callable[..., Trained])
     job.ckpt._apart_start = ApartStart(plan, mine, [], feeds, values)
     with pytest.raises(ValueError, match="iterations before 12"):
         job.ckpt.verify(lambda step: None)
+    # So does a loop that ends before: a rank that was parked later would raise alone.
+    with pytest.raises(ValueError, match="reach iteration 12, beyond total=11"):
+        next(job.ckpt.steps(11))
 
 
 def test_random_state_at_the_first_forward_is_known_also_before_it_is_reached(

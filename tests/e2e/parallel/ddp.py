@@ -152,3 +152,20 @@ def late_gradients(seed: int) -> Job:
 
     job.body = body
     return job
+
+
+@CASES.case(ranks=3)
+def lost_before_its_gradients(seed: int) -> Job:
+    """The others wait for them, and have not updated: where they park, the step is cut off for all."""
+    job = ddp_job(seed, bucket_cap_mb=0.002)
+
+    def body(job: Job, step: int, at: Callable[[str], None]) -> None:
+        loss = loss_of(job.model, next(job.state["data"]))
+        at("backward")
+        loss.backward()
+        clip_grad_norm_(job.model.parameters(), 0.5)
+        job.optimizers[0].step()
+        job.optimizers[0].zero_grad()
+
+    job.body = body
+    return job
