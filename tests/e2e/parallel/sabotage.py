@@ -142,12 +142,12 @@ def _parked_weight() -> None:
     original = Replay._targets
     victims: list[str] = []
 
-    def without(self: Replay, image: Any, source: Source, *others: Any) -> Any:
+    def without(self: Replay, image: Any, source: Source, *others: Any, **named: Any) -> Any:
         if source.kind == "param" and self.dense:
             victims.append(source.name)
             if source.name == victims[0]:
                 return []
-        return original(self, image, source, *others)
+        return original(self, image, source, *others, **named)
 
     Replay._targets = without  # type: ignore[method-assign,assignment]
 
