@@ -83,7 +83,9 @@ def test_a_lost_stage_replays_alone(chain: Story) -> None:
         ckptctl(["events", "--json", "--endpoint", chain.daemon.endpoint])
     events = [e for e in json.loads(told.getvalue())["events"] if e["run"] == chain.run]
     parked = [e["rank"] for e in events if e["kind"] == "parked"]
-    assert sorted(parked) == [0, 2, 3]
+    # Who is in a hurry to end does not wait for the daemon to hear of it; what counts is told by `restored`.
+    assert parked
+    assert {*parked} <= {0, 2, 3}
     (restored,) = {e["message"].split("; loaded")[0].split(": ", 1)[1] for e in events if e["kind"] == "restored"}  # fmt: skip
     assert f"all ranks run together again from iteration {KILL_AT}" in restored
     assert f"ranks 0, 2, 3 parked at {KILL_AT}" in restored

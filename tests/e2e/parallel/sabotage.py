@@ -149,7 +149,7 @@ def _parked_weight() -> None:
                 return []
         return original(self, image, source, *others, **named)
 
-    Replay._targets = without  # type: ignore[method-assign,assignment]
+    Replay._targets = without  # type: ignore[method-assign]
 
 
 def _own_buffers() -> None:
