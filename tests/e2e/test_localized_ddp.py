@@ -13,6 +13,7 @@ from tests.e2e.ranks import Ranks, story
 
 pytestmark = pytest.mark.slow
 
+_CASE = "ddp/lost_before_its_gradients"
 _PARKS = ("--set", "park=true", "--step-ms", "150")
 
 
@@ -32,8 +33,7 @@ def test_a_replica_that_is_lost_takes_over_its_peers_state(
     run = uuid.uuid4().hex[:8]
 
     def life(*options: str, **more: Any) -> Ranks:
-        case = {"case": "ddp/lost_before_its_gradients", "world_size": 3}
-        return Ranks(jobs, run, *options, total=18, kill_at=14, **case, **more)
+        return Ranks(jobs, run, *options, case=_CASE, world_size=3, total=18, kill_at=14, **more)
 
     references = life(daemon="none").end()
     before = life(*_PARKS, killed=1)
