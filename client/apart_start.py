@@ -60,8 +60,7 @@ class ApartStart:
         return self.mine.kind is RankKind.REPLAYS
 
     def close(self) -> None:
-        """Give back what was brought here: a peer's parked state is as large as the model."""
-        self.images = []
+        """Give back what was brought here to run apart."""
         self.values.close()
         self.feeds.close()
 
@@ -184,9 +183,7 @@ class _Trial:
             if self.again:
                 return
             if mine.kind is RankKind.COPIED:
-                self._parked = parked = ParkedCopy.read(memory.session, mine.pieces[0], cards)
-                of = of_parked(parked.iteration, parked.phase, parked.scalars(), parked.told.client)
-                self.schedule = of if of.span else self.schedule
+                self._parked = ParkedCopy.read(memory.session, mine.pieces[0], cards)
         self.feeds = FedLogs(memory.session, mine.logs, cards)
 
     def _own_parked(self) -> SnapshotImage:

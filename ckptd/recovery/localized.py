@@ -44,7 +44,6 @@ from ckptd.recovery.tables import (
     groups_of,
     in_order,
     listed,
-    nodes_of,
     numbers_by_rank,
     record_of,
     told,
@@ -81,7 +80,7 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
     Args:
         start: its base, the iteration that it runs first; it runs apart until ``LocalizedPlan.resume``.
         exact_at: from here on it is dense.
-        pieces: parked: its parked state; copied: the parked state of a peer, or its own on another node, and its own snapshot; replays: its snapshots from ``start`` to
+        pieces: parked: its parked state; copied: the peer's parked state, its own snapshot; replays: its snapshots from ``start`` to
             ``exact_at``.
         feeds: by neighbour that starts later, ascending.
         values: logs of iterations before ``LocalizedPlan.together`` in which it is exact and no neighbour feeds it: nobody can compute there
@@ -342,8 +341,7 @@ class _Assembly:
         resume: int,
     ) -> None:
         self._held, self._relations, self._scope = held, relations, scope
-        self._resume, self._homes = resume, homes
-        self._movers: list[int] = []
+        self._resume = resume
         self._snapshots = Sources(held.snapshots, homes)
         self._parked = Sources(held.parked, homes, beside=self._snapshots)
         self._logs = Sources(held.sent, homes, beside=self._snapshots)
@@ -374,20 +372,12 @@ class _Assembly:
             return RankKind.REPLAYS, self._suffix(rank, place)
         at = place.stand.iteration
         peer = place.stand.peers.get(rank, rank)
-        copies = self._held.parks[peer][at]
-        state = self._parked.piece(rank, copies)
-        if peer == rank and not (self._moved(rank, copies) and self._held.fits(rank, rank, at)):
+        state = self._parked.piece(rank, self._held.parks[peer][at])
+        if peer == rank:
             return RankKind.PARKED, (state,)
         own = self._held.snapshot(rank, at)
         assert own is not None
-        if peer == rank:
-            self._movers.append(rank)
         return RankKind.COPIED, (state, self._snapshots.piece(rank, own))
-
-    def _moved(self, rank: int, copies: Iterable[Copy]) -> bool:
-        """Whether it was parked on other nodes than that on which it will run, where its ring is to be."""
-        nodes = nodes_of(copies, self._held.parked)
-        return rank in self._homes and self._homes[rank] not in nodes
 
     def _suffix(self, rank: int, place: Place) -> tuple[Piece, ...]:
         group = best_group(self._held.groups(rank), place.start, place.exact_at)
@@ -439,8 +429,6 @@ class _Assembly:
         if len(self._relations.untold) > 1:
             untold = listed("rank", self._relations.untold)
             text += f"; {untold} told nothing, and start together to be safe"
-        if self._movers:
-            text += f"; what {listed('rank', self._movers)} copies it has parked itself, on another node"
         text += _because(self._scope) + self._snapshots.moves()
         return text + told(self._conflicts)
 

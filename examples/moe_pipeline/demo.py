@@ -142,7 +142,7 @@ class PipelineRun:
         """The newest iteration that the rank has completed; -1 for none."""
         return max((e["step"] for e in self.steps(rank)), default=-1)
 
-    def until(self, reached: Callable[[], bool], what: str) -> None:
+    def until(self, reached: Callable[[], bool], what: str, *, poll_s: float = POLL_S) -> None:
         """Wait for it.
 
         Raises:
@@ -159,7 +159,7 @@ class PipelineRun:
                 raise RunFailed(
                     f"the {self.name} run did not reach {what}; it said:\n{self._tail()}"
                 )
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
 
     def kill(self, ranks: Sequence[int]) -> Loss:
         """SIGKILL the present processes of these ranks."""

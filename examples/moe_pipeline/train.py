@@ -111,6 +111,7 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
     """Run the loop to its end and return the complete final state of this rank."""
     pipeline = Pipeline(args)
     state: dict[str, Any] = {"lr": pipeline.lr, "loader": pipeline.loader}
+    log.write("attaches")
     ckpt = Checkpointer(
         pipeline.model,
         pipeline.optimizer,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bench.common import build_stack, interleave, state_bytes, table
+from tests.long import long
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,6 +65,18 @@ SUBJECTS = [
         {"logging_fraction", "own_cpu_ms", "log_bytes_per_iteration", "log_memory_bytes"},
     ),
     (
+        "localized",
+        ["--rounds", "1", "--stages", "2", "--window", "2", "--micro-batches", "2", "--rows", "1"],
+        {
+            "replayed_iterations_unaffected",
+            "localized_vs_global",
+            "attach_localized_vs_global",
+            "recovery_s_localized_2",
+            "recovery_s_global_2",
+            "simulated_attach_localized_vs_global_16",
+        },
+    ),
+    (
         "replication",
         ["--rounds", "1", "--block", "3", "--settle", "8", "--batch-size", "1"],
         {"replication_fraction", "overhead_fraction", "lag_iterations_max", "replicated_mb_per_s"},
@@ -85,6 +98,10 @@ SUBJECTS = [
 ]
 
 
+# Each of these takes longer than all others together.
+SLOW = {"overhead", "persist", "sharing", "logging", "replication", "recovery"}
+
+
 def _run(subject: str, options: list[str]) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", f"bench.{subject}", "--json", *options],
@@ -100,7 +117,10 @@ def _run(subject: str, options: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("subject", "options", "names"), SUBJECTS, ids=[s[0] for s in SUBJECTS])
+@pytest.mark.parametrize(
+    ("subject", "options", "names"),
+    [pytest.param(*s, id=s[0], marks=long if s[0] in SLOW else ()) for s in SUBJECTS],
+)
 def test_benchmark_keeps_its_contract(subject: str, options: list[str], names: set[str]) -> None:
     record = _run(subject, options)
     assert set(record) == {"bench", "machine", "commit", "metrics"}

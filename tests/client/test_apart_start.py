@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.recovery.localized import LocalizedPlan, RankKind
 from ckptd.recovery.plan import Piece, Source
-from tests.ckptd.nodes import Net
 from tests.ckptd.running import MIB, fill
 from tests.client.meeting import outcomes
 from tests.client.test_memory import attached, record
@@ -49,21 +47,16 @@ def park(memory: RankMemory, iteration: int, phase: int = 0) -> None:
     segment.seal(0)
 
 
-def recorded(ranks: list[RankMemory]) -> None:
-    """A suffix up to where the step was cut off."""
-    outcomes([memory.recover for memory in ranks])
-    for memory in ranks:
-        memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
-        for iteration in (CUT_OFF - 1, CUT_OFF):
-            record(memory, iteration)
-
-
 @pytest.fixture
 def run(endpoint: str, request: pytest.FixtureRequest) -> str:
     """A run whose two ranks are replicas; rank 0 was parked, in the phase that a test may say, rank 1 was killed in the same step."""
     run = uuid.uuid4().hex[:8]
     with two_ranks(endpoint, run) as memories:
-        recorded(memories)
+        outcomes([memory.recover for memory in memories])
+        for memory in memories:
+            memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
+            for iteration in (CUT_OFF - 1, CUT_OFF):
+                record(memory, iteration)
         park(memories[0], CUT_OFF, getattr(request, "param", 0))
     return run
 
@@ -101,31 +94,6 @@ def test_a_replica_that_was_killed_copies_from_the_one_that_was_parked(
     for memory, start in zip(ranks, (parked, copied), strict=True):
         come_together(memory, start)
     assert [memory.hint for memory in ranks] == [0, 0]
-    assert copied.images == []  # memory as large as the model
-
-
-def test_ranks_that_changed_their_nodes_take_their_parked_states_along() -> None:
-    """The launcher has numbered them anew. What each is in the ring comes with it, or nothing could be recorded after."""
-    run = uuid.uuid4().hex[:8]
-    with Net(2).up() as net, ExitStack() as stack:
-        places = [(net[0], net[1]), (net[1], net[0])]
-        with ExitStack() as first:
-            ranks = [
-                first.enter_context(attached(n.endpoint, run, r, 2))
-                for r, n in enumerate(places[0])
-            ]
-            recorded(ranks)
-            for memory in ranks:
-                park(memory, CUT_OFF)
-        ranks = [
-            stack.enter_context(attached(n.endpoint, run, r, 2)) for r, n in enumerate(places[1])
-        ]
-        for memory, start in zip(ranks, started(begin(ranks)), strict=True):
-            assert start.mine.kind is RankKind.COPIED
-            (image,) = start.images
-            assert (image.iteration, image.view.anchors) == (CUT_OFF, 3)
-            assert memory.descriptor is not None
-            assert memory.descriptor.client == payload(4)
 
 
 @pytest.mark.parametrize("error", [TimeoutError, OSError, KeyError])

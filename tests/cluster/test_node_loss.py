@@ -18,6 +18,7 @@ from ckptd.transport.keys import Keys, trust
 from tests.cluster.daemons import HostDaemon
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.training import ClusterTraining, undisturbed
+from tests.long import long
 
 NUM_RANKS = 3
 TOTAL = 100
@@ -134,6 +135,7 @@ def test_two_hosts_destroyed_at_once_come_back_from_the_third(
         run.check_end(reference)
 
 
+@long
 @pytest.mark.parametrize("cluster", [NUM_RANKS + 1], indirect=True)
 def test_a_second_host_is_destroyed_while_the_first_one_is_recovered(
     cluster: Cluster, reference: Path, tmp_path: Path
@@ -160,6 +162,7 @@ def test_a_second_host_is_destroyed_while_the_first_one_is_recovered(
         run.check_end(reference)
 
 
+@long
 @pytest.mark.parametrize("cluster", [NUM_RANKS], indirect=True)
 def test_a_host_whose_processes_are_killed_comes_back_from_its_own_memory(
     cluster: Cluster, reference: Path, tmp_path: Path

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.torchrun import TorchrunJob
+from tests.long import long
 
 NNODES = 3
 
@@ -53,6 +54,7 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
+@long
 @pytest.mark.slow
 def test_a_job_survives_two_destroyed_hosts(cluster: Cluster, tmp_path: Path) -> None:
     """First the host of rank 0, replaced by the spare; then another without power, replaced by the first one's next life."""

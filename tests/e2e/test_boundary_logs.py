@@ -42,7 +42,8 @@ def life(
         jobs,
         run,
         # Steps of a millisecond are quicker than any daemon: what is logged of them would be a matter of luck.
-        *("--received", str(received), "--step-ms", "30", *options),
+        # All replay what they sent: nobody goes on where it was parked.
+        *("--received", str(received), "--step-ms", "30", "--set", "park=false", *options),
         case=f"logged/{case}",
         world_size=CASES.cases[case].ranks,
         total=TOTAL,

@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.campaign import Moment, Plan, Target, campaign, run_cell, table
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
+from tests.long import long
 
 KILLS = int(os.environ.get("CKPTD_KILLS", "0"))
 SEED = int(os.environ.get("CKPTD_SEED") or random.SystemRandom().randrange(1 << 20))
@@ -30,9 +31,9 @@ def chaos(tmp_path: Path) -> Iterator[tuple[Jobs, DaemonProcess]]:
 @pytest.mark.parametrize(
     ("case", "targets"),
     [
-        ("plain", [Target.TRAINER]),
+        pytest.param("plain", [Target.TRAINER], marks=long),
         ("fused", [Target.TRAINER, Target.DAEMON]),
-        ("masters", [Target.BOTH]),
+        pytest.param("masters", [Target.BOTH], marks=long),
         ("scaler", [Target.DAEMON, Target.BOTH, Target.TRAINER]),
     ],
 )

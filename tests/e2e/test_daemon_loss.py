@@ -114,7 +114,7 @@ def test_a_restarted_daemon_gets_its_trainer_back(
     report = jobs.report(out)
     assert report["daemon_outages"] == 1
     assert (report["chain_breaks"], report["failed"], report["no_slot"]) == (0, 0, 0)
-    reference = jobs.run("plain", "--total", "600", daemon="none")
+    reference = jobs.run("plain", "--total", "300", daemon="none")
     assert differences(reference, out) == []
 
 

@@ -66,7 +66,6 @@ class Job:
         self.logs = {r: [slot(t, 0) for t in range(2, stops[r])] for r in ranks}
         self.tables = dict.fromkeys(ranks, "table")  # by which snapshots name operators
         self.facts: dict[int, RankFacts] = {}
-        self.homes: dict[int, str] = {}
         for members in self.domains:
             for r in members:
                 self.facts[r] = RankFacts(self._beside(r), members, members)
@@ -102,7 +101,6 @@ class Job:
             self._held("boundary", self.logs, 1),
             self.facts,
             len(self.snapshots),
-            homes=self.homes,
         )
 
     def planned(self) -> LocalizedPlan:
@@ -262,19 +260,6 @@ def test_a_lost_replica_copies_from_its_peer() -> None:
 
 def test_a_replica_is_told_by_its_peer_when_its_node_is_lost() -> None:
     assert outline(Job([T] * 4, [(0, 1), (2, 3)]).node_lost(3).planned())[3] == "copied 10"
-
-
-def test_a_rank_that_runs_on_another_node_now_copies_its_own_parked_state() -> None:
-    """A node was replaced, and the launcher has numbered the ranks anew: the state can be brought, but its ring is not there."""
-    job = Job([T] * 3)
-    job.homes = {0: "n0", 1: "n2", 2: "n1"}
-    plan = job.planned()
-    assert outline(plan) == ["parked 10", "copied 10", "copied 10"]
-    state, own = plan.per_rank[1].pieces
-    assert [s.segment for p in (state, own) for s in p.sources] == ["r1.parked", "r1.seg"]
-    assert "; what ranks 1, 2 copies it has parked itself, on another node; " in plan.reason
-    job.snapshots[1].pop()  # without it there is no ring to begin with; whoever tries will find out
-    assert outline(job.planned())[1] == "parked 10"
 
 
 def test_those_who_copy_take_turns_with_their_peers() -> None:

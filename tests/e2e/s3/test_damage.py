@@ -14,6 +14,7 @@ from tests.ckptd.running import eventually
 from tests.e2e.bucket import Bucket
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 from tests.e2e.s3.training import SOON_S, TOTAL, needs_server, resume
+from tests.long import long
 from tests.storage.s3_server import S3Server
 
 pytestmark = [pytest.mark.slow, needs_server]
@@ -119,8 +120,8 @@ def manifest_of_another_run(newest: Newest) -> None:
     "damage",
     [
         flip_in_data,
-        flip_in_header,
-        truncate,
+        pytest.param(flip_in_header, marks=long),
+        pytest.param(truncate, marks=long),
         swap,
         lose_object,
         lose_manifest,

@@ -59,6 +59,7 @@ def ranks_bucket(server: S3Server) -> Bucket:
     return Bucket(server, job="cluster")
 
 
+@long
 def test_all_nodes_are_lost_at_once_and_every_rank_comes_back_from_s3(
     cluster: Cluster, ranks_bucket: Bucket, tmp_path: Path, ranks_reference: Path
 ) -> None:

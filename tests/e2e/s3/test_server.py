@@ -35,8 +35,12 @@ pytestmark = [pytest.mark.slow, needs_server]
 
 @pytest.mark.parametrize(
     ("fault", "times"),
-    [(Answer(503, "SlowDown"), 3), (Reset(after=1000), 3), (Stall(), 2), (LoseAnswer(), 3)],
-    ids=["throttled", "reset", "stalled", "answer lost"],
+    [
+        pytest.param(Answer(503, "SlowDown"), 3, id="throttled"),
+        pytest.param(Reset(after=1000), 3, id="reset", marks=long),
+        pytest.param(Stall(), 2, id="stalled", marks=long),
+        pytest.param(LoseAnswer(), 3, id="answer lost", marks=long),
+    ],
 )
 def test_trouble_in_mid_upload_delays_a_checkpoint_and_nothing_else(
     bucket: Bucket,
