@@ -46,6 +46,8 @@ class Ranks:
         self._jobs = jobs
         store = jobs.folder / f"store-{uuid.uuid4().hex[:8]}"
         self.started: list[tuple[BaseProcess, Path]] = []
+        # Whoever outruns the floor has a snapshot less than the others.
+        patient = ("--patient-until", str(kill_at)) if killed is not None else ()
         for rank in range(world_size):
             dies = ("--kill-at", str(kill_at), "--kill-point", "backward") if rank == killed else ()
             environment = {
@@ -59,7 +61,7 @@ class Ranks:
                 jobs.start(
                     case,
                     *("--total", str(total), "--run", run, "--store", str(store)),
-                    *(*options, *dies, *each.get(rank, ())),
+                    *(*patient, *options, *dies, *each.get(rank, ())),
                     daemon=daemon,
                     name=f"rank{rank}",
                     environment=environment,

@@ -61,6 +61,7 @@ from ckptd.client import Certificate, Checkpointer
 from ckptd.client.rng import capture_rng
 from tests.e2e.cases import FusedMoE, Job, ListExperts, Model, accumulate_body, loss_of, make
 from tests.e2e.harness import DaemonProcess
+from tests.e2e.job import let_memory_come
 
 Certify = Callable[..., Certificate]
 
@@ -81,6 +82,7 @@ def certify(daemon: DaemonProcess) -> Certify:
         with Checkpointer(job.model, job.optimizers, job.state, **options) as ckpt:
             job.ckpt = ckpt
             for step in ckpt.steps(total):
+                let_memory_come(ckpt)
                 job.step(step, lambda point: None)
             return ckpt.verify(lambda step: job.step(step, lambda point: None))
 
