@@ -60,7 +60,8 @@ class ApartStart:
         return self.mine.kind is RankKind.REPLAYS
 
     def close(self) -> None:
-        """Give back what was brought here to run apart."""
+        """Give back what was brought here to run apart; a peer's parked state is as large as the model."""
+        self.images = []
         self.values.close()
         self.feeds.close()
 

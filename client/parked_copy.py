@@ -1,4 +1,4 @@
-"""Parked state that is not this rank's own file: of a peer, or of this rank where it lived before, in memory of this process's own.
+"""Parked state of a peer, from this node or another, in memory of this process's own.
 
 A *copied* rank has all operators alike with a peer that was parked: it takes tensors from there, and what is its own (buffers, random
 state, the user's state, all step scalars) from its own snapshot of the same iteration.
@@ -41,9 +41,9 @@ _GRANT_S = 700.0  # longer than the session waits for memory to be made
 
 
 class ParkedCopy(SnapshotImage):
-    """A parked image in private memory; ``told`` is what its segment says."""
+    """A parked image in private memory."""
 
-    def __init__(self, image: memoryview, piece: Piece, told: SegmentDescriptor) -> None:
+    def __init__(self, image: memoryview, piece: Piece) -> None:
         # Anonymous memory, aligned as in a segment: tensors are viewed in it.
         private = memoryview(mmap.mmap(-1, max(len(image), 1)))
         private[: len(image)] = image
@@ -57,7 +57,6 @@ class ParkedCopy(SnapshotImage):
                 operation="read parked state",
             ) from error
         super().__init__(record.iteration, view, HostMemory(private), 0, record.phase)
-        self.told = told
 
     @classmethod
     def read(cls, session: BringsLogs, piece: Piece, cards: tuple[NodeCard, ...]) -> ParkedCopy:
@@ -75,7 +74,7 @@ class ParkedCopy(SnapshotImage):
             try:
                 with _File(Path(session.segment_dir, name)).image(source.index) as (image, told):
                     if (told.job, told.run) == session.run:  # a node has told this name
-                        return cls(image, piece, told)
+                        return cls(image, piece)
             except (OSError, SegmentError):
                 continue  # the daemon may be able to read it
         return cls._brought(session, piece, cards)
@@ -88,8 +87,8 @@ class ParkedCopy(SnapshotImage):
         try:
             file = _File(Path(info.path))
             wait_until_sealed(session, info.generation, piece.record.iteration, file.header(0))
-            with file.image(0) as (image, told):
-                return cls(image, piece, told)
+            with file.image(0) as (image, _):
+                return cls(image, piece)
         finally:
             session.drop(info.generation)
 

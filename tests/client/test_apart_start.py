@@ -93,6 +93,7 @@ def test_a_replica_that_was_killed_copies_from_the_one_that_was_parked(
     assert [memory.hint for memory in ranks] == [HINT_APART] * 2
     for memory, start in zip(ranks, (parked, copied), strict=True):
         come_together(memory, start)
+        assert start.images == []  # whoever still holds the start does not hold a model with it
     assert [memory.hint for memory in ranks] == [0, 0]
 
 
