@@ -99,7 +99,7 @@ SUBJECTS = [
 
 
 # Each of these takes longer than all others together.
-SLOW = {"overhead", "persist", "sharing", "logging", "replication", "recovery"}
+SLOW = {"localized", "overhead", "persist", "sharing", "logging", "replication", "recovery"}
 
 
 def _run(subject: str, options: list[str]) -> dict[str, Any]:
