@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _MEASURED = 4  # the first steps, from which the window follows
 _MEMORY_S = 20.0  # what memory may take there
 _LINGER_S = 120.0  # until somebody ends it
-_FLOOR_S = 5.0  # what a floor may take on a busy machine
+_FLOOR_S = 20.0  # what a floor may take on a busy machine
 
 
 def let_memory_come(ckpt: Checkpointer) -> None:
@@ -80,6 +80,7 @@ def _no_room(ckpt: Checkpointer) -> bool:
         capture._num_operators,
         generation=generation,
         protected=table.promised(records, capture._num_operators),
+        hard=table.ring_hint.sole,
         epochs=table.epochs,
     )
     return choice.remedy is Remedy.WAIT
