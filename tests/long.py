@@ -9,4 +9,4 @@ import pytest
 __all__ = ["LONG", "long"]
 
 LONG = bool(os.environ.get("CKPTD_LONG"))
-long = pytest.mark.skipif(not LONG, reason="not on the diagonal: CKPTD_LONG=1 runs it")
+long = pytest.mark.skipif(not LONG, reason="left to make campaign-matrix: CKPTD_LONG=1 runs it")
