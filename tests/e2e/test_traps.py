@@ -47,7 +47,7 @@ Copies
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -134,6 +134,20 @@ def test_fused_sgd_with_momentum(certify: Certify, fused_experts: bool) -> None:
         lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, fused=True), fused=fused_experts
     )(1)
     certificate = certify(job)
+    assert certificate.identical, str(certificate)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Everybody else has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_several_threads(certify: Certify, two_threads: None) -> None:
+    certificate = certify(make()(1))
     assert certificate.identical, str(certificate)
 
 
