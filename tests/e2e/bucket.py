@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptd.storage.catalog import Catalog
-from ckptd.storage.headers import parse_header
 from ckptd.storage.objects import ObjectStore
 from ckptd.storage.open_store import open_store
-from ckptd.storage.reader import read_catalog, read_image_header, read_manifest
+from ckptd.storage.reader import read_catalog, read_manifest
 from ckptd.storage.retention import (
     References,
     RetentionPolicy,
@@ -38,7 +37,6 @@ __all__ = [
 
 JOB = "e2e"
 OFTEN = {"persist_every": "4", "persist_every_s": "0", "drain_timeout_s": "5"}
-_STATE = ("param/", "master/", "optim/")
 _T = TypeVar("_T")
 _KEEPER = b"ckptd.persistence.keeper"
 
@@ -97,22 +95,6 @@ class Bucket:
         """The keys of all stored pieces of snapshots."""
         listed = self.catalog(run).objects.values()
         return {found.info.key for each in listed for found in each}
-
-    def stored_state(self, run: str) -> list[set[tuple[int, str]]]:
-        """By rank, what its part of the newest durable checkpoint holds of the model: iterations and names of tensors."""
-        newest = self.catalog(run).committed[0]
-
-        def read(store: ObjectStore) -> list[set[tuple[int, str]]]:
-            found = []
-            for _, info in sorted(newest.manifests.items()):
-                names = set()
-                for snapshot in read_manifest(store, info.key).snapshots:
-                    header = parse_header(read_image_header(store, snapshot))
-                    names |= {(snapshot.iteration, tensor.name) for tensor in header.tensors}
-                found.append({(at, name) for at, name in names if name.startswith(_STATE)})
-            return found
-
-        return self._with(read)
 
     def _with(self, work: Callable[[ObjectStore], _T]) -> _T:
         store = self.open()

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Cluster
-from tests.cluster.job import CASE
 from tests.cluster.training import ClusterTraining, undisturbed
 from tests.e2e.bucket import Bucket, keeper_pid
-from tests.e2e.cases import find_case
 from tests.e2e.s3.training import SOON_S, long, needs_server
 from tests.storage.s3_server import S3Server
 
@@ -79,26 +77,6 @@ def test_all_nodes_are_lost_at_once_and_every_rank_comes_back_from_s3(
         assert nodes.resumed_from() == {newest}
         nodes.check_end(ranks_reference)
     assert ranks_bucket.verify("r").ok
-
-
-@long
-def test_what_the_ranks_of_two_hosts_have_alike_is_stored_once(
-    cluster: Cluster, ranks_bucket: Bucket, tmp_path: Path
-) -> None:
-    """Under DDP: no weight and no moment lies in the objects of two ranks, and together they hold all of the model."""
-    with Nodes(cluster, tmp_path, ranks_bucket) as nodes:
-        nodes.job.until(
-            lambda: ranks_bucket.committed("r")[:1] > [12],
-            "a durable checkpoint",
-            timeout_s=SOON_S,
-        )
-        (own, others) = ranks_bucket.stored_state("r")
-    assert own
-    assert others
-    assert not own & others
-    job = find_case(CASE)(0)
-    names = {f"param/{name}" for name, _ in job.model.named_parameters()}
-    assert names <= {name for _, name in own | others}
 
 
 @long
