@@ -24,8 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.client.agreement import all_or_none
-from ckptd.client.apart import Apart
-from ckptd.client.apart_start import ApartStart, come_together
 from ckptd.client.arguments import (
     all_operators,
     check_options,
@@ -39,11 +37,11 @@ from ckptd.client.boundary_log import BoundaryLog
 from ckptd.client.buckets import Buckets
 from ckptd.client.certificate import Certificate, DenseState
 from ckptd.client.closures import before_update
-from ckptd.client.communication import Communication
 from ckptd.client.data import Batches
 from ckptd.client.describe import describe_table
 from ckptd.client.exchange import exchange
 from ckptd.client.freeze import Tape, choose_freezing, clip_norm_tap, scaler_tap
+from ckptd.client.guard import Guard
 from ckptd.client.hooks import ModuleHook
 from ckptd.client.identity import identify
 from ckptd.client.memory import RankMemory
@@ -51,6 +49,7 @@ from ckptd.client.names import is_compiled
 from ckptd.client.operators import Grouping
 from ckptd.client.park_signals import park_on_sigterm
 from ckptd.client.parking import Parking
+from ckptd.client.pipeline_part import PipelinePart
 from ckptd.client.placement import check_sharded, placement_lines
 from ckptd.client.planning import operator_costs
 from ckptd.client.popularity import TokenCounter
@@ -65,8 +64,7 @@ from ckptd.client.scalars import Stateful
 from ckptd.client.shared_values import shared_value
 from ckptd.client.sharing import NOTHING_SHARED, Sharing, find_replicas, meet_sharing
 from ckptd.client.silent_log import SilentLog
-from ckptd.client.stage_shapes import StageShapes
-from ckptd.client.stages import listen, stages_of
+from ckptd.client.stages import stages_of
 from ckptd.client.start_from import load_start, start_unprotected
 from ckptd.client.stats import Stats
 from ckptd.cuda.select import make_engine
@@ -78,7 +76,6 @@ __all__ = ["Checkpointer"]
 logger = logging.getLogger(__name__)
 
 _SEAL_WAIT_S = 5.0
-_FAILURES_IN_A_ROW = 3
 
 
 class Checkpointer:
@@ -159,7 +156,8 @@ class Checkpointer:
         self._resume: Replay | None = None
         self._recorder: Recorder | None = None
         self._memory: RankMemory | None = None
-        self._boundary: BoundaryLog | None = None
+        self._pipeline = PipelinePart(self._stats)
+        self._guard: Guard | None = None
         self._parking: Parking | None = None
         self._park, self._park_after_s = park, park_after_s
         self._batches: list[Batches] = []
@@ -257,6 +255,7 @@ class Checkpointer:
                 shared = told if capture_once else NOTHING_SHARED
                 own_bytes = own_share_bytes(shared, self._operators, self._binding, policy)
                 self._sharing = meet_sharing(self._binding, shared.replicas, own_bytes, self._meet)
+            self._guard = Guard(self._memory.session, self._stats)
             self._recorder = self._make_recorder()
             if park:
                 self._begin_parking()
@@ -293,8 +292,8 @@ class Checkpointer:
         first = self._resume.start if self._resume is not None else self._step
         # After a localized restart all ranks refuse, or none: they begin at different iterations.
         reached = -1 if self._resume is None else self._resume.end
-        if self._apart_start is not None:
-            reached = self._apart_start.plan.resume
+        if self._pipeline.start is not None:
+            reached = self._pipeline.start.plan.resume
         if reached > total:
             raise ValueError(
                 f"the snapshots of this run reach iteration {reached}, beyond total={total}; pass run= a new name to start over"
@@ -308,8 +307,7 @@ class Checkpointer:
             )
         for step in self._body(range(first, total)):
             self._top(step)
-            if self._boundary is not None:
-                self._boundary.begin(step, replaying=self._replay is not None)
+            self._pipeline.begin(step, replaying=self._replay is not None)
             yield step
         self._top(self._step)
         self._finish()
@@ -325,9 +323,8 @@ class Checkpointer:
                     self._parking.leave(f"the loop is left in the middle of step {step}")
                 # A body that has updated the weights counts as done: the next loop must not do it again.
                 self._step += self._updated or self.off
-                if self._boundary is not None:
-                    done = self._updated and self._replay is None
-                    (self._boundary.end if done else self._boundary.abandon)()
+                done = self._updated and self._replay is None
+                (self._pipeline.end if done else self._pipeline.abandon)()
                 raise
             self._step = step + 1
 
@@ -372,7 +369,9 @@ class Checkpointer:
         Raises:
             ValueError: it returned something that a snapshot cannot hold.
         """
-        return compute() if self.off else shared_value(name, compute, self._tape, self._boundary)
+        return (
+            compute() if self.off else shared_value(name, compute, self._tape, self._pipeline.log)
+        )
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Iterate over ``loader`` for ever, epoch after epoch, from wherever its restored state says; survives ``verify``."""
@@ -408,15 +407,9 @@ class Checkpointer:
         found = stages_of(stages)
         log = self.boundary_log(limit_bytes=limit_bytes)
         if isinstance(log, BoundaryLog):
-            if twice := self._logged_stages & {id(stage) for stage in found}:
-                raise ValueError(f"{len(twice)} of these stages are logged already")
-            self._logged_stages |= {id(stage) for stage in found}
-            self._cleanup.enter_context(listen(found, log))
+            self._cleanup.enter_context(self._pipeline.listen_to(found, log))
             if self._recorder is not None:
                 self._recorder.stages += found
-            if self._apart is not None:
-                # After the log, which is to see what is dropped.
-                self._apart.stand_in_for(found)
         return log
 
     def boundary_log(self, *, limit_bytes: int | None = None) -> SilentLog:
@@ -425,30 +418,23 @@ class Checkpointer:
         Args:
             limit_bytes: the most that it may take; None leaves it to the daemon's quota. Counts where the log is made.
         """
-        if self._boundary is None and not self.off:
-            assert self._memory is not None
-            self._boundary = BoundaryLog(
-                self._memory,
-                make_engine(self._device, inline=True),
-                self._stats,
-                plan=lambda: None if self._recorder is None else self._recorder.plan,
-                silent=lambda: self._rehearses or self._verifies,
-                on_mismatch=self._on_mismatch,
-                limit_bytes=limit_bytes,
-                communication=self._watch_communication(),
-                alike=self._sharing.alike(self._operators, self._identity.rank),
-            )
-            self._boundary.apart = self._apart
-            if self._park is None and self._identity.world_size > 1:
-                self._begin_parking()
-        return self._boundary or SilentLog()
-
-    def _watch_communication(self) -> Communication | None:
-        """None where ranks are not those of the process group: what is seen could not be told in our numbers."""
-        if self._identity.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
-            return None
-        here = (self._identity.rank, self._identity.world_size)
-        return Communication() if here == (dist.get_rank(), dist.get_world_size()) else None
+        if self.off:
+            return SilentLog()
+        if self._pipeline.log is not None:
+            return self._pipeline.log
+        assert self._memory is not None
+        log = self._pipeline.open_log(
+            self._memory,
+            self._device,
+            plan=lambda: None if self._recorder is None else self._recorder.plan,
+            silent=lambda: self._rehearses or self._verifies,
+            on_mismatch=self._on_mismatch,
+            limit_bytes=limit_bytes,
+            alike=self._sharing.alike(self._operators, self._identity.rank),
+        )
+        if self._park is None and self._identity.world_size > 1:
+            self._begin_parking()
+        return log
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -473,8 +459,7 @@ class Checkpointer:
         ]
         if self._identity.world_size > 1:
             head += placement_lines(self._binding)
-        if self._boundary is not None:
-            head += [self._boundary.describe(), *self._boundary.describe_domain()]
+        head += self._pipeline.describe()
         if self._parking is not None:
             head.append(self._parking.describe())
         owners = plan.owners if plan is not None else []
@@ -495,18 +480,16 @@ class Checkpointer:
         recorder, memory = self._recorder, self._memory
         if recorder is None or memory is None or self._replay is not None:
             raise ValueError("verify() needs a running checkpointer that is not replaying")
-        if self._apart_start is not None:
+        if (start := self._pipeline.start) is not None:
             raise ValueError(
-                f"verify() needs all ranks, and not all of them run iterations before {self._apart_start.plan.resume}, after a failure"
+                f"verify() needs all ranks, and not all of them run iterations before {start.plan.resume}, after a failure"
             )
         if self._parking is not None:
             self._parking.closed_because("verify() runs")
         recorder.finish()
         memory.session.flush(_SEAL_WAIT_S)
         memory.settle_filled(_SEAL_WAIT_S)
-        with contextlib.ExitStack() as stack:
-            if self._boundary is not None:  # what is done here is no part of a step
-                stack.enter_context(self._boundary.aside())
+        with self._pipeline.aside():
             suffix = newest_window(memory, self._meet)
             images = memory.images(suffix.records)
             until = self._step + 1 if self._stepping else self._step
@@ -526,9 +509,7 @@ class Checkpointer:
         if self._parking is not None:
             self._parking.close()
             self._parking = None
-        if self._boundary is not None:
-            self._boundary.close()
-            self._boundary = None
+        self._pipeline.close()
         if self._replay is not None:
             # The patches of a replay must not outlive it, and what is still frozen is not the run's state.
             self._replay.abandon()
@@ -558,10 +539,9 @@ class Checkpointer:
 
     def _top(self, step: int) -> None:
         self._check_whole()
-        if self._boundary is not None:
-            self._boundary.end()
-        if self._apart_start is not None:
-            self._apart_top(step, self._apart_start)
+        self._pipeline.end()
+        if self._memory is not None:
+            self._pipeline.come_together(step, self._memory, self._wait_for_all)
         replay = self._replay
         recorder = self._recorder
         if self._resume is not None:
@@ -586,61 +566,16 @@ class Checkpointer:
         else:
             self._tape.take()  # given up: what the taps still record is for nobody
 
-    def _apart_top(self, step: int, start: ApartStart) -> None:
-        """The top of a step that not all ranks run; at the first one that they do, wait for them.
-
-        Raises:
-            ValueError: there is nobody to feed this rank: boundaries are not logged in this life.
-            DaemonUnavailable: not all ranks came there in time.
-        """
-        if step < start.plan.resume:
-            if start.mine.feeds and self._boundary is None:
-                raise ValueError(
-                    f"this rank runs iterations {start.mine.start} to {start.plan.resume - 1} without its neighbours, but their logs have "
-                    "nowhere to go: call ckpt.log_boundaries(schedule) or ckpt.boundary_log() before the loop, as in the run before"
-                )
-            return
-        self._apart_start = None
+    def _wait_for_all(self) -> None:
         if self._parking is not None:
             # Who is told to end here is not to wait for a top that may be far; what was parked before stays.
             self._parking.closed_because("not all ranks have come to where they run together")
         self._meet(b"")
-        assert self._memory is not None
-        come_together(self._memory, start)
-        text = f"all ranks run together again from iteration {start.plan.resume} on"
-        logger.info("%s", text)
-        if self._identity.rank == 0:
-            self._memory.session.notice("info", "together", text)
 
     def _survive(self, recorder: Recorder, work: Callable[..., object], *args: object) -> None:
-        """Run our side of a step: whatever goes wrong in it must not reach the user's loop.
-
-        What is sealed stays; after a few failures in a row we leave training alone for the rest of the run.
-        """
-        try:
-            work(*args)
-        except Exception as error:
-            self._failures += 1
-            logger.error(
-                "snapshots failed at step %d (%d in a row)",
-                self._step,
-                self._failures,
-                exc_info=error,
-            )
-            if self._memory is not None:
-                text = f"step {self._step}: {type(error).__name__}: {error}"
-                self._memory.session.notice("error", "snapshot_failed", text)
-            recorder.abort()
-            self._stats.failed += 1
-            if self._failures >= _FAILURES_IN_A_ROW:
-                logger.error(
-                    "no more snapshots are taken in this run; training goes on unprotected"
-                )
-                recorder.give_up()
-                self._recorder = None
-        else:
-            if work == recorder.top:
-                self._failures = 0
+        assert self._guard is not None
+        if not self._guard.run(recorder, self._step, work, *args):
+            self._recorder = None
 
     def _recovered(self, replay: Replay) -> None:
         self._replay = None
@@ -684,7 +619,6 @@ class Checkpointer:
     _stepping = False
     _updated = False
     _closed = False
-    _failures = 0
     _started = 0.0
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -721,10 +655,6 @@ class Checkpointer:
 
     _first: Replay | None = None
     _rehearses = _verifies = False
-    _logged_stages: frozenset[int] = frozenset()
-    # After a localized restart: who is there in which iteration; and, until all run together, what came of the plan.
-    _apart: Apart | None = None
-    _apart_start: ApartStart | None = None
 
     @contextlib.contextmanager
     def _rehearsing(self) -> Iterator[None]:
@@ -733,8 +663,7 @@ class Checkpointer:
         self._rehearses = True
         try:
             with contextlib.ExitStack() as stack:
-                if self._boundary is not None:
-                    stack.enter_context(self._boundary.aside())
+                stack.enter_context(self._pipeline.aside())
                 if resumed:
                     stack.enter_context(without_trace(self._binding))
                 yield
@@ -826,7 +755,10 @@ class Checkpointer:
             self._engine.register(segment.memory, segment.regions())
         recorder.resume(found.plan, last=replay.end, phase=found.phase, sharing=found.sharing)
         if found.apart is not None:
-            self._run_apart(found.apart, replay.oldest_scalars.get("stages", {}))
+            stages = replay.oldest_scalars.get("stages", {})
+            recorder.stage_shapes = self._pipeline.run_apart(
+                self._identity.rank, found.apart, stages
+            )
         self.resumed_from = replay.end
         self._stats.restore_s = time.perf_counter() - started
         self._stats.restored_bytes = replay.bytes_loaded
@@ -837,22 +769,6 @@ class Checkpointer:
         # A warning, so that it is seen without any logging set-up: the run does not begin at its beginning.
         logger.warning("%s", text)
         memory.session.notice("info", "restored", text)
-
-    def _run_apart(self, start: ApartStart, stages: Mapping[int, StageShapes | None]) -> None:
-        """Some ranks begin before others; ``stages``: what each of this rank's stages had found out."""
-        assert self._recorder is not None
-        self._apart_start = start
-        shapes = {int(index): found for index, found in stages.items() if found is not None}
-        self._recorder.stage_shapes = shapes
-        self._apart = Apart(
-            (),
-            self._identity.rank,
-            start.plan.bases,
-            start.plan.together,
-            start.feeds,
-            shapes=shapes,
-            shared=start.values,
-        )
 
     def _certify(
         self, images: Sequence[SnapshotImage], until: int, run_step: Callable[[int], Any]

@@ -57,7 +57,10 @@ def let_them_come(ckpt: Checkpointer) -> None:
 
 def let_what_is_beside_come(ckpt: Checkpointer) -> None:
     """The boundary log and what is parked have memory of their own: asked for in one step, used from a later one on."""
-    for slots in (getattr(ckpt._boundary, "_slots", None), getattr(ckpt._parking, "_slots", None)):
+    for slots in (
+        getattr(ckpt._pipeline.log, "_slots", None),
+        getattr(ckpt._parking, "_slots", None),
+    ):
         coming = getattr(slots, "_coming", None)
         if coming is not None:
             coming.exception(_MEMORY_S)
