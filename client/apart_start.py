@@ -38,6 +38,7 @@ __all__ = ["ApartStart", "begin_apart", "come_together"]
 logger = logging.getLogger(__name__)
 
 _PLANS = 4  # what is found damaged changes the plan
+_TRIES = 2  # of the same plan: a node may have been slow
 
 
 @dataclass(slots=True)
@@ -80,23 +81,36 @@ def begin_apart(
         AttachRefused: the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or a rank cannot go on.
     """
-    node = memory.session.node_id
+    found = _try_plans(memory, exchange, alike)
+    if not isinstance(found, str):
+        return found
+    if found:
+        _tell_together(memory, found)
+    memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
+    return None
+
+
+def _try_plans(memory: RankMemory, exchange: Exchange, alike: tuple[int, ...]) -> ApartStart | str:
+    """The first plan of which every rank has what it needs; or why there is none, nothing if nobody was parked. A collective call."""
     unusable: tuple[Source, ...] = ()
+    tried: list[LocalizedPlan] = []
     for attempt in range(_PLANS):
         view = (
             _look(memory, exchange, alike, unusable) if attempt else _see(memory, exchange, alike)
         )
         if not view.parked:
-            break
+            return ""
         plan = _plan(view, memory.identity.world_size)
         if isinstance(plan, NotLocalized):
-            _tell_together(memory, plan.reason)
+            return plan.reason
+        if tried.count(plan) == _TRIES:
             break
+        tried.append(plan)
         mine = plan.per_rank[memory.identity.rank]
         trial = _Trial(memory, mine, view, len({*plan.bases.values()}) > 1)
         again = True
         try:
-            again = vote(exchange, node, again=trial.again)
+            again = vote(exchange, memory.session.node_id, again=trial.again)
         finally:
             if again:
                 trial.forsake()
@@ -105,11 +119,9 @@ def begin_apart(
             continue
         if why := differing(_schedules(exchange, trial)):
             trial.forsake()
-            _tell_together(memory, why)
-            break
+            return why
         return _begin(memory, exchange, trial, plan)
-    memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
-    return None
+    return f"not every rank could have what it needs, in {len(tried)} attempts"
 
 
 def _begin(
@@ -219,9 +231,9 @@ class _Trial:
             if self.again:
                 return
         if mine.kind is not RankKind.REPLAYS:
-            self._parked = self._read_parked(mine.pieces[0], cards)
-        if mine.kind is RankKind.PARKED or mine.kind is RankKind.MOVED:
-            self._goes_on_as_parked(self._parked)
+            self._parked = parked = self._read_parked(mine.pieces[0], cards)
+            if mine.kind is not RankKind.COPIED:
+                self._goes_on_as_parked(parked)
         self.feeds = FedLogs(memory.session, mine.logs, cards)
 
     def _read_parked(self, piece: Piece, cards: tuple[NodeCard, ...]) -> SnapshotImage:
