@@ -282,10 +282,7 @@ def _entries_of(
             if spec.kind == "like" and spec.dtype is not None:
                 sources.append((Source("optim", name, spec.key, a, b, spec.dtype), shape))
             elif spec.kind == "tensor" and spec.dtype is not None and spec.shape is not None:
-                if not whole:  # each piece would claim all of it
-                    raise ValueError(
-                        f"{name}: rows of a parameter whose optimizer state {spec.key!r} is not per row"
-                    )
+                assert whole, f"{name}: rows of a parameter whose optimizer state is not per row"
                 sources.append(
                     (Source("optim", name, spec.key, None, None, spec.dtype), spec.shape)
                 )

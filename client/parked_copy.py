@@ -110,9 +110,10 @@ class ParkedCopy(SnapshotImage):
         try:
             file = SlotFile(Path(info.path), "parked")
             wait_until_sealed(session, info.generation, record.iteration, lambda: file.header(0))
-            with file.held(replace(record, index=0)) as image:
-                if image is not None:
-                    return cls(image, record)
+            # Nobody overwrites it; and the daemon may hold its slot for a moment after it is sealed.
+            image = file.image(replace(record, index=0))
+            if image is not None:
+                return cls(image, record)
         except (OSError, SegmentError) as error:  # a daemon that is restarted removes it
             raise _taken_away(record) from error
         finally:
