@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.recovery.localized import LocalizedPlan, RankKind
 from ckptd.recovery.plan import Piece, Source
 from ckptd.storage.image import ImageLayout, ImageView, TensorEntry
+from ckptd.transport.messages import SegmentInfo
 from tests.ckptd.nodes import Net
 from tests.ckptd.running import MIB, eventually, fill
 from tests.client.meeting import outcomes
@@ -234,6 +236,31 @@ def test_what_is_damaged_on_the_other_node_is_taken_from_another_twin(
         assert starts[1].mine.pieces[0].sources[0].segment.startswith(f"job~{run}~r0~")
         (told,) = events(first, run, "parked_unusable")
         assert "could not be brought here" in told[1]
+
+
+def test_a_copy_that_the_daemon_has_just_sealed_is_read(endpoint: str) -> None:
+    """It holds the slot for a moment longer. Who took that for a copy that is gone replayed."""
+
+    class Lends:
+        node_id, segment_dir, run = "here", "", ("job", "run")
+
+        def fetch_for_reading(self, *_: object) -> Future[SegmentInfo]:
+            asked = Future[SegmentInfo]()
+            asked.set_result(SegmentInfo(segment.path, 1, MIB, 2))
+            return asked
+
+        def drop(self, generation: int) -> None:
+            assert generation == 1
+
+    with attached(endpoint, uuid.uuid4().hex[:8]) as memory:
+        park(memory, CUT_OFF)
+        segment: Any = memory.parks.newest
+        (record,) = parked_records(memory)
+        assert segment.try_lock_slot(0)
+        piece = Piece(record, (Source("elsewhere", Path(segment.path).name, 0),))
+        copied = ParkedCopy.read(Lends(), piece, ())  # type: ignore[arg-type]
+        assert copied.iteration == CUT_OFF
+        segment.unlock_slot(0)
 
 
 def test_where_all_that_was_parked_is_damaged_all_recover_together(endpoint: str) -> None:
