@@ -378,6 +378,17 @@ def test_ranks_that_change_their_nodes_take_along_what_they_had_parked(
 
 
 @long
+def test_a_second_loss_while_those_who_moved_wait(tmp_path: Path, references: References) -> None:
+    """Their parked states are where they were before, and so are their logs; and a third life plans from the same."""
+    with Net(2).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
+        story.lose(1)
+        story.endpoints = [net[1].endpoint] * 2 + [net[0].endpoint] * 2
+        second_loss(story, 1, 2)
+        story.ends_exact()
+        story.assert_only(1)
+
+
+@long
 def test_a_lost_node_for_which_a_spare_one_comes_and_all_ranks_move(
     tmp_path: Path, references: References
 ) -> None:
