@@ -21,6 +21,7 @@ from ckptd.events import EventLog
 from ckptd.fetching.for_reading import ForReading
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segments import SegmentStore
+from ckptd.park_events import ParkEvents
 from ckptd.park_requests import ParkRequests
 from ckptd.peers.peering import Peering
 from ckptd.persistence.tier import StorageTier
@@ -103,7 +104,7 @@ class Service:
         peering.keep_room_for(self.sessions.promised)
         admin = Admin(config, store, self.sessions, events, housekeeper, peering, clock, tier=tier)
         self._hellos: OrderedDict[bytes, m.Hello] = OrderedDict()
-        self._parks = ParkRequests()
+        self._parks, self._park_events = ParkRequests(), ParkEvents(store, events)
         self._busy_s = clock()
         self._handlers: dict[type, Callable[[bytes, Any, Answer], m.Reply | None]] = {
             m.Hello: self._hello,
@@ -152,6 +153,7 @@ class Service:
         self._housekeeper.tick(now_s, {(s.key.job, s.key.run) for s in self.sessions})
         self._peering.tick(now_s)
         self._parks.tick(now_s)
+        self._park_events.tick()
         if self._tier is not None:
             self._tier.tick()
         if len(self.sessions) or any(s.detached_at_s is None for s in self._store.everything()):
@@ -175,6 +177,7 @@ class Service:
         for segment in self._store.all_of_rank(session.key):
             segment.end_quiet()
             self._housekeeper.settle(segment)
+        self._park_events.ended(session)
 
     # -- trainers --------------------------------------------------------------------------------
 
@@ -226,16 +229,22 @@ class Service:
             return m.Refused(decision.code, decision.message, decision.hint)
         if owner is not None:
             self.sessions.remove(owner)  # the same process, on a new connection
-        return self._admit(identity, hello, wish, decision)
+        return self._admit(identity, hello, wish, decision, owner)
 
     def _admit(
-        self, identity: bytes, hello: m.Hello, wish: AttachWish, decision: Admitted
+        self,
+        identity: bytes,
+        hello: m.Hello,
+        wish: AttachWish,
+        decision: Admitted,
+        before: Session | None,
     ) -> m.Reply:
         previous = self.sessions.of_identity(identity)
         if previous is not None:
             self.sessions.remove(previous)
         now_s = self._clock()
         session = Session(identity, hello.pid, wish.key, wish, now_s, now_s, "owner-lock")
+        self._park_events.begun(session, before)
         if _same_pid_namespace(hello) and self._watcher.watch(
             hello.pid, partial(self._process_ended, session)
         ):
@@ -312,6 +321,8 @@ class Service:
         if session is None:
             return _no_session("Notice")
         self._events.add(message.level, message.kind, message.message, session.key)
+        if message.kind == "parked":
+            self._park_events.heard(session)
         return None
 
     def _park(self, _identity: bytes, message: m.Park, answer: Answer) -> None:
@@ -336,6 +347,7 @@ class Service:
         if session is None:
             return _no_session("Detach")
         self._retire(session)
+        self._park_events.ended(session)
         final = ", and its run is over" if message.final else ""
         self._events.add(
             "info", "detached", f"process {session.pid} left {session.key}{final}", session.key

@@ -115,6 +115,7 @@ class Session:
     watched_by: str
     step: int = -1
     metrics: Mapping[str, float] = field(default_factory=dict)
+    parked_told: int = -1  # up to this sequence its parked states are told
     owner_seen: bool = False  # the owner lock was held once: from then on its loss means death
 
 

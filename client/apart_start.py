@@ -18,6 +18,7 @@ from ckptd.client.facts import told_facts
 from ckptd.client.fed_logs import FedLogs
 from ckptd.client.membership import RunView
 from ckptd.client.memory import RankMemory
+from ckptd.client.moved import bring_facts, logs_left_behind
 from ckptd.client.park_memory import parked_image
 from ckptd.client.parked_copy import CopiedImage, ParkedCopy
 from ckptd.client.replay import SnapshotImage
@@ -29,12 +30,15 @@ from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.recovery.facts import RankFacts
 from ckptd.recovery.holdings import operators_id
 from ckptd.recovery.localized import LocalizedPlan, NotLocalized, RankKind, RankPlan, plan_localized
+from ckptd.recovery.pieces import Piece, Source
+from ckptd.transport.messages import NodeCard
 
 __all__ = ["ApartStart", "begin_apart", "come_together"]
 
 logger = logging.getLogger(__name__)
 
-_PLANS = 2  # what is found damaged changes the plan
+_PLANS = 4  # what is found damaged changes the plan
+_TRIES = 2  # of the same plan: a node may have been slow
 
 
 @dataclass(slots=True)
@@ -77,49 +81,94 @@ def begin_apart(
         AttachRefused: the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or a rank cannot go on.
     """
-    found = told_facts(segment.descriptor.client for segment in memory.logs)
-    facts = None
-    if found is not None:
-        both = tuple(rank for rank in found.alike if rank in alike)
-        facts = RankFacts(found.neighbours, found.domain, both)
-    identity, node = memory.identity, memory.session.node_id
-    for _ in range(_PLANS):
-        view = memory.see(exchange, facts=facts, alike=alike)
+    found = _try_plans(memory, exchange, alike)
+    if not isinstance(found, str):
+        return found
+    if found:
+        _tell_together(memory, found)
+    memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
+    return None
+
+
+def _try_plans(memory: RankMemory, exchange: Exchange, alike: tuple[int, ...]) -> ApartStart | str:
+    """The first plan of which every rank has what it needs; or why there is none, nothing if nobody was parked. A collective call."""
+    unusable: tuple[Source, ...] = ()
+    tried: list[LocalizedPlan] = []
+    for attempt in range(_PLANS):
+        view = (
+            _look(memory, exchange, alike, unusable) if attempt else _see(memory, exchange, alike)
+        )
         if not view.parked:
-            break
-        plan = _plan(view, identity.world_size)
+            return ""
+        plan = _plan(view, memory.identity.world_size)
         if isinstance(plan, NotLocalized):
-            _tell_together(memory, plan.reason)
+            return plan.reason
+        if tried.count(plan) == _TRIES:
             break
-        trial = _Trial(memory, plan.per_rank[identity.rank], view, len({*plan.bases.values()}) > 1)
+        tried.append(plan)
+        mine = plan.per_rank[memory.identity.rank]
+        trial = _Trial(memory, mine, view, len({*plan.bases.values()}) > 1)
         again = True
         try:
-            again = vote(exchange, node, again=trial.again)
+            again = vote(exchange, memory.session.node_id, again=trial.again)
         finally:
             if again:
                 trial.forsake()
-        if not again and (why := differing(_schedules(exchange, trial))):
+        if again:
+            unusable += trial.unusable
+            continue
+        if why := differing(_schedules(exchange, trial)):
             trial.forsake()
-            _tell_together(memory, why)
-            break
-        if not again:
-            with ExitStack() as undo:
-                undo.callback(trial.feeds.close)
-                with all_or_none(exchange, node):
-                    images = trial.resume(plan)
-                    again_in_a_row = memory.hint & HINT_APART
-                    memory.leave_hint(HINT_APART_AGAIN if again_in_a_row else HINT_APART)
-                undo.pop_all()
-            values = ValueLogs(memory.session, trial.mine, trial.feeds, view.everybody)
-            return ApartStart(plan, trial.mine, images, trial.feeds, values)
-    memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
-    return None
+            return why
+        return _begin(memory, exchange, trial, plan)
+    return f"not every rank could have what it needs, in {len(tried)} attempts"
+
+
+def _begin(
+    memory: RankMemory, exchange: Exchange, trial: _Trial, plan: LocalizedPlan
+) -> ApartStart:
+    """All ranks have what they need: the new history begins. A collective call."""
+    with ExitStack() as undo:
+        undo.callback(trial.feeds.close)
+        with all_or_none(exchange, memory.session.node_id):
+            images = trial.resume(plan)
+            again_in_a_row = memory.hint & HINT_APART
+            memory.leave_hint(HINT_APART_AGAIN if again_in_a_row else HINT_APART)
+        undo.pop_all()
+    values = ValueLogs(memory.session, trial.mine, trial.feeds, trial.view.everybody)
+    return ApartStart(plan, trial.mine, images, trial.feeds, values)
 
 
 def come_together(memory: RankMemory, start: ApartStart) -> None:
     """The localized recovery is over."""
     start.close()
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
+
+
+def _see(memory: RankMemory, exchange: Exchange, alike: tuple[int, ...]) -> RunView:
+    """What there is, and what ranks tell of themselves; those that run on another node now have that brought first. A collective call."""
+    view = _look(memory, exchange, alike)
+    left = logs_left_behind(view) if view.parked else {}
+    if not left:
+        return view
+    rank = memory.identity.rank
+    if rank in left:
+        memory.brought_facts = bring_facts(view, memory.session, rank, left[rank])
+    return _look(memory, exchange, alike)
+
+
+def _look(
+    memory: RankMemory,
+    exchange: Exchange,
+    alike: tuple[int, ...],
+    unusable: tuple[Source, ...] = (),
+) -> RunView:
+    here = told_facts(segment.descriptor.client for segment in memory.logs)
+    found, facts = memory.brought_facts or here, None
+    if found is not None:
+        both = tuple(rank for rank in found.alike if rank in alike)
+        facts = RankFacts(found.neighbours, found.domain, both)
+    return memory.see(exchange, facts=facts, alike=alike, unusable=unusable)
 
 
 def _plan(view: RunView, world_size: int) -> LocalizedPlan | NotLocalized:
@@ -156,6 +205,7 @@ class _Trial:
     again: bool = False
     feeds: FedLogs = field(init=False)
     schedule: Told = field(default_factory=Told)  # by which it would go on
+    unusable: tuple[Source, ...] = ()  # copies of parked state that it could not have
     _parked: SnapshotImage | None = None
     _attempt: Attempt = field(default_factory=lambda: Attempt([]))
 
@@ -174,31 +224,43 @@ class _Trial:
 
     def _have(self) -> None:
         memory, mine, cards = self.memory, self.mine, self.view.everybody
-        if mine.kind is RankKind.PARKED:
-            self._parked = self._own_parked()
-        else:
-            snapshots = mine.pieces[1:] if mine.kind is RankKind.COPIED else mine.pieces
-            self.schedule = Told([(p.record.iteration, p.record.phase) for p in snapshots])
-            self._attempt = memory.attempt(snapshots, self.view)
+        if mine.snapshots:
+            self.schedule = Told([(p.record.iteration, p.record.phase) for p in mine.snapshots])
+            self._attempt = memory.attempt(mine.snapshots, self.view)
             self.again = self._attempt.again or self._attempt.fatal is not None
             if self.again:
                 return
-            if mine.kind is RankKind.COPIED:
-                self._parked = ParkedCopy.read(memory.session, mine.pieces[0], cards)
+        if mine.kind is not RankKind.REPLAYS:
+            self._parked = parked = self._read_parked(mine.pieces[0], cards)
+            if mine.kind is not RankKind.COPIED:
+                self._goes_on_as_parked(parked)
         self.feeds = FedLogs(memory.session, mine.logs, cards)
 
-    def _own_parked(self) -> SnapshotImage:
+    def _read_parked(self, piece: Piece, cards: tuple[NodeCard, ...]) -> SnapshotImage:
+        """A parked state, this rank's or a peer's; what cannot be had is `unusable` for the next plan."""
+        try:
+            if self.mine.kind is RankKind.PARKED:
+                return self._own_parked(piece)
+            return ParkedCopy.read(self.memory.session, piece, cards)
+        except (AttachRefused, CorruptionError, DaemonUnavailable) as error:
+            self.unusable = piece.sources
+            where = ", ".join(f"{source.segment} on {source.node}" for source in piece.sources)
+            text = f"planning without the parked state of iteration {piece.record.iteration} ({where}): {error}"
+            self.memory.session.notice("error", "parked_unusable", text)
+            raise
+
+    def _own_parked(self, piece: Piece) -> SnapshotImage:
         """In this rank's own segment, beside a ring with the same operators.
 
         Raises:
             CorruptionError: it is damaged, and in quarantine now.
-            DaemonUnavailable: it is not here: this rank has moved to another node.
+            DaemonUnavailable: it is of no use here.
         """
         memory = self.memory
-        record = memory.parks.own_copy(memory.session.node_id, self.mine.pieces[0])
+        record = memory.parks.own_copy(memory.session.node_id, piece)
         if record is None or memory.descriptor is None:
             raise DaemonUnavailable(
-                "this rank was parked on another node", operation="read parked state"
+                "what this rank parked is not in its memory any more", operation="read parked state"
             )
         parked = memory.parks.of(record).descriptor
         if operators_id(parked) != operators_id(memory.descriptor):
@@ -206,16 +268,25 @@ class _Trial:
                 "the parked state has other operators than the newest snapshots",
                 operation="read parked state",
             )
-        image = parked_image(memory, record)
+        return parked_image(memory, record)
+
+    def _goes_on_as_parked(self, image: SnapshotImage) -> None:
+        """By which schedule, and whether it can run apart.
+
+        Raises:
+            DaemonUnavailable: its stages would ask neighbours that are not there.
+        """
         scalars = image.scalars()
         if self.apart and None in scalars.get("stages", {}).values():
             raise DaemonUnavailable(
                 "what a stage sends is not known (DTensors?): it would ask its neighbours, which are not there",
                 operation="run apart",
             )
-        of = memory.descriptor.client
-        self.schedule = of_parked(record.iteration, record.phase, scalars, of)
-        return image
+        ring = self.memory.descriptor
+        if self.mine.kind is RankKind.MOVED:
+            ring = self.memory.descriptor_of(self._attempt)
+        assert ring is not None
+        self.schedule = of_parked(image.iteration, image.phase, scalars, ring.client)
 
     def forsake(self) -> None:
         """Give back what was brought here for this plan."""
@@ -224,15 +295,11 @@ class _Trial:
 
     def resume(self, plan: LocalizedPlan) -> list[SnapshotImage]:
         """Begin the new history; the images that this rank begins with."""
-        snapshots = self.mine.pieces[1:] if self.mine.kind is RankKind.COPIED else self.mine.pieces
-        if self.mine.kind is RankKind.PARKED:
-            snapshots = ()
         images = self.memory.resume(
-            snapshots, self._attempt, self.view, epoch=plan.epoch, end=plan.resume
+            self.mine.snapshots, self._attempt, self.view, epoch=plan.epoch, end=plan.resume
         )
-        if self.mine.kind is RankKind.REPLAYS:
+        if self._parked is None:
             return images
-        assert self._parked is not None
-        if isinstance(self._parked, ParkedCopy):
+        if isinstance(self._parked, ParkedCopy) and self.mine.kind is RankKind.COPIED:
             return [CopiedImage(self._parked, images[0])]
         return [self._parked]

@@ -95,7 +95,8 @@ class BoundaryLog(SilentLog):
         self.given_up = False
         self.apart: Apart | None = None
         self._communication, self._alike = communication, tuple(alike)
-        self._known = told_facts(segment.descriptor.client for segment in memory.logs)
+        here = told_facts(segment.descriptor.client for segment in memory.logs)
+        self._known = memory.brought_facts or here
         self._num_values = 0
 
     # -- what is sent ----------------------------------------------------------------------------

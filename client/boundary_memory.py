@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from concurrent.futures import Future
 from dataclasses import dataclass
 
+from ckptd.client.beside import RETRY_STEPS, BesideMemory
 from ckptd.client.boundary_fill import Room, header_room
 from ckptd.client.describe import human
 from ckptd.client.facts import Facts, data_offset_of, facts_of, log_payload
@@ -24,16 +24,13 @@ from ckptd.memory.boundary import choose_log_slot, logged_iterations, needed_fro
 from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_format import SlotHeader
 from ckptd.storage.image import ImageError, ImageView, verify
-from ckptd.transport.messages import SegmentInfo
 
 __all__ = ["LogMemory", "LogSize"]
 
 logger = logging.getLogger(__name__)
 
-_RETRY_STEPS = 50
 # A log that was outgrown once may be outgrown again, little by little.
 _GROWTH = 1.25
-_MAX_GENERATIONS = 2
 # Digesting so much takes the training thread about 4 ms.
 _QUICKLY_SEALED_BYTES = 64 << 20
 
@@ -55,7 +52,7 @@ class LogSize:
         return f"{human(self.total_bytes)} ({each}, {self.room.num_records} records)"
 
 
-class LogMemory:
+class LogMemory(BesideMemory):
     """The segments of this rank's log.
 
     Args:
@@ -67,26 +64,17 @@ class LogMemory:
     def __init__(
         self, memory: RankMemory, engine: CopyEngine, stats: Stats, limit_bytes: int | None
     ) -> None:
-        self._memory, self._engine, self._stats = memory, engine, stats
-        self._limit_bytes = limit_bytes
-        self._coming: Future[SegmentInfo] | None = None
+        super().__init__(memory, memory.logs, engine)
+        self._stats, self._limit_bytes = stats, limit_bytes
         self._asked = LogSize(0, Room())
         self._facts: Facts | None = None  # what is asked for tells them
         self._misleading = False  # what is there tells less, and nothing else is to be had
-        self._retry_at = 0
-        self.refused = ""
         for segment in memory.logs:
             try:
-                engine.register(segment.memory, segment.regions())
+                self._register(segment)
             except RuntimeError as error:
                 logger.warning("the boundary log of an earlier trainer is given up: %s", error)
-                memory.drop_beside(segment)
         self._tell()
-
-    @property
-    def newest(self) -> MappedSegment | None:
-        """What is filled; None as long as nothing is there."""
-        return self._memory.logs.newest
 
     @property
     def data_offset(self) -> int:
@@ -103,7 +91,7 @@ class LogMemory:
         """
         if self._misleading:
             self._drop_all()
-        busy = self._coming is not None or len(self._memory.logs) >= _MAX_GENERATIONS
+        busy = self._coming is not None or self._full
         if busy or not room.num_records or step < self._retry_at:
             return
         num_slots = self._slots_for(plan)
@@ -119,7 +107,7 @@ class LogMemory:
             self._refuse(
                 f"it needs {size}, limit_bytes allows {human(self._limit_bytes)}: raise it, or use smaller windows"
             )
-            self._retry_at = step + _RETRY_STEPS
+            self._retry_at = step + RETRY_STEPS
             self._misleading = self._behind(facts)
             return
         self._asked = size
@@ -132,19 +120,11 @@ class LogMemory:
 
     def collect(self, step: int) -> None:
         """Go over to what was asked for, if it is there."""
-        if self._coming is None or not self._coming.done():
-            return
-        coming, self._coming = self._coming, None
         try:
-            segment = self._memory.add_beside(coming.result())
-        except (AttachRefused, DaemonUnavailable) as error:
+            if self._collect_segment() is None:
+                return
+        except (AttachRefused, DaemonUnavailable, RuntimeError) as error:
             self._misleading = isinstance(error, AttachRefused) and self._behind(self._facts)
-            self._not_reserved(step, error)
-            return
-        try:
-            self._engine.register(segment.memory, segment.regions())
-        except RuntimeError as error:  # it cannot be pinned
-            self._memory.drop_beside(segment)
             self._not_reserved(step, error)
             return
         self.refused = ""
@@ -160,8 +140,7 @@ class LogMemory:
         for segment in older:
             held = [r.iteration for r in counts if r.generation == segment.generation]
             if not held or (first_needed is not None and max(held) < first_needed):
-                self._engine.release(segment.memory)
-                self._memory.drop_beside(segment)
+                self._give_back(segment)
                 self._tell()
 
     def _behind(self, facts: Facts | None) -> bool:
@@ -177,8 +156,7 @@ class LogMemory:
             return  # copies are under way: at the top of the next step
         self._misleading = False
         for segment in list(self._memory.logs):
-            self._engine.release(segment.memory)
-            self._memory.drop_beside(segment)
+            self._give_back(segment)
         self._tell()
 
     def _slots_for(self, plan: Plan) -> int:
@@ -193,8 +171,7 @@ class LogMemory:
         return fits and self.data_offset + room.data_bytes <= segment.geometry.slot_bytes
 
     def _not_reserved(self, step: int, error: Exception) -> None:
-        away = isinstance(error, DaemonUnavailable)
-        self._retry_at = step + (1 if away else _RETRY_STEPS)
+        self._put_off(step, error)
         self._refuse(f"no memory for {self._asked}: {error}; trying again at step {self._retry_at}")
 
     def _refuse(self, why: str) -> None:
@@ -208,7 +185,7 @@ class LogMemory:
     def _tell(self) -> None:
         segments = list(self._memory.logs)
         self._stats.log_slots = segments[-1].geometry.num_slots if segments else 0
-        self._stats.log_memory_bytes = sum(s.geometry.total_bytes for s in segments)
+        self._stats.log_memory_bytes = self._total_bytes
 
     # -- slots -----------------------------------------------------------------------------------
 

@@ -18,8 +18,12 @@ def buffer_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host, in place, for as long as the tensor lives.
 
     Unlike through numpy its storage can be resized afterwards, and every dtype will do.
+
+    Raises:
+        ValueError: it is not contiguous: its bytes would be those of others.
     """
-    assert tensor.is_contiguous()
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of {tuple(tensor.shape)} is not contiguous")
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(bytearray())

@@ -6,10 +6,8 @@ trainer and daemon are gone.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +15,10 @@ import torch
 from torch import Tensor
 
 from ckptd.client.layout import SAFETENSORS_DTYPES
+from ckptd.client.slot_file import SlotFile
 from ckptd.errors import CorruptionError, SegmentError
-from ckptd.memory import locks
 from ckptd.memory.boundary import RecordKey, logged_iterations, parse_record_name
-from ckptd.memory.ring import SlotRecord, SlotState
-from ckptd.memory.segment_format import (
-    SegmentDescriptor,
-    SegmentGeometry,
-    SlotHeader,
-    read_prologue,
-    read_slot_header,
-    slot_lock_byte,
-    slot_view,
-)
+from ckptd.memory.ring import SlotRecord
 from ckptd.memory.slots import NO_EPOCHS
 from ckptd.recovery.holdings import header_record
 from ckptd.storage.image import ImageError, ImageView, verify
@@ -97,8 +86,8 @@ class LogReader:
         return {i: record for i, record in counting.items() if record.sealed}
 
 
-class LogFile:
-    """One generation, mapped for reading.
+class LogFile(SlotFile):
+    """One generation of a boundary log.
 
     Raises:
         SegmentError: it is no boundary log.
@@ -106,49 +95,14 @@ class LogFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-        finally:
-            os.close(fd)
-        self._buffer = memoryview(self._map)
-        self._geometry: SegmentGeometry
-        self.told: SegmentDescriptor
-        self._geometry, self.told = read_prologue(self._buffer)
-        if not self.told.is_log:
-            raise SegmentError(f"{path.name} holds {self.told.kind}", operation="read log")
-
-    def keep_from_children(self) -> None:
-        """A forked child does not have it mapped: a data loader's worker would keep its memory for as long as it lives."""
-        self._map.madvise(mmap.MADV_DONTFORK)
-
-    def header(self, index: int) -> SlotHeader | None:
-        """Of a slot; None if it is damaged."""
-        return read_slot_header(self._buffer, self._geometry, index)
+        super().__init__(path, "log")
 
     def records(self) -> Iterator[SlotRecord]:
         """The slots that can be read."""
-        for index in range(self._geometry.num_slots):
+        for index in range(self.num_slots):
             header = self.header(index)
             if header is not None:
                 yield header_record(header, self.told.generation, index, b"")
-
-    def image(self, record: SlotRecord) -> memoryview | None:
-        """The image of a slot; None if it holds something else by now. It stays as it is while somebody locks the slot."""
-        header = self.header(record.index)
-        if header is None or header.state is not SlotState.SEALED:
-            return None
-        if header.sequence != record.sequence:
-            return None
-        return slot_view(self._buffer, self._geometry, record.index)[: header.image_len]
-
-    @contextmanager
-    def held(self, record: SlotRecord) -> Iterator[memoryview | None]:
-        """The image of a slot that stays as it is in the body; None if the slot holds something else by now."""
-        byte = slot_lock_byte(record.index)
-        with locks.lock_file(self.path, byte, exclusive=False) as taken:
-            yield self.image(record) if taken else None
 
     def tensors(self, record: SlotRecord, image: memoryview) -> dict[RecordKey, Tensor]:
         """What was sent, out of the image of a slot that is `held`.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
 
 from ckptd.client.agreement import Exchange, Failure, raise_together
-from ckptd.memory.ring import epoch_table
+from ckptd.memory.ring import SlotRecord, epoch_table
 from ckptd.recovery.facts import RankFacts, facts_from_wire, facts_to_wire
 from ckptd.recovery.held import HeldRecords, from_wire, to_wire
 from ckptd.recovery.holdings import held_from_segments
+from ckptd.recovery.pieces import Source
 from ckptd.transport.messages import Member, NodeCard, RunSeen
 
 __all__ = ["RankNote", "RunView", "SeesRun", "see_run"]
@@ -92,12 +93,14 @@ class RankNote(msgspec.Struct, frozen=True):
         hint: what earlier trainers of it learned (``HINT_…``).
         facts: with whom it communicates in a step, as an earlier trainer has seen it; None: nobody has.
         alike: ranks with which it has all operators alike, as it is built now.
+        unusable: copies of parked states that it could not have: damaged, or out of reach.
     """
 
     ring_bytes: int = 0
     hint: int = 0
     facts: RankFacts | None = None
     alike: tuple[int, ...] = ()
+    unusable: tuple[Source, ...] = ()
 
 
 class _Here(msgspec.Struct, frozen=True):
@@ -108,6 +111,7 @@ class _Here(msgspec.Struct, frozen=True):
     hint: int
     facts: bytes
     seen: bool
+    unusable: tuple[Source, ...]
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -145,7 +149,7 @@ def see_run(
     note = note or RankNote()
     facts = _facts_to_wire(rank, note)
     seen = note.facts is not None
-    of_itself = _Here(session.card, note.ring_bytes, note.hint, facts, seen)
+    of_itself = _Here(session.card, note.ring_bytes, note.hint, facts, seen, note.unusable)
     here = [
         msgspec.msgpack.decode(data, type=_Here)
         for data in exchange(msgspec.msgpack.encode(of_itself))
@@ -194,7 +198,7 @@ def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
         tuple(sorted(wanted - set(idle) - {card.node for card in cards})),
         everybody[0].clock_s,
         max(theirs.epoch for theirs in everybody),
-        _once(theirs.parked for theirs in everybody),
+        _without(_once(theirs.parked for theirs in everybody), here),
         _once(theirs.logs for theirs in everybody),
         _facts_of(here),
         tuple(h.hint for h in here),
@@ -208,6 +212,21 @@ def _once(told: Iterable[Sequence[bytes]]) -> tuple[HeldRecords, ...]:
         for records in theirs:
             held.update({(h.node, h.segment): h for h in from_wire(records)})
     return tuple(held.values())
+
+
+def _without(parked: Iterable[HeldRecords], here: Iterable[_Here]) -> tuple[HeldRecords, ...]:
+    """What any rank could not use counts for none: the ranks of a domain begin at one iteration, so another plan is needed anyway."""
+    unusable = {source for h in here for source in h.unusable}
+    if not unusable:
+        return tuple(parked)
+    return tuple(
+        replace(held, records=tuple(r for r in held.records if _place(held, r) not in unusable))
+        for held in parked
+    )
+
+
+def _place(held: HeldRecords, record: SlotRecord) -> Source:
+    return Source(held.node, held.segment, record.index)
 
 
 def _facts_to_wire(rank: int, note: RankNote) -> bytes:

@@ -14,6 +14,7 @@ import msgspec
 
 from ckptd.client.agreement import Exchange, all_or_none, vote
 from ckptd.client.arrival import Arrivals
+from ckptd.client.facts import Facts
 from ckptd.client.generations import Generations
 from ckptd.client.identity import Identity
 from ckptd.client.membership import RankNote, RunView, see_run
@@ -38,6 +39,7 @@ from ckptd.memory.segment_format import (
 )
 from ckptd.recovery.facts import RankFacts
 from ckptd.recovery.held import STORE_NODE, HeldRecords
+from ckptd.recovery.pieces import Source
 from ckptd.recovery.plan import NoRecovery, Piece, RecoveryPlan, complete_ranks, plan_recovery
 from ckptd.storage.image import ImageView
 from ckptd.transport.messages import (
@@ -82,6 +84,8 @@ class RankMemory:
         self._ahead: tuple[MappedSegment, ...] = ()  # made for a plan that does not count yet
         self.logs = Generations()  # of the boundary log: no snapshot is in them
         self.parks = Generations()  # of parked state
+        # With whom this rank communicates, where that was told on another node, by an earlier trainer.
+        self.brought_facts: Facts | None = None
         self._stats = stats or Stats()
         self._needed_bytes = needed_bytes
         begun = time.perf_counter()
@@ -168,6 +172,7 @@ class RankMemory:
         storage: bool = False,
         facts: RankFacts | None = None,
         alike: tuple[int, ...] = (),
+        unusable: tuple[Source, ...] = (),
     ) -> RunView:
         """What the nodes of this run hold, and what its ranks tell of themselves; a collective call.
 
@@ -175,12 +180,13 @@ class RankMemory:
             storage: whether to look at what is durable, too.
             facts: with whom this rank communicates in a step, as an earlier trainer has seen it.
             alike: ranks with which this one has all operators alike.
+            unusable: copies of parked states that this rank could not have.
         Raises:
             DaemonUnavailable: a node's daemon is away; on every rank.
         """
         begun = time.perf_counter()
         mine = RankNote(
-            max(self._needed_bytes, self._segments.total_bytes), self.hint, facts, alike
+            max(self._needed_bytes, self._segments.total_bytes), self.hint, facts, alike, unusable
         )
         of = (self.identity.job, self.identity.run, self.identity.rank)
         view = see_run(self.session, *of, exchange, note=mine, storage=storage)
@@ -297,6 +303,10 @@ class RankMemory:
     def attempt(self, pieces: Sequence[Piece], view: RunView) -> Attempt:
         """Have the pieces here, or on their way; never raises, since the other ranks wait for our vote."""
         return self._retrieval.attempt(pieces, view.everybody)
+
+    def descriptor_of(self, attempt: Attempt) -> SegmentDescriptor:
+        """Of the segment in which the newest piece of an attempt lies, or to which it comes."""
+        return self._retrieval.descriptor_of(attempt)
 
     def forsake(self, attempt: Attempt) -> None:
         """Another plan is made, or none: give back what was fetched for this one."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from concurrent.futures import Future
 
+from ckptd.client.beside import BesideMemory
 from ckptd.client.binding import Binding
 from ckptd.client.describe import human
 from ckptd.client.layout import PhasePlan
@@ -26,15 +26,12 @@ from ckptd.memory.segment_format import SlotHeader
 from ckptd.memory.slots import epoch_table, is_stale
 from ckptd.recovery.holdings import header_record, operators_id
 from ckptd.storage.image import ImageError, ImageView, verify
-from ckptd.transport.messages import SegmentInfo
 
 __all__ = ["ParkMemory", "parked_image", "parked_records"]
 
 logger = logging.getLogger(__name__)
 
 _SLOTS = 2
-_RETRY_STEPS = 50
-_MAX_GENERATIONS = 2
 _PAGE = 4096
 
 
@@ -85,7 +82,7 @@ def _records(memory: RankMemory) -> list[SlotRecord]:
     return found
 
 
-class ParkMemory:
+class ParkMemory(BesideMemory):
     """The segments for this rank's parked state. `fit` and `tidy` are called while nothing is being parked.
 
     Args:
@@ -96,16 +93,17 @@ class ParkMemory:
     def __init__(
         self, memory: RankMemory, binding: Binding, engine: CopyEngine, stats: Stats
     ) -> None:
-        self._memory, self._binding, self._engine, self._stats = memory, binding, engine, stats
+        super().__init__(memory, memory.parks, engine)
+        self._binding, self._stats = binding, stats
         self._plan: Plan | None = None
         self._layout: PhasePlan | None = None
-        self._coming: Future[SegmentInfo] | None = None
-        self._retry_at = 0
         self._told = False
         self._compared, self._alike = (-1, -1), False
-        self.refused = ""
         for segment in memory.parks:
-            self._register(segment)
+            try:
+                self._register(segment)
+            except RuntimeError as error:
+                self._refuse(str(error))
         self._tell()
 
     @property
@@ -113,11 +111,6 @@ class ParkMemory:
         """What is parked, and into which bytes; None as long as there is no room for it."""
         fits = self._layout is not None and self._fits(self._layout)
         return self._layout if fits else None
-
-    @property
-    def newest(self) -> MappedSegment | None:
-        """What is filled next."""
-        return self._memory.parks.newest
 
     # -- size ------------------------------------------------------------------------------------
 
@@ -132,7 +125,7 @@ class ParkMemory:
             return
         if self._stats.snapshots < plan.schedule.window:
             return  # first what protects this run at all: slots for a suffix, and a boundary log
-        if len(self._memory.parks) >= _MAX_GENERATIONS:
+        if self._full:
             self.refused = "two generations hold parked state that is needed"
             return
         slot_bytes = -(-layout.layout.image_len // _PAGE) * _PAGE
@@ -149,16 +142,12 @@ class ParkMemory:
             self._not_reserved(step, error)
 
     def _collect(self, step: int) -> None:
-        if self._coming is None or not self._coming.done():
-            return
-        coming, self._coming = self._coming, None
         try:
-            segment = self._memory.add_beside(coming.result())
-        except (AttachRefused, DaemonUnavailable) as error:
+            segment = self._collect_segment()
+        except (AttachRefused, DaemonUnavailable, RuntimeError) as error:
             self._not_reserved(step, error)
             return
-        if not self._register(segment):
-            self._retry_at = step + _RETRY_STEPS
+        if segment is None:
             return
         self.refused = ""
         self._tell()
@@ -184,18 +173,8 @@ class ParkMemory:
             self._alike = operators_id(newest.descriptor) == operators_id(ring)
         return self._alike
 
-    def _register(self, segment: MappedSegment) -> bool:
-        try:
-            self._engine.register(segment.memory, segment.regions())
-        except RuntimeError as error:  # it cannot be pinned
-            self._refuse(str(error))
-            self._memory.drop_beside(segment)
-            return False
-        return True
-
     def _not_reserved(self, step: int, error: Exception) -> None:
-        away = isinstance(error, DaemonUnavailable)
-        self._retry_at = step + (1 if away else _RETRY_STEPS)
+        self._put_off(step, error)
         size = 0 if self._layout is None else self._layout.layout.image_len
         self._refuse(f"no memory for 2 states of {human(size)}: {error}")
 
@@ -207,7 +186,7 @@ class ParkMemory:
             self._memory.session.notice("warning", "not_parking", why)
 
     def _tell(self) -> None:
-        self._stats.park_memory_bytes = sum(s.geometry.total_bytes for s in self._memory.parks)
+        self._stats.park_memory_bytes = self._total_bytes
 
     # -- giving up -------------------------------------------------------------------------------
 
@@ -225,8 +204,7 @@ class ParkMemory:
         for segment in list(self._memory.parks)[:-1]:
             headers = map(segment.header, range(segment.geometry.num_slots))
             if all(h is None or h.state is SlotState.FREE for h in headers):
-                self._engine.release(segment.memory)
-                self._memory.drop_beside(segment)
+                self._give_back(segment)
                 self._tell()
 
     def _outlived(self) -> int:

@@ -7,11 +7,14 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckptd.client.generations import Generations
 from ckptd.client.session import Session
-from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.client.slot_file import SlotFile
+from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.memory.segment_format import SegmentDescriptor
 from ckptd.recovery.held import STORE_NODE
 from ckptd.recovery.holdings import fetch_piece
 from ckptd.recovery.plan import Piece
@@ -68,6 +71,24 @@ class Retrieval:
         except Exception as error:  # noqa: BLE001 - raised after the vote
             found.fatal = error
         return found
+
+    def descriptor_of(self, attempt: Attempt) -> SegmentDescriptor:
+        """Of the segment in which the newest piece of an attempt lies, or to which it comes.
+
+        Raises:
+            DaemonUnavailable: what is being brought here was taken away.
+        """
+        own = attempt.own[-1]
+        if own is not None:
+            return self._segments.of(own).descriptor
+        if attempt.fetched is None:
+            raise DaemonUnavailable("nothing is brought here", operation="fetch")
+        try:
+            return SlotFile(Path(attempt.fetched.path), "snapshots").told
+        except (OSError, SegmentError) as error:
+            raise DaemonUnavailable(
+                f"what is brought here cannot be read: {error}", operation="fetch"
+            ) from error
 
     def forsake(self, attempt: Attempt) -> None:
         """Another plan is made, or none: give back what was fetched for this one."""

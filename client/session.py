@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptd.client.lanes import LOOK_S, Lane
 from ckptd.errors import AttachRefused, DaemonUnavailable
@@ -53,6 +53,7 @@ from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, Wi
 __all__ = ["Session"]
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 _PING_S = 1.0
 _ANSWER_S = 5.0
@@ -134,7 +135,9 @@ class Session:
 
         def say() -> None:
             self._send(Notice(level, kind, message[:4000]))
-            self._request(Ping(), timeout_s)  # answered in order: then it has read what came before
+            self._request(
+                Ping(), Pong, timeout_s
+            )  # answered in order: then it has read what came before
 
         try:
             self._link.call(say, timeout_s)
@@ -209,9 +212,7 @@ class Session:
         """
         # A store may take its time; the daemon gives up on it by itself.
         patience_s = _STORE_S if storage else 2 * _ANSWER_S
-        reply = self._ask_now(SeeRun(job, run, known, storage), "see run", patience_s)
-        assert isinstance(reply, RunSeen)
-        return reply
+        return self._ask_now(SeeRun(job, run, known, storage), RunSeen, "see run", patience_s)
 
     def join(self, message: Join) -> None:
         """Tell the daemon who takes part in the run, now and after each of its restarts.
@@ -234,9 +235,8 @@ class Session:
             AttachRefused: they do not fit, or nobody holds them any more.
             DaemonUnavailable: the daemon is away.
         """
-        reply = self._ask_now(Fetch(pieces, cards), "fetch", _RESERVE_LIMIT_S)
-        assert isinstance(reply, Reserved)
-        return reply.segment
+        wanted = Fetch(pieces, cards)
+        return self._ask_now(wanted, Reserved, "fetch", _RESERVE_LIMIT_S).segment
 
     def fetch_for_reading(
         self, rank: int, kind: str, pieces: tuple[FetchPiece, ...], cards: tuple[NodeCard, ...] = ()
@@ -264,16 +264,14 @@ class Session:
             AttachRefused: the daemon knows nothing of it (it was restarted).
             DaemonUnavailable: the daemon is away.
         """
-        reply = self._ask_now(GetFetch(generation), "fetch")
-        assert isinstance(reply, FetchState)
-        return reply
+        return self._ask_now(GetFetch(generation), FetchState, "fetch")
 
     def drop(self, generation: int) -> None:
         """Tell the daemon that a generation is no longer needed."""
 
         def ask() -> None:
             try:
-                self._request(Drop(generation), _ANSWER_S)
+                self._request(Drop(generation), Done, _ANSWER_S)
             except (AttachRefused, *_FAILURES) as error:
                 logger.warning("generation %d was not dropped: %s", generation, error)
 
@@ -295,8 +293,7 @@ class Session:
         def last() -> None:
             self._closed.set()  # first: no ping after the detach may take us for lost
             if self.connected:
-                reply = self._request(Detach(final), _ANSWER_S)
-                assert isinstance(reply, Done)
+                self._request(Detach(final), Done, _ANSWER_S)
 
         try:
             self.flush(_ANSWER_S)
@@ -336,18 +333,19 @@ class Session:
 
     def _ask_for_memory(self, wanted: Reserve | ReserveBeside | Fetch) -> SegmentInfo:
         try:
-            reply = self._request(wanted, _RESERVE_LIMIT_S, alive_s=_ANSWER_S)
+            reply = self._request(wanted, Reserved, _RESERVE_LIMIT_S, alive_s=_ANSWER_S)
         except (RequestTimeout, WireError, OSError) as error:
             self._lose(str(error))
             raise DaemonUnavailable(str(error), operation="reserve") from error
-        assert isinstance(reply, Reserved)
         return reply.segment
 
-    def _ask_now(self, message: Any, operation: str, timeout_s: float = _ANSWER_S) -> Any:
+    def _ask_now(
+        self, message: Any, answer: type[Answer], operation: str, timeout_s: float = _ANSWER_S
+    ) -> Answer:
         """Ask on the link and wait here for the answer."""
 
-        def ask() -> Any:
-            return self._request(message, timeout_s, alive_s=_ANSWER_S)
+        def ask() -> Answer:
+            return self._request(message, answer, timeout_s, alive_s=_ANSWER_S)
 
         try:
             return self._link.call(ask, timeout_s + _ANSWER_S)
@@ -359,7 +357,7 @@ class Session:
         if self._joined is None:
             return
         try:
-            self._request(self._joined, _ANSWER_S)
+            self._request(self._joined, Done, _ANSWER_S)
             self._join_again = False
         except AttachRefused as error:
             if error.code == RefusalCode.STALE_EPOCH:
@@ -385,11 +383,19 @@ class Session:
         if self.connected and self._client is not None and not self._client.send(message):
             self._lose("it takes no messages")
 
-    def _request(self, message: Any, timeout_s: float, *, alive_s: float | None = None) -> Any:
+    def _request(
+        self,
+        message: Any,
+        answer: type[Answer],
+        timeout_s: float,
+        *,
+        alive_s: float | None = None,
+    ) -> Answer:
+        """Raises, besides what its callers tell, WireError if the daemon answers something else (it may be of another version)."""
         if self._client is None or not self.connected:
             raise DaemonUnavailable("request", hint="the daemon is away; it is being looked for")
         try:
-            return self._client.request(message, timeout_s=timeout_s, alive_s=alive_s)
+            found = self._client.request(message, timeout_s=timeout_s, alive_s=alive_s)
         except RefusedError as error:
             if error.code == RefusalCode.NO_SESSION:
                 # Restarted since our last look: for who asks, that is as if it were away for a moment.
@@ -398,14 +404,18 @@ class Session:
                     "it was restarted and is being attached to again", operation="request"
                 ) from error
             raise AttachRefused(error.code, error.message, error.hint) from error
+        if not isinstance(found, answer):
+            what = f"{type(message).__name__} was answered with {type(found).__name__}"
+            raise WireError("unexpected", what)
+        return found
 
     def _ping(self) -> None:
         try:
-            pong = self._request(Ping(), _ANSWER_S)
+            pong = self._request(Ping(), Pong, _ANSWER_S)
         except (AttachRefused, *_FAILURES) as error:
             self._lose(str(error))
             return
-        if not isinstance(pong, Pong) or not pong.attached:
+        if not pong.attached:
             self._lose("it was restarted")
         else:
             if self._join_again:
@@ -467,17 +477,14 @@ class Session:
             self._client = None
         client = ControlClient(self._find_endpoint(), timeout_s=_ANSWER_S)
         try:
-            welcome = client.request(Hello(self._version, os.getpid()))
-            attach = self._attach
-            attached = client.request(_with_held(attach, self._held()))
+            welcome = client.ask(Hello(self._version, os.getpid()), Welcome)
+            attached = client.ask(_with_held(self._attach, self._held()), Attached)
         except RefusedError as error:
             client.close()
             raise AttachRefused(error.code, error.message, error.hint) from error
         except BaseException:
             client.close()
             raise
-        assert isinstance(welcome, Welcome)
-        assert isinstance(attached, Attached)
         self._client, self.node_id = client, welcome.node_id
         self.segment_dir = welcome.segment_dir
         self.card = welcome.card or NodeCard(welcome.node_id)

@@ -68,7 +68,9 @@ class FetchJob:
         self._pieces: list[FetchedPiece] = []
         for index, piece in enumerate(pieces):
             header = unpack_slot_header(piece.header)
-            assert header is not None, "checked by who made the job"
+            if header is None:
+                self._unfit = "a slot header in what is asked for is damaged"
+                break
             if not 0 < header.image_len <= segment.geometry.slot_bytes:  # a peer's header says so
                 self._unfit = f"an image of {header.image_len} bytes fits into no slot here"
                 break

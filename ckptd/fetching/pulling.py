@@ -182,7 +182,9 @@ class Pulling:
     def _pull(self, pull: Pull[FetchSource]) -> None:
         source, part = pull.holder, pull.part
         link = self._tools.link(source.node)
-        assert link is not None, "it has opened a region"
+        if link is None:  # it has opened a region, and was forgotten since
+            self.give_up(source, "its address is not known any more")
+            return
         flight = self._flights[source, part.index] = _Flight(part, self._regions[source])
         flight.transfer = link.get(
             flight.region,

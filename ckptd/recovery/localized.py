@@ -5,6 +5,8 @@ rank was parked at is where all ranks run together again (``resume``). Until the
 
 * **parked**: it goes on where it was parked. Stages of a pipeline end their steps at different times, so some are parked one step before
   ``resume``; they run that step again.
+* **moved**: it was parked on another node than that on which it runs now; its state is brought, and a snapshot of its own, with which its
+  ring begins there.
 * **copied**: its peers, which have all of its operators alike, were parked; it takes its tensors from one of them, the rest from its
   own snapshot of that iteration.
 * **replays**: it starts at a suffix of snapshots, as in a recovery of the whole job (`ckptd.recovery.plan`).
@@ -35,19 +37,13 @@ from ckptd.memory.ring import epoch_table, stale_after
 from ckptd.recovery.facts import RankFacts, Relations, relate
 from ckptd.recovery.held import HeldRecords
 from ckptd.recovery.pieces import Piece, Sources
+from ckptd.recovery.rank_holdings import RankHoldings
 from ckptd.recovery.scope import DomainSpans, Place, Scope, Stand, lacking, settle
 from ckptd.recovery.spans import best_group, between, newest_span
 from ckptd.recovery.tables import (
-    Copy,
-    Group,
-    Known,
-    groups_of,
     in_order,
     listed,
-    numbers_by_rank,
-    record_of,
     told,
-    whole_images,
 )
 
 __all__ = ["Feed", "LocalizedPlan", "NotLocalized", "RankKind", "RankPlan", "plan_localized"]
@@ -61,6 +57,7 @@ class RankKind(StrEnum):
     """Where a rank's state comes from."""
 
     PARKED = "parked"
+    MOVED = "moved"
     COPIED = "copied"
     REPLAYS = "replays"
 
@@ -80,8 +77,8 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
     Args:
         start: its base, the iteration that it runs first; it runs apart until ``LocalizedPlan.resume``.
         exact_at: from here on it is dense.
-        pieces: parked: its parked state; copied: the peer's parked state, its own snapshot; replays: its snapshots from ``start`` to
-            ``exact_at``.
+        pieces: parked: its parked state; moved: its parked state, and its newest snapshot that is not after it; copied: the peer's parked
+            state, its own snapshot; replays: its snapshots from ``start`` to ``exact_at``.
         feeds: by neighbour that starts later, ascending.
         values: logs of iterations before ``LocalizedPlan.together`` in which it is exact and no neighbour feeds it: nobody can compute there
             what all ranks compute together, but it was logged. As far as there are any; they are needed only where a job has such values.
@@ -93,6 +90,17 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
     pieces: tuple[Piece, ...]
     feeds: tuple[Feed, ...]
     values: tuple[Feed, ...] = ()
+
+    @property
+    def snapshots(self) -> tuple[Piece, ...]:
+        """Those of the pieces that are snapshots of its own."""
+        match self.kind:
+            case RankKind.PARKED:
+                return ()
+            case RankKind.MOVED | RankKind.COPIED:
+                return self.pieces[1:]
+            case RankKind.REPLAYS:
+                return self.pieces
 
     @property
     def logs(self) -> dict[int, dict[int, Piece]]:
@@ -154,7 +162,7 @@ def plan_localized(
     known = [in_order(h for h in each if h.node not in lost) for each in (snapshots, parked, logs)]
     epochs = epoch_table(r for each in known for h in each for r in h.records)
     epoch = max(epochs, default=-1)
-    held = _Held(known[0], known[1], known[2], stale_after(epochs), world_size)
+    held = RankHoldings(known[0], known[1], known[2], stale_after(epochs), world_size, homes)
     if world_size < 1 or held.beyond:
         what = (
             f"there are holdings of {listed('rank', held.beyond)}, beyond " if held.beyond else ""
@@ -181,94 +189,9 @@ def plan_localized(
     return _Assembly(held, relations, scope, homes, resume).plan(epoch)
 
 
-class _Held:
-    """What there is of each rank; snapshots and logs are looked at when asked for."""
-
-    def __init__(
-        self,
-        snapshots: Known,
-        parked: Known,
-        logs: Known,
-        limits: Mapping[int, int],
-        world_size: int,
-    ) -> None:
-        self.snapshots, self.parked, self.sent = snapshots, parked, logs
-        self._limits = limits
-        # What is sent in a step comes after the state before it.
-        self._log_limits = {epoch: last - 1 for epoch, last in limits.items()}
-        self._snapshots_of, self._logs_of = numbers_by_rank(snapshots), numbers_by_rank(logs)
-        self._groups: dict[int, Sequence[Group]] = {}
-        self._logs: dict[int, dict[int, tuple[Copy, ...]]] = {}
-        self.parks = {
-            rank: parks
-            for rank, numbers in numbers_by_rank(parked).items()
-            if (parks := self._parks(numbers))
-        }
-        ranks = {*self._snapshots_of, *self._logs_of, *self.parks}
-        self.beyond = sorted(rank for rank in ranks if not 0 <= rank < world_size)
-
-    def groups(self, rank: int) -> Sequence[Group]:
-        """Its snapshots, by operator table."""
-        if rank not in self._groups:
-            numbers = self._snapshots_of.get(rank, ())
-            self._groups[rank] = groups_of(numbers, self.snapshots, self._limits)
-        return self._groups[rank]
-
-    def snapshot(self, rank: int, iteration: int) -> tuple[Copy, ...] | None:
-        """The copies of its snapshot of an iteration."""
-        found = [g for g in self.groups(rank) if iteration in g.newest]
-        if not found:
-            return None
-        newest = max(found, key=lambda g: (g.newest[iteration].epoch, g.newest[iteration].sequence))
-        return newest.copies[iteration]
-
-    def fits(self, rank: int, peer: int, iteration: int) -> bool:
-        """Whether there is a snapshot of a rank that a peer's parked state completes: both cut operators in the same way."""
-        own = self.snapshot(rank, iteration)
-        if own is None:
-            return False
-        one, other = self.snapshots[own[0][0]], self.parked[self.parks[peer][iteration][0][0]]
-        return (one.num_operators, one.operators_id) == (other.num_operators, other.operators_id)
-
-    def logs(self, rank: int) -> Mapping[int, tuple[Copy, ...]]:
-        """The complete logs that count, by iteration."""
-        if rank not in self._logs:
-            numbers = self._logs_of.get(rank, ())
-            self._logs[rank] = whole_images(numbers, self.sent, self._log_limits)
-        return self._logs[rank]
-
-    def has_log(self, rank: int, iteration: int) -> bool:
-        """Whether what it sent in an iteration can be had."""
-        return iteration in self.logs(rank)
-
-    def went_past(self, rank: int, iteration: int, *, or_dense_at: bool = False) -> bool:
-        """Whether there may be a snapshot of it after an iteration, or one of it that anchors everything.
-
-        Only a quick look: what is stale is not told apart.
-        """
-        for number in self._snapshots_of.get(rank, ()):
-            h = self.snapshots[number]
-            everything = (1 << h.num_operators) - 1
-            for r in h.records:
-                if r.iteration < iteration or not r.sealed:
-                    continue
-                if r.iteration > iteration or (
-                    or_dense_at and r.anchors & everything == everything
-                ):
-                    return True
-        return False
-
-    def _parks(self, numbers: Iterable[int]) -> dict[int, tuple[Copy, ...]]:
-        """The parked states of a rank, by iteration; each is complete by itself."""
-        images = whole_images(numbers, self.parked, self._limits)
-        return {t: copies for t, copies in images.items() if self._anchors_all(copies[0])}
-
-    def _anchors_all(self, copy: Copy) -> bool:
-        everything = (1 << self.parked[copy[0]].num_operators) - 1
-        return record_of(copy, self.parked).anchors & everything == everything
-
-
-def _stands(domain: int, relations: Relations, held: _Held, spans: DomainSpans) -> list[Stand]:
+def _stands(
+    domain: int, relations: Relations, held: RankHoldings, spans: DomainSpans
+) -> list[Stand]:
     """Where all of a domain can go on, newest first."""
     members = relations.domains[domain]
     parks = held.parks
@@ -284,7 +207,7 @@ def _stands(domain: int, relations: Relations, held: _Held, spans: DomainSpans) 
 
 
 def _superseded(
-    domain: int, members: Sequence[int], iteration: int, held: _Held, spans: DomainSpans
+    domain: int, members: Sequence[int], iteration: int, held: RankHoldings, spans: DomainSpans
 ) -> bool:
     """Whether the domain went on from there, and could replay from later on."""
     if not all(held.went_past(rank, iteration) for rank in members):
@@ -294,16 +217,19 @@ def _superseded(
 
 
 def _peers(
-    members: Sequence[int], iteration: int, relations: Relations, held: _Held
+    members: Sequence[int], iteration: int, relations: Relations, held: RankHoldings
 ) -> dict[int, int] | None:
     """From whom each member that was not parked there copies; None if one cannot."""
-    there = [rank for rank in members if iteration in held.parks.get(rank, ())]
+    there = [rank for rank in members if held.goes_on(rank, iteration)]
+    going_on = frozenset(there)
     if len(there) == len(members):
         return {}
     peers: dict[int, int] = {}
     for rank in members:
-        if iteration in held.parks.get(rank, ()):
+        if rank in going_on:
             continue
+        if not there:
+            return None
         turn = len(peers) % len(there)  # each peer sends about as much
         in_turn = itertools.chain(there[turn:], there[:turn])
         alike = (other for other in in_turn if relations.alike(rank, other))
@@ -314,7 +240,7 @@ def _peers(
     return peers
 
 
-def _better_together(held: _Held, resume: int, world_size: int) -> str | None:
+def _better_together(held: RankHoldings, resume: int, world_size: int) -> str | None:
     """Why the recovery of all ranks together loses less, or does not make anybody run more; None if it does."""
     ranks = range(world_size)
     if not all(held.went_past(rank, resume, or_dense_at=True) for rank in ranks):
@@ -334,7 +260,7 @@ class _Assembly:
 
     def __init__(
         self,
-        held: _Held,
+        held: RankHoldings,
         relations: Relations,
         scope: Scope,
         homes: Mapping[int, str],
@@ -373,11 +299,13 @@ class _Assembly:
         at = place.stand.iteration
         peer = place.stand.peers.get(rank, rank)
         state = self._parked.piece(rank, self._held.parks[peer][at])
-        if peer == rank:
+        if peer == rank and self._held.stays(rank, at):
             return RankKind.PARKED, (state,)
-        own = self._held.snapshot(rank, at)
-        assert own is not None
-        return RankKind.COPIED, (state, self._snapshots.piece(rank, own))
+        moved = peer == rank
+        own = self._held.beginning(rank, at) if moved else self._held.snapshot(rank, at)
+        assert own is not None, "else it would not stand there"
+        kind = RankKind.MOVED if moved else RankKind.COPIED
+        return kind, (state, self._snapshots.piece(rank, own))
 
     def _suffix(self, rank: int, place: Place) -> tuple[Piece, ...]:
         group = best_group(self._held.groups(rank), place.start, place.exact_at)
@@ -448,6 +376,8 @@ def _way(kind: RankKind, start: int, exact_at: int, ranks: Sequence[int]) -> str
     match kind:
         case RankKind.PARKED:
             return f"{who} parked at {start}"
+        case RankKind.MOVED:
+            return f"{who} parked at {start} on another node"
         case RankKind.COPIED:
             return f"{who} with a peer's state of {start}"
         case RankKind.REPLAYS:

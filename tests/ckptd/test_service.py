@@ -311,6 +311,52 @@ def test_parked_state_is_told_held_and_shown_apart_from_snapshots_and_logs(
     assert [segment.kind for segment in status.segments] == ["snapshots", "log", "parked"]
 
 
+def parked_events(setting: Setting) -> list[str]:
+    page = setting.ask(m.GetEvents(limit=100))
+    assert isinstance(page, m.Events)
+    return [event.message for event in page.events if event.kind == "parked"]
+
+
+def test_what_a_trainer_parked_and_had_no_time_to_tell_is_told_once(setting: Setting) -> None:
+    """By the daemon, when it is sealed. What the trainer has told, and what lay there before it came, is not told again."""
+    setting.attach()
+    parked = reserve_log(setting, 2, "parked")
+    put(parked, 0, 6)
+    setting.service.handle(
+        b"t", m.Notice("info", "parked", "parked at iteration 6"), setting.answers.append
+    )
+    fill(parked, 1, 7)  # and the process ends
+    session = setting.service.sessions.of_rank(RANK)
+    assert session is not None
+    setting.service.trainer_gone(session, "its process ended")
+    eventually(lambda: _sealed_now(setting, parked, 1), "the parked state is sealed")
+    setting.service.tick()
+    ours = f"parked at iteration 7: process {os.getpid()} ended before it could tell"
+    assert parked_events(setting) == ["parked at iteration 6", ours]
+    setting.attach(0)  # in a container the next process has the same number
+    setting.ask(m.Detach(final=False))
+    setting.service.tick()
+    assert parked_events(setting) == ["parked at iteration 6", ours]
+
+
+def test_what_was_parked_while_no_daemon_was_there_is_told_by_the_next_one(
+    setting: Setting,
+) -> None:
+    setting.attach()
+    parked = reserve_log(setting, 2, "parked")
+    put(parked, 0, 6)
+    held = (parked.generation,)
+    goes_on = m.Attach("job", "run", 0, 1, "dp1", 1, 0, "2 slots", held)
+    (session,) = setting.service.sessions
+    setting.service.sessions.remove(session)  # as a daemon that was restarted knows none
+    assert isinstance(setting.ask(goes_on), m.Attached)
+    assert isinstance(setting.ask(goes_on), m.Attached)
+    setting.ask(m.Detach(final=False))
+    assert parked_events(setting) == [
+        f"parked at iteration 6: process {os.getpid()} ended before it could tell"
+    ]
+
+
 def _sealed_now(setting: Setting, segment: Segment, index: int) -> bool:
     setting.workers.collect()
     return state_of(segment, index) is SlotState.SEALED

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +16,24 @@ import pytest
 from ckptd.client import apart_start, values
 from ckptd.client.agreement import Exchange
 from ckptd.client.apart_start import ApartStart, begin_apart, come_together
+from ckptd.client.facts import Facts, log_payload
 from ckptd.client.fed_logs import FedLogs
 from ckptd.client.memory import RankMemory
 from ckptd.client.park_memory import parked_records
-from ckptd.client.parked_copy import ParkedCopy
+from ckptd.client.parked_copy import CopiedImage, ParkedCopy
+from ckptd.client.replay import SnapshotImage
+from ckptd.cuda.engine import HostMemory
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.recovery.localized import LocalizedPlan, RankKind
 from ckptd.recovery.plan import Piece, Source
-from tests.ckptd.running import MIB, fill
+from ckptd.storage.image import ImageLayout, ImageView, TensorEntry
+from ckptd.transport.messages import SegmentInfo
+from tests.ckptd.nodes import Net
+from tests.ckptd.running import MIB, eventually, fill
 from tests.client.meeting import outcomes
-from tests.client.test_memory import attached, record
+from tests.client.test_memory import attached, events, record
 from tests.client.test_recovery import payload, two_ranks
 
 __all__: list[str] = []
@@ -32,10 +41,15 @@ __all__: list[str] = []
 CUT_OFF = 4
 
 
-def park(memory: RankMemory, iteration: int, phase: int = 0) -> None:
+# As of stages that send DTensors.
+UNKNOWN_SHAPES: dict[int, Any] = {0: None}
+
+
+def park(
+    memory: RankMemory, iteration: int, phase: int = 0, stages: dict[int, Any] = UNKNOWN_SHAPES
+) -> None:
     """A sealed parked state of the memory's epoch."""
-    told_of_stages = {0: None}  # as where DTensors are sent
-    found = {"phases": [[0], [1]], "stride": 1, "stages": told_of_stages}
+    found = {"phases": [[0], [1]], "stride": 1, "stages": stages}
     scalars = values.pack(found, "step scalars")
     told: Any = (("ckptd.scalars", "U8", (len(scalars),), scalars),)
     asked = memory.reserve_beside("parked", MIB, 2, payload(4), window=2, num_operators=2)
@@ -47,16 +61,61 @@ def park(memory: RankMemory, iteration: int, phase: int = 0) -> None:
     segment.seal(0)
 
 
+def recorded(ranks: list[RankMemory]) -> None:
+    """A suffix up to where the step was cut off."""
+    outcomes([memory.recover for memory in ranks])
+    for memory in ranks:
+        memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
+        for iteration in (CUT_OFF - 1, CUT_OFF):
+            record(memory, iteration)
+            segment = memory.table.segments[-1]
+            header = segment.header(iteration % 4)
+            assert header is not None
+            segment.write_header(iteration % 4, replace(header, phase=iteration % 2))
+
+
+def log(memory: RankMemory, facts: Facts) -> None:
+    """A sealed boundary log of the iterations before, which tells these facts."""
+    asked = memory.reserve_beside("log", MIB, 2, log_payload(4096, facts))
+    segment: Any = memory.add_beside(asked.result(60))
+    for index, iteration in enumerate((CUT_OFF - 2, CUT_OFF - 1)):
+        fill(segment, index, iteration, anchors=0)
+        header = segment.header(index)
+        of_now = replace(header, epoch=memory.epoch, epoch_start=memory.epoch_start)
+        segment.write_header(index, of_now)
+        segment.seal(index)
+
+
+def damage(memory: RankMemory) -> None:
+    """Flip a byte in what this rank has parked."""
+    (record,) = parked_records(memory)
+    slot = memory.parks.of(record).slot(record.index)
+    slot[record.image_len - 1] ^= 1
+
+
+@contextmanager
+def living_on(run: str, *endpoints: str) -> Iterator[list[RankMemory]]:
+    """One life; rank r is on the node with the r-th endpoint."""
+    count = len(endpoints)
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(attached(endpoint, run, rank, count))
+            for rank, endpoint in enumerate(endpoints)
+        ]
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[tuple[str, str]]:
+    with Net(2).up() as net:
+        yield net[0].endpoint, net[1].endpoint
+
+
 @pytest.fixture
 def run(endpoint: str, request: pytest.FixtureRequest) -> str:
     """A run whose two ranks are replicas; rank 0 was parked, in the phase that a test may say, rank 1 was killed in the same step."""
     run = uuid.uuid4().hex[:8]
     with two_ranks(endpoint, run) as memories:
-        outcomes([memory.recover for memory in memories])
-        for memory in memories:
-            memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
-            for iteration in (CUT_OFF - 1, CUT_OFF):
-                record(memory, iteration)
+        recorded(memories)
         park(memories[0], CUT_OFF, getattr(request, "param", 0))
     return run
 
@@ -67,7 +126,7 @@ def ranks(endpoint: str, run: str) -> Iterator[list[RankMemory]]:
         yield memories
 
 
-Alike = tuple[tuple[int, ...], tuple[int, ...]]
+Alike = Sequence[tuple[int, ...]]
 
 
 def begin(
@@ -76,11 +135,15 @@ def begin(
     def of(rank: int) -> Callable[[Exchange], ApartStart | None]:
         return lambda exchange: begin_apart(ranks[rank], exchange, alike[rank])
 
-    return outcomes([of(rank) for rank in range(2)])
+    return outcomes([of(rank) for rank in range(len(ranks))])
+
+
+def kinds(starts: list[ApartStart]) -> list[str]:
+    return [start.mine.kind for start in starts]
 
 
 def started(found: list[ApartStart | Exception | None]) -> list[ApartStart]:
-    assert all(isinstance(one, ApartStart) for one in found), found
+    assert all(isinstance(one, ApartStart) for one in found), found  # why not is in the log
     return [one for one in found if isinstance(one, ApartStart)]
 
 
@@ -95,6 +158,149 @@ def test_a_replica_that_was_killed_copies_from_the_one_that_was_parked(
         come_together(memory, start)
         assert start.images == []  # whoever still holds the start does not hold a model with it
     assert [memory.hint for memory in ranks] == [0, 0]
+
+
+def test_ranks_that_changed_their_nodes_take_their_parked_states_along(
+    two_nodes: tuple[str, str],
+) -> None:
+    """The launcher has numbered them anew. A snapshot comes with each, or nothing could be recorded after."""
+    run, (first, second) = uuid.uuid4().hex[:8], two_nodes
+    with living_on(run, first, second) as ranks:
+        recorded(ranks)
+        for memory in ranks:
+            park(memory, CUT_OFF)
+    with living_on(run, second, first) as ranks:
+        starts = started(begin(ranks))
+        assert kinds(starts) == [RankKind.MOVED] * 2
+        for memory, start in zip(ranks, starts, strict=True):
+            (image,) = start.images
+            assert (image.iteration, image.view.anchors) == (CUT_OFF, 3)
+            assert memory.descriptor is not None
+            assert memory.descriptor.client == payload(4)
+            assert memory.hint == HINT_APART
+            eventually(lambda m=memory: record_at(m, CUT_OFF), "its ring has begun")  # type: ignore[misc]
+            come_together(memory, start)
+
+
+def record_at(memory: RankMemory, iteration: int) -> bool:
+    return any(r.iteration == iteration and r.sealed for r in memory.table.records())
+
+
+def test_ranks_that_changed_their_nodes_are_who_they_were(two_nodes: tuple[str, str]) -> None:
+    """Each tells with whom it communicates, as its log did on the other node. Else both were one domain, and would replay together."""
+    run, (first, second) = uuid.uuid4().hex[:8], two_nodes
+    facts = [Facts((1,), (0,)), Facts((0,), (1,))]
+    with living_on(run, first, second) as ranks:
+        recorded(ranks)
+        for memory, told in zip(ranks, facts, strict=True):
+            log(memory, told)
+        park(ranks[0], CUT_OFF, stages={})
+    with living_on(run, second, first) as ranks:
+        starts = started(begin(ranks, ((), ())))
+        assert kinds(starts) == [RankKind.MOVED, RankKind.REPLAYS]
+        assert [feed.neighbour for feed in starts[1].mine.feeds] == [0]
+        assert [memory.brought_facts for memory in ranks] == facts
+        for memory, start in zip(ranks, starts, strict=True):
+            come_together(memory, start)
+
+
+def test_what_is_damaged_here_is_taken_from_another_twin(endpoint: str) -> None:
+    """Of three replicas one was killed, and the state of another is damaged: both take the third one's."""
+    run = uuid.uuid4().hex[:8]
+    with living_on(run, *[endpoint] * 3) as ranks:
+        recorded(ranks)
+        for memory in ranks[:2]:
+            park(memory, CUT_OFF)
+        damage(ranks[0])
+    with living_on(run, *[endpoint] * 3) as ranks:
+        starts = started(begin(ranks, ((1, 2), (0, 2), (0, 1))))
+        assert kinds(starts) == [RankKind.COPIED, RankKind.PARKED, RankKind.COPIED]
+        taken = [start.mine.pieces[0].sources[0].segment for start in starts]
+        assert len({*taken}) == 1
+        told = [text for _, text in events(endpoint, run, "parked_unusable")]
+        assert any(text.startswith(f"planning without the parked state of iteration {CUT_OFF} (job~") and "is damaged" in text for text in told)  # fmt: skip
+
+
+def test_what_is_damaged_on_the_other_node_is_taken_from_another_twin(
+    two_nodes: tuple[str, str],
+) -> None:
+    run, (first, second) = uuid.uuid4().hex[:8], two_nodes
+    with living_on(run, first, second) as ranks:
+        recorded(ranks)
+        for memory in ranks:
+            park(memory, CUT_OFF)
+        damage(ranks[1])
+    with living_on(run, second, first) as ranks:
+        starts = started(begin(ranks))
+        assert kinds(starts) == [RankKind.MOVED, RankKind.COPIED]
+        assert starts[1].mine.pieces[0].sources[0].segment.startswith(f"job~{run}~r0~")
+        (told,) = events(first, run, "parked_unusable")
+        assert "could not be brought here" in told[1]
+
+
+def test_a_copy_that_the_daemon_has_just_sealed_is_read(endpoint: str) -> None:
+    """It holds the slot for a moment longer. Who took that for a copy that is gone replayed."""
+
+    class Lends:
+        node_id, segment_dir, run = "here", "", ("job", "run")
+
+        def fetch_for_reading(self, *_: object) -> Future[SegmentInfo]:
+            asked = Future[SegmentInfo]()
+            asked.set_result(SegmentInfo(segment.path, 1, MIB, 2))
+            return asked
+
+        def drop(self, generation: int) -> None:
+            assert generation == 1
+
+    with attached(endpoint, uuid.uuid4().hex[:8]) as memory:
+        park(memory, CUT_OFF)
+        segment: Any = memory.parks.newest
+        (record,) = parked_records(memory)
+        assert segment.try_lock_slot(0)
+        piece = Piece(record, (Source("elsewhere", Path(segment.path).name, 0),))
+        copied = ParkedCopy.read(Lends(), piece, ())  # type: ignore[arg-type]
+        assert copied.iteration == CUT_OFF
+        segment.unlock_slot(0)
+
+
+def test_where_all_that_was_parked_is_damaged_all_recover_together(endpoint: str) -> None:
+    """At the first start, not at the next: the trial ends with the recovery of all ranks."""
+    run = uuid.uuid4().hex[:8]
+    with living_on(run, endpoint, endpoint) as ranks:
+        recorded(ranks)
+        for memory in ranks:
+            park(memory, CUT_OFF)
+            damage(memory)
+    with living_on(run, endpoint, endpoint) as ranks:
+        assert begin(ranks) == [None, None]
+        found = outcomes([memory.recover for memory in ranks])
+        assert [isinstance(one, tuple) for one in found] == [True, True]
+
+
+def test_a_copied_image_has_its_own_buffers_whatever_is_looked_at_first() -> None:
+    peer, own = image_of(1.0, {"who": "peer", "absent": ["p"]}), image_of(2.0, {"who": "own"})
+    copied = CopiedImage(peer, own)  # type: ignore[arg-type]
+    assert copied.tensor("buffer/mean").tolist() == [2.0]
+    assert copied.tensor("w").tolist() == [1.0]
+    assert copied.scalars() == {"who": "own", "absent": ["p"]}
+
+
+def image_of(value: float, scalars: dict[str, Any]) -> SnapshotImage:
+    packed = values.pack(scalars, "step scalars")
+    entries = [
+        TensorEntry("w", "F32", (1,)),
+        TensorEntry("buffer/mean", "F32", (1,)),
+        TensorEntry("ckptd.scalars", "U8", (len(packed),)),
+    ]
+    layout = ImageLayout.build(entries, identity={}, num_operators=1, anchors=1)
+    memory = memoryview(mmap.mmap(-1, layout.image_len))
+    layout.write_header(memory, iteration=1, previous=0, scalars_len=len(packed))
+    at = layout.offset_of("ckptd.scalars")
+    memory[at : at + len(packed)] = packed
+    image = SnapshotImage(1, ImageView(memory), HostMemory(memory), 0)
+    for name in ("w", "buffer/mean"):
+        image.tensor(name).fill_(value)
+    return image
 
 
 @pytest.mark.parametrize("error", [TimeoutError, OSError, KeyError])

@@ -13,15 +13,29 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
 
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segments import open_segment
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs
 from tests.e2e.ranks import Ranks, story
+from tests.e2e.test_bad_input import flip
 
-__all__ = ["KILL_AT", "TOTAL", "Life", "References", "Story", "Trace"]
+__all__ = ["KILL_AT", "TOTAL", "Life", "References", "Story", "Trace", "damage"]
 
 KILL_AT, TOTAL = 14, 19
 _GRACE_S = 30  # torchrun's, between SIGTERM and SIGKILL
 _NOBODY: Mapping[int, tuple[str, ...]] = MappingProxyType({})
+
+
+def damage(folder: Path, run: str, rank: int, kind: str) -> None:
+    """Flip a bit in each sealed slot of this kind that this rank has in a segment folder."""
+    found = list(folder.glob(f"e2e~{run}~r{rank}~*.{kind}"))
+    assert found
+    for path in found:
+        segment = open_segment(path)
+        for index, header in segment.headers():
+            if header.state is SlotState.SEALED:
+                flip(segment, index, header)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,9 @@ from pathlib import Path
 import pytest
 
 from ckptd.ctl.main import main as ckptctl
-from ckptd.memory.ring import SlotState
-from ckptd.memory.segments import open_segment
 from tests.ckptd.nodes import Net
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
-from tests.e2e.localized import KILL_AT, References, Story
-from tests.e2e.test_bad_input import flip
+from tests.e2e.localized import KILL_AT, References, Story, damage
 from tests.long import long
 
 pytestmark = pytest.mark.slow
@@ -82,10 +79,8 @@ def test_a_lost_stage_replays_alone(chain: Story) -> None:
     with contextlib.redirect_stdout(told):
         ckptctl(["events", "--json", "--endpoint", chain.daemon.endpoint])
     events = [e for e in json.loads(told.getvalue())["events"] if e["run"] == chain.run]
-    parked = [e["rank"] for e in events if e["kind"] == "parked"]
-    # Who is in a hurry to end does not wait for the daemon to hear of it; what counts is told by `restored`.
-    assert parked
-    assert {*parked} <= {0, 2, 3}
+    # Of who was in too much of a hurry to tell, the daemon tells.
+    assert sorted(e["rank"] for e in events if e["kind"] == "parked") == [0, 2, 3]
     (restored,) = {e["message"].split("; loaded")[0].split(": ", 1)[1] for e in events if e["kind"] == "restored"}  # fmt: skip
     assert f"all ranks run together again from iteration {KILL_AT}" in restored
     assert f"ranks 0, 2, 3 parked at {KILL_AT}" in restored
@@ -292,13 +287,8 @@ def remove(story: Story, rank: int, kind: str) -> None:
     story.daemon.start()
 
 
-def damage(story: Story, rank: int, kind: str) -> None:
-    """Flip a bit in each sealed slot of this kind of this rank."""
-    for path in story.daemon.segment_dir.glob(f"e2e~{story.run}~r{rank}~*.{kind}"):
-        segment = open_segment(path)
-        for index, header in segment.headers():
-            if header.state is SlotState.SEALED:
-                flip(segment, index, header)
+def hurts(story: Story, rank: int, kind: str) -> None:
+    damage(story.daemon.segment_dir, story.run, rank, kind)
 
 
 @long
@@ -321,16 +311,18 @@ def test_a_survivor_whose_parked_state_is_gone_replays(hurt: Story) -> None:
 @long
 def test_damage_in_a_parked_state_is_noticed_and_that_rank_replays(hurt: Story) -> None:
     hurt.lose(1)
-    damage(hurt, 3, "parked")
+    hurts(hurt, 3, "parked")
     hurt.ends_exact()
     hurt.assert_only(1, 3)
+    (why,) = hurt.reasons("parked_unusable")
+    assert "is damaged" in why
 
 
 @long
 def test_damage_in_a_log_is_noticed_and_the_run_comes_back(hurt: Story) -> None:
     """It is found when it is read, by then the plan is made: that life fails, and the next ones plan without."""
     hurt.lose(1)
-    damage(hurt, 2, "boundary")
+    hurts(hurt, 2, "boundary")
     logs = hurt.life().ranks.end_by_a_failure()
     assert "what rank 2 sent in iteration" in logs
     hurt.ends_exact()
@@ -372,10 +364,63 @@ def test_a_lost_node_whose_ranks_move_to_the_other(tmp_path: Path, references: R
         story.assert_only(2, 3)
 
 
+@long
+def test_ranks_that_change_their_nodes_take_along_what_they_had_parked(
+    tmp_path: Path, references: References
+) -> None:
+    """The launcher has numbered the processes anew. What rank 1 is fed comes from where the others were before."""
+    with Net(2).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
+        story.lose(1)
+        story.endpoints = [net[1].endpoint] * 2 + [net[0].endpoint] * 2
+        story.ends_exact()
+        story.assert_only(1)
+        assert_told(story, f"ranks 0, 2, 3 parked at {KILL_AT} on another node", "rank 1 replaying")
+
+
+@long
+def test_a_second_loss_while_those_who_moved_wait(tmp_path: Path, references: References) -> None:
+    """Their parked states are where they were before, and so are their logs; and a third life plans from the same."""
+    with Net(2).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
+        story.lose(1)
+        story.endpoints = [net[1].endpoint] * 2 + [net[0].endpoint] * 2
+        second_loss(story, 1, 2)
+        story.ends_exact()
+        story.assert_only(1)
+
+
+@long
+def test_a_lost_node_for_which_a_spare_one_comes_and_all_ranks_move(
+    tmp_path: Path, references: References
+) -> None:
+    """Those who are left become the first ranks, whose snapshots have replicas there; the others take along what they had parked."""
+    with Net(3).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
+        life = story.life(dict.fromkeys((0, 1), ("--kill-at", str(KILL_AT), "--kill-point", "top")))
+        life.torn_down(0, 1)
+        net[0].lose()
+        story.endpoints = [net[1].endpoint] * 2 + [net[2].endpoint] * 2
+        story.ends_exact()
+        story.assert_only(0, 1)
+        assert net[2].saw("restored", f"ranks 2, 3 parked at {KILL_AT} on another node")
+
+
+@long
+def test_damage_in_a_parked_state_on_another_node_is_noticed_and_that_rank_replays(
+    tmp_path: Path, references: References
+) -> None:
+    """At the first start: who wants it cannot put it into quarantine, and tells the others that it has no use for it."""
+    with Net(2).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
+        story.lose(1)
+        damage(net[1].segment_dir, story.run, 3, "parked")
+        story.endpoints = [net[1].endpoint] * 2 + [net[0].endpoint] * 2
+        story.ends_exact()
+        story.assert_only(1, 3)
+        assert net[0].saw("parked_unusable", "could not be brought here")
+
+
 @contextlib.contextmanager
 def on_two_nodes(net: Net, folder: Path, references: References, case: str) -> Iterator[Story]:
     """Ranks 0 and 1 on the first, 2 and 3 on the second."""
-    first, second = net.nodes
+    first, second = net.nodes[:2]
     daemon = DaemonProcess(first.runtime_dir, first.segment_dir)
     ends = [first.endpoint] * 2 + [second.endpoint] * 2
     jobs, case = Jobs(folder, first.endpoint), f"localized/{case}"

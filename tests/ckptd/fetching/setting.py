@@ -170,6 +170,7 @@ class Setting:
         self,
         *sources: FetchSource,
         header: SlotHeader = SNAPSHOT.header,
+        packed: bytes = b"",
         workers: Workers | None = None,
         slot_bytes: int = MIB,
     ) -> FetchJob:
@@ -180,7 +181,7 @@ class Setting:
 
         job = FetchJob(
             self.make(0, slot_bytes=slot_bytes),
-            [FetchPiece(pack_slot_header(header), sources)],
+            [FetchPiece(packed or pack_slot_header(header), sources)],
             node="here",
             link=link,
             local=self.segments.get,

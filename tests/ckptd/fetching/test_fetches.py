@@ -271,6 +271,25 @@ def test_an_image_that_fits_into_no_slot_fails_the_job(setting: Setting, image_l
     assert not setting.holder.opened
 
 
+def test_a_header_that_is_damaged_is_not_fetched(setting: Setting) -> None:
+    """A trainer asks for it, and no check before may be trusted with what is written to memory."""
+    setting.job(AWAY, packed=bytes(112))
+    assert setting.over == ["a slot header in what is asked for is damaged"]
+
+
+def test_a_holder_that_is_forgotten_when_it_has_opened_its_copy_is_lost(setting: Setting) -> None:
+    holder = setting.holder = Holder()
+    job = setting.job(AWAY)
+    setting.holder = None
+    for answer in holder.later:
+        answer()
+    job.tick()
+    assert setting.over == ["iteration 4: no holder is left of away"]
+    lost = [e.message for e in setting.events.page(0, 100).events if e.kind == "fetch_source_lost"]
+    assert lost == ["iteration 4 from away: its address is not known any more"]
+    assert holder.got == []
+
+
 def test_damage_that_nobody_delivered_fails_the_job(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

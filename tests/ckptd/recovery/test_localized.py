@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 from hypothesis import assume, given, settings
@@ -17,11 +18,12 @@ from ckptd.recovery.held import HeldRecords
 from ckptd.recovery.localized import (
     LocalizedPlan,
     NotLocalized,
+    RankKind,
     RankPlan,
     plan_localized,
 )
 from ckptd.recovery.plan import RecoveryPlan, plan_recovery
-from tests.ckptd.recovery.pipeline_world import Execution, World, random_world
+from tests.ckptd.recovery.pipeline_world import Execution, World, random_world, recorded
 
 WINDOW = 3
 EVERYTHING = (1 << WINDOW) - 1
@@ -66,6 +68,7 @@ class Job:
         self.logs = {r: [slot(t, 0) for t in range(2, stops[r])] for r in ranks}
         self.tables = dict.fromkeys(ranks, "table")  # by which snapshots name operators
         self.facts: dict[int, RankFacts] = {}
+        self.homes: dict[int, str] = {}
         for members in self.domains:
             for r in members:
                 self.facts[r] = RankFacts(self._beside(r), members, members)
@@ -101,6 +104,7 @@ class Job:
             self._held("boundary", self.logs, 1),
             self.facts,
             len(self.snapshots),
+            homes=self.homes,
         )
 
     def planned(self) -> LocalizedPlan:
@@ -260,6 +264,48 @@ def test_a_lost_replica_copies_from_its_peer() -> None:
 
 def test_a_replica_is_told_by_its_peer_when_its_node_is_lost() -> None:
     assert outline(Job([T] * 4, [(0, 1), (2, 3)]).node_lost(3).planned())[3] == "copied 10"
+
+
+def test_a_rank_that_runs_on_another_node_now_takes_its_parked_state_along() -> None:
+    """A node was replaced, and the launcher has numbered the ranks anew. With a snapshot its ring begins there, whether or not that is of
+    the step that was cut off: a stage that waits for what a lost one sends has none of it."""
+    job = Job([T] * 4).trainer_lost(3)
+    job.homes = {0: "n0", 1: "n2", 2: "n1", 3: "n3"}
+    job.snapshots[2].pop()
+    plan = job.planned()
+    assert outline(plan) == ["parked 10", "moved 10", "moved 10", "replays 8-10 < 2[8:10]"]
+    state, own = plan.per_rank[1].pieces
+    assert [s.segment for p in (state, own) for s in p.sources] == ["r1.parked", "r1.seg"]
+    assert [p.record.iteration for p in plan.per_rank[1].snapshots] == [10]
+    assert [p.record.iteration for p in plan.per_rank[2].snapshots] == [9]
+    assert "ranks 1, 2 parked at 10 on another node, rank 0 parked at 10, rank 3" in plan.reason
+    assert plan.moved_bytes == {0: 0, 1: 20, 2: 20, 3: 20}  # and what rank 3 is fed
+
+
+@pytest.mark.parametrize("why", ["no snapshot", "cut otherwise"])
+def test_where_a_moved_rank_has_no_ring_to_begin_with_it_replays_or_copies(why: str) -> None:
+    """A snapshot tells by which plan it went on. Later ones are of a history that is left behind."""
+    job = Job([T] * 3)
+    job.homes = {0: "n0", 1: "n9", 2: "n2"}
+    if why == "cut otherwise":
+        job.tables[1] = "another table"
+        assert outline(job.planned())[1] == "replays 8-10 < 0[8:10] < 2[8:10]"
+    else:
+        job.snapshots[1] = [slot(T + 1, 1)]
+        assert "rank 1 would have to replay" in job.refused()
+    replicas = Job([T] * 4, [(0, 1), (2, 3)])
+    replicas.homes = {0: "n0", 1: "n1", 2: "n2", 3: "n9"}
+    replicas.snapshots[3] = [r for r in replicas.snapshots[3] if r.iteration < 5]
+    assert outline(replicas.planned())[3] == "moved 10"
+
+
+def test_nobody_copies_from_peers_none_of_which_can_go_on() -> None:
+    job = Job([T] * 4, [(0, 1), (2, 3)]).trainer_lost(3)
+    job.homes = {2: "n9"}
+    job.tables[2] = "another table"
+    job.snapshots[2] = [slot(T, EVERYTHING)]
+    job.snapshots[3] = [slot(T, EVERYTHING)]
+    assert [line.split(" <")[0] for line in outline(job.planned())[2:]] == ["replays 10"] * 2
 
 
 def test_those_who_copy_take_turns_with_their_peers() -> None:
@@ -606,11 +652,12 @@ class Possible:
         return components
 
 
-def plan_of(world: World) -> LocalizedPlan | NotLocalized:
+def plan_of(
+    world: World, homes: Mapping[int, str] = MappingProxyType({})
+) -> LocalizedPlan | NotLocalized:
     snapshots, parked, logs = map(world.store.holdings, ("seg", "parked", "boundary"))
-    return plan_localized(
-        snapshots, parked, logs, world.facts, world.shape.world_size, lost=world.lost
-    )
+    size = world.shape.world_size
+    return plan_localized(snapshots, parked, logs, world.facts, size, homes=homes, lost=world.lost)
 
 
 def newest_epoch_is_seen(world: World) -> bool:
@@ -631,6 +678,32 @@ def test_every_plan_brings_every_rank_to_the_state_that_it_had(seed: int) -> Non
     assert isinstance(plan, LocalizedPlan)
     states = Execution(world.shape, world.store, plan, world.truth.salts, world.lost).run()
     assert states == world.truth.states[plan.resume]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**48))
+def test_wherever_the_ranks_run_now_every_plan_brings_them_to_their_states(seed: int) -> None:
+    """The launcher may put them anywhere; whoever was parked elsewhere begins its ring with something of the same history."""
+    world = random_world(random.Random(seed))
+    assume(newest_epoch_is_seen(world))
+    nodes = [*sorted({*world.shape.nodes} - world.lost), "spare"]
+    rng = random.Random(seed + 1)
+    homes = {rank: rng.choice(nodes) for rank in range(world.shape.world_size)}
+    plan = plan_of(world, homes)
+    assume(isinstance(plan, LocalizedPlan))
+    assert isinstance(plan, LocalizedPlan)
+    states = Execution(world.shape, world.store, plan, world.truth.salts, world.lost).run()
+    assert states == world.truth.states[plan.resume]
+    for rank, mine in plan.per_rank.items():
+        at_home = any(source.node == homes[rank] for source in mine.pieces[0].sources)
+        if mine.kind is RankKind.PARKED:
+            assert at_home
+        if mine.kind is RankKind.MOVED:
+            assert not at_home
+            (ring,) = mine.snapshots
+            at = ring.record.iteration
+            assert at <= mine.start
+            assert world.store.read(ring, world.lost) == recorded(world.truth, rank, at)
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,0 +1,92 @@
+"""A daemon that answers what cannot be meant (of another version, say) is one that is away, not an error of the job's."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from ckptd.client.session import Session
+from ckptd.errors import DaemonUnavailable
+from ckptd.transport import messages as m
+from ckptd.transport.wire import decode, encode
+
+PIECE = m.FetchPiece(bytes(112), (m.FetchSource("there", "segment", 0),))
+
+
+class Answers:
+    """Answers each message by its type, in a thread; with ``Done`` what is not told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.endpoint = f"ipc://{folder}/s"
+        self.says: dict[type, m.Message] = {
+            m.Hello: m.Welcome("1", "here", os.getpid(), str(folder)),
+            m.Attach: m.Attached((), 0, 0),
+            m.Ping: m.Pong("", attached=True),
+        }
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(self.endpoint)
+            while not self._over.is_set():
+                if router.poll(20):
+                    who, *frames = router.recv_multipart()
+                    envelope, message = decode(frames)
+                    said = self.says.get(type(message), m.Done())
+                    router.send_multipart([who, *encode(envelope.id, said)])
+
+
+@pytest.fixture
+def answers(tmp_path: Path) -> Iterator[Answers]:
+    found = Answers(tmp_path)
+    yield found
+    found.close()
+
+
+def attached(answers: Answers) -> Session:
+    wish = m.Attach("job", "run", 0, 1, "", 1, 0, "nothing")
+    return Session(
+        lambda: answers.endpoint,
+        wish,
+        version="1",
+        while_lost=lambda: None,
+        held=lambda: (),
+        timeout_s=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asks", "text"),
+    [
+        (lambda session: session.see_run("job", "run", ()), "see run: SeeRun"),
+        (lambda session: session.fetch((PIECE,), ()), "fetch: Fetch"),
+        (lambda session: session.fetch_state(1), "fetch: GetFetch"),
+        (lambda session: session.reserve(4096, 1, b"told"), "reserve: Reserve"),
+    ],
+)
+def test_another_answer_than_the_one_that_was_asked_for_is_said(
+    answers: Answers, asks: Callable[[Session], object], text: str
+) -> None:
+    session = attached(answers)
+    try:
+        with pytest.raises(DaemonUnavailable, match=f"{text} was answered with Done"):
+            asks(session)
+    finally:
+        session.close()
+
+
+def test_who_is_welcomed_with_something_else_is_not_attached(answers: Answers) -> None:
+    answers.says[m.Attach] = m.Done()
+    with pytest.raises(DaemonUnavailable, match="answered Attach with Done"):
+        attached(answers)
