@@ -756,9 +756,10 @@ class Checkpointer:
         recorder.resume(found.plan, last=replay.end, phase=found.phase, sharing=found.sharing)
         if found.apart is not None:
             stages = replay.oldest_scalars.get("stages", {})
-            recorder.stage_shapes = self._pipeline.run_apart(
-                self._identity.rank, found.apart, stages
-            )
+            with all_or_none(self._meet, memory.session.node_id):
+                recorder.stage_shapes = self._pipeline.run_apart(
+                    self._identity.rank, found.apart, stages
+                )
         self.resumed_from = replay.end
         self._stats.restore_s = time.perf_counter() - started
         self._stats.restored_bytes = replay.bytes_loaded

@@ -23,6 +23,7 @@ from ckptd.client.stage_shapes import StageShapes
 from ckptd.client.stages import listen
 from ckptd.client.stats import Stats
 from ckptd.cuda.select import make_engine
+from ckptd.errors import DaemonUnavailable
 
 __all__ = ["PipelinePart"]
 
@@ -84,8 +85,16 @@ class PipelinePart:
             stages: what each of this rank's stages had found out.
         Returns:
             What of that is known.
+        Raises:
+            DaemonUnavailable: something is not, and this rank runs without its neighbours: its schedule would ask them.
         """
         shapes = {int(index): found for index, found in stages.items() if found is not None}
+        if start.mine.feeds and len(shapes) < len(stages):
+            raise DaemonUnavailable(
+                "what a stage sends is not known (DTensors?): it would ask its neighbours, which are not there",
+                operation="run apart",
+                hint="the third start in a row recovers all ranks together",
+            )
         self.start = start
         self._apart = Apart(
             (),
