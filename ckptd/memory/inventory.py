@@ -11,8 +11,14 @@ from typing import Any
 import msgspec
 
 from ckptd.memory.ring import NoSuffix, SlotRecord, SlotState, find_suffix
-from ckptd.memory.segment_format import SlotHeader, origin_of, pack_slot_header
+from ckptd.memory.segment_format import (
+    SegmentDescriptor,
+    SlotHeader,
+    origin_of,
+    pack_slot_header,
+)
 from ckptd.memory.segments import Segment
+from ckptd.recovery.facts import facts_of_log, facts_to_wire
 from ckptd.recovery.holdings import header_record, operators_id
 from ckptd.storage.image import ImageError, ImageView
 from ckptd.transport.messages import HeldSegment, HeldSlot, RankSnapshots, SegmentStatus, SlotInfo
@@ -137,7 +143,13 @@ def held_segment(segment: Segment, *, own: bool) -> HeldSegment:
         slot_bytes=segment.geometry.slot_bytes,
         num_slots=segment.geometry.num_slots,
         slots=held_slots(segment),
+        facts=_facts(told),
     )
+
+
+def _facts(told: SegmentDescriptor) -> bytes:
+    found = facts_of_log(told.client) if told.is_log else None
+    return b"" if found is None else facts_to_wire({told.rank: found})
 
 
 def operator_names(client: bytes, num_operators: int, rank: int) -> tuple[str, ...]:
