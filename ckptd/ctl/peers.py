@@ -118,9 +118,10 @@ def as_json(answer: WhatIf) -> dict[str, Any]:
     if isinstance(plan, RecoveryPlan):
         found |= {"start": plan.start, "end": plan.end}
     if localized is not None:
-        found["localized"] = {"reason": localized.reason}
+        told: dict[str, Any] = {"reason": localized.reason}
         if isinstance(localized, LocalizedPlan):
-            found["localized"] |= {"resume": localized.resume, "together": localized.together}
+            told |= {"resume": localized.resume, "together": localized.together}
+        found["localized"] = told
     return found
 
 
@@ -140,7 +141,7 @@ def render_peers(answer: m.Peers) -> str:
     ]
     targets = [
         [
-            f"{r.job}/{r.run} rank {r.rank}",
+            _whose(r),
             t.node,
             t.phase if t.alive else "lost",
             str(t.held),
@@ -154,7 +155,7 @@ def render_peers(answer: m.Peers) -> str:
     ]
     replicas = [
         [
-            f"{r.job}/{r.run} rank {r.rank}",
+            _whose(r),
             format_bytes(r.total_bytes),
             str(r.sealed),
             _iteration(r.newest_iteration),
@@ -231,6 +232,11 @@ def render_drill(answer: m.DrillReport) -> str:
         f"iterations {answer.start} to {answer.end}: {format_bytes(answer.bytes)} in "
         f"{answer.seconds:.2f} s{rate} ({sources}); {compared}"
     )
+
+
+def _whose(of: m.ReplicationStatus | m.HostedReplica) -> str:
+    """For a table; of a boundary log it is said."""
+    return f"{of.job}/{of.run} rank {of.rank}" + (" log" if of.kind == "log" else "")
 
 
 def _iteration(number: int) -> str:

@@ -26,6 +26,7 @@ from ckptd.transport.messages import HeldSegment, HeldSlot, RankSnapshots, Segme
 __all__ = [
     "held_segment",
     "held_slots",
+    "log_records",
     "operator_names",
     "own_memory",
     "rank_snapshots",
@@ -111,6 +112,13 @@ def slot_record(segment: Segment, index: int, header: SlotHeader) -> SlotRecord:
     anchors = _anchors(segment, index, header)
     width = (segment.descriptor.num_operators + 7) // 8
     return header_record(header, segment.generation, index, anchors.to_bytes(width, "little"))
+
+
+def log_records(segment: Segment) -> list[SlotRecord]:
+    """The slots of a boundary log; nothing in them is anchored."""
+    return [
+        header_record(header, segment.generation, index, b"") for index, header in segment.headers()
+    ]
 
 
 def held_slots(segment: Segment) -> tuple[HeldSlot, ...]:
