@@ -397,7 +397,9 @@ class Checkpointer:
 
     # -- boundaries of a pipeline ----------------------------------------------------------------
 
-    def log_boundaries(self, stages: Any, *, limit_bytes: int | None = None) -> SilentLog:
+    def log_boundaries(
+        self, stages: Any, *, limit_bytes: int | None = None, replicate: bool = False
+    ) -> SilentLog:
         """Log what these stages send to other stages: a schedule of ``torch.distributed.pipelining``, a stage, or several.
 
         Call it once, before the loop; ``close`` undoes it. Returns the log, as ``boundary_log`` does.
@@ -406,7 +408,7 @@ class Checkpointer:
             ValueError: there is no stage in ``stages``, or it is logged already.
         """
         found = stages_of(stages)
-        log = self.boundary_log(limit_bytes=limit_bytes)
+        log = self.boundary_log(limit_bytes=limit_bytes, replicate=replicate)
         if isinstance(log, BoundaryLog):
             if twice := self._logged_stages & {id(stage) for stage in found}:
                 raise ValueError(f"{len(twice)} of these stages are logged already")
@@ -419,11 +421,13 @@ class Checkpointer:
                 self._apart.stand_in_for(found)
         return log
 
-    def boundary_log(self, *, limit_bytes: int | None = None) -> SilentLog:
+    def boundary_log(self, *, limit_bytes: int | None = None, replicate: bool = False) -> SilentLog:
         """The log for a pipeline of your own: call its ``activation`` and ``gradient`` with what you send.
 
         Args:
-            limit_bytes: the most that it may take; None leaves it to the daemon's quota. Counts where the log is made.
+            limit_bytes: the most that it may take; None leaves it to the daemon's quota. Counts where the log is made, as does the next one.
+            replicate: whether the nodes that hold replicas of this rank's snapshots are to hold its log, too: it is then to be had when this
+                node is lost. Takes as much of their memory; one that has none holds no log, and training goes on.
         """
         if self._boundary is None and not self.off:
             assert self._memory is not None
@@ -435,6 +439,7 @@ class Checkpointer:
                 silent=lambda: self._rehearses or self._verifies,
                 on_mismatch=self._on_mismatch,
                 limit_bytes=limit_bytes,
+                replicate=replicate,
                 communication=self._watch_communication(),
                 alike=self._sharing.alike(self._operators, self._identity.rank),
             )
