@@ -16,7 +16,9 @@ from dataclasses import replace
 
 from ckptd.memory.boundary import choose_log_slot, logged_iterations, outdated
 from ckptd.memory.ring import SlotRecord, epoch_table
+from ckptd.memory.snapshot_events import Note
 from ckptd.replication.core import Replicator
+from ckptd.replication.events import Effect, Event
 from ckptd.replication.replicas import Admit, Deny
 from ckptd.replication.target import Target
 
@@ -32,10 +34,16 @@ __all__ = [
 
 Key = tuple[int, int]
 _NO_EPOCHS: Mapping[int, int] = {}
+_PEER_LOST = "replication_peer_lost"
 
 
 class LogReplicator(Replicator):
     """One rank's boundary log on its way to its targets; see the module."""
+
+    def handle(self, event: Event, *, now_s: float) -> list[Effect]:
+        """As `Replicator.handle`. That a peer is lost is told once, by the replicator of the snapshots."""
+        effects = super().handle(event, now_s=now_s)
+        return [_of_a_log(e) for e in effects if not (isinstance(e, Note) and e.kind == _PEER_LOST)]
 
     def _needed(self, target: Target) -> list[SlotRecord]:
         """Everything that is here."""
@@ -141,6 +149,12 @@ def why_log_removable(
     if floor - max(len(table), span) > newest:
         return f"it ends at iteration {newest}, and every rank has a suffix up to {floor}"
     return ""
+
+
+def _of_a_log(effect: Effect) -> Effect:
+    if isinstance(effect, Note):
+        return replace(effect, message=f"boundary log: {effect.message}")
+    return effect
 
 
 def _same_fill(a: SlotRecord, b: SlotRecord) -> bool:

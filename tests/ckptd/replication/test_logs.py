@@ -95,8 +95,9 @@ class Driven:
             case Seal(node, key):
                 self.sent.append((node, key.iteration))
                 self.feed(SealedThere(node, key))
-            case Note(_, kind, _):
+            case Note(_, kind, message):
                 self.notes.append(kind)
+                assert message.startswith("boundary log: ")
 
     def table(self, iterations: Iterable[int], now_s: float = 0.0) -> None:
         self.feed(Slots(as_sent(logs(iterations)), 1), now_s)
@@ -128,6 +129,9 @@ class TestSending:
         driven.feed(PeerBack("a"))
         assert driven.sent[4:] == [("a", 5)]
         assert driven.begun == [5], "what is newer is not doubted: nobody gives it away"
+        assert driven.notes == [], (
+            "that the peer was lost is told by the replicator of the snapshots"
+        )
 
     def test_a_target_without_memory_is_told_of_once_and_holds_nobody_back(self) -> None:
         driven = Driven("a")
