@@ -199,7 +199,7 @@ def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
         max(theirs.epoch for theirs in everybody),
         parked,
         logs,
-        _facts_of(here, facts_told_by_logs(logs, parked)),
+        _facts_of(here, logs, parked),
         tuple(h.hint for h in here),
     )
 
@@ -218,19 +218,16 @@ def _facts_to_wire(rank: int, note: RankNote) -> bytes:
     return facts_to_wire({rank: note.facts or RankFacts((), (), note.alike)})
 
 
-def _facts_of(here: Sequence[_Here], logged: Mapping[int, RankFacts]) -> Mapping[int, RankFacts]:
-    """Of the ranks that have some. If no rank has, they may all communicate with each other.
-
-    Args:
-        logged: what logs tell, for ranks that have lost theirs.
-    """
+def _facts_of(
+    here: Sequence[_Here], logs: Sequence[HeldRecords], parked: Sequence[HeldRecords]
+) -> Mapping[int, RankFacts]:
+    """Of the ranks that have some, or have lost them but not all their logs. If no rank has, they may all communicate with each other."""
     found = facts_from_wire([h.facts for h in here])
     seen = {rank: facts for rank, facts in found.items() if here[rank].seen}
-    for rank, facts in logged.items():
-        if rank in found and rank not in seen:
-            # As it is built now, too.
-            alike = tuple(sorted({*facts.alike} & {*found[rank].alike}))
-            seen[rank] = RankFacts(facts.neighbours, facts.domain, alike)
+    for rank, facts in facts_told_by_logs(found.keys() - seen.keys(), logs, parked).items():
+        # As it is built now, too.
+        alike = tuple(sorted({*facts.alike} & {*found[rank].alike}))
+        seen[rank] = RankFacts(facts.neighbours, facts.domain, alike)
     if seen:
         return seen
     everybody = tuple(range(len(here)))

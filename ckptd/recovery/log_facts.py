@@ -7,7 +7,7 @@ before the end: then it is what the rank knew there. Whoever is not told of this
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ckptd.memory.boundary import outdated
 from ckptd.memory.ring import epoch_table, live
@@ -21,16 +21,19 @@ _AT_MOST_BEFORE = 2
 
 
 def facts_told_by_logs(
-    logs: Iterable[HeldRecords], parked: Iterable[HeldRecords]
+    ranks: Collection[int], logs: Iterable[HeldRecords], parked: Iterable[HeldRecords]
 ) -> dict[int, RankFacts]:
     """By rank: the facts in the log that was filled last, of those who logged up to the newest iteration that any rank was parked at.
 
     Args:
+        ranks: those who do not speak for themselves; nothing is read of others, since there may be thousands.
         logs: the boundary logs that nodes hold, replicas included.
         parked: the parked states that they hold; if there is none, nothing is told, and nothing is needed.
     Raises:
         RemoteProtocolError: the facts of a log cannot be read.
     """
+    if not ranks:
+        return {}
     known, parks = list(logs), list(parked)
     epochs = epoch_table(r for each in (known, parks) for h in each for r in h.records)
     ends = [r.iteration for h in parks for r in live(h.records, epochs) if r.sealed]
@@ -38,17 +41,13 @@ def facts_told_by_logs(
         return {}
     least = max(ends) - _AT_MOST_BEFORE
     newest: dict[int, tuple[Sequence[int], bytes]] = {}
-    for h in known:
+    for h in (h for h in known if h.facts and h.rank in ranks):
         filled = [
             (r.epoch, r.iteration, r.sequence)
             for r in h.records
             if r.sealed and r.iteration >= least and not outdated(r, epochs)
         ]
-        if h.facts and filled:
+        if filled:
             newest[h.rank] = max(newest.get(h.rank, ((), b"")), (max(filled), h.facts))
-    return {
-        rank: facts
-        for rank, (_, told) in sorted(newest.items())
-        for found, facts in facts_from_wire([told]).items()
-        if found == rank
-    }
+    found = facts_from_wire(told for _, told in newest.values())
+    return {rank: facts for rank, facts in found.items() if rank in newest}

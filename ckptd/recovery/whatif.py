@@ -171,7 +171,7 @@ def _localized(
     without = sorted(rank for rank in homes if newest.get(rank, -1) < 0)
     if without:
         return NotLocalized(f"there is no snapshot yet of {listed('rank', without)}")
-    facts = facts_told_by_logs(logs, parked)
+    facts = facts_told_by_logs(range(world_size), logs, parked)
     return plan_localized(snapshots, parked, logs, facts, world_size, homes=homes)
 
 

@@ -182,7 +182,7 @@ def test_a_log_goes_where_the_snapshots_go_and_is_read_from_there_when_its_node_
         for iteration in last:
             assert bytes(fed(1, iteration)[SENT].numpy()) == logs[1].sent(iteration)
         fed.close()
-    told = facts_told_by_logs(held, [parked_at(last.stop, replica.records[0])])
+    told = facts_told_by_logs([1], held, [parked_at(last.stop, replica.records[0])])
     assert told[1] == RankFacts((0, 2), (1,), (1,))
 
     job.end()
