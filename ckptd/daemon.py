@@ -100,9 +100,10 @@ class Daemon:
         )
         self._tier = self._make_tier(store) if config.store else None
         self._housekeeper.sealed = self._sealed
+        self._housekeeper.log_sealed = self._peering.log_sealed
         self._peering.scrub_with(self._housekeeper.doubt)
         self._housekeeper.damaged = self._peering.damaged
-        self._housekeeper.replicas = lambda: self._peering.replicas
+        self._housekeeper.replicas = self._peering.replicas.everything
         self._service = Service(
             config,
             store,

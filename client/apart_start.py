@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ckptd.client.agreement import Exchange, all_or_none, vote
-from ckptd.client.facts import told_facts
+from ckptd.client.facts import Facts, told_facts
 from ckptd.client.fed_logs import FedLogs
 from ckptd.client.membership import RunView
 from ckptd.client.memory import RankMemory
-from ckptd.client.moved import bring_facts, logs_left_behind
 from ckptd.client.park_memory import parked_image
 from ckptd.client.parked_copy import CopiedImage, ParkedCopy
 from ckptd.client.replay import SnapshotImage
@@ -30,6 +29,7 @@ from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.recovery.facts import RankFacts
 from ckptd.recovery.holdings import operators_id
 from ckptd.recovery.localized import LocalizedPlan, NotLocalized, RankKind, RankPlan, plan_localized
+from ckptd.recovery.log_facts import facts_told_by_logs
 from ckptd.recovery.pieces import Piece, Source
 from ckptd.transport.messages import NodeCard
 
@@ -94,10 +94,8 @@ def _try_plans(memory: RankMemory, exchange: Exchange, alike: tuple[int, ...]) -
     """The first plan of which every rank has what it needs; or why there is none, nothing if nobody was parked. A collective call."""
     unusable: tuple[Source, ...] = ()
     tried: list[LocalizedPlan] = []
-    for attempt in range(_PLANS):
-        view = (
-            _look(memory, exchange, alike, unusable) if attempt else _see(memory, exchange, alike)
-        )
+    for _ in range(_PLANS):
+        view = _look(memory, exchange, alike, unusable)
         if not view.parked:
             return ""
         plan = _plan(view, memory.identity.world_size)
@@ -145,30 +143,29 @@ def come_together(memory: RankMemory, start: ApartStart) -> None:
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
 
 
-def _see(memory: RankMemory, exchange: Exchange, alike: tuple[int, ...]) -> RunView:
-    """What there is, and what ranks tell of themselves; those that run on another node now have that brought first. A collective call."""
-    view = _look(memory, exchange, alike)
-    left = logs_left_behind(view) if view.parked else {}
-    if not left:
-        return view
-    rank = memory.identity.rank
-    if rank in left:
-        memory.brought_facts = bring_facts(view, memory.session, rank, left[rank])
-    return _look(memory, exchange, alike)
-
-
 def _look(
     memory: RankMemory,
     exchange: Exchange,
     alike: tuple[int, ...],
-    unusable: tuple[Source, ...] = (),
+    unusable: tuple[Source, ...],
 ) -> RunView:
+    """What there is, and what ranks tell of themselves. A collective call.
+
+    Of a rank that runs on another node now its log there has told; it goes on telling that.
+    """
     here = told_facts(segment.descriptor.client for segment in memory.logs)
     found, facts = memory.brought_facts or here, None
     if found is not None:
         both = tuple(rank for rank in found.alike if rank in alike)
         facts = RankFacts(found.neighbours, found.domain, both)
-    return memory.see(exchange, facts=facts, alike=alike, unusable=unusable)
+    view = memory.see(exchange, facts=facts, alike=alike, unusable=unusable)
+    if found is None:
+        rank = memory.identity.rank
+        left_behind = facts_told_by_logs((rank,), view.logs, view.parked).get(rank)
+        if left_behind is not None:
+            others = tuple(other for other in left_behind.alike if other != rank)
+            memory.brought_facts = Facts(left_behind.neighbours, left_behind.domain, others)
+    return view
 
 
 def _plan(view: RunView, world_size: int) -> LocalizedPlan | NotLocalized:

@@ -53,6 +53,7 @@ class BoundaryLog(SilentLog):
         silent: whether what is sent now is not to be logged (a rehearsal, a verification).
         on_mismatch: ``raise`` or ``warn``.
         limit_bytes: the most that the log may take; None leaves it to the daemon's quota.
+        replicate: whether the log is to have replicas on other nodes.
         communication: sees with whom this rank communicates; None: it is alone, or nothing can be told.
         alike: other ranks with which it has all operators alike.
 
@@ -70,6 +71,7 @@ class BoundaryLog(SilentLog):
         silent: Callable[[], bool],
         on_mismatch: str,
         limit_bytes: int | None = None,
+        replicate: bool = False,
         communication: Communication | None = None,
         alike: Sequence[int] = (),
     ) -> None:
@@ -77,9 +79,11 @@ class BoundaryLog(SilentLog):
             raise ValueError(
                 f"limit_bytes={limit_bytes}: pass the bytes that the log may take, or None"
             )
+        if replicate is not True and replicate is not False:
+            raise ValueError(f"replicate={replicate!r}: pass True or False")
         self._memory, self._engine, self._stats = memory, engine, stats
         self._plan, self._silent, self._on_mismatch = plan, silent, on_mismatch
-        self._slots = LogMemory(memory, engine, stats, limit_bytes)
+        self._slots = LogMemory(memory, engine, stats, limit_bytes, replicate=replicate)
         self._layouts = Layouts(memory.identity.metadata())
         # A hand-written pipeline may log from hooks, which run on the backward's thread.
         self._lock = threading.RLock()
@@ -373,7 +377,8 @@ class BoundaryLog(SilentLog):
                 return f"boundary log: none ({self._slots.refused})"
             return "boundary log: none yet, it is sized after the first full step that is captured"
         total = human(self._stats.log_memory_bytes)
-        more = f"; {self._slots.refused}" if self._slots.refused else ""
+        more = "; replicated as snapshots are" if segment.descriptor.replicated else ""
+        more += f"; {self._slots.refused}" if self._slots.refused else ""
         return (
             f"boundary log: {total} for {segment.geometry.num_slots} iterations of at most "
             f"{human(segment.geometry.slot_bytes)}{more}"

@@ -59,13 +59,20 @@ class LogMemory(BesideMemory):
         memory: the rank's memory; segments of an earlier trainer are in its ``logs``.
         engine: copies into them.
         limit_bytes: what all slots together may take; None leaves it to the daemon's quota.
+        replicate: whether what is asked for is to have replicas on other nodes.
     """
 
     def __init__(
-        self, memory: RankMemory, engine: CopyEngine, stats: Stats, limit_bytes: int | None
+        self,
+        memory: RankMemory,
+        engine: CopyEngine,
+        stats: Stats,
+        limit_bytes: int | None,
+        *,
+        replicate: bool = False,
     ) -> None:
         super().__init__(memory, memory.logs, engine)
-        self._stats, self._limit_bytes = stats, limit_bytes
+        self._stats, self._limit_bytes, self._replicate = stats, limit_bytes, replicate
         self._asked = LogSize(0, Room())
         self._facts: Facts | None = None  # what is asked for tells them
         self._misleading = False  # what is there tells less, and nothing else is to be had
@@ -98,7 +105,9 @@ class LogMemory(BesideMemory):
         newest = self.newest
         if newest is not None:
             holds = self._holds(newest, room)
-            if holds and newest.geometry.num_slots >= num_slots and not self._behind(facts):
+            enough = holds and newest.geometry.num_slots >= num_slots
+            as_asked = newest.descriptor.replicated == self._replicate
+            if enough and as_asked and not self._behind(facts):
                 return
             if not holds:
                 room = Room(int(_GROWTH * room.num_records), int(_GROWTH * room.data_bytes))
@@ -114,7 +123,9 @@ class LogMemory(BesideMemory):
         payload = log_payload(header_room(room.num_records), facts)
         self._facts = facts
         try:
-            self._coming = self._memory.reserve_beside("log", room.slot_bytes, num_slots, payload)
+            self._coming = self._memory.reserve_beside(
+                "log", room.slot_bytes, num_slots, payload, replicated=self._replicate
+            )
         except DaemonUnavailable as error:
             self._not_reserved(step, error)
 

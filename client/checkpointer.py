@@ -396,7 +396,9 @@ class Checkpointer:
 
     # -- boundaries of a pipeline ----------------------------------------------------------------
 
-    def log_boundaries(self, stages: Any, *, limit_bytes: int | None = None) -> SilentLog:
+    def log_boundaries(
+        self, stages: Any, *, limit_bytes: int | None = None, replicate: bool = False
+    ) -> SilentLog:
         """Log what these stages send to other stages: a schedule of ``torch.distributed.pipelining``, a stage, or several.
 
         Call it once, before the loop; ``close`` undoes it. Returns the log, as ``boundary_log`` does.
@@ -405,18 +407,20 @@ class Checkpointer:
             ValueError: there is no stage in ``stages``, or it is logged already.
         """
         found = stages_of(stages)
-        log = self.boundary_log(limit_bytes=limit_bytes)
+        log = self.boundary_log(limit_bytes=limit_bytes, replicate=replicate)
         if isinstance(log, BoundaryLog):
             self._cleanup.enter_context(self._pipeline.listen_to(found, log))
             if self._recorder is not None:
                 self._recorder.stages += found
         return log
 
-    def boundary_log(self, *, limit_bytes: int | None = None) -> SilentLog:
+    def boundary_log(self, *, limit_bytes: int | None = None, replicate: bool = False) -> SilentLog:
         """The log for a pipeline of your own: call its ``activation`` and ``gradient`` with what you send.
 
         Args:
-            limit_bytes: the most that it may take; None leaves it to the daemon's quota. Counts where the log is made.
+            limit_bytes: the most that it may take; None leaves it to the daemon's quota. Counts where the log is made, as does the next one.
+            replicate: whether the nodes that hold replicas of this rank's snapshots are to hold its log, too: it is then to be had when this
+                node is lost. Takes as much of their memory; one that has none holds no log, and training goes on.
         """
         if self.off:
             return SilentLog()
@@ -430,6 +434,7 @@ class Checkpointer:
             silent=lambda: self._rehearses or self._verifies,
             on_mismatch=self._on_mismatch,
             limit_bytes=limit_bytes,
+            replicate=replicate,
             alike=self._sharing.alike(self._operators, self._identity.rank),
         )
         if self._park is None and self._identity.world_size > 1:

@@ -14,6 +14,7 @@ from ckptd.memory.ring import SlotRecord, epoch_table
 from ckptd.recovery.facts import RankFacts, facts_from_wire, facts_to_wire
 from ckptd.recovery.held import HeldRecords, from_wire, to_wire
 from ckptd.recovery.holdings import held_from_segments
+from ckptd.recovery.log_facts import facts_told_by_logs
 from ckptd.recovery.pieces import Source
 from ckptd.transport.messages import Member, NodeCard, RunSeen
 
@@ -187,6 +188,8 @@ def _ask(session: SeesRun, job: str, run: str, cards: tuple[NodeCard, ...], stor
 
 def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
     cards = tuple(h.card for h in here)
+    parked = _once(theirs.parked for theirs in everybody)
+    logs = _once(theirs.logs for theirs in everybody)
     # Several nodes may know of the same idle one.
     idle = {card.node: card for theirs in everybody for card in theirs.cards}
     wanted = {name for theirs in everybody for name in theirs.wanted}
@@ -198,9 +201,9 @@ def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
         tuple(sorted(wanted - set(idle) - {card.node for card in cards})),
         everybody[0].clock_s,
         max(theirs.epoch for theirs in everybody),
-        _without(_once(theirs.parked for theirs in everybody), here),
-        _once(theirs.logs for theirs in everybody),
-        _facts_of(here),
+        parked,
+        logs,
+        _facts_of(here, logs, parked),
         tuple(h.hint for h in here),
     )
 
@@ -234,10 +237,16 @@ def _facts_to_wire(rank: int, note: RankNote) -> bytes:
     return facts_to_wire({rank: note.facts or RankFacts((), (), note.alike)})
 
 
-def _facts_of(here: Sequence[_Here]) -> Mapping[int, RankFacts]:
-    """Of the ranks that have some. If no rank has, they may all communicate with each other."""
+def _facts_of(
+    here: Sequence[_Here], logs: Sequence[HeldRecords], parked: Sequence[HeldRecords]
+) -> Mapping[int, RankFacts]:
+    """Of the ranks that have some, or have lost them but not all their logs. If no rank has, they may all communicate with each other."""
     found = facts_from_wire([h.facts for h in here])
     seen = {rank: facts for rank, facts in found.items() if here[rank].seen}
+    for rank, facts in facts_told_by_logs(found.keys() - seen.keys(), logs, parked).items():
+        # As it is built now, too.
+        alike = tuple(sorted({*facts.alike} & {*found[rank].alike}))
+        seen[rank] = RankFacts(facts.neighbours, facts.domain, alike)
     if seen:
         return seen
     everybody = tuple(range(len(here)))

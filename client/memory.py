@@ -501,10 +501,11 @@ class RankMemory:
         *,
         window: int = 1,
         num_operators: int = 1,
+        replicated: bool = False,
     ) -> Future[SegmentInfo]:
         """A further generation of the boundary log or of parked state, for `add_beside`; see `Session.reserve_beside`."""
         told = self._descriptor_of(window, num_operators, payload)
-        descriptor = msgspec.structs.replace(told, kind=kind)
+        descriptor = msgspec.structs.replace(told, kind=kind, replicated=replicated)
         return self.session.reserve_beside(slot_bytes, num_slots, encode_descriptor(descriptor))
 
     def add_beside(self, info: SegmentInfo) -> MappedSegment:

@@ -273,6 +273,7 @@ class ReplicationStatus(Struct, frozen=True, tag=True):
     epoch: int
     floor: int
     targets: tuple[TargetStatus, ...]
+    kind: ShortText = "snapshots"  # or its boundary log
 
 
 class PeerStatus(Struct, frozen=True, tag=True):
@@ -296,6 +297,7 @@ class HostedReplica(Struct, frozen=True, tag=True):
     total_bytes: int
     sealed: int
     newest_iteration: int
+    kind: ShortText = "snapshots"
 
 
 class Peers(Struct, frozen=True, tag=True):

@@ -97,7 +97,10 @@ class HeldSlot(Struct, frozen=True, tag=True):
 
 
 class HeldSegment(Struct, frozen=True, tag=True):
-    """A segment of one rank. ``own`` is false for a replica; ``origin`` names the primary that it copies (or is)."""
+    """A segment of one rank. ``own`` is false for a replica; ``origin`` names the primary that it copies (or is).
+
+    ``facts``: of a boundary log, with whom its rank communicates in a step (`ckptd.recovery.facts.facts_to_wire`).
+    """
 
     name: ShortText
     rank: Rank
@@ -111,6 +114,7 @@ class HeldSegment(Struct, frozen=True, tag=True):
     slot_bytes: Count
     num_slots: NumSlots
     slots: tuple[HeldSlot, ...]
+    facts: Blob = b""
 
 
 class SegmentInfo(Struct, frozen=True, tag=True):

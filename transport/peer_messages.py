@@ -113,6 +113,8 @@ class BeginSlot(Struct, frozen=True, tag=True):
 
     What the run agreed on, as far as the sender knows (`ckptd.replication.replicas.Promise`), comes along, and in which epoch (a snapshot may
     be of an earlier one; -1: in none): a host without a rank of its own is in no tree and would keep everything.
+
+    ``oldest``: of a boundary log, the oldest iteration that the primary holds in this generation (-1: not told).
     """
 
     lease: Ticket
@@ -122,6 +124,7 @@ class BeginSlot(Struct, frozen=True, tag=True):
     horizon: Iteration = -1
     span: Span = 1
     epoch: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
+    oldest: Iteration = -1
 
 
 class RegionFile(Struct, frozen=True):

@@ -8,8 +8,9 @@ from typing import Any
 
 from ckptd.errors import RemoteProtocolError
 from ckptd.recovery.holdings import held_from_segments
+from ckptd.recovery.localized import LocalizedPlan, NotLocalized
 from ckptd.recovery.plan import RecoveryPlan
-from ckptd.recovery.whatif import WhatIf, what_if
+from ckptd.recovery.whatif import RankOutcome, WhatIf, what_if
 from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError
 from ckptd.units import format_bytes, format_table
@@ -60,6 +61,8 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace) -> WhatIf:
     seen = client.ask(m.SeeRun(job, run), m.RunSeen, timeout_s=max(args.timeout, 10.0))
     try:
         held = [h for told in seen.holdings for h in held_from_segments(told.node, told.segments)]
+        logs = [h for told in seen.holdings for h in held_from_segments(told.node, told.logs)]
+        parked = [h for told in seen.holdings for h in held_from_segments(told.node, told.parked)]
     except RemoteProtocolError as error:
         raise RefusedError("internal", str(error)) from error
     homes = {rank: member.card.node for member in seen.members for rank in member.ranks}
@@ -69,7 +72,11 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace) -> WhatIf:
     if not homes:  # no trainer has told this daemon who takes part: its own ranks live here
         homes = {h.rank: h.node for h in held if h.own}
     labels = {member.card.node: member.card.labels for member in seen.members}
-    return what_if(held, max(worlds), homes, labels, args.lose.split(","))
+    lose = args.lose.split(",")
+    try:
+        return what_if(held, max(worlds), homes, labels, lose, logs=logs, parked=parked)
+    except RemoteProtocolError as error:
+        raise RefusedError("internal", str(error)) from error
 
 
 def ask_whereabouts(
@@ -93,16 +100,28 @@ def run_drill(client: ControlClient, args: argparse.Namespace) -> m.DrillReport:
 
 
 def as_json(answer: WhatIf) -> dict[str, Any]:
-    """A `WhatIf` as plain values."""
-    plan = answer.plan
+    """A `WhatIf` as plain values.
+
+    ``together`` is the recovery of all ranks together, ``localized`` the other one (absent for a job without boundary logs); ``recovery`` says
+    which of them counts, or is "none". ``reason`` and ``ranks`` are of that one; ``start`` and ``end`` of the recovery together.
+    """
+    plan, localized = answer.plan, answer.localized
+    apart = isinstance(localized, LocalizedPlan)
     found = {
         "lost_nodes": answer.lost_nodes,
         "recoverable": answer.recoverable,
-        "reason": plan.reason,
+        "recovery": "localized" if apart else "together" if answer.recoverable else "none",
+        "reason": answer.reason,
         "ranks": [dataclasses.asdict(rank) for rank in answer.ranks],
+        "together": {"reason": plan.reason},
     }
     if isinstance(plan, RecoveryPlan):
         found |= {"start": plan.start, "end": plan.end}
+    if localized is not None:
+        told: dict[str, Any] = {"reason": localized.reason}
+        if isinstance(localized, LocalizedPlan):
+            told |= {"resume": localized.resume, "together": localized.together}
+        found["localized"] = told
     return found
 
 
@@ -122,7 +141,7 @@ def render_peers(answer: m.Peers) -> str:
     ]
     targets = [
         [
-            f"{r.job}/{r.run} rank {r.rank}",
+            _whose(r),
             t.node,
             t.phase if t.alive else "lost",
             str(t.held),
@@ -136,7 +155,7 @@ def render_peers(answer: m.Peers) -> str:
     ]
     replicas = [
         [
-            f"{r.job}/{r.run} rank {r.rank}",
+            _whose(r),
             format_bytes(r.total_bytes),
             str(r.sealed),
             _iteration(r.newest_iteration),
@@ -164,26 +183,38 @@ def render_peers(answer: m.Peers) -> str:
 
 def render_what_if(answer: WhatIf) -> str:
     """The plan, and what each rank would go through."""
-    lost = ", ".join(answer.lost_nodes)
+    lost, localized = ", ".join(answer.lost_nodes), answer.localized
+    apart = isinstance(localized, LocalizedPlan)
     head = f"without {lost}: " + ("" if answer.recoverable else "NOT RECOVERABLE: ")
-    lines = [head + answer.plan.reason]
-    rows = [
-        [
-            str(r.rank),
-            r.home + (" (lost)" if r.home_lost else ""),
-            ", ".join(r.sources) or "-",
-            str(r.replayed),
-            str(r.lost_iterations),
-            format_bytes(r.moved_bytes),
-        ]
-        for r in answer.ranks[:_MAX_RANKS]
-    ]
+    if apart:
+        head += "localized recovery, if those who are left park: "
+    lines = [head + answer.reason]
+    if isinstance(localized, NotLocalized):
+        lines.append(f"all ranks together, because {localized.reason}")
+    head_row = ["rank", "home", "recovered from", "replayed", "lost", "moved"]
+    if apart:
+        head_row[2:3] = ["how", "recovered from", "fed by"]
+    rows = [_outcome_row(r, apart) for r in answer.ranks[:_MAX_RANKS]]
     if rows:
-        head_row = ["rank", "home", "recovered from", "replayed", "lost", "moved"]
         lines += ["", format_table(head_row, rows)]
     if len(answer.ranks) > _MAX_RANKS:
         lines.append(f"… and {len(answer.ranks) - _MAX_RANKS} more ranks (--json has all)")
     return "\n".join(lines)
+
+
+def _outcome_row(rank: RankOutcome, apart: bool) -> list[str]:
+    how = f"copies rank {rank.copies}" if rank.copies >= 0 else rank.kind or "-"
+    fed = [f"rank {f.rank} {f.first}-{f.end - 1} ({', '.join(f.sources)})" for f in rank.fed_by]
+    return [
+        str(rank.rank),
+        rank.home + (" (lost)" if rank.home_lost else ""),
+        *([how] if apart else []),
+        ", ".join(rank.sources) or "-",
+        *(["; ".join(fed) or "-"] if apart else []),
+        str(rank.replayed),
+        str(rank.lost_iterations),
+        format_bytes(rank.moved_bytes),
+    ]
 
 
 def render_drill(answer: m.DrillReport) -> str:
@@ -201,6 +232,11 @@ def render_drill(answer: m.DrillReport) -> str:
         f"iterations {answer.start} to {answer.end}: {format_bytes(answer.bytes)} in "
         f"{answer.seconds:.2f} s{rate} ({sources}); {compared}"
     )
+
+
+def _whose(of: m.ReplicationStatus | m.HostedReplica) -> str:
+    """For a table; of a boundary log it is said."""
+    return f"{of.job}/{of.run} rank {of.rank}" + (" log" if of.kind == "log" else "")
 
 
 def _iteration(number: int) -> str:

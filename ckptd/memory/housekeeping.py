@@ -57,6 +57,8 @@ class Housekeeper:
         self._next_scrub_s = 0.0
         # Told of each snapshot that was sealed.
         self.sealed: Callable[[Segment], None] = lambda segment: None
+        # Told of each iteration of a boundary log that was sealed.
+        self.log_sealed: Callable[[Segment], None] = lambda segment: None
         # Told of each segment in which a slot was quarantined.
         self.damaged: Callable[[Segment], None] = lambda segment: None
         # What else is scrubbed: the replicas of other nodes' segments.
@@ -155,6 +157,8 @@ class Housekeeper:
             self._events.count("digest_ns", outcome.digest_ns)
             if segment.holds_snapshots:
                 self.sealed(segment)
+            elif segment.is_log:
+                self.log_sealed(segment)
         elif outcome.verdict is Verdict.DAMAGED:
             self._events.add(
                 "error",

@@ -11,8 +11,14 @@ from typing import Any
 import msgspec
 
 from ckptd.memory.ring import NoSuffix, SlotRecord, SlotState, find_suffix
-from ckptd.memory.segment_format import SlotHeader, origin_of, pack_slot_header
+from ckptd.memory.segment_format import (
+    SegmentDescriptor,
+    SlotHeader,
+    origin_of,
+    pack_slot_header,
+)
 from ckptd.memory.segments import Segment
+from ckptd.recovery.facts import facts_of_log, facts_to_wire
 from ckptd.recovery.holdings import header_record, operators_id
 from ckptd.storage.image import ImageError, ImageView
 from ckptd.transport.messages import HeldSegment, HeldSlot, RankSnapshots, SegmentStatus, SlotInfo
@@ -20,6 +26,7 @@ from ckptd.transport.messages import HeldSegment, HeldSlot, RankSnapshots, Segme
 __all__ = [
     "held_segment",
     "held_slots",
+    "log_records",
     "operator_names",
     "own_memory",
     "rank_snapshots",
@@ -107,6 +114,13 @@ def slot_record(segment: Segment, index: int, header: SlotHeader) -> SlotRecord:
     return header_record(header, segment.generation, index, anchors.to_bytes(width, "little"))
 
 
+def log_records(segment: Segment) -> list[SlotRecord]:
+    """The slots of a boundary log; nothing in them is anchored."""
+    return [
+        header_record(header, segment.generation, index, b"") for index, header in segment.headers()
+    ]
+
+
 def held_slots(segment: Segment) -> tuple[HeldSlot, ...]:
     """The sealed slots of a segment, for those who may want to read or replicate them."""
     width = (segment.descriptor.num_operators + 7) // 8
@@ -137,7 +151,13 @@ def held_segment(segment: Segment, *, own: bool) -> HeldSegment:
         slot_bytes=segment.geometry.slot_bytes,
         num_slots=segment.geometry.num_slots,
         slots=held_slots(segment),
+        facts=_facts(told),
     )
+
+
+def _facts(told: SegmentDescriptor) -> bytes:
+    found = facts_of_log(told.client) if told.is_log else None
+    return b"" if found is None else facts_to_wire({told.rank: found})
 
 
 def operator_names(client: bytes, num_operators: int, rank: int) -> tuple[str, ...]:

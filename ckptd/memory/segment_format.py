@@ -16,7 +16,7 @@ Invariants:
 A *replica* is a segment file of another node's primary, descriptor and headers included; only its name
 tells them apart (``docs/replication.md`` section 4).
 
-A *boundary log* (``docs/boundary_logs.md``) and *parked state* (``docs/parking.md``) are laid out alike. Descriptor, magic and
+A *boundary log* (``docs/boundary_logs.md``; it may have replicas, too) and *parked state* (``docs/parking.md``) are laid out alike. Descriptor, magic and
 name all say what it is, so that nobody, of whatever version, takes it for snapshots.
 """
 
@@ -50,6 +50,7 @@ __all__ = [
     "PARK_MAGIC",
     "PROLOGUE_BYTES",
     "QUIET_OFFSET",
+    "REPLICA_ENDS",
     "SEGMENT_MAGIC",
     "SLOTS_ALIGNMENT",
     "SLOT_HEADER_BYTES",
@@ -126,6 +127,10 @@ _STATES = frozenset(int(state) for state in SlotState)
 _STATE_WORD = 1  # index of the state in a slot header seen as 32-bit words
 Kind = Literal["snapshots", "log", "parked"]
 FILE_ENDS: Mapping[Kind, str] = {"snapshots": ".seg", "log": ".boundary", "parked": ".parked"}
+REPLICA_ENDS: Mapping[Kind, str] = {
+    "snapshots": ".rep",
+    "log": ".logrep",
+}  # no others have replicas
 _MAGICS: Mapping[Kind, bytes] = {
     "snapshots": SEGMENT_MAGIC,
     "log": LOG_MAGIC,
@@ -135,7 +140,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FILE_NAME = re.compile(
     r"(?P<job>[A-Za-z0-9._-]{1,64})~(?P<run>[A-Za-z0-9._-]{1,64})"
     r"~r(?P<rank>0|[1-9][0-9]{0,9})~g(?P<generation>0|[1-9][0-9]{0,9})"
-    r"(?P<end>\.seg|\.boundary|\.parked|~(?P<origin>[0-9a-f]{16})\.rep)"
+    r"(?P<end>\.seg|\.boundary|\.parked|~(?P<origin>[0-9a-f]{16})\.(?:log)?rep)"
 )
 _ORIGIN = re.compile(r"[0-9a-f]{16}")
 _NO_DIGEST = bytes(16)
@@ -149,6 +154,8 @@ _NumOperators = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """Whose segment it is and for what; ``client`` is the trainer's own, opaque to the daemon.
+
+    ``replicated``: of a boundary log, whether it is to have replicas on other nodes. Snapshots have, wherever there are peers.
 
     The bounds are checked where a descriptor is decoded: peers send them, and every table of slots is as wide as they say.
     """
@@ -166,6 +173,7 @@ class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     num_operators: _NumOperators
     client: bytes = b""
     kind: Kind = "snapshots"
+    replicated: bool = False
 
     @property
     def is_log(self) -> bool:
@@ -522,11 +530,19 @@ def segment_file_name(
     return f"{_stem(job, run, rank, generation)}{FILE_ENDS[kind]}"
 
 
-def replica_file_name(job: str, run: str, rank: int, generation: int, origin: str) -> str:
-    """``<job>~<run>~r<rank>~g<generation>~<origin>.rep``."""
+def replica_file_name(
+    job: str, run: str, rank: int, generation: int, origin: str, kind: Kind = "snapshots"
+) -> str:
+    """``<job>~<run>~r<rank>~g<generation>~<origin>.rep``; ``.logrep`` for that of a boundary log.
+
+    Raises:
+        ValueError: there are no replicas of this kind, or something cannot stand in such a name.
+    """
     if not _ORIGIN.fullmatch(origin):
         raise ValueError(f"origin {origin!r} is not 16 hex digits")
-    return f"{_stem(job, run, rank, generation)}~{origin}.rep"
+    if kind not in REPLICA_ENDS:
+        raise ValueError(f"{kind} state is not replicated")
+    return f"{_stem(job, run, rank, generation)}~{origin}{REPLICA_ENDS[kind]}"
 
 
 def parse_segment_file_name(name: str, kind: Kind = "snapshots") -> SegmentName:
@@ -538,15 +554,15 @@ def parse_segment_file_name(name: str, kind: Kind = "snapshots") -> SegmentName:
     return _parse(name, FILE_ENDS[kind])
 
 
-def parse_replica_file_name(name: str) -> ReplicaName:
+def parse_replica_file_name(name: str, kind: Kind = "snapshots") -> ReplicaName:
     """What `replica_file_name` was called with.
 
     Raises:
-        ValueError: ``name`` was not made by it.
+        ValueError: ``name`` was not made by it for this kind.
     """
-    match = _FILE_NAME.fullmatch(name)
-    if match is None or match["origin"] is None:
-        raise ValueError(f"{name!r} is not <job>~<run>~r<rank>~g<generation>~<origin>.rep")
+    match, end = _FILE_NAME.fullmatch(name), REPLICA_ENDS[kind]
+    if match is None or match["origin"] is None or not name.endswith(end):
+        raise ValueError(f"{name!r} is not <job>~<run>~r<rank>~g<generation>~<origin>{end}")
     return ReplicaName(*_parsed(match), match["origin"])
 
 

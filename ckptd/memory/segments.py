@@ -32,6 +32,7 @@ from ckptd.memory.segment_format import (
     FILE_ENDS,
     OWNER_LOCK_BYTE,
     QUIET_OFFSET,
+    REPLICA_ENDS,
     SLOT_HEADER_LEN,
     RingHint,
     SegmentDescriptor,
@@ -272,6 +273,10 @@ class SegmentStore:
         """The boundary logs of a run."""
         return [s for s in self.all_of_run(job, run) if s.is_log]
 
+    def replicated_logs_of(self, key: RankKey) -> list[Segment]:
+        """The boundary logs of a rank of which replicas are wanted, oldest generation first."""
+        return [s for s in self.all_of_rank(key) if s.is_log and s.descriptor.replicated]
+
     def parks_of_run(self, job: str, run: str) -> list[Segment]:
         """The parked states of a run."""
         return [s for s in self.all_of_run(job, run) if s.descriptor.kind == "parked"]
@@ -458,9 +463,10 @@ def _check_file_name(name: str, descriptor: SegmentDescriptor) -> None:
         descriptor.rank,
         descriptor.generation,
     )
-    if name.endswith(".rep") and descriptor.holds_snapshots:
+    replica_end = REPLICA_ENDS.get(descriptor.kind)
+    if replica_end is not None and name.endswith(replica_end):
         told = (*told, origin_of(descriptor))
-        named: tuple[object, ...] = tuple(parse_replica_file_name(name))
+        named: tuple[object, ...] = tuple(parse_replica_file_name(name, descriptor.kind))
     else:
         named = tuple(parse_segment_file_name(name, descriptor.kind))
     if told != named:

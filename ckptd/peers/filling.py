@@ -14,6 +14,7 @@ from functools import partial
 
 from ckptd.events import EventLog
 from ckptd.memory import locks
+from ckptd.memory.inventory import log_records
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import (
     SlotHeader,
@@ -29,7 +30,8 @@ from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.recovery.holdings import header_record
 from ckptd.replication.known_runs import KnownRuns
-from ckptd.replication.replicas import Admit, Promise, admit
+from ckptd.replication.logs import admit_log
+from ckptd.replication.replicas import Admit, Deny, Promise, admit
 from ckptd.storage.image import ImageError, MapFunction, verify
 from ckptd.transport import peer_messages as p
 from ckptd.transport.verbs import Access, Fabric, Region, Scope
@@ -108,21 +110,46 @@ class Filling:
         if message.epoch >= 0:
             self._known.learn(job, run, message.epoch, told, message.span)
         promise, span = self._known.promise(job, run)
-        ordinal = self._replicas.ordinal(segment)
+        if segment.is_log:
+            decision = self._admit_log(segment, header, message)
+        else:
+            decision = self._admit(segment, header, message, promise, span)
+        if not isinstance(decision, Admit):
+            return p.PeerRefused(decision.code, decision.reason)
+        return self._grant(peer, boot_id, segment, decision.index, header)
+
+    def _admit_log(
+        self, segment: Segment, header: SlotHeader, message: p.BeginSlot
+    ) -> Admit | Deny:
+        told = segment.descriptor
+        return admit_log(
+            header_record(header, -1, -1, b""),
+            log_records(segment),
+            oldest=message.oldest,
+            epochs=self._known.epochs(told.job, told.run),
+            busy=self.slots_of(segment) | self._busy(segment),
+        )
+
+    def _admit(
+        self,
+        segment: Segment,
+        header: SlotHeader,
+        message: p.BeginSlot,
+        promise: Promise,
+        span: int,
+    ) -> Admit | Deny:
+        told, ordinal = segment.descriptor, self._replicas.ordinal(segment)
         taken = self.slots_of(segment) | self._busy(segment)
-        decision = admit(
+        return admit(
             header_record(header, -1, -1, message.anchors),
             self._replicas.records_beside(segment),
             segment.descriptor.num_operators,
             generation=ordinal,
             promise=promise,
-            epochs=self._known.epochs(job, run),
+            epochs=self._known.epochs(told.job, told.run),
             span=span,
             busy={(ordinal, index) for index in taken},
         )
-        if not isinstance(decision, Admit):
-            return p.PeerRefused(decision.code, decision.reason)
-        return self._grant(peer, boot_id, segment, decision.index, header)
 
     def seal(self, peer: str, message: p.SealSlot, answer: AnswerPeer) -> None:
         """Verify what was put, and show it to recovery."""

@@ -17,7 +17,7 @@ from functools import partial
 
 from ckptd.events import EventLog
 from ckptd.memory import locks
-from ckptd.memory.inventory import held_segment
+from ckptd.memory.inventory import held_segment, log_records
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import set_slot_state, slot_lock_byte
 from ckptd.memory.segments import Segment, SegmentStore
@@ -28,6 +28,7 @@ from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.reading import Reading
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.replication.known_runs import KnownRuns
+from ckptd.replication.logs import outdated_slots, why_log_removable
 from ckptd.replication.replicas import Promise, removable, stale_slots
 from ckptd.storage.image import MapFunction
 from ckptd.transport import peer_messages as p
@@ -86,7 +87,14 @@ class Host:
         self._lending = Lending(settlers, still_here=self._is_here, failed=self._failed)
         self._reads = Reading(fabric, self._lending, clock=clock)
         self._leases = Leasing(
-            store, replicas, events, slow, ids=ids, told_epoch=self._told_epoch, clock=clock
+            store,
+            replicas,
+            events,
+            slow,
+            ids=ids,
+            told_epoch=self._told_epoch,
+            remove=self.remove,
+            clock=clock,
         )
         self._tickets = Filling(
             fabric,
@@ -150,6 +158,10 @@ class Host:
                 records = self._replicas.records_beside(group[0])
                 for ordinal, index in stale_slots(records, known):
                     self._free(group[ordinal], index)
+        for segment in self._replicas.logs():
+            if (segment.key.job, segment.key.run) == (job, run):
+                for index in outdated_slots(log_records(segment), known):
+                    self._free(segment, index)
 
     def peer_gone(self, peer: str, *, but_boot: str = "") -> None:
         """A peer died: what it was filling is free again. If it is back, what this boot of it has begun goes on."""
@@ -172,7 +184,7 @@ class Host:
         self._reads.tick(now_s)
         for segment, why in self._unneeded(now_s) or self._expired(now_s):
             self.remove(segment, why)
-        self._known.forget_promises(lambda job, run: not self._replicas.of_run(job, run))
+        self._known.forget_promises(lambda job, run: not self._replicas.all_of_run(job, run))
 
     def remove(self, segment: Segment, why: str) -> None:
         """Free a replica's memory."""
@@ -214,6 +226,17 @@ class Host:
                 segment = self._replicas.get(name)
                 if segment is not None and not self._in_use(segment, now_s):
                     found.append((segment, why))
+        return found + self._unneeded_logs(now_s)
+
+    def _unneeded_logs(self, now_s: float) -> list[tuple[Segment, str]]:
+        found: list[tuple[Segment, str]] = []
+        for segment in self._replicas.logs():
+            job, run = segment.key.job, segment.key.run
+            promise, span = self._known.promise(job, run)
+            epochs = self._known.epochs(job, run)
+            why = why_log_removable(log_records(segment), promise.floor, epochs=epochs, span=span)
+            if why and not self._in_use(segment, now_s):
+                found.append((segment, why))
         return found
 
     def _in_use(self, segment: Segment, now_s: float) -> bool:
@@ -221,14 +244,14 @@ class Host:
 
     def _expired(self, now_s: float) -> list[tuple[Segment, str]]:
         """Replicas of runs that nobody has had to do with for long."""
-        for segment in self._replicas:
+        for segment in self._replicas.everything():
             wanted = self._leases.is_open(segment, now_s) or self._tickets.slots_of(segment)
             if wanted or segment.path.name not in self._used_s:
                 self._used_s[segment.path.name] = now_s
         limit_s = self._retain_s
         return [
             (segment, f"nobody has used it for {format_age(limit_s)}")
-            for segment in self._replicas
+            for segment in self._replicas.everything()
             if limit_s and now_s - self._used_s[segment.path.name] > limit_s
         ]
 
@@ -268,7 +291,7 @@ class Host:
 
     def _find(self, job: str, run: str, name: str) -> Segment | None:
         # Logs and parked state, too: a peer reads them as it reads snapshots.
-        for segment in (*self._store.all_of_run(job, run), *self._replicas.of_run(job, run)):
+        for segment in (*self._store.all_of_run(job, run), *self._replicas.all_of_run(job, run)):
             if segment.path.name == name:
                 return segment
         return None
@@ -285,6 +308,7 @@ def local_holdings(
     own = [held_segment(s, own=True) for s in store.of_run(job, run)]
     others = [held_segment(s, own=False) for s in replicas.of_run(job, run)]
     logs = [held_segment(s, own=True) for s in store.logs_of_run(job, run)]
+    logs += [held_segment(s, own=False) for s in replicas.all_of_run(job, run) if s.is_log]
     parked = [held_segment(s, own=True) for s in store.parks_of_run(job, run)]
     return Holdings(
         store.node_id,

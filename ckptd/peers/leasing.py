@@ -3,6 +3,8 @@
 A lease is good until its peer is gone, and means nothing to a later boot of either side. One that has not been used for a while
 does not keep a replica that nothing else needs: its peer opens it again. One whose peer is silent does not keep a replica from
 expiring: nobody may ever tell that this peer is gone.
+
+Snapshots come first: a replica of them that finds no memory gets that of replicas of boundary logs, and for a while no further log is taken in.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ __all__ = ["Leasing"]
 _MAX_LEASES = 65_536
 _IDLE_S = 60.0  # longer than a sender that has something to send waits before it asks again
 _SILENT_S = 60.0
+_SNAPSHOTS_FIRST_S = (
+    120.0  # longer than a sender of snapshots that was refused waits before it asks again
+)
 
 
 @dataclass(slots=True)
@@ -45,6 +50,7 @@ class Leasing:
         slow: workers for making memory.
         ids: numbers that no earlier boot of ours has given.
         told_epoch: called with each message that is what its descriptor says.
+        remove: frees a replica's memory, told why.
     """
 
     def __init__(
@@ -56,10 +62,12 @@ class Leasing:
         *,
         ids: Iterator[int],
         told_epoch: Callable[[p.OpenReplica], None],
+        remove: Callable[[Segment, str], None],
         clock: Callable[[], float],
     ) -> None:
         self._store, self._replicas, self._events = store, replicas, events
         self._slow, self._ids, self._told_epoch, self._clock = slow, ids, told_epoch, clock
+        self._remove, self._short_until_s = remove, float("-inf")
         self._leases: dict[int, _Lease] = {}
         self._building: dict[str, list[tuple[str, p.OpenReplica, AnswerPeer]]] = {}
 
@@ -67,9 +75,9 @@ class Leasing:
         """Find or make the replica, and answer with a lease on it, now or later."""
         try:
             descriptor = decode_descriptor(message.descriptor)
-            if not descriptor.holds_snapshots:
-                what = "boundary logs are" if descriptor.is_log else "parked state is"
-                raise ValueError(f"{what} not replicated")
+            if not (descriptor.holds_snapshots or (descriptor.is_log and descriptor.replicated)):
+                asked = "boundary logs are not replicated unless their rank asks for it"
+                raise ValueError(asked if descriptor.is_log else "parked state is not replicated")
             num_slots = _slots_for(message, descriptor)
             plan = self._replicas.plan(descriptor, num_slots, message.slot_bytes, message.origin)
         except (SegmentError, ValueError) as error:
@@ -170,6 +178,13 @@ class Leasing:
 
     def _build(self, plan: SegmentPlan) -> None:
         refused = self._replicas.refusal(plan)
+        if plan.descriptor.is_log:
+            refused = refused or self._kept_for_snapshots()
+        elif refused:
+            self._short_until_s = self._clock() + _SNAPSHOTS_FIRST_S
+            if self._made_room(plan):
+                self._refuse(plan, p.PeerRefused("busy", "room is being made: try again"))
+                return
         if refused:
             self._events.add("warning", "replica_refused", refused, plan.key)
             self._refuse(plan, p.PeerRefused("quota", refused, "raise its CKPTD_MEMORY"))
@@ -183,6 +198,23 @@ class Leasing:
         if not started:
             self._replicas.cancel(plan)
             self._refuse(plan, p.PeerRefused("busy", "too many segments are being made"))
+
+    def _kept_for_snapshots(self) -> str:
+        """Why a log is not taken in although there is memory for it, or ""."""
+        waiting = self._clock() < self._short_until_s
+        return "memory is wanted for replicas of snapshots, which come first" if waiting else ""
+
+    def _made_room(self, plan: SegmentPlan) -> bool:
+        """Whether replicas of logs went so that this one of snapshots can be made, as soon as their memory is given back."""
+        missing = plan.geometry.total_bytes - self._replicas.free_bytes
+        logs = sorted(self._replicas.logs(), key=lambda s: s.file_bytes, reverse=True)
+        if sum(log.file_bytes for log in logs) < missing:
+            return False
+        for log in logs:
+            if missing > 0:
+                missing -= log.file_bytes
+                self._remove(log, f"the replica of the snapshots of {plan.key} needs its memory")
+        return True
 
     def _built(self, plan: SegmentPlan, segment: Segment) -> None:
         self._replicas.enter(plan, segment)
@@ -203,5 +235,7 @@ class Leasing:
 
 
 def _slots_for(message: p.OpenReplica, descriptor: SegmentDescriptor) -> int:
-    """Over a gap, the old suffix and the new one must both find room, or neither could ever go."""
+    """Over a gap, the old suffix and the new one must both find room, or neither could ever go. A log follows its primary."""
+    if descriptor.is_log:
+        return message.num_slots
     return max(message.num_slots, 2 * max(descriptor.window, message.span))

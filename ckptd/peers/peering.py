@@ -237,14 +237,23 @@ class Peering:
         self.see_run(SeeRun(message.job, message.run), self.fetches.drill(key, answer))
 
     def sealed(self, segment: Segment) -> None:
-        """A slot of one of our ranks was sealed."""
-        self.changed(segment.key)
+        """A snapshot of one of our ranks was sealed."""
+        run = self.runs.get((segment.key.job, segment.key.run))
+        if run is not None:
+            run.sealed(segment.key.rank)
+
+    def log_sealed(self, segment: Segment) -> None:
+        """A slot of a boundary log of one of our ranks was sealed."""
+        run = self.runs.get((segment.key.job, segment.key.run))
+        if run is not None and segment.descriptor.replicated:
+            run.logged(segment.key.rank)
 
     def changed(self, key: RankKey) -> None:
-        """The snapshots of one of our ranks changed: one was sealed, or a generation went."""
+        """What there is of one of our ranks changed: a snapshot was sealed, or a generation, of whatever kind, went."""
         run = self.runs.get((key.job, key.run))
         if run is not None:
             run.sealed(key.rank)
+            run.logged(key.rank)
 
     def scrub_with(self, doubt: Doubt) -> None:
         """What verifies a slot that a peer, or a fetch of this node, found damaged."""
@@ -269,7 +278,7 @@ class Peering:
         if found is not None:
             self._end(found)
         freed = 0
-        for segment in self.replicas.of_run(job, run):
+        for segment in self.replicas.all_of_run(job, run):
             freed += segment.file_bytes
             if self.host is not None:
                 self.host.remove(segment, "its run was forgotten")
@@ -303,7 +312,7 @@ class Peering:
             public_key=card.public_key,
             peers=self.neighbours.status(now_s),
             ranks=tuple(s for run in self.runs.values() for s in run.status(now_s)),
-            replicas=tuple(_hosted(segment) for segment in self.replicas),
+            replicas=tuple(_hosted(segment) for segment in self.replicas.everything()),
             counters=self.fabric_counters,
         )
 
@@ -432,6 +441,7 @@ def _hosted(segment: Segment) -> HostedReplica:
         segment.file_bytes,
         len(sealed),
         max(sealed, default=-1),
+        told.kind,
     )
 
 

@@ -1,4 +1,6 @@
-"""The replica segments of this node: other nodes' snapshots, beside the segments of its own ranks.
+"""The replica segments of this node: other nodes' snapshots and boundary logs, beside the segments of its own ranks.
+
+As in `SegmentStore`, whoever looks for snapshots must not come upon a log: iterating, `of_run` and `groups` leave them out.
 
 They share folder and quota with `SegmentStore` and are found again after a restart in the same way. What a rank of this
 node is promised goes first: a replica gets memory only if that leaves room. All methods belong to the daemon's loop thread.
@@ -20,6 +22,7 @@ from ckptd.errors import SegmentError
 from ckptd.memory.inventory import slot_record
 from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_format import (
+    REPLICA_ENDS,
     SegmentDescriptor,
     SlotHeader,
     decode_descriptor,
@@ -63,10 +66,18 @@ class ReplicaStore:
         self.promised: Callable[[], Mapping[RankKey, int]] = dict
 
     def __iter__(self) -> Iterator[Segment]:
-        return iter([self._segments[name] for name in sorted(self._segments)])
+        return iter([s for s in self.everything() if s.holds_snapshots])
 
     def __len__(self) -> int:
-        return len(self._segments)
+        return sum(s.holds_snapshots for s in self._segments.values())
+
+    def everything(self) -> list[Segment]:
+        """Every replica, of boundary logs, too."""
+        return [self._segments[name] for name in sorted(self._segments)]
+
+    def logs(self) -> list[Segment]:
+        """The replicas of boundary logs."""
+        return [s for s in self.everything() if s.is_log]
 
     @property
     def used_bytes(self) -> int:
@@ -77,13 +88,21 @@ class ReplicaStore:
         return self._segments.get(name)
 
     def of_run(self, job: str, run: str) -> list[Segment]:
-        return [s for s in self if (s.descriptor.job, s.descriptor.run) == (job, run)]
+        """The replicas of a run's snapshots."""
+        return [s for s in self.all_of_run(job, run) if s.holds_snapshots]
+
+    def all_of_run(self, job: str, run: str) -> list[Segment]:
+        """Every replica of a run."""
+        every = self.everything()
+        return [s for s in every if (s.descriptor.job, s.descriptor.run) == (job, run)]
 
     def adopt(self) -> tuple[list[Segment], list[tuple[Path, str]], list[tuple[Segment, int]]]:
         """Take over the replicas of an earlier daemon; returns them, (bad file, why) pairs, and slots whose header was damaged."""
         bad: list[tuple[Path, str]] = []
         damaged: list[tuple[Segment, int]] = []
-        for path in sorted(self._store.folder.glob("*.rep")):
+        for path in sorted(
+            p for e in REPLICA_ENDS.values() for p in self._store.folder.glob(f"*{e}")
+        ):
             try:
                 segment = open_segment(path)
             except (OSError, ValueError, SegmentError) as error:
@@ -93,7 +112,7 @@ class ReplicaStore:
                 continue
             damaged += [(segment, index) for index in _free_unsealed(segment)]
             self._segments[path.name] = segment
-        return list(self), bad, damaged
+        return self.everything(), bad, damaged
 
     def plan(
         self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int, origin: str
@@ -117,12 +136,13 @@ class ReplicaStore:
             descriptor.rank,
             descriptor.generation,
             origin_of(descriptor),
+            descriptor.kind,
         )
         return SegmentPlan(descriptor, geometry, self._store.folder / name)
 
     def rings_of(self, descriptor: SegmentDescriptor) -> list[Segment]:
         """The rings of one primary here, narrowest and oldest first."""
-        of_run = self.of_run(descriptor.job, descriptor.run)
+        of_run = self.all_of_run(descriptor.job, descriptor.run)
         found = [s for s in of_run if same_primary(s.descriptor, descriptor)]
         return sorted(found, key=lambda s: s.descriptor.created_at_ns)
 

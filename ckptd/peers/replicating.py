@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckptd.events import EventLog
-from ckptd.memory.inventory import records_of
 from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_format import origin_of, unpack_slot_header
 from ckptd.memory.segments import SegmentStore
@@ -20,6 +19,7 @@ from ckptd.memory.slot_files import region_of
 from ckptd.memory.slot_holds import SlotHolds
 from ckptd.memory.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick
 from ckptd.peers.peer_link import PeerLink
+from ckptd.peers.rings import Ring
 from ckptd.recovery.holdings import header_record
 from ckptd.replication.core import Replicator
 from ckptd.replication.events import (
@@ -61,9 +61,10 @@ class _Grant:
 
 
 class RankReplication:
-    """Sends one rank's snapshots to its targets.
+    """Sends one rank's snapshots, or its boundary log, to its targets.
 
     Args:
+        ring: which of them.
         link: the connection to a node, None if its address is not known.
         epoch: the run's current epoch, where it starts, and the largest window.
         promise: the run's floor, horizon and span, as far as they are known here, and the epoch of which they are.
@@ -74,6 +75,7 @@ class RankReplication:
         self,
         key: RankKey,
         core: Replicator,
+        ring: Ring,
         store: SegmentStore,
         events: EventLog,
         *,
@@ -84,7 +86,7 @@ class RankReplication:
         deadline_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self.key, self.core = key, core
+        self.key, self.core, self.ring = key, core, ring
         self._store, self._events = store, events
         self._link, self._epoch, self._promise = link, epoch, promise
         self._progressed = progressed
@@ -93,7 +95,6 @@ class RankReplication:
         self._leases: dict[tuple[str, int], int] = {}
         self._transfers: dict[tuple[str, SnapshotKey], Transfer] = {}
         self._granted: set[tuple[str, int]] = set()  # node, ticket: neither sealed nor given back
-        self._num_operators = 0
         self._closed = False
 
     def set_targets(self, nodes: Iterable[str]) -> None:
@@ -115,12 +116,8 @@ class RankReplication:
             self._handle(event)
 
     def _slots(self) -> list[Slots]:
-        segments = self._store.of_rank(self.key)
-        if segments:
-            self._num_operators = segments[-1].descriptor.num_operators
-        if not self._num_operators:
-            return []  # there never was anything
-        return [Slots(tuple(r for r in records_of(segments) if r.sealed), self._num_operators)]
+        found = self.ring.slots()
+        return [] if found is None else [found]
 
     def peer_lost(self, node: str, reason: str) -> None:
         self._cancel_to(node)
@@ -208,9 +205,9 @@ class RankReplication:
         )
 
         def opened(reply: p.ReplicaOpened) -> None:
-            held = tuple(r for s in reply.held if (r := _record(generation, s)) is not None)
+            held = (r for s in reply.held if (r := _record(generation, s)) is not None)
             self._leases[node, generation] = reply.lease
-            self.feed(Opened(node, generation, reply.lease, held))
+            self.feed(Opened(node, generation, reply.lease, tuple(map(self.ring.told, held))))
 
         link.ask(
             message,
@@ -233,6 +230,7 @@ class RankReplication:
             held.segment.raw_header(held.index),
             effect.record.anchors.to_bytes(width, "little"),
             *self._promise(),
+            self.ring.oldest(key.generation),
         )
 
         def granted(reply: p.SlotGranted) -> None:

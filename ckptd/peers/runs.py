@@ -17,9 +17,11 @@ from ckptd.memory.segments import SegmentStore
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.peers.replicating import RankReplication
+from ckptd.peers.rings import LogRing, Ring, SnapshotRing
 from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
 from ckptd.replication.core import Replicator
 from ckptd.replication.floor import NOTHING_CARRIED, Carried, FloorKind, FloorMessage, FloorTree
+from ckptd.replication.logs import LogReplicator
 from ckptd.replication.replicas import Promise
 from ckptd.sessions import RankKey
 from ckptd.settings import DaemonConfig
@@ -60,6 +62,7 @@ class Run:
         self.epoch, self.epoch_start = -1, -1
         self.members: tuple[Member, ...] = ()
         self.ranks: dict[int, RankReplication] = {}
+        self.logs: dict[int, RankReplication] = {}  # by rank: its boundary log, on the same targets
         self.dead: set[str] = set()
         self.placement = Placement({}, {}, (), "nobody has joined yet")
         self.promise = Promise()
@@ -87,32 +90,70 @@ class Run:
         if fresh:
             self._begin(message)
         if key.rank not in self.ranks:
-            self.ranks[key.rank] = RankReplication(
+            ring = SnapshotRing(self._store, key)
+            self.ranks[key.rank] = self._replication(
                 key,
                 Replicator(),
-                self._store,
-                self._events,
-                link=self._link,
-                epoch=lambda: (*self.epoch_pair, self.span),
-                promise=lambda: (self.promise.floor, self.promise.horizon, self.span, self.epoch),
+                ring,
+                span=lambda: self.span,
                 progressed=lambda: self._progressed(key.rank),
-                deadline_s=self._config.peer_deadline_s,
-                clock=self._clock,
+            )
+            # No suffix, and no floor that would wait for it.
+            self.logs[key.rank] = self._replication(
+                key,
+                LogReplicator(),
+                LogRing(self._store, key),
+                span=lambda: 1,
+                progressed=lambda: None,
             )
         self._retarget()
         self.ranks[key.rank].changed()
+        self.logs[key.rank].changed()
         self._progressed(key.rank)
         return ""
 
+    def _replication(
+        self,
+        key: RankKey,
+        core: Replicator,
+        ring: Ring,
+        *,
+        span: Callable[[], int],
+        progressed: Callable[[], None],
+    ) -> RankReplication:
+        return RankReplication(
+            key,
+            core,
+            ring,
+            self._store,
+            self._events,
+            link=self._link,
+            epoch=lambda: (*self.epoch_pair, span()),
+            promise=lambda: (self.promise.floor, self.promise.horizon, self.span, self.epoch),
+            progressed=progressed,
+            deadline_s=self._config.peer_deadline_s,
+            clock=self._clock,
+        )
+
+    @property
+    def _replications(self) -> list[RankReplication]:
+        """Of snapshots and of logs."""
+        return [*self.ranks.values(), *self.logs.values()]
+
     def sealed(self, rank: int) -> None:
-        """Something of this rank was sealed here."""
+        """A snapshot of this rank was sealed here, or a generation of it went."""
         if rank in self.ranks:
             self.ranks[rank].changed()
+
+    def logged(self, rank: int) -> None:
+        """The log of an iteration of this rank was sealed here, or a generation of it went."""
+        if rank in self.logs:
+            self.logs[rank].changed()
 
     def peer_lost(self, node: str, reason: str) -> None:
         if node in self._nodes() and node not in self.dead:
             self.dead.add(node)
-            for replication in self.ranks.values():
+            for replication in self._replications:
                 replication.peer_lost(node, reason)
             self._retarget()
 
@@ -120,12 +161,12 @@ class Run:
         if node in self.dead:
             self.dead.discard(node)
             self._retarget()
-        for replication in self.ranks.values():
+        for replication in self._replications:
             replication.peer_back(node)
 
     def peer_restarted(self, node: str) -> None:
         """It is there, and knows nothing of our leases any more."""
-        for replication in self.ranks.values():
+        for replication in self._replications:
             replication.peer_restarted(node)
 
     def tick(self) -> None:
@@ -133,6 +174,9 @@ class Run:
             replication.changed()  # a trainer seals its own slots while we are away
             replication.tick()
             self._progressed(rank)
+        for log in self.logs.values():
+            log.changed()
+            log.tick()
         if self._tree is not None:
             self._send(self._tree.resend(now_s=self._clock()))
         self._protect()
@@ -140,7 +184,7 @@ class Run:
     def wake(self, now_s: float) -> float:
         """Try again what waited until now; returns when this is wanted next (infinity: not at all)."""
         due = float("inf")
-        for replication in self.ranks.values():
+        for replication in self._replications:
             at_s = replication.core.wake_at_s
             if at_s is not None and at_s <= now_s:
                 replication.tick()
@@ -173,36 +217,45 @@ class Run:
         return tree.on_floor(message.value, horizon=message.horizon, span=message.span)
 
     def status(self, now_s: float) -> list[ReplicationStatus]:
-        """Every local rank, for `ckptctl peers`."""
-        return [
-            ReplicationStatus(
-                self.job,
-                self.run,
-                rank,
-                self.epoch,
-                self.promise.floor,
-                tuple(
-                    TargetStatus(
-                        t.node,
-                        t.phase,
-                        t.alive,
-                        t.counted,
-                        t.held,
-                        t.current_up_to,
-                        t.lag.iterations,
-                        t.lag.bytes,
-                        t.reason,
-                    )
-                    for t in replication.core.states(now_s=now_s)
-                ),
-            )
-            for rank, replication in sorted(self.ranks.items())
-        ]
+        """Every local rank, for `ckptctl peers`; its log, too, where it is to be replicated."""
+        told = [self._status(r, "snapshots", now_s) for _, r in sorted(self.ranks.items())]
+        wanted = (
+            rank for rank in sorted(self.logs) if self._store.replicated_logs_of(self._key(rank))
+        )
+        return told + [self._status(self.logs[rank], "log", now_s) for rank in wanted]
+
+    def _status(self, replication: RankReplication, kind: str, now_s: float) -> ReplicationStatus:
+        return ReplicationStatus(
+            self.job,
+            self.run,
+            replication.key.rank,
+            self.epoch,
+            self.promise.floor,
+            tuple(
+                TargetStatus(
+                    t.node,
+                    t.phase,
+                    t.alive,
+                    t.counted,
+                    t.held,
+                    t.current_up_to,
+                    t.lag.iterations,
+                    t.lag.bytes,
+                    t.reason,
+                )
+                for t in replication.core.states(now_s=now_s)
+            ),
+            kind,
+        )
+
+    def _key(self, rank: int) -> RankKey:
+        return RankKey(self.job, self.run, rank)
 
     def close(self) -> None:
-        for replication in self.ranks.values():
+        for replication in self._replications:
             replication.close()
         self.ranks.clear()
+        self.logs.clear()
 
     # -- membership ------------------------------------------------------------------------------
 
@@ -270,6 +323,7 @@ class Run:
         for rank, replication in self.ranks.items():
             # Also if they are the same: the replication may be new (another epoch, another rank).
             replication.set_targets(self.placement.targets.get(rank, ()))
+            self.logs[rank].set_targets(self.placement.targets.get(rank, ()))
         for warning in self.placement.warnings:
             if warning not in before.warnings:
                 self._events.add("warning", "placement", f"{self.job}/{self.run}: {warning}")
@@ -310,7 +364,7 @@ class Run:
     def _window(self, rank: int) -> int:
         if self._num_ranks == 1:
             return 1  # there is nobody whose start it must have
-        segments = self._store.of_rank(RankKey(self.job, self.run, rank))
+        segments = self._store.of_rank(self._key(rank))
         return max((s.descriptor.window for s in segments), default=1)
 
     @property
@@ -368,7 +422,7 @@ class Run:
         sole = (core.sole or not held) and self._together()
         behind = min(core.behind, _MOST)
         hint = RingHint(promise.floor, promise.horizon, min(self.span, _MOST), sole, behind, epoch)
-        for segment in self._store.of_rank(RankKey(self.job, self.run, rank)):
+        for segment in self._store.of_rank(self._key(rank)):
             segment.protect(hint)
 
     def _together(self) -> bool:

@@ -21,7 +21,14 @@ from msgspec import Meta
 from ckptd.errors import RemoteProtocolError
 from ckptd.recovery.tables import listed
 
-__all__ = ["RankFacts", "Relations", "facts_from_wire", "facts_to_wire", "relate"]
+__all__ = [
+    "RankFacts",
+    "Relations",
+    "facts_from_wire",
+    "facts_of_log",
+    "facts_to_wire",
+    "relate",
+]
 
 
 class RankFacts(msgspec.Struct, frozen=True):
@@ -204,6 +211,33 @@ def facts_from_wire(payloads: Iterable[bytes]) -> dict[int, RankFacts]:
                 hint="Check that all ranks run the same version of ckptd",
             ) from error
     return facts
+
+
+class _LogFacts(msgspec.Struct, frozen=True):
+    neighbours: list[_Count]
+    domain: list[_Count]
+    alike: list[_Count]
+
+
+class _LogPayload(msgspec.Struct, frozen=True):
+    """What is read here of the trainer's part of a log's descriptor; there is more in it."""
+
+    facts: _LogFacts | None = None
+
+
+def facts_of_log(client: bytes) -> RankFacts | None:
+    """The facts in the trainer's part of a boundary log's descriptor.
+
+    None where it tells none, or in a way that is not known here: then its rank has told nothing, which costs replay and no exactness.
+    """
+    try:
+        told = msgspec.msgpack.decode(client, type=_LogPayload).facts
+    except msgspec.MsgspecError:
+        return None
+    if told is None:
+        return None
+    lists = [tuple(sorted(set(ranks))) for ranks in (told.neighbours, told.domain, told.alike)]
+    return RankFacts(*lists)
 
 
 def _with(rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:

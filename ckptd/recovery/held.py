@@ -21,7 +21,8 @@ STORE_NODE = ".store"  # what is durable is told under this name, which no node 
 class HeldRecords:
     """The slots of one segment on one node; ``own`` is false for a replica.
 
-    Operator ids in the records mean the same wherever ``operators_id`` is the same.
+    Operator ids in the records mean the same wherever ``operators_id`` is the same. ``facts``: what a boundary log tells of its rank
+    (`ckptd.recovery.facts.facts_to_wire`).
     """
 
     node: str
@@ -32,6 +33,7 @@ class HeldRecords:
     operators_id: str
     slot_bytes: int
     records: tuple[SlotRecord, ...]
+    facts: bytes = b""
 
 
 def to_wire(held: Iterable[HeldRecords]) -> bytes:
@@ -131,6 +133,7 @@ class _WireHeld(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     operators_id: str
     slot_bytes: _Count
     records: list[_WireRecord]
+    facts: bytes = b""
 
     @classmethod
     def of(cls, held: HeldRecords) -> _WireHeld:
@@ -143,6 +146,7 @@ class _WireHeld(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
             held.operators_id,
             held.slot_bytes,
             [_WireRecord.of(record, held.num_operators) for record in held.records],
+            held.facts,
         )
 
     def held(self) -> HeldRecords:
@@ -155,6 +159,7 @@ class _WireHeld(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
             self.operators_id,
             self.slot_bytes,
             tuple(record.record(self.num_operators) for record in self.records),
+            self.facts,
         )
 
 

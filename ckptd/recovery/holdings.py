@@ -41,6 +41,7 @@ def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldR
             operators_id=segment.operators_id,
             slot_bytes=segment.slot_bytes,
             records=tuple(_record(node, segment, slot) for slot in segment.slots),
+            facts=segment.facts,
         )
         for segment in segments
     ]

@@ -1,7 +1,8 @@
 """What would be left if nodes were lost: the recovery plan of the nodes that would remain.
 
-Nothing here knows more than a real recovery would: the same holdings go through the same plan
-(`ckptd.recovery.plan`), without those of the lost nodes. Pure, so that it can be asked at any time.
+Nothing here knows more than a real recovery would: the same holdings go through the same plans (`ckptd.recovery.plan`, and for a job that logs
+its boundaries `ckptd.recovery.localized`), without those of the lost nodes. For the latter it is assumed that whoever is left parks, at the newest
+iteration of which all of them have a snapshot; what a later step has logged by now is not counted on. Pure, so that it can be asked at any time.
 """
 
 from __future__ import annotations
@@ -9,13 +10,27 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptd.memory.ring import epoch_table, live
+from ckptd.memory.ring import SlotRecord, SlotState, epoch_table, live
+from ckptd.recovery.localized import LocalizedPlan, NotLocalized, RankKind, plan_localized
+from ckptd.recovery.log_facts import facts_told_by_logs
 from ckptd.recovery.plan import HeldRecords, NoRecovery, Piece, RecoveryPlan, plan_recovery
+from ckptd.recovery.tables import listed
 
-__all__ = ["NODE_LABEL", "RankOutcome", "WhatIf", "select_nodes", "what_if"]
+__all__ = ["NODE_LABEL", "FedBy", "RankOutcome", "WhatIf", "select_nodes", "what_if"]
 
 NODE_LABEL = "node"  # every node has it, and its value is the node's name
 _SHOWN = 8
+_NOT_THERE_YET = "to be parked"  # a segment's name, as no file has it
+
+
+@dataclass(frozen=True, slots=True)
+class FedBy:
+    """Whose log a rank would be fed from, in the iterations from ``first`` to before ``end``, and the nodes where it would be read."""
+
+    rank: int
+    first: int
+    end: int
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +40,13 @@ class RankOutcome:
     Args:
         home_lost: whether the node it runs on is among the lost ones.
         sources: the nodes from which it would be recovered; empty if it cannot be.
-        replayed: iterations that it repeats from snapshots, to be exact again.
+        replayed: iterations that it repeats from snapshots.
         lost_iterations: iterations between where it would resume and its newest snapshot now.
-        moved_bytes: what would come from other nodes; all of it where the home is lost.
+        moved_bytes: what would come from other nodes; all of it where the home is lost. Of a state that is yet to be parked this is a guess: as much
+            as the rank's largest snapshot.
+        kind: in a localized recovery: where its state comes from; None where all ranks recover together.
+        copies: whose parked state it copies; -1: nobody's.
+        fed_by: whose logs it is fed from.
     """
 
     rank: int
@@ -37,20 +56,37 @@ class RankOutcome:
     replayed: int
     lost_iterations: int
     moved_bytes: int
+    kind: RankKind | None = None
+    copies: int = -1
+    fed_by: tuple[FedBy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """The answer: which nodes were meant, the plan (or why there is none), and what it costs each rank."""
+    """The answer: which nodes were meant, the plans (or why there is none), and what it costs each rank.
+
+    Args:
+        plan: of all ranks together, from snapshots.
+        ranks: by the localized plan if there is one, else by the other.
+        localized: None for a job that does not log its boundaries.
+    """
 
     lost_nodes: tuple[str, ...]
     plan: RecoveryPlan | NoRecovery
     ranks: tuple[RankOutcome, ...]
+    localized: LocalizedPlan | NotLocalized | None = None
 
     @property
     def recoverable(self) -> bool:
-        """Whether the job would go on from a snapshot."""
-        return isinstance(self.plan, RecoveryPlan)
+        """Whether the job would go on from where it was."""
+        return isinstance(self.plan, RecoveryPlan) or isinstance(self.localized, LocalizedPlan)
+
+    @property
+    def reason(self) -> str:
+        """Of the plan that counts."""
+        if isinstance(self.localized, LocalizedPlan):
+            return self.localized.reason
+        return self.plan.reason
 
 
 def what_if(
@@ -59,6 +95,9 @@ def what_if(
     homes: Mapping[int, str],
     labels: Mapping[str, Mapping[str, str]],
     lose: Sequence[str],
+    *,
+    logs: Iterable[HeldRecords] = (),
+    parked: Iterable[HeldRecords] = (),
 ) -> WhatIf:
     """What losing all these nodes at once would mean.
 
@@ -67,21 +106,34 @@ def what_if(
         homes: the node on which each rank runs.
         labels: of each node, such as ``{"node-3": {"rack": "A"}}``.
         lose: selectors ``label=value``; ``node=<name>`` needs no label. A node that any of them fits is lost.
+        logs: the boundary logs that the nodes hold, with the facts that they tell.
+        parked: the parked states that they hold already.
     Raises:
         ValueError: a selector fits no node, or is none.
+        RemoteProtocolError: the facts of a log cannot be read.
     """
-    known = list(held)
-    nodes = {h.node for h in known} | set(homes.values()) | set(labels)
-    lost = select_nodes(nodes, labels, lose)
+    known, logged, parks = list(held), list(logs), list(parked)
+    nodes = {h.node for each in (known, logged, parks) for h in each}
+    lost = select_nodes(nodes | set(homes.values()) | set(labels), labels, lose)
     # A rank whose node is gone runs elsewhere: nothing is at home there.
     left = {rank: node for rank, node in homes.items() if node not in lost}
-    plan = plan_recovery(known, world_size, homes=left, lost=set(lost))
-    newest = _newest(known)
+    epochs = epoch_table(r for each in (logged, parks) for h in each for r in h.records)
+    plan = plan_recovery(known, world_size, homes=left, lost=set(lost), epochs=epochs)
+    newest = _newest(known, epochs)
+    localized, whose = None, {}
+    if logged:
+        remaining = ([h for h in each if h.node not in lost] for each in (known, logged, parks))
+        snapshots, there, states = remaining
+        states += _to_be_parked(snapshots, left, newest, epochs)
+        localized = _localized(snapshots, there, states, world_size, left, newest)
+        whose = {(h.node, h.segment): h.rank for h in states}
     ranks = tuple(
-        _outcome(rank, plan, homes.get(rank, ""), lost, newest.get(rank, -1))
+        _apart(rank, localized, homes.get(rank, ""), lost, newest.get(rank, -1), whose)
+        if isinstance(localized, LocalizedPlan)
+        else _outcome(rank, plan, homes.get(rank, ""), lost, newest.get(rank, -1))
         for rank in range(world_size)
     )
-    return WhatIf(lost, plan, ranks)
+    return WhatIf(lost, plan, ranks, localized)
 
 
 def select_nodes(
@@ -105,15 +157,89 @@ def select_nodes(
     return tuple(sorted(found))
 
 
-def _newest(held: Iterable[HeldRecords]) -> dict[int, int]:
+def _localized(
+    snapshots: Sequence[HeldRecords],
+    logs: Sequence[HeldRecords],
+    parked: Sequence[HeldRecords],
+    world_size: int,
+    homes: Mapping[int, str],
+    newest: Mapping[int, int],
+) -> LocalizedPlan | NotLocalized:
+    """The plan of those who are left, when they have parked."""
+    if not homes:
+        return NotLocalized("no node is left on which a rank trains")
+    without = sorted(rank for rank in homes if newest.get(rank, -1) < 0)
+    if without:
+        return NotLocalized(f"there is no snapshot yet of {listed('rank', without)}")
+    facts = facts_told_by_logs(range(world_size), logs, parked)
+    return plan_localized(snapshots, parked, logs, facts, world_size, homes=homes)
+
+
+def _to_be_parked(
+    snapshots: Sequence[HeldRecords],
+    homes: Mapping[int, str],
+    newest: Mapping[int, int],
+    known_epochs: Mapping[int, int],
+) -> list[HeldRecords]:
+    """What the nodes would hold if these ranks were parked where the slowest of them is."""
+    epochs = epoch_table((r for h in snapshots for r in h.records), known_epochs)
+    epoch = max(epochs, default=0)
+    iteration = min((newest.get(rank, -1) for rank in homes), default=-1)
+    states = []
+    for rank in homes if iteration >= 0 else ():
+        own = [h for h in snapshots if h.rank == rank and any(r.sealed for r in h.records)]
+        like = max(own, key=lambda h: max((r.epoch, r.iteration) for r in h.records if r.sealed))
+        state = SlotRecord(
+            generation=0,
+            index=0,
+            state=SlotState.SEALED,
+            iteration=iteration,
+            image_len=max(r.image_len for h in own for r in h.records),
+            anchors=(1 << like.num_operators) - 1,
+            epoch=epoch,
+            epoch_start=epochs.get(epoch, -1),
+        )
+        told = (homes[rank], f"{_NOT_THERE_YET}: rank {rank}", True, rank)
+        table = (like.num_operators, like.operators_id, like.slot_bytes)
+        states.append(HeldRecords(*told, *table, (state,)))
+    return states
+
+
+def _newest(held: Iterable[HeldRecords], known_epochs: Mapping[int, int]) -> dict[int, int]:
     """The newest sealed iteration of every rank, on whatever node; stale ones do not count."""
     known = list(held)
-    epochs = epoch_table(record for h in known for record in h.records)
+    epochs = epoch_table((record for h in known for record in h.records), known_epochs)
     newest: dict[int, int] = {}
     for h in known:
         sealed = (r.iteration for r in live(h.records, epochs) if r.sealed)
         newest[h.rank] = max(newest.get(h.rank, -1), max(sealed, default=-1))
     return newest
+
+
+def _apart(
+    rank: int,
+    plan: LocalizedPlan,
+    home: str,
+    lost: Collection[str],
+    newest: int,
+    whose: Mapping[tuple[str, str], int],
+) -> RankOutcome:
+    """By the localized plan; ``whose``: the rank of each parked state, by node and segment."""
+    mine = plan.per_rank[rank]
+    state = mine.pieces[0].sources[0]
+    feeds = tuple(FedBy(f.neighbour, f.first, f.end, _preferred(f.pieces)) for f in mine.feeds)
+    return RankOutcome(
+        rank,
+        home,
+        home in lost,
+        _preferred(mine.pieces),
+        plan.resume - mine.start if mine.kind is RankKind.REPLAYS else 0,
+        max(0, newest - plan.resume),
+        plan.moved_bytes[rank],
+        mine.kind,
+        whose[state.node, state.segment] if mine.kind is RankKind.COPIED else -1,
+        feeds,
+    )
 
 
 def _outcome(

@@ -66,11 +66,11 @@ def content_of(header: SlotHeader) -> tuple[object, ...]:
 
 
 def snapshot_of(
-    iteration: int, *, size: int = IMAGE_BYTES, tensors: Sequence[str] = ("w",)
+    iteration: int, *, size: int = IMAGE_BYTES, tensors: Sequence[str] = ("w",), anchors: int = 1
 ) -> Snapshot:
     """A sealed snapshot that no trainer made, of an epoch 1; each of its tensors has ``size`` bytes."""
     entries = [TensorEntry(name, "U8", (size,)) for name in tensors]
-    layout = ImageLayout.build(entries, identity={"job": "job"}, num_operators=1, anchors=1)
+    layout = ImageLayout.build(entries, identity={"job": "job"}, num_operators=1, anchors=anchors)
     image = bytearray(layout.image_len)
     layout.write_header(memoryview(image), iteration=iteration, previous=-1, scalars_len=0)
     random = np.random.default_rng(iteration)

@@ -389,14 +389,17 @@ def test_a_log_is_sealed_on_announcement_and_nobody_takes_that_for_a_snapshot(
     setting.attach()
     log, told = reserve_log(setting), list[Segment]()
     setting.housekeeper.sealed = told.append
+    logs: list[Segment] = []
+    setting.housekeeper.log_sealed = logs.append
     fill(log, 1, 4)
     setting.service.handle(b"t", m.Filled(log.generation, 1, 4), setting.answers.append)
 
     def sealed() -> bool:
         setting.workers.collect()
-        return state_of(log, 1) is SlotState.SEALED
+        return logs == [log]  # it may have to go to peers
 
-    eventually(sealed, "the logged iteration is sealed")
+    eventually(sealed, "the logged iteration is sealed, and told of")
+    assert state_of(log, 1) is SlotState.SEALED
     assert (told, setting.answers) == ([], [])
 
 

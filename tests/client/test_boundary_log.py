@@ -39,11 +39,11 @@ class Trained:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU(), nn.Linear(WIDE, WIDE))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        limit = options.pop("limit_bytes", None)
+        of_log = {k: options.pop(k) for k in ("limit_bytes", "replicate") if k in options}
         options = {"job": "log", "run": run, "daemon": endpoint, "window": 2, **options}
         self.ckpt = Checkpointer(self.model, self.optimizer, **options)
         try:
-            log = self.ckpt.boundary_log(limit_bytes=limit)
+            log = self.ckpt.boundary_log(**of_log)
         except ValueError:
             self.ckpt.close()
             raise
@@ -239,6 +239,8 @@ def test_what_cannot_be_logged_is_named(
 def test_a_limit_that_is_none_is_refused(endpoint: str, run: str) -> None:
     with pytest.raises(ValueError, match="limit_bytes=0"):
         Trained(endpoint, run, limit_bytes=0)
+    with pytest.raises(ValueError, match="replicate='no'"):
+        Trained(endpoint, run, replicate="no")
 
 
 def test_a_step_that_is_left_in_its_middle_is_logged_when_it_is_done_again(
@@ -415,6 +417,27 @@ def test_more_than_its_limit_is_not_asked_for(
     assert "boundary log: none (it needs " in job.ckpt.describe()
     assert "limit_bytes allows 1000 B" in job.ckpt.describe()
     assert caplog.text.count("training goes on without") == 1
+
+
+def test_a_log_tells_its_daemon_whether_it_is_to_be_replicated(
+    make: Callable[..., Trained],
+) -> None:
+    """Asked for by the next trainer, too: a log of the next generation says so, and the one before goes when nothing needs it."""
+    job = make()
+    job.train(4)
+    before = job.log._slots.newest
+    assert before is not None
+    assert not before.descriptor.replicated
+    assert "replicated" not in job.log.describe()
+    job.ckpt.close()
+    job = make(replicate=True)
+    job.train(16)
+    newest = job.log._slots.newest
+    assert newest is not None
+    assert newest.descriptor.replicated
+    assert newest.generation > before.generation
+    assert len(job.paths) == 1
+    assert "replicated as snapshots are" in job.log.describe()
 
 
 @pytest.mark.slow

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from ckptd.client.agreement import Exchange
-from ckptd.client.membership import RunView, see_run
+from ckptd.client.membership import RankNote, RunView, see_run
 from ckptd.errors import DaemonUnavailable, RemoteProtocolError
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import SlotHeader, pack_slot_header
+from ckptd.recovery.facts import RankFacts, facts_to_wire
 from ckptd.transport.messages import HeldSegment, HeldSlot, Holdings, Member, NodeCard, RunSeen
 from tests.client.meeting import outcomes
 
@@ -47,16 +51,17 @@ def seen(
     )
 
 
-def views(*sessions: Asks) -> list[RunView | Exception]:
+def views(*sessions: Asks, notes: Sequence[RankNote] = ()) -> list[RunView | Exception]:
     def ask(rank: int, exchange: Exchange) -> RunView:
-        return see_run(sessions[rank], "job", "run", rank, exchange)
+        note = notes[rank] if notes else None
+        return see_run(sessions[rank], "job", "run", rank, exchange, note=note)
 
     return outcomes([lambda e, r=r: ask(r, e) for r in range(len(sessions))])  # type: ignore[misc]
 
 
-def view(*sessions: Asks) -> RunView:
+def view(*sessions: Asks, notes: Sequence[RankNote] = ()) -> RunView:
     """The one that all ranks have."""
-    found = views(*sessions)
+    found = views(*sessions, notes=notes)
     assert isinstance(found[0], RunView), found[0]
     assert all(other == found[0] for other in found)
     return found[0]
@@ -143,6 +148,42 @@ def test_a_node_that_tells_what_cannot_be_is_every_ranks_error() -> None:
     assert isinstance(first, DaemonUnavailable)
     assert "rank 1 on node b: plan recovery [node=b" in str(first)
     assert isinstance(second, RemoteProtocolError)
+
+
+def segment_of(rank: int, name: str, iteration: int, facts: bytes = b"") -> HeldSegment:
+    """With one sealed slot."""
+    header = SlotHeader(state=SlotState.SEALED, iteration=iteration, sequence=1)
+    return HeldSegment(
+        name=name,
+        rank=rank,
+        own=False,
+        origin="",
+        generation=0,
+        world_size=2,
+        window=1,
+        num_operators=1,
+        operators_id="t",
+        slot_bytes=1,
+        num_slots=1,
+        slots=(HeldSlot(0, pack_slot_header(header), b""),),
+        facts=facts,
+    )
+
+
+def test_a_log_tells_the_facts_of_a_rank_that_has_lost_its_own() -> None:
+    """Rank 1 trained elsewhere before. With whom it has all operators alike counts as it is built now, too."""
+    a, b, alike = NodeCard("a"), NodeCard("b"), (0, 1)
+    told = facts_to_wire({1: RankFacts((0,), (1,), (1, 2))})
+    log, state = segment_of(1, "log", 8, told), segment_of(0, "parked", 9)
+    here = RunSeen((Holdings("a", (), logs=(log,), parked=(state,)),), ())
+    own = RankFacts((1,), (0,), (0,))
+    notes = [RankNote(facts=own), RankNote(alike=alike)]
+    found = view(Asks(a, here), Asks(b, seen("b")), notes=notes)
+    assert found.facts == {0: own, 1: RankFacts((0,), (1,), (1,))}
+    speaks = RankFacts((), (1,), (1,))
+    notes[1] = RankNote(facts=speaks)
+    found = view(Asks(a, here), Asks(b, seen("b")), notes=notes)
+    assert found.facts[1] == speaks, "nobody knows better than the rank itself"
 
 
 def test_alone_the_daemons_absence_is_told_as_it_is() -> None:

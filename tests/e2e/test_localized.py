@@ -417,13 +417,44 @@ def test_damage_in_a_parked_state_on_another_node_is_noticed_and_that_rank_repla
         assert net[0].saw("parked_unusable", "could not be brought here")
 
 
+@long
+@pytest.mark.parametrize("case", ["replicated_logs", "replicas"])
+def test_a_stage_and_the_node_of_its_logging_neighbour(
+    tmp_path: Path, references: References, case: str
+) -> None:
+    """Both twins of stage 0 are lost (ranks 0 and 2, on the first node), and the second node with rank 1 of stage 1, whose twin 3 is left.
+
+    Rank 1 can copy that twin only if what it had sent to rank 0 is to be had: from a replica of its log. Without one all replay.
+    """
+    with (
+        Net(2).up() as net,
+        on_two_nodes(net, tmp_path, references, case, second=(1,)) as story,
+    ):
+        story.lose(0, 1, 2, point="inside")
+        net[1].lose()
+        story.endpoints = [net[0].endpoint] * 4
+        story.ends_exact()
+        if case == "replicas":
+            story.assert_everybody_replayed()
+            return
+        story.assert_only(0, 2)
+        assert_told(
+            story,
+            f"rank 1 with a peer's state of {KILL_AT}",
+            f"rank 3 parked at {KILL_AT}",
+            "ranks 0, 2 replaying from",
+        )
+
+
 @contextlib.contextmanager
-def on_two_nodes(net: Net, folder: Path, references: References, case: str) -> Iterator[Story]:
-    """Ranks 0 and 1 on the first, 2 and 3 on the second."""
-    first, second = net.nodes[:2]
-    daemon = DaemonProcess(first.runtime_dir, first.segment_dir)
-    ends = [first.endpoint] * 2 + [second.endpoint] * 2
-    jobs, case = Jobs(folder, first.endpoint), f"localized/{case}"
+def on_two_nodes(
+    net: Net, folder: Path, references: References, case: str, second: tuple[int, ...] = (2, 3)
+) -> Iterator[Story]:
+    """These ranks on the second, the others on the first."""
+    one, other = net.nodes[:2]
+    daemon = DaemonProcess(one.runtime_dir, one.segment_dir)
+    ends = [(other if rank in second else one).endpoint for rank in range(4)]
+    jobs, case = Jobs(folder, one.endpoint), f"localized/{case}"
     story = Story(jobs, daemon, references, case, ranks=4, endpoints=ends)
     with contextlib.closing(story):
         yield story

@@ -16,6 +16,7 @@ from ckptd.memory.segment_format import slot_lock_byte, write_slot_header
 from ckptd.memory.segments import Segment, SegmentStore
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.replicating import RankReplication
+from ckptd.peers.rings import SnapshotRing
 from ckptd.replication.core import Replicator
 from ckptd.sessions import RankKey
 from ckptd.transport import peer_messages as p
@@ -132,6 +133,7 @@ def sender(tmp_path: Path) -> Iterator[Sender]:
     rank = RankReplication(
         KEY,
         Replicator(),
+        SnapshotRing(store, KEY),
         store,
         EventLog(100),
         link=lambda node: cast("PeerLink", link),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
 from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.recovery.facts import RankFacts, facts_to_wire
+from ckptd.recovery.localized import LocalizedPlan, NotLocalized, RankKind
 from ckptd.recovery.plan import HeldRecords, NoRecovery, RecoveryPlan, plan_recovery
-from ckptd.recovery.whatif import RankOutcome, select_nodes, what_if
+from ckptd.recovery.whatif import FedBy, RankOutcome, select_nodes, what_if
 
 HOMES = {0: "n0", 1: "n1", 2: "n2"}
 LABELS = {
@@ -117,3 +120,110 @@ def test_every_combination_agrees_with_the_plan_of_what_is_left() -> None:
             assert answer.recoverable is alone
             for outcome in answer.ranks:
                 assert not set(outcome.sources) & set(lost)
+
+
+# -- jobs that log their boundaries ---------------------------------------------------------------
+
+CHAIN = {0: RankFacts((1,), (0,)), 1: RankFacts((0, 2), (1,)), 2: RankFacts((1,), (2,))}
+
+
+def log(
+    rank: int, node: str, first: int, last: int, facts: RankFacts | None, *, own: bool = True
+) -> HeldRecords:
+    """What a rank sent in these iterations, of 10 bytes each."""
+    records = tuple(
+        SlotRecord(0, t - first, SlotState.SEALED, t, sequence=t, image_len=10)
+        for t in range(first, last + 1)
+    )
+    told = b"" if facts is None else facts_to_wire({rank: facts})
+    name = f"r{rank}.boundary" if own else f"r{rank}~.logrep"
+    return HeldRecords(node, name, own, rank, 1, "log", 4096, records, told)
+
+
+LOGS = [log(rank, HOMES[rank], 5, 8, CHAIN[rank]) for rank in range(3)]
+
+
+def test_of_a_job_that_logs_only_the_lost_stage_replays() -> None:
+    """Those who are left park at 9. The replica of rank 1 ends at 8, so that it is fed in 7 and 8."""
+    answer = what_if(HELD, 3, HOMES, LABELS, ["node=n1"], logs=LOGS)
+    assert isinstance(answer.localized, LocalizedPlan)
+    assert (answer.localized.resume, answer.localized.together) == (9, 9)
+    assert answer.reason == answer.localized.reason
+    fed = (FedBy(0, 7, 9, ("n0",)), FedBy(2, 7, 9, ("n2",)))
+    assert answer.ranks == (
+        RankOutcome(0, "n0", False, ("n0",), 0, 0, 0, RankKind.PARKED),
+        RankOutcome(1, "n1", True, ("n2",), 2, 0, 240, RankKind.REPLAYS, -1, fed),
+        RankOutcome(2, "n2", False, ("n2",), 0, 0, 0, RankKind.PARKED),
+    )
+    assert isinstance(answer.plan, RecoveryPlan)
+    assert answer.plan.end == 8
+
+
+def test_a_log_that_is_missing_makes_its_rank_replay_too() -> None:
+    logs = [LOGS[0], LOGS[1], log(2, "n2", 5, 7, CHAIN[2])]
+    answer = what_if(HELD, 3, HOMES, LABELS, ["node=n1"], logs=logs)
+    kinds = [outcome.kind for outcome in answer.ranks]
+    assert kinds == [RankKind.PARKED, RankKind.REPLAYS, RankKind.REPLAYS]
+    assert "no node holds that log" in answer.reason
+
+
+def test_those_who_are_left_park_where_the_slowest_of_them_is() -> None:
+    """Rank 0 is one step ahead: what it has beyond is not counted on."""
+    ahead = [held(0, "n0", 6, 10), *HELD[1:]]
+    answer = what_if(ahead, 3, HOMES, LABELS, ["node=n1"], logs=LOGS)
+    assert isinstance(answer.localized, LocalizedPlan)
+    assert answer.localized.resume == 9
+    assert [outcome.lost_iterations for outcome in answer.ranks] == [1, 0, 0]
+
+
+def test_why_all_would_recover_together() -> None:
+    """No log tells with whom anybody communicates; or nobody is left; or somebody has nothing yet. The answer is as of a job that does not log."""
+    plain = what_if(HELD, 3, HOMES, LABELS, ["node=n1"])
+    assert plain.localized is None
+
+    def told(held: Sequence[HeldRecords], lose: str, *facts: RankFacts | None) -> str:
+        logs = [log(rank, HOMES[rank], 5, 8, of) for rank, of in enumerate(facts)]
+        answer = what_if(held, 3, HOMES, LABELS, lose.split(","), logs=logs)
+        assert isinstance(answer.localized, NotLocalized)
+        assert answer.reason == answer.plan.reason
+        if held is HELD and lose == "node=n1":
+            assert (answer.plan, answer.ranks) == (plain.plan, plain.ranks)
+        return answer.localized.reason
+
+    assert "no rank told with whom it communicates" in told(HELD, "node=n1", None, None, None)
+    everybody = tuple(CHAIN.values())
+    assert "no node is left" in told(HELD, "rack=A,rack=B", *everybody)
+    without = [h for h in HELD if h.rank]
+    assert "there is no snapshot yet of rank 0" in told(without, "node=n1", *everybody)
+
+
+TWINS = {
+    0: RankFacts((1,), (0, 2), (0, 2)),
+    1: RankFacts((0,), (1, 3), (1, 3)),
+    2: RankFacts((3,), (0, 2), (0, 2)),
+    3: RankFacts((2,), (1, 3), (1, 3)),
+}
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_a_log_whose_node_is_lost_is_read_from_its_replica(replicated: bool) -> None:
+    """Both of stage 0 (ranks 0 and 2, on x) are lost, and rank 1 of stage 1. Its twin 3 is left: it copies that, if what it sent is to be had."""
+    homes = {0: "x", 1: "y", 2: "x", 3: "z"}
+    known = [
+        *(held(rank, homes[rank], 6, 9) for rank in range(4)),
+        *(held(rank, "z", 6, 9 if rank == 1 else 8) for rank in range(3)),
+    ]
+    logs = [log(rank, homes[rank], 5, 8, TWINS[rank]) for rank in range(4)]
+    if replicated:
+        logs += [log(rank, "z", 5, 8, TWINS[rank], own=False) for rank in range(3)]
+    answer = what_if(known, 4, homes, {}, ["node=x", "node=y"], logs=logs)
+    assert answer.recoverable
+    if not replicated:
+        assert isinstance(answer.localized, NotLocalized)
+        return
+    kinds = [outcome.kind for outcome in answer.ranks]
+    replays, copied, parked = RankKind.REPLAYS, RankKind.COPIED, RankKind.PARKED
+    assert kinds == [replays, copied, replays, parked]
+    assert answer.ranks[0].fed_by == (FedBy(1, 7, 9, ("z",)),)
+    assert answer.ranks[2].fed_by == (FedBy(3, 7, 9, ("z",)),)
+    assert [outcome.copies for outcome in answer.ranks] == [-1, 3, -1, -1]

@@ -38,11 +38,11 @@ CASES = Family("localized")
 WIDE, ROWS = 24, 2
 
 
-def apart(job: Job) -> Job:
+def apart(job: Job, *, replicate: bool = False) -> Job:
     """Two lines of ckptd's: the log, and the norm of all stages' gradients as a shared value."""
 
     def start(job: Job) -> None:
-        job.ckpt.log_boundaries(job.extra["schedule"])
+        job.ckpt.log_boundaries(job.extra["schedule"], replicate=replicate)
         job.extra["record"] = lambda compute: job.ckpt.shared_value("squared norm", compute)
 
     job.on_start = start
@@ -85,6 +85,16 @@ def zero_bubble(seed: int) -> Job:
 @CASES.case(ranks=4)
 def replicas(seed: int) -> Job:
     """Two replicas of two stages, each stage under DDP with its twin: rank r has stage r % 2."""
+    return _replicas(seed)
+
+
+@CASES.case(ranks=4)
+def replicated_logs(seed: int) -> Job:
+    """The same, and what is sent between the stages has replicas on other nodes."""
+    return _replicas(seed, replicate=True)
+
+
+def _replicas(seed: int, *, replicate: bool = False) -> Job:
     job = replicated_job(seed)
     body, (stage,) = job.body, stages_of(job.extra["schedule"])
 
@@ -93,7 +103,7 @@ def replicas(seed: int) -> Job:
             body(job, step, at)
 
     job.body = inside
-    return apart(job)
+    return apart(job, replicate=replicate)
 
 
 @CASES.case(ranks=4)
