@@ -106,15 +106,15 @@ class Placement:
 
     @property
     def num_layers(self) -> int:
-        return self.counts.shape[0]
+        return int(self.counts.shape[0])
 
     @property
     def num_nodes(self) -> int:
-        return self.counts.shape[1]
+        return int(self.counts.shape[1])
 
     @property
     def num_experts(self) -> int:
-        return self.counts.shape[2]
+        return int(self.counts.shape[2])
 
     @property
     def replicas(self) -> NDArray[np.int64]:
