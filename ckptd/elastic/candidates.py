@@ -45,14 +45,20 @@ def _shapes(problem: Problem, threshold: int) -> list[Shape]:
     if problem.replicas.size * units > WHOLE_FAMILY:
         few = {max(groups - 1, 0), groups * 3 // 4, groups // 2, 0}
         tails = [Shape(n, 0, b) for n in sorted(few, reverse=True) for b in {1, slots}]
-        return [Shape(groups), Shape(groups, units), *tails]
-    levels = [0, units] if problem.uniform else [units, threshold, min(2 * threshold, units)]
+        evens = [Shape(2 * groups, 0, 1, even) for even in sorted({1, slots // 4, slots // 2})]
+        return [Shape(groups), Shape(groups, units), *tails, *(s for s in evens if s.even < slots)]
+    levels = dict.fromkeys(
+        [0, units] if problem.uniform else [units, threshold, min(2 * threshold, units)]
+    )
+    most = -(
+        -problem.replicas.shape[1] // slots
+    )  # groups, if all units are as small as the smallest
     bundles = [b for b in range(1, slots + 1) if slots % b == 0]
     return [
-        Shape(n, level, bundle)
-        for n in range(groups if problem.uniform else problem.replicas.shape[1], -1, -1)
-        for level in dict.fromkeys(levels)
-        for bundle in bundles
+        *(Shape(most, level) for level in levels),
+        *(Shape(n, level, b) for n in range(most - 1, 0, -1) for level in levels for b in bundles),
+        *(Shape(0, 0, bundle) for bundle in bundles),
+        *(Shape(problem.replicas.shape[1], 0, 1, even) for even in range(1, slots)),
     ]
 
 
@@ -61,6 +67,8 @@ def _name(problem: Problem, shape: Shape) -> str:
         return f"dealt out in bundles of {shape.bundle}"
     cut = "truncated" if shape.level else "levelled"
     name = f"{cut} maximum rank overlap"
+    if shape.even:
+        return f"{name} beside {shape.even} slots of the most replicated"
     if shape.groups < num_groups(problem):
         name += f" of {shape.groups} groups, the rest dealt out in bundles of {shape.bundle}"
     return name

@@ -36,7 +36,7 @@ from math import comb, lcm
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ckptd.elastic.allocation import Allocation
+from ckptd.elastic.allocation import Allocation, reachable_threshold
 from ckptd.elastic.balance import busiest, token_shares
 from ckptd.elastic.candidates import domain_problem, guaranteed, layouts, within_domains
 from ckptd.elastic.layout import Problem, Shape, lay_out, num_groups, spread_out, strict_exists
@@ -49,6 +49,7 @@ from ckptd.elastic.recovery import (
 )
 from ckptd.elastic.search import Judge, improved
 from ckptd.elastic.types import Cluster, Loads, Placement, checked_loads
+from ckptd.errors import ElasticError
 
 __all__ = ["Plan", "compact", "place", "spread"]
 
@@ -99,6 +100,7 @@ def place(
         raise ValueError(f"lost is {lost} of {units} units: plan for 1 to {units - 1}")
     if max_straggler is not None and not max_straggler >= 1:
         raise ValueError(f"max_straggler is {max_straggler}; the busiest is never below the mean")
+    _check_fits(allocation, cluster)
     planner = _Planner(allocation, loads_LE, cluster, lost)
     strict = planner.strict()
     if strict is not None and max_straggler is None and not planner.searchable:
@@ -109,9 +111,24 @@ def place(
     allowed = None if max_straggler is None else planner.allowed(max_straggler)
     name, counts = planner.best(found, allowed)
     if planner.searchable and moves > 0:
-        better = planner.searched(name, counts, allowed, moves, seed)
-        name, counts = planner.best([(name, counts), better], allowed)
+        starts = dict([(name, counts), planner.best(found, None)])
+        each = -(-moves // len(starts))
+        better = [planner.searched(*start, allowed, each, seed) for start in starts.items()]
+        name, counts = planner.best([(name, counts), *better], allowed)
     return planner.plan(name, counts)
+
+
+def _check_fits(allocation: Allocation, cluster: Cluster) -> None:
+    most = int(allocation.replicas.sum(axis=1).max())
+    promised, num_experts = allocation.node_threshold, allocation.replicas.shape[1]
+    held = reachable_threshold(cluster.slots, num_experts, promised)
+    if most > cluster.num_slots or held < promised:
+        raise ElasticError(
+            f"{most} replicas, each expert on {promised} nodes, do not fit {cluster.num_slots} slots "
+            f"on {cluster.num_nodes} nodes",
+            operation="place",
+            hint="Allocate again for the nodes that are there",
+        )
 
 
 def spread(allocation: Allocation, cluster: Cluster) -> Placement:
@@ -175,7 +192,8 @@ class _Planner:
         found = [(name, self._on_nodes(counts)) for name, counts in layouts(self.units, threshold)]
         if not self.flat:
             found.append(("spread", spread_out(self.nodes)))
-        kept = [(name, counts) for name, counts in found if self._keeps(counts)]
+        distinct = {counts.tobytes(): (name, counts) for name, counts in reversed(found)}
+        kept = [one for one in reversed(distinct.values()) if self._keeps(one[1])]
         wanted = self.allocation.node_threshold
         last = guaranteed(self.cluster, self.nodes, wanted, threshold)
         return [*kept, ("dealt out in turn", last)]
