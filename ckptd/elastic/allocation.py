@@ -111,7 +111,8 @@ def reachable_threshold(slots: NDArray[np.int64], num_experts: int, wanted: int)
 
     Source: the condition of Gale and Ryser for equal rows, whose tightest case is that of all rows.
     """
-    return min(wanted, sum(min(n, num_experts) for n in slots.tolist()) // num_experts)
+    held = sum(min(int(n), num_experts) for n in slots)
+    return min(wanted, held // num_experts)
 
 
 def useful_slots(cluster: Cluster, num_experts: int) -> int:

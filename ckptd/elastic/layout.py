@@ -88,7 +88,7 @@ class _Group(NamedTuple):
 
 def num_groups(problem: Problem) -> int:
     """How many groups there are when all units are as large as the largest."""
-    return -(-problem.replicas.shape[1] // int(problem.capacity.max()))
+    return -(-int(problem.replicas.shape[1]) // int(problem.capacity.max()))
 
 
 def strict_exists(problem: Problem) -> bool:

@@ -225,7 +225,7 @@ class _Planner:
                 judge,
                 counts_LUE[layer],
                 shares_LE[layer],
-                np.delete(survive, layer, axis=0).all(axis=0),
+                np.asarray(np.delete(survive, layer, axis=0).all(axis=0)),
                 limit=None if allowed is None else allowed - (sum(busy) - busy[layer]),
                 moves=-(-moves // len(counts_LUE)),
                 seed=seed + layer,
@@ -250,7 +250,8 @@ class _Planner:
             return counts_LNE.copy()
         shape = (counts_LNE.shape[0], self.cluster.num_domains, counts_LNE.shape[2])
         out = np.zeros(shape, dtype=np.int32)
-        np.add.at(out, (slice(None), self.ids), counts_LNE)
+        for node, unit in enumerate(self.ids.tolist()):
+            out[:, unit] += counts_LNE[:, node]
         return out
 
     def _unit_ranks(self) -> NDArray[np.int64]:

@@ -18,7 +18,7 @@ from ckptd.elastic.types import Cluster, Placement
 def test_it_is_the_busiest_rank_over_the_mean(seed: int, most: int) -> None:
     rng = np.random.default_rng(seed)
     shape = (2, int(rng.integers(1, 6)), int(rng.integers(1, 5)))
-    counts = rng.integers(0, 3, shape)
+    counts = rng.integers(0, 3, shape).astype(np.int32)
     counts[:, 0] += counts.sum(axis=1) == 0
     loads = rng.integers(0, most, shape[::2])
     ranks = tuple(rng.integers(1, 4, shape[1]).tolist())

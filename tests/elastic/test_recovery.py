@@ -20,7 +20,7 @@ from ckptd.elastic.recovery import (
 from ckptd.elastic.types import Placement
 
 
-def survivors(counts_LNE: NDArray[np.int64], units: list[int], lost: int) -> int:
+def survivors(counts_LNE: NDArray[np.int32], units: list[int], lost: int) -> int:
     """How many choices of lost units leave every expert of every layer somewhere."""
     found = 0
     for gone in combinations(range(max(units) + 1), lost):
@@ -30,16 +30,16 @@ def survivors(counts_LNE: NDArray[np.int64], units: list[int], lost: int) -> int
 
 
 @st.composite
-def placements(draw: st.DrawFn) -> NDArray[np.int64]:
+def placements(draw: st.DrawFn) -> NDArray[np.int32]:
     shape = draw(st.tuples(st.integers(1, 3), st.integers(1, 7), st.integers(1, 5)))
     size = int(np.prod(shape))
     numbers = draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
-    return np.array(numbers, dtype=np.int64).reshape(shape)
+    return np.array(numbers, dtype=np.int32).reshape(shape)
 
 
 @given(placements())
 @settings(max_examples=120, deadline=None)
-def test_it_is_the_share_of_losses_survived(counts_LNE: NDArray[np.int64]) -> None:
+def test_it_is_the_share_of_losses_survived(counts_LNE: NDArray[np.int32]) -> None:
     placement, num_nodes = Placement(counts_LNE), counts_LNE.shape[1]
     for lost in range(num_nodes + 1):
         got = recovery_probability(placement, lost)
@@ -55,7 +55,7 @@ def test_it_is_the_share_of_losses_survived(counts_LNE: NDArray[np.int64]) -> No
 @given(placements(), st.data())
 @settings(max_examples=80, deadline=None)
 def test_nodes_of_a_domain_are_lost_together(
-    counts_LNE: NDArray[np.int64], data: st.DataObject
+    counts_LNE: NDArray[np.int32], data: st.DataObject
 ) -> None:
     num_nodes = counts_LNE.shape[1]
     some = data.draw(st.lists(st.integers(0, 3), min_size=num_nodes, max_size=num_nodes))
@@ -84,7 +84,7 @@ def test_counting_along_the_units_agrees_with_enumerating_them() -> None:
 
 def test_disjoint_groups_follow_the_formula_at_any_size() -> None:
     """300 nodes in 100 groups of three: lost are the choices that hold a group whole."""
-    counts = np.repeat(np.eye(100, dtype=np.int64), 3, axis=0)[None]
+    counts = np.repeat(np.eye(100, dtype=np.int32), 3, axis=0)[None]
     got = recovery_probability(Placement(counts), 4)
     assert got.exact
     assert got.choices == comb(300, 4)
@@ -93,7 +93,7 @@ def test_disjoint_groups_follow_the_formula_at_any_size() -> None:
 
 def test_what_cannot_be_counted_is_sampled_with_its_error() -> None:
     rng = np.random.default_rng(1)
-    counts = (rng.random((2, 40, 60)) < 0.1).astype(np.int64)
+    counts = (rng.random((2, 40, 60)) < 0.1).astype(np.int32)
     counts[:, 0] += counts.sum(axis=1) == 0
     placement = Placement(counts)
     assert survivor_counts(holder_sets(placement), 4) is None
@@ -109,7 +109,7 @@ def test_what_cannot_be_counted_is_sampled_with_its_error() -> None:
 
 def test_a_sampled_certainty_still_has_an_error() -> None:
     rng = np.random.default_rng(1)
-    counts = (rng.random((1, 40, 60)) < 0.5).astype(np.int64)
+    counts = (rng.random((1, 40, 60)) < 0.5).astype(np.int32)
     got = recovery_probability(Placement(counts), 14, samples=500)
     assert (got.value, got.exact) == (1.0, False)
     assert got.error > 0
