@@ -47,22 +47,6 @@ def test_the_paper_s_skew_on_many_nodes_is_equation_1() -> None:
     assert allocate([loads], Cluster.uniform(60, 4, ranks=4), 2).replicas.tolist() == [wanted]
 
 
-@given(LOADS, CLUSTERS, st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
-def test_equation_1_holds_wherever_no_expert_reaches_the_limit(
-    loads: list[int], cluster: Cluster, threshold: int
-) -> None:
-    if cluster.num_slots < len(loads) or sum(loads) == 0:
-        return
-    got = allocate([loads], cluster, threshold)
-    if max(equation := _paper(loads, cluster, got.node_threshold)) <= cluster.num_ranks:
-        assert got.replicas.tolist() == [equation]
-
-
-def _paper(loads: list[int], cluster: Cluster, threshold: int) -> list[int]:
-    return equation_1(loads, useful_slots(cluster, len(loads)), threshold)
-
-
 @given(st.lists(LOADS, min_size=1, max_size=3), CLUSTERS, st.integers(1, 4))
 @settings(max_examples=150, deadline=None)
 def test_what_always_holds(layers: list[list[int]], cluster: Cluster, threshold: int) -> None:
@@ -85,6 +69,25 @@ def test_a_hot_expert_has_one_replica_a_rank_and_leaves_the_rest_to_the_others()
     """By equation 1 alone it had 54 of 60 and no other more than two."""
     got = allocate([[97, 1, 1, 1]], Cluster.uniform(10, 3), 2)
     assert got.replicas.tolist() == [[10, 6, 7, 7]]
+
+
+@given(LOADS, CLUSTERS, st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_without_the_limit_it_is_equation_1_as_printed(
+    loads: list[int], cluster: Cluster, threshold: int
+) -> None:
+    if cluster.num_slots < len(loads) or sum(loads) == 0:
+        return
+    got = allocate([loads], cluster, threshold, limit=cluster.num_slots)
+    wanted = equation_1(loads, cluster.num_slots, got.node_threshold)
+    assert got.replicas.tolist() == [wanted]
+
+
+def test_a_limit_is_kept_and_cannot_break_the_threshold() -> None:
+    got = allocate([[97, 1, 1, 1]], Cluster.uniform(10, 3), 2, limit=4)
+    assert got.replicas.tolist() == [[4, 4, 4, 4]]
+    with pytest.raises(ValueError, match="limit is 1, below the 2 replicas"):
+        allocate([[97, 1, 1, 1]], Cluster.uniform(10, 3), 2, limit=1)
 
 
 def test_no_rank_has_an_expert_twice_where_it_could_have_all_of_them() -> None:
