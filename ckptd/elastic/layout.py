@@ -264,8 +264,12 @@ class _Filling:
             inside = np.array([len(part) > member for part in bundles], dtype=np.bool_)[which]
             taken = np.array([part[min(member, len(part) - 1)] for part in bundles], dtype=np.int64)
             pairs = (where[: len(which)][inside], taken[which[inside]])
-            np.add.at(self.counts, pairs, 1)
-        self.take_stock()
+            self._put(*pairs)
+
+    def _put(self, units: NDArray[np.int64], experts: NDArray[np.int64]) -> None:
+        np.add.at(self.counts, (units, experts), 1)
+        self.vacant = self.vacant - np.bincount(units, minlength=len(self.vacant))
+        self.left = self.left - np.bincount(experts, minlength=len(self.left))
 
     def fill_up(self) -> None:
         """Place what is left: those in the way of themselves first, then all others at once, then mend."""
@@ -276,8 +280,7 @@ class _Filling:
         experts = np.lexsort((-self.shares, -self.left))
         where = _rounds(units, self.vacant)
         which = np.repeat(experts, self.left[experts])
-        np.add.at(self.counts, (where[: len(which)], which), 1)
-        self.take_stock()
+        self._put(where[: len(which)], which)
         self._separate(fixed)
 
     def _those_with_room_at_home(self) -> None:
@@ -301,9 +304,11 @@ class _Filling:
         if not len(twice):
             return
         movable = np.argwhere(self.counts > fixed)
+        open_U = np.bincount(movable[:, 0], minlength=len(self.vacant)) + self.vacant > 0
+        stuck = ~(self.counts[open_U] == 0).any(axis=0)  # on every unit that could take it
         for unit, column in twice.tolist():
             expert = int(crowded[column])
-            while self.counts[unit, expert] > 1:
+            while self.counts[unit, expert] > 1 and not stuck[expert]:
                 if not self._exchanged(unit, expert, movable, fixed):
                     break
 
