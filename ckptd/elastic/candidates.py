@@ -105,15 +105,13 @@ def within_domains(
     return out
 
 
-def guaranteed(
-    cluster: Cluster, problem: Problem, nodes_wanted: int, domains_wanted: int
-) -> NDArray[np.int32]:
+def guaranteed(cluster: Cluster, problem: Problem, nodes_wanted: int) -> NDArray[np.int32]:
     """A placement that keeps the promise wherever one can: the experts in turn, node after node.
 
     Proof. A node takes ``min(slots, E)`` experts in a row, all different. A domain with E such slots or more gets
     every expert; the smaller domains stand together at the end, and one of them gets no expert twice. So
     every expert gets ``floor(sum of min(slots, E) / E)`` nodes, and as many domains by the same sum over
-    domains: what ``allocation.reachable_threshold`` promises.
+    domains: what ``allocation.reachable_threshold`` promises. Of these nodes, the first in each domain are taken first.
     """
     num_layers, num_experts = problem.replicas.shape
     ids = cluster.domain_ids
@@ -128,6 +126,5 @@ def guaranteed(
         others = np.setdiff1d(np.arange(len(nodes)), first)
         chosen = nodes[np.concatenate([np.sort(first), others])[:nodes_wanted]]
         counts[np.arange(num_layers)[:, None], chosen, order_LE[:, turn, None]] = 1
-    assert domains_wanted <= nodes_wanted
     complete(problem, counts)
     return counts

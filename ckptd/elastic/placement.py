@@ -15,7 +15,8 @@ Method:
   replicated, and the spread layout. All are judged by one number for all layers together, and what
   breaks the promise is dropped; one candidate keeps it always (``candidates.guaranteed``).
 - For few units a local search goes on from the best one (``search``), over all layers in turn.
-- A domain of several nodes is planned as one unit first, then the nodes within it among themselves.
+- A domain of several nodes is planned as one unit first, then the nodes within it among themselves. A single
+  domain is no unit: nodes are.
 
 What is judged: the probability of surviving ``lost`` units that are lost together, or, by default, its mean over
 1 … U - 1 lost units. Beyond ``EXACT_UNITS`` units these are f, 2f, 4f and 8f, and what cannot be counted is
@@ -103,17 +104,17 @@ def place(
         ElasticError: the allocation is not for this cluster.
     """
     loads_LE = checked_loads(loads)
-    units = cluster.num_domains
     if loads_LE.shape != allocation.replicas.shape:
         raise ValueError(
             f"loads of shape {loads_LE.shape}, an allocation of shape {allocation.replicas.shape}"
         )
+    _check_fits(allocation, cluster)
+    planner = _Planner(allocation, loads_LE, cluster, lost)
+    units = len(planner.units.capacity)
     if lost is not None and not 1 <= lost < max(units, 2):
         raise ValueError(f"lost is {lost} of {units} units: plan for 1 to {units - 1}")
     if max_straggler is not None and not max_straggler >= 1:
         raise ValueError(f"max_straggler is {max_straggler}; the busiest is never below the mean")
-    _check_fits(allocation, cluster)
-    planner = _Planner(allocation, loads_LE, cluster, lost)
     strict = planner.strict()
     if strict is not None and max_straggler is None and not planner.small:
         return planner.plan(strict)
@@ -199,8 +200,9 @@ class _Planner:
         self.allocation = allocation
         self.cluster = cluster
         self.tokens = sum(sum(row) for row in loads_LE.tolist())
-        self.ids = cluster.domain_ids
-        self.flat = cluster.num_domains == cluster.num_nodes
+        # With a single domain all is lost with it: nodes are what can be planned for.
+        self.flat = cluster.num_domains in (1, cluster.num_nodes)
+        self.ids = np.arange(cluster.num_nodes) if self.flat else cluster.domain_ids
         self.nodes = Problem(allocation.replicas, shares, cluster.slots)
         self.units = self.nodes if self.flat else domain_problem(cluster, self.nodes)
         self.ranks = np.array(cluster.ranks, dtype=np.int64)
@@ -225,7 +227,8 @@ class _Planner:
             if allowed is None and len(self.units.replicas) == 1:
                 return
         none_yet = strict is None
-        threshold, balanced = self.allocation.domain_threshold, allowed is not None
+        promised, balanced = self.allocation, allowed is not None
+        threshold = promised.node_threshold if self.flat else promised.domain_threshold
         laid_out = layouts(
             self.units,
             threshold,
@@ -239,8 +242,7 @@ class _Planner:
                 none_yet = False
                 yield _Candidate(name, counts)
         if none_yet or self.small:
-            wanted = self.allocation.node_threshold
-            last = guaranteed(self.cluster, self.nodes, wanted, threshold)
+            last = guaranteed(self.cluster, self.nodes, promised.node_threshold)
             yield _Candidate("dealt out in turn", last)
 
     def best(
@@ -294,14 +296,14 @@ class _Planner:
     def _on_units(self, counts_LNE: NDArray[np.int32]) -> NDArray[np.int32]:
         if self.flat:
             return counts_LNE.copy()
-        shape = (counts_LNE.shape[0], self.cluster.num_domains, counts_LNE.shape[2])
+        shape = (counts_LNE.shape[0], len(self.units.capacity), counts_LNE.shape[2])
         out = np.zeros(shape, dtype=np.int32)
         for node, unit in enumerate(self.ids.tolist()):
             out[:, unit] += counts_LNE[:, node]
         return out
 
     def _unit_ranks(self) -> NDArray[np.int64]:
-        out = np.zeros(self.cluster.num_domains, dtype=np.int64)
+        out = np.zeros(len(self.units.capacity), dtype=np.int64)
         np.add.at(out, self.ids, self.ranks)
         return out
 
@@ -310,7 +312,7 @@ class _Planner:
         asked = self.allocation.threshold
         nodes = min(int((counts_LNE > 0).sum(axis=1).min()), asked)
         if self.flat:
-            return nodes, nodes
+            return nodes, min(nodes, self.cluster.num_domains)
         return nodes, min(int((self._on_units(counts_LNE) > 0).sum(axis=1).min()), asked)
 
     def _keeps(self, counts_LNE: NDArray[np.int32]) -> bool:
@@ -345,7 +347,7 @@ class _Planner:
         """How many lost units are judged when none is asked for."""
         if num_units <= EXACT_UNITS:
             return list(range(1, num_units))
-        first = max(self.allocation.domain_threshold, 1)
+        first = self.allocation.node_threshold if self.flat else self.allocation.domain_threshold
         return [n for n in (first, 2 * first, 4 * first, 8 * first) if n < num_units]
 
     def _weights(self) -> NDArray[np.int64]:

@@ -139,12 +139,13 @@ def holder_sets(placement: Placement, units: NDArray[np.int64] | None = None) ->
 
 def _merged(held_MN: NDArray[np.bool_], units: NDArray[np.int64]) -> NDArray[np.bool_]:
     number = integers(units, "units", ndim=1)
-    if len(number) != held_MN.shape[1] or set(number.tolist()) != set(range(number.max() + 1)):
+    present = np.unique(number)
+    if len(number) != held_MN.shape[1] or not np.array_equal(present, np.arange(len(present))):
         raise ValueError(
             f"units must number the units of {held_MN.shape[1]} nodes from 0 without gaps"
         )
     order = np.argsort(number, kind="stable")
-    starts = np.searchsorted(number[order], np.arange(number.max() + 1))
+    starts = np.searchsorted(number[order], present)
     return np.asarray(np.logical_or.reduceat(held_MN[:, order], starts, axis=1))
 
 

@@ -77,7 +77,7 @@ def test_no_placement_of_a_larger_instance_is_better(
 ) -> None:
     """Of the largest, where one instance takes minutes, a sample."""
     every = list(instances(num_nodes, num_experts, slots))
-    stride = 1 if num_nodes + num_experts < 11 else 7 if num_nodes + num_experts < 12 else 41
+    stride = {12: 7, 13: 97}.get(num_nodes + num_experts, 1)
     for replicas in every[::stride]:
         compare_with_the_best(replicas, num_nodes, slots)
 
@@ -169,7 +169,6 @@ def test_dealing_out_in_turn_keeps_any_promise(
         cluster,
         Problem(allocation.replicas, shares, cluster.slots),
         allocation.node_threshold,
-        allocation.domain_threshold,
     )
     held = counts > 0
     assert int(held.sum(axis=1).min()) >= allocation.node_threshold
@@ -232,6 +231,17 @@ def test_racks_are_planned_before_nodes() -> None:
     # Racks first costs something where single nodes are lost: not everything.
     assert recovery_probability(plan.placement, 1).value == 1
     assert recovery_probability(plan.placement, 2).value > 0.9
+
+
+def test_in_a_single_rack_nodes_are_planned_for() -> None:
+    loads, rack = [SKEW, SKEW[::-1]], Cluster.uniform(10, 6, ("rack",) * 10)
+    allocation = allocate(loads, rack, 2)
+    plan = place(allocation, loads, rack, lost=4)
+    assert (plan.node_threshold, plan.domain_threshold) == (2, 1)
+    alone = Cluster.uniform(10, 6)
+    same = place(allocate(loads, alone, 2), loads, alone, lost=4)
+    assert plan.placement == same.placement
+    assert same.domain_threshold == 2
 
 
 def test_nodes_of_different_size_are_used_in_full() -> None:
