@@ -122,8 +122,9 @@ def place(
     best, likeliest = planner.best(planner.candidates(strict, allowed), allowed)
     if planner.searchable and moves > 0:
         starts = [best] if best is likeliest else [best, likeliest]
-        each = -(-moves // len(starts))
-        better = [planner.searched(start, allowed, each, seed) for start in starts]
+        runs = [(start, doubles) for start in starts for doubles in (False, True)]
+        each = -(-moves // len(runs))
+        better = [planner.searched(*run, allowed=allowed, moves=each, seed=seed) for run in runs]
         best, _ = planner.best([best, *better], allowed)
     return planner.plan(best)
 
@@ -261,10 +262,14 @@ class _Planner:
                     tops[kind] = (rank, candidate)
         return tops["allowed"][1], tops["all"][1]
 
-    def searched(self, start: _Candidate, allowed: int | None, moves: int, seed: int) -> _Candidate:
+    def searched(
+        self, start: _Candidate, doubles: bool, *, allowed: int | None, moves: int, seed: int
+    ) -> _Candidate:
         """The local search, layer by layer, each judged with what the others survive."""
         counts_LUE, shares_LE = self._on_units(start.counts), self.units.shares
-        judge = Judge(self._weights(), self._unit_ranks(), self.units.capacity)
+        promised = self.allocation
+        least = promised.node_threshold if self.flat else promised.domain_threshold
+        judge = Judge(self._weights(), self._unit_ranks(), self.units.capacity, least)
         pairs = zip(counts_LUE, shares_LE, strict=True)
         busy = [judge.busiest(*pair) for pair in pairs]
         survive = np.stack([surviving_masks(minimal_sets(layer.T > 0)) for layer in counts_LUE])
@@ -275,6 +280,7 @@ class _Planner:
                 shares_LE[layer],
                 np.asarray(np.delete(survive, layer, axis=0).all(axis=0)),
                 limit=None if allowed is None else allowed - (sum(busy) - busy[layer]),
+                doubles=doubles,
                 moves=-(-moves // len(counts_LUE)),
                 seed=seed + layer,
             )

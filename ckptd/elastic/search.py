@@ -1,8 +1,9 @@
 """A bounded local search: exchange replicas between units while recovery gains, or balance at equal recovery.
 
 A move takes two units and exchanges up to a whole bundle of replicas that the other does not hold (one
-replica, or several at once: what a group has in common moves together), or moves a replica to an empty slot. No
-move makes an expert's set of holders smaller, so a guarantee that held goes on holding.
+replica, or several at once: what a group has in common moves together), or moves a replica to an empty slot. Some
+moves put a second replica of an expert on a unit, which frees a slot where others may overlap; they leave it
+``least`` units, so that a guarantee that held goes on holding.
 
 A layer is judged together with all others: ``others`` are the losses that they survive. The judge is a sum of
 integer weights over the losses survived, and then the loads of the units, the busiest first; where these
@@ -25,11 +26,15 @@ __all__ = ["Judge", "improved"]
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """``weights`` is ``[2^U]``, for each set of lost units; ``ranks`` and ``capacity`` are ``[U]``."""
+    """``weights`` is ``[2^U]``, for each set of lost units; ``ranks`` and ``capacity`` are ``[U]``.
+
+    Every expert that is on ``least`` units stays on as many.
+    """
 
     weights: NDArray[np.int64]
     ranks: NDArray[np.int64]
     capacity: NDArray[np.int64]
+    least: int
 
     def busiest(self, counts_UE: NDArray[np.int32], shares_E: NDArray[np.int64]) -> int:
         return int((counts_UE @ shares_E // self.ranks).max())
@@ -85,6 +90,7 @@ def improved(
     others: NDArray[np.bool_],
     *,
     limit: int | None,
+    doubles: bool,
     moves: int,
     seed: int,
 ) -> NDArray[np.int32]:
@@ -93,12 +99,14 @@ def improved(
     Args:
         others: ``[2^U]``, which losses the other layers survive.
         limit: of the busiest unit's tokens, in the fixed point of the shares.
+        doubles: whether an expert may come to be twice on a unit.
     """
     layer = _Layer(judge, counts_UE.copy(), shares_E, others, limit)
     words = iter(np.random.PCG64(seed).random_raw(4 * moves).tolist())
     best = layer.value()
     for _ in range(moves):
-        change = _change(layer.counts, judge.capacity, [next(words) for _ in range(4)])
+        least = judge.least if doubles else len(counts_UE)
+        change = _change(layer.counts, judge.capacity, least, [next(words) for _ in range(4)])
         for step in change:
             layer.move(*step)
         value = layer.value() if change else best
@@ -111,14 +119,16 @@ def improved(
 
 
 def _change(
-    counts_UE: NDArray[np.int32], capacity_U: NDArray[np.int64], words: Sequence[int]
+    counts_UE: NDArray[np.int32], capacity_U: NDArray[np.int64], least: int, words: Sequence[int]
 ) -> list[tuple[int, int, int]]:
     """A random exchange, as single moves; empty if the two units have nothing to exchange."""
     num_units = len(counts_UE)
     unit = words[0] % num_units
     other = (unit + 1 + words[1] % max(num_units - 1, 1)) % num_units
-    gives = np.flatnonzero((counts_UE[unit] > 0) & (counts_UE[other] == 0)).tolist()
-    takes = np.flatnonzero((counts_UE[other] > 0) & (counts_UE[unit] == 0)).tolist()
+    here, there = counts_UE[unit] > 0, counts_UE[other] > 0
+    may_double = (counts_UE > 0).sum(axis=0) > (least if words[2] & 256 else len(counts_UE))
+    gives = np.flatnonzero(here & (~there | may_double)).tolist()
+    takes = np.flatnonzero(there & ~here).tolist()
     empty = int(capacity_U[other] - counts_UE[other].sum())
     size = 1 + words[2] % 4
     first = _some(gives, size, words[3])

@@ -45,9 +45,11 @@ def exact_strictness(replicas: tuple[int, ...], num_nodes: int, slots: int) -> b
     return sum(replicas[::slots]) <= num_nodes
 
 
-def compare_with_the_best(replicas: tuple[int, ...], num_nodes: int, slots: int) -> None:
+def compare_with_the_best(
+    replicas: tuple[int, ...], num_nodes: int, slots: int, *, moves: int, within: float
+) -> None:
     best, mean = best_ways(replicas, num_nodes, slots)
-    plan = planned([replicas], num_nodes, slots)
+    plan = planned([replicas], num_nodes, slots, moves)
     assert plan.placement.replicas.tolist() == [list(replicas)]
     if exact_strictness(replicas, num_nodes, slots):
         chances = [recovery_probability(plan.placement, k) for k in range(num_nodes + 1)]
@@ -55,7 +57,7 @@ def compare_with_the_best(replicas: tuple[int, ...], num_nodes: int, slots: int)
         assert plan.method.startswith("strict")
         assert ways == best
     else:
-        assert mean_recovery(plan.placement) == pytest.approx(mean, abs=1e-12)
+        assert mean - within - 1e-12 <= mean_recovery(plan.placement) <= mean + 1e-12
 
 
 def test_no_placement_of_a_small_instance_is_better() -> None:
@@ -64,7 +66,7 @@ def test_no_placement_of_a_small_instance_is_better() -> None:
         for num_experts in (1, 2, 3, 4):
             for slots in (1, 2, 3):
                 for replicas in instances(num_nodes, num_experts, slots):
-                    compare_with_the_best(replicas, num_nodes, slots)
+                    compare_with_the_best(replicas, num_nodes, slots, moves=100, within=0)
 
 
 @long
@@ -79,7 +81,7 @@ def test_no_placement_of_a_larger_instance_is_better(
     every = list(instances(num_nodes, num_experts, slots))
     stride = {12: 7, 13: 97}.get(num_nodes + num_experts, 1)
     for replicas in every[::stride]:
-        compare_with_the_best(replicas, num_nodes, slots)
+        compare_with_the_best(replicas, num_nodes, slots, moves=2000, within=0.03)
 
 
 @pytest.mark.parametrize(
