@@ -48,7 +48,7 @@ def test_the_paper_s_skew_on_many_nodes_is_equation_1() -> None:
 
 
 @given(st.lists(LOADS, min_size=1, max_size=3), CLUSTERS, st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_what_always_holds(layers: list[list[int]], cluster: Cluster, threshold: int) -> None:
     num_experts = min(len(row) for row in layers)
     loads = [row[:num_experts] for row in layers]
@@ -72,7 +72,7 @@ def test_a_hot_expert_has_one_replica_a_rank_and_leaves_the_rest_to_the_others()
 
 
 @given(LOADS, CLUSTERS, st.integers(1, 4))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_without_the_limit_it_is_equation_1_as_printed(
     loads: list[int], cluster: Cluster, threshold: int
 ) -> None:

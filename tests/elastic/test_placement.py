@@ -49,9 +49,10 @@ def compare_with_the_best(
     replicas: tuple[int, ...], num_nodes: int, slots: int, *, moves: int, within: float
 ) -> None:
     best, mean = best_ways(replicas, num_nodes, slots)
-    plan = planned([replicas], num_nodes, slots, moves)
+    strict = exact_strictness(replicas, num_nodes, slots)
+    plan = planned([replicas], num_nodes, slots, 0 if strict else moves)
     assert plan.placement.replicas.tolist() == [list(replicas)]
-    if exact_strictness(replicas, num_nodes, slots):
+    if strict:
         chances = [recovery_probability(plan.placement, k) for k in range(num_nodes + 1)]
         ways = [c.ways * comb(num_nodes, k) // c.choices for k, c in enumerate(chances)]
         assert plan.method.startswith("strict")
@@ -141,7 +142,7 @@ def problems(draw: st.DrawFn) -> tuple[Cluster, np.ndarray, int]:
 
 
 @given(problems())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_replica_is_placed_and_the_promise_is_kept(
     problem: tuple[Cluster, np.ndarray, int],
 ) -> None:
@@ -160,7 +161,7 @@ def test_every_replica_is_placed_and_the_promise_is_kept(
 
 
 @given(problems())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_dealing_out_in_turn_keeps_any_promise(
     problem: tuple[Cluster, np.ndarray, int],
 ) -> None:
@@ -181,7 +182,7 @@ def test_dealing_out_in_turn_keeps_any_promise(
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_no_baseline_survives_more_likely(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_nodes, num_experts = int(rng.integers(3, 9)), int(rng.integers(4, 14))
@@ -194,10 +195,10 @@ def test_no_baseline_survives_more_likely(seed: int) -> None:
     others = [spread(allocation, cluster), compact(allocation, cluster)]
     if int((truncated.counts > 0).sum(axis=1).min()) >= allocation.node_threshold:
         others.append(truncated)
-    plan = place(allocation, loads, cluster, moves=50)
+    plan = place(allocation, loads, cluster, moves=20)
     best = max(mean_recovery(other) for other in others)
     assert mean_recovery(plan.placement) >= best - 1e-12
-    aimed = place(allocation, loads, cluster, lost=2, moves=50).placement
+    aimed = place(allocation, loads, cluster, lost=2, moves=20).placement
     best = max(recovery_probability(other, 2).value for other in others)
     assert recovery_probability(aimed, 2).value >= best - 1e-12
 
@@ -321,6 +322,27 @@ def test_a_thousand_nodes_have_a_strict_plan() -> None:
     assert got.ways == comb(1024, 3) - pairs * 1022 - ascending.count(3)
 
 
+@pytest.mark.parametrize(
+    ("slots", "bound"), [([7] * 72, None), ([7] * 72, 1.03), ([9, 8, 7, 6] * 18, None)]
+)
+def test_large_plans_without_a_strict_one_beat_spread(
+    slots: list[int], bound: float | None
+) -> None:
+    """Too large for every layout to be tried, and 7 slots do not divide 30 experts."""
+    rng = np.random.default_rng(3)
+    loads = np.floor(1e5 * rng.dirichlet(np.full(30, 20), 12)).astype(np.int64)
+    cluster = Cluster(np.array(slots))
+    allocation = allocate(loads, cluster, 3)
+    plan = place(allocation, loads, cluster, max_straggler=bound)
+    assert not plan.method.startswith("strict")
+    assert plan.node_threshold == 3
+    assert (plan.placement.replicas == allocation.replicas).all()
+    assert bound is None or straggler_factor(plan.placement, loads, cluster) <= bound
+    ours = recovery_probability(plan.placement, 40)
+    theirs = recovery_probability(spread(allocation, cluster), 40, samples=2000)
+    assert ours.value > theirs.value + 4 * theirs.error
+
+
 # --- the same everywhere ---------------------------------------------------------------------------------
 
 PROGRAM = """
@@ -332,7 +354,7 @@ out = hashlib.sha256()
 for slots, domains in (([6] * 9, ()), ([8, 8, 8, 3, 3, 3], ()), ([4] * 6, tuple("aabbcc"))):
     loads = np.array([[1, 50, 3, 7, 7, 7, 900, 2, 4, 5, 6, 8], [7] * 12])
     cluster = Cluster(np.array(slots), domains)
-    out.update(place(allocate(loads, cluster, 2), loads, cluster, moves=300).placement.counts.tobytes())
+    out.update(place(allocate(loads, cluster, 2), loads, cluster, moves=100).placement.counts.tobytes())
 print(out.hexdigest())
 """
 

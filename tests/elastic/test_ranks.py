@@ -15,7 +15,7 @@ from ckptd.errors import ElasticError
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_replica_is_on_one_rank_of_its_node(seed: int) -> None:
     rng = np.random.default_rng(seed)
     ranks = tuple(rng.integers(1, 5, 4).tolist())

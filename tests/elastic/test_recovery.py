@@ -38,7 +38,7 @@ def placements(draw: st.DrawFn) -> NDArray[np.int32]:
 
 
 @given(placements())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_it_is_the_share_of_losses_survived(counts_LNE: NDArray[np.int32]) -> None:
     placement, num_nodes = Placement(counts_LNE), counts_LNE.shape[1]
     for lost in range(num_nodes + 1):
@@ -53,7 +53,7 @@ def test_it_is_the_share_of_losses_survived(counts_LNE: NDArray[np.int32]) -> No
 
 
 @given(placements(), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_nodes_of_a_domain_are_lost_together(
     counts_LNE: NDArray[np.int32], data: st.DataObject
 ) -> None:

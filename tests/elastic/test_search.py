@@ -85,7 +85,7 @@ def test_under_a_limit_recovery_is_given_up_for_balance() -> None:
 
 
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_replicas_slots_and_distinct_holders_are_kept(
     seed: int, bounded: bool, doubles: bool
 ) -> None:
