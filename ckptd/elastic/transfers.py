@@ -1,0 +1,297 @@
+"""Which owner sends each missing expert to whom.
+
+Problem. After the nodes of a plan are mapped (`ckptd.elastic.mapping`), each node lacks some experts. Any
+live node that held an expert under the old placement can send it; no other can. What an owner sends goes
+through its own link, one after the other, so what lasts is the owner that is busy longest: that is made as
+short as can be, and then as much as possible is sent within a domain. An expert without a live owner
+comes from its snapshot in the memory tier, for each node that wants it.
+
+Method. Replicas of equal size: a flow (`ckptd.elastic.flows`) from what is missing over its owners, whose
+capacity is what they can send in a given time. The time starts at a lower bound. If the flow does not serve
+everything, its minimum cut names owners that need longer, however the rest is shared out; the time rises
+to what they need at least. So the first time that suffices is the least. Of all plans within it, the one with
+fewest replicas over the borders of domains, by a flow of least cost.
+Replicas of different sizes (NP-hard: machine scheduling with eligible sets) go from the largest to the
+smallest, each size by the same method on top of what is laid on owners already: the first size's time is
+exact, and a later one lengthens it by as little as it can, given those before it. Above eight sizes, sizes
+within a factor of two are planned as one.
+
+Every number that decides is an integer. Of several optima the solver's order decides, so ranks agree if they
+run the same SciPy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ckptd.elastic.flows import Crowded, Network, cheapest, feasible
+from ckptd.elastic.mapping import checked_bytes
+from ckptd.elastic.types import Cluster, Placement, integers
+from ckptd.errors import ElasticError
+
+__all__ = ["SNAPSHOT", "TransferPlan", "plan_transfers"]
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+SNAPSHOT = -1
+"""As a source: no live node has the expert."""
+
+_NS = 10**9
+_BYTES_PER_S = 10**9  # if nobody measured: then a byte takes a nanosecond
+_MOST_SIZES = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferPlan:
+    """What is sent: arrays of the same length, ordered by layer, expert and receiver.
+
+    Args:
+        layer, expert: what.
+        source: the node that sends it, or :data:`SNAPSHOT`.
+        receiver: the node that lacks it.
+        size_bytes: of each.
+        sent_bytes: ``[N]``, what each node sends.
+        received_bytes: ``[N]``, what each node gets from other nodes.
+        snapshot_bytes: ``[N]``, what each node gets from snapshots.
+        cross_domain_bytes: what leaves its domain, of what nodes send.
+        predicted_s: the longest time of a node to send, or to get all it gets, at its own speed.
+    """
+
+    layer: Ints
+    expert: Ints
+    source: Ints
+    receiver: Ints
+    size_bytes: Ints
+    sent_bytes: Ints
+    received_bytes: Ints
+    snapshot_bytes: Ints
+    cross_domain_bytes: int
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Missing:
+    """What nodes lack, ordered by layer, expert and receiver; ``key`` is layer and expert as one number."""
+
+    key: Ints
+    receiver: Ints
+    size_bytes: Ints
+
+
+def plan_transfers(
+    wanted: Placement,
+    held: Placement,
+    cluster: Cluster,
+    expert_bytes: ArrayLike,
+    *,
+    alive: ArrayLike | None = None,
+    bytes_per_s: ArrayLike | None = None,
+) -> TransferPlan:
+    """Decide who sends what; see the module.
+
+    Args:
+        wanted: the new placement, its nodes in the order of the cluster's (:meth:`NodeMapping.apply`).
+        held: the old placement, of the same nodes. Nodes that leave may still send: they are part of the
+            cluster and want nothing.
+        expert_bytes: ``[L, E]``, bytes of one replica of each expert.
+        alive: ``[N]`` of bool, which nodes can send; None: all of them.
+        bytes_per_s: ``[N]``, how fast each node sends, and gets; None: 1 GB/s each.
+    Raises:
+        ValueError: shapes that do not fit each other, speeds below one.
+        ElasticError: a node that is not alive wants something.
+    """
+    if wanted.counts.shape != held.counts.shape or wanted.num_nodes != cluster.num_nodes:
+        raise ValueError(
+            f"wanted {wanted.counts.shape}, held {held.counts.shape}, a cluster of {cluster.num_nodes} "
+            "nodes: all three tell of the same layers, nodes and experts"
+        )
+    bytes_LE = checked_bytes(expert_bytes, wanted)
+    alive_N = _alive(alive, wanted)
+    speeds = _speeds(bytes_per_s, cluster.num_nodes)
+    missing = _missing(wanted, held, bytes_LE)
+    owners = _Owners(held, alive_N)
+    source = np.full(len(missing.key), SNAPSHOT, dtype=np.int64)
+    owned = owners.some(missing.key)
+    sharing = _Sharing(owners, cluster.domain_ids, speeds)
+    for part in _sizes(missing.size_bytes, owned):
+        source[part] = sharing.share(missing, part)
+    return _summary(missing, source, cluster, speeds, wanted.num_experts)
+
+
+def _alive(alive: ArrayLike | None, wanted: Placement) -> Bools:
+    if alive is None:
+        return np.ones(wanted.num_nodes, dtype=np.bool_)
+    alive_N = np.asarray(alive)
+    if alive_N.dtype != np.bool_ or alive_N.shape != (wanted.num_nodes,):
+        raise ValueError(f"alive must be {wanted.num_nodes} bools, not {alive!r}")
+    wants = wanted.used.any(axis=0)
+    if (wants & ~alive_N).any():
+        raise ElasticError(
+            "a node that is not alive is to hold experts",
+            operation="transfers",
+            ids={"node": int(np.flatnonzero(wants & ~alive_N)[0])},
+            hint="Plan again for the nodes that are left",
+        )
+    return alive_N
+
+
+def _speeds(bytes_per_s: ArrayLike | None, num_nodes: int) -> list[int]:
+    if bytes_per_s is None:
+        return [_BYTES_PER_S] * num_nodes
+    speeds = integers(bytes_per_s, "bytes_per_s", ndim=1)
+    if len(speeds) != num_nodes or int(speeds.min(initial=1)) < 1:
+        raise ValueError(f"bytes_per_s must be {num_nodes} numbers of at least 1, not {speeds}")
+    return [int(speed) for speed in speeds]
+
+
+def _missing(wanted: Placement, held: Placement, bytes_LE: Ints) -> _Missing:
+    layer, receiver, expert = np.nonzero((wanted.counts > 0) & (held.counts == 0))
+    order = np.lexsort((receiver, expert, layer))
+    layer, receiver, expert = layer[order], receiver[order], expert[order]
+    return _Missing(layer * wanted.num_experts + expert, receiver, bytes_LE[layer, expert])
+
+
+class _Owners:
+    """The live nodes that hold each expert: ``nodes[first[key]:first[key + 1]]``, ascending."""
+
+    def __init__(self, held: Placement, alive_N: Bools) -> None:
+        layer, node, expert = np.nonzero(held.counts)
+        live = alive_N[node]
+        key = (layer * held.num_experts + expert)[live]
+        order = np.argsort(key, kind="stable")
+        self.nodes = node[live][order]
+        number = np.bincount(key, minlength=held.num_layers * held.num_experts)
+        self.first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(number)])
+
+    def some(self, key: Ints) -> Bools:
+        """Whether each has an owner at all."""
+        return self.first[key + 1] > self.first[key]
+
+    def edges(self, key: Ints) -> tuple[Ints, Ints]:
+        """Every pair of an index into ``key`` and an owner of it, in order."""
+        number = self.first[key + 1] - self.first[key]
+        index = np.repeat(np.arange(len(key)), number)
+        begins = np.repeat(self.first[key] - (np.cumsum(number) - number), number)
+        return index, self.nodes[begins + np.arange(len(index))]
+
+
+def _sizes(size_bytes: Ints, owned: Bools) -> list[Ints]:
+    """What is planned together, the largest first: indices of replicas of one size, or within a factor of two."""
+    sizes, kind = np.unique(size_bytes, return_inverse=True)
+    if len(sizes) > _MOST_SIZES:
+        _, kind = np.unique([int(size).bit_length() for size in size_bytes], return_inverse=True)
+    last = int(kind.max(initial=-1))
+    parts = [np.flatnonzero((kind == number) & owned) for number in range(last, -1, -1)]
+    return [part for part in parts if len(part)]
+
+
+class _Sharing:
+    """Replicas shared out over owners, one size after the other, on top of what they send already."""
+
+    def __init__(self, owners: _Owners, domains: Ints, speeds: list[int]) -> None:
+        self._owners = owners
+        self._domains = domains
+        self._speeds = speeds
+        self._load_bytes = [0] * len(speeds)
+
+    def share(self, missing: _Missing, part: Ints) -> Ints:
+        """The source of each replica of ``part``."""
+        size = max(1, int(missing.size_bytes[part].max()))
+        # Receivers of one domain are alike: what is asked for is an expert in a domain.
+        asked = missing.key[part] * len(self._domains) + self._domains[missing.receiver[part]]
+        kinds, kind, units = np.unique(asked, return_inverse=True, return_counts=True)
+        key, domain = np.divmod(kinds, len(self._domains))
+        demand, owner = self._owners.edges(key)
+        dear = self._domains[owner] != domain[demand]
+        network = Network(units, demand, owner, dear, len(self._domains))
+        over = self._solve(network, size)
+        # Edges are ordered by demand, and so are the replicas after a stable sort.
+        source = np.empty(len(part), dtype=np.int64)
+        source[np.argsort(kind, kind="stable")] = np.repeat(owner, over)
+        for node, sent in zip(source.tolist(), missing.size_bytes[part].tolist(), strict=True):
+            self._load_bytes[node] += sent
+        return source
+
+    def _solve(self, network: Network, size: int) -> Ints:
+        """Units over each edge: the least time, then the fewest dear ones."""
+        level_ns = max(
+            -(-load * _NS // speed)
+            for load, speed in zip(self._load_bytes, self._speeds, strict=True)
+        )
+        everyone = np.zeros(network.num_owners, dtype=np.bool_)
+        everyone[network.owner] = True
+        level_ns = self._needed_ns(level_ns, size, Crowded(everyone, int(network.units.sum())))
+        while True:
+            capacity = self._capacity(level_ns, size, everyone)
+            outcome = feasible(network, capacity)
+            if not isinstance(outcome, Crowded):
+                break
+            level_ns = self._needed_ns(level_ns, size, outcome)
+        if network.dear.any() and not network.dear.all():
+            outcome = cheapest(network, capacity)
+        return outcome.units
+
+    def _needed_ns(self, level_ns: int, size: int, crowded: Crowded) -> int:
+        """The least time, from ``level_ns`` on, in which those owners can send so many."""
+        owners = np.flatnonzero(crowded.owners).tolist()
+        sent = sum(self._load_bytes[node] for node in owners) + crowded.units * size
+        low = max(level_ns, -(-sent * _NS // sum(self._speeds[node] for node in owners)))
+        # Every owner can send one more by then, which makes up for what rounding takes.
+        high = low - (-size * _NS // min(self._speeds[node] for node in owners))
+        while low < high:
+            middle = (low + high) // 2
+            if int(self._capacity(middle, size, crowded.owners).sum()) < crowded.units:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _capacity(self, level_ns: int, size: int, which: Bools) -> Ints:
+        """How many more replicas of that size each owner can send until then (Python's integers: no overflow)."""
+        out = np.zeros(len(which), dtype=np.int64)
+        for node in np.flatnonzero(which).tolist():
+            room = level_ns * self._speeds[node] // _NS - self._load_bytes[node]
+            out[node] = min(max(room // size, 0), 1 << 40)
+        return out
+
+
+def _summary(
+    missing: _Missing, source: Ints, cluster: Cluster, speeds: list[int], num_experts: int
+) -> TransferPlan:
+    nodes = cluster.num_nodes
+    lost = source == SNAPSHOT
+    size, receiver = missing.size_bytes, missing.receiver
+    sent = _sums(source[~lost], size[~lost], nodes)
+    received = _sums(receiver[~lost], size[~lost], nodes)
+    snapshot = _sums(receiver[lost], size[lost], nodes)
+    domains = cluster.domain_ids
+    crossing = ~lost & (domains[source] != domains[receiver])
+    busiest_s = max(
+        max(out, arriving + restored) / speed
+        for out, arriving, restored, speed in zip(
+            sent.tolist(), received.tolist(), snapshot.tolist(), speeds, strict=True
+        )
+    )
+    layer, expert = np.divmod(missing.key, num_experts)
+    return TransferPlan(
+        layer=layer,
+        expert=expert,
+        source=source,
+        receiver=receiver,
+        size_bytes=size,
+        sent_bytes=sent,
+        received_bytes=received,
+        snapshot_bytes=snapshot,
+        cross_domain_bytes=int(size[crossing].sum()),
+        predicted_s=busiest_s,
+    )
+
+
+def _sums(index: Ints, size_bytes: Ints, length: int) -> Ints:
+    out = np.zeros(length, dtype=np.int64)
+    np.add.at(out, index, size_bytes)
+    return out
