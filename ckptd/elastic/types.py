@@ -31,12 +31,14 @@ class Cluster:
     Args:
         slots: ``[N]``, how many replicas of experts a node holds *in each layer*; may differ, at least 1.
         domains: the failure domain of each node; empty: every node is one of its own.
+        ranks: how many ranks each node has, which share its slots evenly; empty: one.
     Raises:
-        ValueError: no node, no slot on a node, another number of domains than of nodes.
+        ValueError: no node, no slot or rank on a node, another number of domains or ranks than of nodes.
     """
 
     slots: NDArray[np.int64]
     domains: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         slots = integers(self.slots, "slots", ndim=1)
@@ -50,13 +52,21 @@ class Cluster:
             raise ValueError(
                 f"{len(domains)} domains for {len(slots)} nodes: name one for each node, or none"
             )
+        ranks = tuple(self.ranks) or (1,) * len(slots)
+        if len(ranks) != len(slots) or min(ranks) < 1:
+            raise ValueError(f"ranks are {ranks} for {len(slots)} nodes: each node has at least 1")
         object.__setattr__(self, "slots", slots)
         object.__setattr__(self, "domains", domains)
+        object.__setattr__(self, "ranks", ranks)
 
     @classmethod
-    def uniform(cls, num_nodes: int, slots: int, domains: Sequence[str] = ()) -> Cluster:
-        """``num_nodes`` nodes with as many slots each."""
-        return cls(np.full(num_nodes, slots, dtype=np.int64), tuple(domains))
+    def uniform(
+        cls, num_nodes: int, slots: int, domains: Sequence[str] = (), *, ranks: int = 1
+    ) -> Cluster:
+        """``num_nodes`` nodes with as many slots and ranks each."""
+        if num_nodes < 1:
+            raise ValueError(f"a cluster needs a node, not {num_nodes}")
+        return cls(np.full(num_nodes, slots, dtype=np.int64), tuple(domains), (ranks,) * num_nodes)
 
     @property
     def num_nodes(self) -> int:
@@ -66,6 +76,10 @@ class Cluster:
     def num_slots(self) -> int:
         """Of all nodes together, in each layer."""
         return sum(self.slots.tolist())
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.ranks)
 
     @property
     def num_domains(self) -> int:
@@ -80,7 +94,8 @@ class Cluster:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Cluster):
             return NotImplemented
-        return np.array_equal(self.slots, other.slots) and self.domains == other.domains
+        same = self.domains == other.domains and self.ranks == other.ranks
+        return same and np.array_equal(self.slots, other.slots)
 
     __hash__ = None  # type: ignore[assignment]
 
