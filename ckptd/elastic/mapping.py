@@ -6,7 +6,7 @@ fetches what its plan node holds and it does not have. All machines fetch at onc
 largest fetch: it is made as small as can be, and among such mappings the sum over all machines.
 
 What may be exchanged. Plan node p was planned for the cluster's node p. Another node may take its place if
-it has the slots that p uses, and if domains stay whole: the nodes of a domain of the plan go to the nodes
+it has the slots that p uses and as many ranks (the load was shared out for those), and if domains stay whole: the nodes of a domain of the plan go to the nodes
 of one domain of the cluster. Then an expert that was on f domains still is, and the recovery
 probability stays what it was. The plan as it stands is always such a mapping.
 
@@ -110,7 +110,8 @@ def map_nodes(
     plan.check(cluster)
     costs = fetch_bytes(plan, held, expert_bytes)
     order = np.argsort(cluster.domain_ids, kind="stable")
-    fits = plan.used.max(axis=0)[:, None] <= cluster.slots
+    ranks = np.array(cluster.ranks)
+    fits = (plan.used.max(axis=0)[:, None] <= cluster.slots) & (ranks[:, None] == ranks)
     open_costs = np.where(fits, costs, np.inf)[np.ix_(order, order)]
     columns = _Blocks(open_costs, cluster.domain_ids[order]).assign()
     node_of = np.empty_like(order)

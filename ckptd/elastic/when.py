@@ -259,10 +259,8 @@ class PlacementTimes:
         if gone:
             return self._place(f"gone: {_names(gone)}; left: {self._capacity()}")
         came = here - before
-        if came and self._came_s is not None:
-            self._came_s = self._came_s[0], now_s
-        elif came:
-            self._came_s = now_s, now_s
+        if came:
+            self._came_s = (self._came_s or (now_s,))[0], now_s
         return self._wait_or_keep(now_s)
 
     def _now_placed(self, event: Placed, now_s: float) -> Decision:
@@ -283,8 +281,8 @@ class PlacementTimes:
         return self._gather(new, now_s)
 
     def _gather(self, new: frozenset[str], now_s: float) -> Decision:
-        first_s, last_s = self._came_s or (now_s, now_s)
-        self._came_s = first_s, last_s
+        assert self._came_s is not None, "who is new has come"
+        first_s, last_s = self._came_s
         due_s = min(last_s + self._config.gather_s, first_s + self._config.gather_most_s)
         if now_s >= due_s:
             return self._place(f"came: {_names(new)}; now: {self._capacity()}")
@@ -338,20 +336,22 @@ class PlacementTimes:
         return reachable_threshold(cluster.slots, self._num_experts, self._config.threshold)
 
     def _capacity(self) -> str:
-        cluster = self._seen.cluster
-        assert cluster is not None, "there are enough nodes"
-        return (
-            f"{cluster.num_nodes} node{'s' * (cluster.num_nodes != 1)} with {cluster.num_slots} slots for "
-            f"{self._num_experts} experts"
-        )
+        return f"{self._there()} for {self._num_experts} experts"
 
     def _lacking(self) -> str:
         cluster = self._seen.cluster
-        slots = cluster.num_slots if cluster else 0
+        more = self._num_experts - (cluster.num_slots if cluster else 0)
         return (
-            f"{len(self._seen.nodes)} nodes have {slots} slots in a layer, and {self._num_experts} experts "
-            f"need one each: wait for nodes with {self._num_experts - slots} more, or give ranks more slots"
+            f"{self._there()}, and {self._num_experts} experts need one each: wait for nodes with {more} "
+            "more, or give ranks more slots"
         )
+
+    def _there(self) -> str:
+        cluster = self._seen.cluster
+        if cluster is None:
+            return "no node has a slot"
+        nodes = f"{cluster.num_nodes} node{'s' * (cluster.num_nodes != 1)}"
+        return f"{nodes} with {cluster.num_slots} slots in a layer"
 
 
 def _names(nodes: frozenset[str]) -> str:

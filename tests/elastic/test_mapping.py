@@ -41,7 +41,8 @@ def _least(plan: Placement, held: Placement, cluster: Cluster, sizes: Ints) -> t
 
 def _allowed(plan: Placement, cluster: Cluster, order: tuple[int, ...]) -> bool:
     used = plan.used.max(axis=0)
-    fits = all(used[p] <= cluster.slots[q] for p, q in enumerate(order))
+    ranks = cluster.ranks
+    fits = all(used[p] <= cluster.slots[q] and ranks[p] == ranks[q] for p, q in enumerate(order))
     domains = cluster.domains
     together = all(
         (domains[a] == domains[b]) == (domains[order[a]] == domains[order[b]])
@@ -85,8 +86,9 @@ def instances(draw: st.DrawFn) -> tuple[Placement, Placement, Cluster, Ints]:
     spare = draw(st.lists(st.integers(0, 2), min_size=nodes, max_size=nodes))
     slots = np.maximum(plan.used.max(axis=0), 1) + np.array(spare)
     domains = draw(st.lists(st.sampled_from("abc"), min_size=nodes, max_size=nodes) | st.just([]))
+    ranks = draw(st.lists(st.integers(1, 2), min_size=nodes, max_size=nodes) | st.just([]))
     sizes = draw(st.lists(st.integers(0, 4), min_size=layers * experts, max_size=layers * experts))
-    cluster = Cluster(slots, tuple(domains))
+    cluster = Cluster(slots, tuple(domains), tuple(ranks))
     return plan, held, cluster, np.array(sizes, dtype=np.int64).reshape(layers, experts)
 
 
