@@ -209,6 +209,26 @@ def test_an_exchange_along_several_owners_keeps_experts_in_their_racks() -> None
     assert plan.source.tolist() == [0, 1, 4]
 
 
+def test_large_experts_make_way_for_small_ones() -> None:
+    """Node 2 alone has ten large ones, so ten more may go to 0 or 1, or all to 0; ten small ones only to 0.
+
+    A size is shared out again when the others are known: whoever takes the large ones, 0 has room.
+    """
+    large, small = 10, 10
+    held = np.zeros((1, 4, 2 * large + small), dtype=np.int32)
+    held[0, 2, :large] = 1
+    held[0, :2, large : 2 * large] = 1
+    held[0, 0, 2 * large :] = 1
+    wanted = np.zeros_like(held)
+    wanted[0, 3] = 1
+    sizes = np.array([[2] * (2 * large) + [1] * small])
+    for order in ([0, 1, 2, 3], [1, 0, 2, 3]):
+        plan = plan_transfers(
+            Placement(wanted), Placement(held[:, order]), Cluster.uniform(4, 30), sizes
+        )
+        assert plan.sent_bytes.max() == 20
+
+
 def test_the_loss_of_all_owners_is_recovered_from_the_snapshot() -> None:
     held = Placement(np.array([[[1, 0], [0, 1], [0, 0]]]))
     wanted = Placement(np.array([[[1, 1], [0, 0], [1, 1]]]))
