@@ -1,0 +1,117 @@
+"""Whole placements to choose from, for units first and for the nodes within each unit then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.elastic.layout import (
+    Problem,
+    Shape,
+    ascending,
+    complete,
+    lay_out,
+    num_groups,
+    spread_out,
+)
+from ckptd.elastic.types import Cluster
+
+__all__ = ["domain_problem", "guaranteed", "layouts", "within_domains"]
+
+WHOLE_FAMILY = (
+    20_000  # layers x units x experts up to which every shape is tried: each takes about 1 ms
+)
+
+
+def domain_problem(cluster: Cluster, problem: Problem) -> Problem:
+    """The same replicas on domains instead of nodes."""
+    capacity = np.zeros(cluster.num_domains, dtype=np.int64)
+    np.add.at(capacity, cluster.domain_ids, cluster.slots)
+    return Problem(problem.replicas, problem.shares, capacity)
+
+
+def layouts(problem: Problem, threshold: int) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    """The layouts to try, with their names: the likely best first, each ``[L, U, E]``."""
+    for shape in _shapes(problem, threshold):
+        yield _name(problem, shape), lay_out(problem, shape)
+    yield "spread", spread_out(problem)
+
+
+def _shapes(problem: Problem, threshold: int) -> list[Shape]:
+    groups, units = num_groups(problem), len(problem.capacity)
+    slots = int(problem.capacity.min())
+    if problem.replicas.size * units > WHOLE_FAMILY:
+        few = {max(groups - 1, 0), groups * 3 // 4, groups // 2, 0}
+        tails = [Shape(n, 0, b) for n in sorted(few, reverse=True) for b in {1, slots}]
+        return [Shape(groups), Shape(groups, units), *tails]
+    levels = [0, units] if problem.uniform else [units, threshold, min(2 * threshold, units)]
+    bundles = [b for b in range(1, slots + 1) if slots % b == 0]
+    return [
+        Shape(n, level, bundle)
+        for n in range(groups if problem.uniform else problem.replicas.shape[1], -1, -1)
+        for level in dict.fromkeys(levels)
+        for bundle in bundles
+    ]
+
+
+def _name(problem: Problem, shape: Shape) -> str:
+    if not shape.groups:
+        return f"dealt out in bundles of {shape.bundle}"
+    cut = "truncated" if shape.level else "levelled"
+    name = f"{cut} maximum rank overlap"
+    if shape.groups < num_groups(problem):
+        name += f" of {shape.groups} groups, the rest dealt out in bundles of {shape.bundle}"
+    return name
+
+
+def within_domains(
+    cluster: Cluster, problem: Problem, counts_LDE: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """Replicas of each domain onto its nodes, by maximum rank overlap among themselves: ``[L, N, E]``."""
+    num_layers, _, num_experts = counts_LDE.shape
+    out = np.zeros((num_layers, cluster.num_nodes, num_experts), dtype=np.int32)
+    ids = cluster.domain_ids
+    for domain in range(counts_LDE.shape[1]):
+        nodes = np.flatnonzero(ids == domain)
+        if len(nodes) == 1:
+            out[:, nodes[0]] = counts_LDE[:, domain]
+            continue
+        for layer in range(num_layers):
+            present = np.flatnonzero(counts_LDE[layer, domain])
+            if not len(present):
+                continue
+            replicas = counts_LDE[layer, domain, present].astype(np.int64)[None]
+            inner = Problem(replicas, problem.shares[layer, present][None], cluster.slots[nodes])
+            laid = lay_out(inner, Shape(num_groups(inner)))[0]
+            out[layer, nodes[:, None], present] = laid
+    return out
+
+
+def guaranteed(
+    cluster: Cluster, problem: Problem, nodes_wanted: int, domains_wanted: int
+) -> NDArray[np.int32]:
+    """A placement that keeps the promise wherever one can: the experts in turn, node after node.
+
+    Proof. A node takes ``min(slots, E)`` experts in a row, all different. A domain with E such slots or more gets
+    every expert; the smaller domains stand together at the end, and one of them gets no expert twice. So
+    every expert gets ``floor(sum of min(slots, E) / E)`` nodes, and as many domains by the same sum over
+    domains: what ``allocation.reachable_threshold`` promises.
+    """
+    num_layers, num_experts = problem.replicas.shape
+    ids = cluster.domain_ids
+    small = domain_problem(cluster, problem).capacity[ids] < num_experts
+    line = np.lexsort((ids, small))
+    places = np.repeat(line, np.minimum(cluster.slots, num_experts)[line])
+    counts = np.zeros((num_layers, cluster.num_nodes, num_experts), dtype=np.int32)
+    order_LE = ascending(problem)
+    for turn in range(num_experts):
+        nodes = places[turn::num_experts]
+        _, first = np.unique(ids[nodes], return_index=True)
+        others = np.setdiff1d(np.arange(len(nodes)), first)
+        chosen = nodes[np.concatenate([np.sort(first), others])[:nodes_wanted]]
+        counts[np.arange(num_layers)[:, None], chosen, order_LE[:, turn, None]] = 1
+    assert domains_wanted <= nodes_wanted
+    complete(problem, counts)
+    return counts

@@ -1,0 +1,299 @@
+"""On which node the replicas go: as likely as possible that the job survives the next losses.
+
+Problem: given how many replicas each expert of each layer has, put them on nodes with so many slots, so
+that the loss of nodes chosen at random (of domains, where nodes share them) most likely leaves
+every expert of every layer a replica; and so that every expert is on at least as many distinct nodes and
+domains as the allocation promises.
+
+Method:
+
+- Where every layer has a strict maximum rank overlap (units of one size, enough of them for all groups; see
+  ``layout``), that is the plan: no placement survives more likely, whatever number is lost (Lazarus, theorem 1).
+- Elsewhere the best of a family is taken: MRO cut in two ways, fewer groups with the rest dealt out, one by
+  one or in bundles, and the spread layout. All are judged by one number for all layers together, and what
+  breaks the promise is dropped; one candidate keeps it always (``candidates.guaranteed``).
+- For few units a local search goes on from the best one (``search``), over all layers in turn.
+- A domain of several nodes is planned as one unit first, then the nodes within it among themselves.
+
+What is judged: the probability of surviving ``lost`` units that are lost together, or, by default, its mean over
+1 … U - 1 lost units. Beyond ``EXACT_UNITS`` units these are f, 2f, 4f and 8f, and what cannot be counted is
+sampled (``recovery``). Where domains have several nodes, the loss of single nodes decides between equals,
+then the straggler factor. ``max_straggler`` bounds that factor: then the most likely survivor under
+the bound is taken, or the best balanced candidate if none is under it.
+
+All decisions are made on integers and exact fractions: every rank finds the same plan.
+
+Complexity: a strict plan is one layout, O(L * N * E) in array operations. Otherwise the number of candidates is
+bounded (``candidates.WHOLE_FAMILY``), and the search by ``moves``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import comb, lcm
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ckptd.elastic.allocation import Allocation
+from ckptd.elastic.balance import busiest, token_shares
+from ckptd.elastic.candidates import domain_problem, guaranteed, layouts, within_domains
+from ckptd.elastic.layout import Problem, Shape, lay_out, num_groups, spread_out, strict_exists
+from ckptd.elastic.recovery import (
+    holder_sets,
+    minimal_sets,
+    sampled_survivors,
+    surviving_masks,
+    survivor_counts,
+)
+from ckptd.elastic.search import Judge, improved
+from ckptd.elastic.types import Cluster, Loads, Placement, checked_loads
+
+__all__ = ["Plan", "compact", "place", "spread"]
+
+MOVES = 2000  # of the search, over all layers: about 0.1 s
+SEARCHED_UNITS = 10
+EXACT_UNITS = 64
+SAMPLES = 4000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A placement, how it was found, and how many distinct nodes and domains every expert has at least."""
+
+    placement: Placement
+    method: str
+    node_threshold: int
+    domain_threshold: int
+
+
+def place(
+    allocation: Allocation,
+    loads: ArrayLike,
+    cluster: Cluster,
+    *,
+    lost: int | None = None,
+    max_straggler: float | None = None,
+    moves: int = MOVES,
+    seed: int = 0,
+) -> Plan:
+    """Place the replicas of an allocation on the nodes it was made for; see the module.
+
+    Args:
+        loads: ``[L, E]``, those of the allocation.
+        lost: for how many units lost together the plan is made; default: for any number of them.
+        max_straggler: the bound on the straggler factor, at least 1; default: none.
+        moves: how many exchanges the local search tries, over all layers.
+    Raises:
+        ValueError: arrays of different shapes, ``lost`` below 1 or not below the number of units, a bound below 1.
+        ElasticError: the allocation is not for this cluster.
+    """
+    loads_LE = checked_loads(loads)
+    units = cluster.num_domains
+    if loads_LE.shape != allocation.replicas.shape:
+        raise ValueError(
+            f"loads of shape {loads_LE.shape}, an allocation of shape {allocation.replicas.shape}"
+        )
+    if lost is not None and not 1 <= lost < max(units, 2):
+        raise ValueError(f"lost is {lost} of {units} units: plan for 1 to {units - 1}")
+    if max_straggler is not None and not max_straggler >= 1:
+        raise ValueError(f"max_straggler is {max_straggler}; the busiest is never below the mean")
+    planner = _Planner(allocation, loads_LE, cluster, lost)
+    strict = planner.strict()
+    if strict is not None and max_straggler is None and not planner.searchable:
+        return planner.plan(*strict)
+    found = [strict] if strict is not None else []
+    if strict is None or max_straggler is not None:
+        found += planner.candidates()
+    allowed = None if max_straggler is None else planner.allowed(max_straggler)
+    name, counts = planner.best(found, allowed)
+    if planner.searchable and moves > 0:
+        better = planner.searched(name, counts, allowed, moves, seed)
+        name, counts = planner.best([(name, counts), better], allowed)
+    return planner.plan(name, counts)
+
+
+def spread(allocation: Allocation, cluster: Cluster) -> Placement:
+    """The baseline: replicas of expert after expert, round robin over the nodes."""
+    replicas = allocation.replicas
+    return Placement(spread_out(Problem(replicas, np.zeros_like(replicas), cluster.slots)))
+
+
+def compact(allocation: Allocation, cluster: Cluster) -> Placement:
+    """The baseline: replicas of expert after expert, each node filled before the next."""
+    replicas = allocation.replicas
+    num_layers, num_experts = replicas.shape
+    counts = np.zeros((num_layers, cluster.num_nodes, num_experts), dtype=np.int32)
+    nodes = np.repeat(np.arange(cluster.num_nodes), cluster.slots)
+    for layer in range(num_layers):
+        experts = np.repeat(np.arange(num_experts), replicas[layer])
+        np.add.at(counts[layer], (nodes[: len(experts)], experts), 1)
+    return Placement(counts)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Value:
+    """What is compared, in this order."""
+
+    units: Fraction
+    nodes: Fraction
+    least_busy: int
+
+
+class _Planner:
+    """One call of ``place``: the problem for nodes and for units, and the judge."""
+
+    def __init__(
+        self, allocation: Allocation, loads_LE: Loads, cluster: Cluster, lost: int | None
+    ) -> None:
+        shares, self.bits = token_shares(loads_LE, allocation.replicas)
+        self.allocation = allocation
+        self.cluster = cluster
+        self.tokens = sum(sum(row) for row in loads_LE.tolist())
+        self.ids = cluster.domain_ids
+        self.flat = cluster.num_domains == cluster.num_nodes
+        self.nodes = Problem(allocation.replicas, shares, cluster.slots)
+        self.units = self.nodes if self.flat else domain_problem(cluster, self.nodes)
+        self.ranks = np.array(cluster.ranks, dtype=np.int64)
+        self.lost = lost
+
+    @property
+    def searchable(self) -> bool:
+        return 1 < len(self.units.capacity) <= SEARCHED_UNITS
+
+    def strict(self) -> tuple[str, NDArray[np.int32]] | None:
+        """The strict overlap of the units, if there is one that keeps the promise."""
+        if not strict_exists(self.units):
+            return None
+        counts = self._on_nodes(lay_out(self.units, Shape(num_groups(self.units))))
+        return ("strict maximum rank overlap", counts) if self._keeps(counts) else None
+
+    def candidates(self) -> list[tuple[str, NDArray[np.int32]]]:
+        """What keeps the promise, the one that always does at the end."""
+        threshold = self.allocation.domain_threshold
+        found = [(name, self._on_nodes(counts)) for name, counts in layouts(self.units, threshold)]
+        if not self.flat:
+            found.append(("spread", spread_out(self.nodes)))
+        kept = [(name, counts) for name, counts in found if self._keeps(counts)]
+        wanted = self.allocation.node_threshold
+        last = guaranteed(self.cluster, self.nodes, wanted, threshold)
+        return [*kept, ("dealt out in turn", last)]
+
+    def best(
+        self, found: list[tuple[str, NDArray[np.int32]]], allowed: int | None
+    ) -> tuple[str, NDArray[np.int32]]:
+        """The first of the most valuable whose busiest ranks are allowed; else the best balanced."""
+        values = [self._value(counts) for _, counts in found]
+        if allowed is None:
+            return found[values.index(max(values))]
+        under = [value for value in values if -value.least_busy <= allowed]
+        if under:
+            return found[values.index(max(under))]
+        balance = [value.least_busy for value in values]
+        return found[balance.index(max(balance))]
+
+    def searched(
+        self, name: str, counts: NDArray[np.int32], allowed: int | None, moves: int, seed: int
+    ) -> tuple[str, NDArray[np.int32]]:
+        """The local search, layer by layer, each judged with what the others survive."""
+        counts_LUE, shares_LE = self._on_units(counts), self.units.shares
+        judge = Judge(self._weights(), self._unit_ranks(), self.units.capacity)
+        pairs = zip(counts_LUE, shares_LE, strict=True)
+        busy = [judge.busiest(*pair) for pair in pairs]
+        survive = np.stack([surviving_masks(minimal_sets(layer.T > 0)) for layer in counts_LUE])
+        for layer in range(len(counts_LUE)):
+            counts_LUE[layer] = improved(
+                judge,
+                counts_LUE[layer],
+                shares_LE[layer],
+                np.delete(survive, layer, axis=0).all(axis=0),
+                limit=None if allowed is None else allowed - (sum(busy) - busy[layer]),
+                moves=-(-moves // len(counts_LUE)),
+                seed=seed + layer,
+            )
+            busy[layer] = judge.busiest(counts_LUE[layer], shares_LE[layer])
+            survive[layer] = surviving_masks(minimal_sets(counts_LUE[layer].T > 0))
+        better = self._on_nodes(counts_LUE)
+        return f"{name}, searched on", better if self._keeps(better) else counts
+
+    def plan(self, name: str, counts: NDArray[np.int32]) -> Plan:
+        placement = Placement(counts)
+        placement.check(self.cluster)
+        return Plan(placement, name, *self._thresholds(counts))
+
+    # --- between nodes and units ---------------------------------------------------------------------
+
+    def _on_nodes(self, counts_LUE: NDArray[np.int32]) -> NDArray[np.int32]:
+        return counts_LUE if self.flat else within_domains(self.cluster, self.nodes, counts_LUE)
+
+    def _on_units(self, counts_LNE: NDArray[np.int32]) -> NDArray[np.int32]:
+        if self.flat:
+            return counts_LNE.copy()
+        shape = (counts_LNE.shape[0], self.cluster.num_domains, counts_LNE.shape[2])
+        out = np.zeros(shape, dtype=np.int32)
+        np.add.at(out, (slice(None), self.ids), counts_LNE)
+        return out
+
+    def _unit_ranks(self) -> NDArray[np.int64]:
+        out = np.zeros(self.cluster.num_domains, dtype=np.int64)
+        np.add.at(out, self.ids, self.ranks)
+        return out
+
+    def _thresholds(self, counts_LNE: NDArray[np.int32]) -> tuple[int, int]:
+        """On how many nodes and domains every expert is at least; not counted above what was asked for."""
+        asked = self.allocation.threshold
+        nodes = min(int((counts_LNE > 0).sum(axis=1).min()), asked)
+        if self.flat:
+            return nodes, nodes
+        return nodes, min(int((self._on_units(counts_LNE) > 0).sum(axis=1).min()), asked)
+
+    def _keeps(self, counts_LNE: NDArray[np.int32]) -> bool:
+        nodes, domains = self._thresholds(counts_LNE)
+        promised = self.allocation
+        return nodes >= promised.node_threshold and domains >= promised.domain_threshold
+
+    # --- the judge -----------------------------------------------------------------------------------
+
+    def _value(self, counts_LNE: NDArray[np.int32]) -> _Value:
+        placement = Placement(counts_LNE)
+        sets = holder_sets(placement, self.ids)
+        busy = int(busiest(counts_LNE, self.nodes.shares, self.ranks).sum())
+        units = self._mean_recovery(sets, self.lost)
+        nodes = units if self.flat else self._mean_recovery(holder_sets(placement), None)
+        return _Value(units, nodes, -busy)
+
+    def _mean_recovery(self, held_MU: NDArray[np.bool_], lost: int | None) -> Fraction:
+        num_units = held_MU.shape[1]
+        numbers = self._numbers(num_units) if lost is None else [lost]
+        if not numbers or numbers == [num_units]:
+            return Fraction(0)
+        counts = survivor_counts(held_MU, max(numbers))
+        if counts is not None:
+            chances = [Fraction(counts[k], comb(num_units, k)) for k in numbers]
+        else:
+            chances = [
+                Fraction(sampled_survivors(held_MU, k, SAMPLES, k), SAMPLES) for k in numbers
+            ]
+        return sum(chances, Fraction(0)) / len(chances)
+
+    def _numbers(self, num_units: int) -> list[int]:
+        """How many lost units are judged when none is asked for."""
+        if num_units <= EXACT_UNITS:
+            return list(range(1, num_units))
+        first = max(self.allocation.domain_threshold, 1)
+        return [n for n in (first, 2 * first, 4 * first, 8 * first) if n < num_units]
+
+    def _weights(self) -> NDArray[np.int64]:
+        """For each set of lost units, so that a sum of them is the mean above times a constant."""
+        num_units = len(self.units.capacity)
+        numbers = self._numbers(num_units) if self.lost is None else [self.lost]
+        total = lcm(*(comb(num_units, k) for k in numbers))
+        by_size = np.zeros(num_units + 1, dtype=np.int64)
+        by_size[numbers] = [total // comb(num_units, k) for k in numbers]
+        return by_size[np.bitwise_count(np.arange(1 << num_units))]
+
+    def allowed(self, factor: float) -> int:
+        """Tokens of the busiest ranks, over all layers, at that straggler factor."""
+        tokens = self.tokens << self.bits if self.bits >= 0 else self.tokens >> -self.bits
+        return int(Fraction(factor) * tokens / self.cluster.num_ranks)
