@@ -1,10 +1,10 @@
-"""Demands served by owners of limited capacity: which owner serves how many units of each demand.
+"""Demand served by owners of limited capacity: which owner serves how many units of what.
 
-A small kind of flow problem, solved exactly: source → demands → owners → sink, with integers throughout.
-`feasible` is a maximum flow (SciPy's Dinic). Where it does not serve everything, its minimum cut is a set of
-demands whose owners together have too little: a certificate from which the caller knows by how much.
-`cheapest` serves everything along as few dear edges as possible: the primal-dual method on top of the same
-maximum flow, whose number of rounds is the length of the longest exchange that pays, usually below ten.
+A small kind of flow problem, solved exactly with integers. `feasible` asks whether capacities suffice, by a
+maximum flow (SciPy's Dinic). Where they do not, its minimum cut is a set of kinds whose owners together have
+too little: a certificate from which the caller knows how much is lacking. `nearest` serves everything with as many
+units as possible from near owners: a flow of least cost by the primal-dual method on top of the same maximum
+flow. Its number of rounds is the length of the longest exchange that pays, usually below ten.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-__all__ = ["Crowded", "Network", "Served", "cheapest", "feasible"]
+__all__ = ["Crowded", "Near", "Network", "feasible", "nearest"]
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+
+_SOURCE, _SINK, _FIRST = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,127 +29,157 @@ class Network:
     """Who could serve what.
 
     Args:
-        units: ``[D]``, what each demand asks for; below 2^31 together.
-        demand, owner: the edges; each demand and owner are named together once at most.
-        dear: for each edge, whether it is to be avoided.
+        units: ``[K]``, how many of each kind are asked for; below 2^31 together.
+        kind, owner: the edges, each pair once: this owner has this kind.
         num_owners: owners are counted from 0.
     """
 
     units: Ints
-    demand: Ints
+    kind: Ints
     owner: Ints
-    dear: Bools
     num_owners: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Served:
-    """Everything is served: units over each edge of the network."""
+class Near:
+    """The same demand in parts, for each of which some owners are near.
+
+    Args:
+        units: ``[P]``, units of each part; those of a kind add up to the network's.
+        kind: ``[P]``, what each part asks for.
+        part, owner: the near pairs, each once; the owner has the part's kind.
+    """
 
     units: Ints
+    kind: Ints
+    part: Ints
+    owner: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Crowded:
-    """Some demands can only be served by ``owners``, which have less than the ``units`` they ask for together."""
+    """Some kinds are had by ``owners`` only, who have not enough for the ``units`` of these kinds."""
 
     owners: Bools
     units: int
 
 
-def feasible(network: Network, capacity: Ints) -> Served | Crowded:
-    """Serve all demands within the capacities, or say which owners are too few for what.
+def feasible(network: Network, capacity: Ints) -> Ints | Crowded:
+    """Units over each edge such that all is served within the capacities; or which owners are too few for what.
 
     Args:
         capacity: ``[num_owners]``, units that each owner serves at most.
     """
-    graph = _Graph(network, capacity)
-    graph.augment(np.ones(len(graph.tail), dtype=np.bool_))
-    if graph.served == graph.wanted:
-        return Served(graph.over_edges())
-    reached = graph.reached(np.ones(len(graph.tail), dtype=np.bool_))
-    demands, owners = reached[2 : 2 + len(network.units)], reached[2 + len(network.units) :]
-    return Crowded(owners, int(network.units[demands].sum()))
+    kinds = _FIRST + np.arange(len(network.units))
+    owners = _FIRST + len(kinds) + np.arange(network.num_owners)
+    wanted = int(network.units.sum())
+    edges = _Edges(_FIRST + len(kinds) + len(owners))
+    edges.add(np.full(len(kinds), _SOURCE), kinds, network.units)
+    between = edges.add(kinds[network.kind], owners[network.owner], wanted)
+    edges.add(owners, np.full(len(owners), _SINK), np.minimum(capacity, wanted))
+    graph = edges.graph()
+    graph.augment(graph.all)
+    if graph.served == wanted:
+        return graph.over(between)
+    reached = graph.reached(graph.all)
+    return Crowded(reached[owners], int(network.units[reached[kinds]].sum()))
 
 
-def cheapest(network: Network, capacity: Ints) -> Served:
-    """Serve all demands within the capacities over as few dear units as possible.
+def nearest(network: Network, near: Near, capacity: Ints) -> tuple[Ints, Ints]:
+    """Serve everything, as much as possible from near: units over the network's edges, and over the near pairs.
 
     Raises:
         ValueError: the capacities do not suffice; ask :func:`feasible` first.
     """
-    graph = _Graph(network, capacity)
-    price = np.zeros(2 + len(network.units) + network.num_owners, dtype=np.int64)
+    parts = _FIRST + np.arange(len(near.units))
+    kinds = _FIRST + len(parts) + np.arange(len(network.units))
+    owners = _FIRST + len(parts) + len(kinds) + np.arange(network.num_owners)
+    wanted = int(near.units.sum())
+    edges = _Edges(_FIRST + len(parts) + len(kinds) + len(owners))
+    edges.add(np.full(len(parts), _SOURCE), parts, near.units)
+    edges.add(parts, kinds[near.kind], wanted, cost=1)
+    from_far = edges.add(kinds[network.kind], owners[network.owner], wanted)
+    from_near = edges.add(parts[near.part], owners[near.owner], wanted)
+    edges.add(owners, np.full(len(owners), _SINK), np.minimum(capacity, wanted))
+    graph = edges.graph()
+    price = np.zeros(graph.size, dtype=np.int64)
     while True:
         cheap = graph.cost + price[graph.tail] - price[graph.head] == 0
         graph.augment(cheap)
-        if graph.served == graph.wanted:
-            return Served(graph.over_edges())
-        if not graph.reached(np.ones(len(graph.tail), dtype=np.bool_))[_SINK]:
-            raise ValueError("the capacities do not suffice for all demands")
+        if graph.served == wanted:
+            return graph.over(from_far), graph.over(from_near)
+        if not graph.reached(graph.all)[_SINK]:
+            raise ValueError("the capacities do not suffice for everything")
         # All costs are integers, so every way on from what is reached costs at least one more.
         price += ~graph.reached(cheap)
 
 
-_SOURCE, _SINK = 0, 1
+class _Edges:
+    """Edges of a graph of ``size`` vertices, put together."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._parts: list[tuple[Ints, Ints, Ints, Ints]] = []
+        self._number = 0
+
+    def add(self, tail: Ints, head: Ints, capacity: Ints | int, cost: int = 0) -> slice:
+        """Add edges; returns which they are."""
+        number = len(tail)
+        self._parts.append((tail, head, np.broadcast_to(capacity, number), np.full(number, cost)))
+        self._number += number
+        return slice(self._number - number, self._number)
+
+    def graph(self) -> _Graph:
+        tail, head, capacity, cost = (
+            np.concatenate(list(x)) for x in zip(*self._parts, strict=True)
+        )
+        return _Graph(self._size, tail, head, capacity, cost)
 
 
 class _Graph:
     """The residual graph: every edge once in its direction and once against it, with what is left of it."""
 
-    def __init__(self, network: Network, capacity: Ints) -> None:
-        demands = 2 + np.arange(len(network.units))
-        owners = 2 + len(demands) + np.arange(network.num_owners)
-        tail = np.concatenate([np.full(len(demands), _SOURCE), demands[network.demand], owners])
-        head = np.concatenate([demands, owners[network.owner], np.full(len(owners), _SINK)])
-        cost = np.zeros(len(tail), dtype=np.int64)
-        self._between = slice(len(demands), len(demands) + len(network.demand))
-        cost[self._between] = network.dear
-        self.wanted = int(network.units.sum())
-        self.served = 0
-        # No edge needs more than everything, and SciPy counts in 32 bits.
-        left = np.concatenate(
-            [network.units, network.units[network.demand], np.minimum(capacity, self.wanted)]
-        )
+    def __init__(self, size: int, tail: Ints, head: Ints, capacity: Ints, cost: Ints) -> None:
+        self.size = size
         self.tail, self.head = np.concatenate([tail, head]), np.concatenate([head, tail])
         self.cost = np.concatenate([cost, -cost])
-        self._left = np.concatenate([left, np.zeros_like(left)])
-        self._size = 2 + len(demands) + len(owners)
+        self.all = np.ones(len(self.tail), dtype=np.bool_)
+        self.served = 0
+        self._left = np.concatenate([capacity, np.zeros_like(capacity)])
+        self._half = len(tail)
 
     def augment(self, usable: Bools) -> None:
         """Send as much as possible over the usable edges."""
-        graph = self._matrix(usable, self._left.astype(np.int32))
-        result = maximum_flow(graph, _SOURCE, _SINK)
+        # SciPy counts in 32 bits; no edge has more than everything.
+        result = maximum_flow(self._matrix(usable, self._left.astype(np.int32)), _SOURCE, _SINK)
         if not result.flow_value:
             return
         self.served += int(result.flow_value)
-        half = len(self.tail) // 2
-        there = self._flow_over(result.flow.tocoo(), slice(0, half))
-        self._left[:half] -= there
-        self._left[half:] += there
-
-    def _flow_over(self, flow: coo_array[np.int32], edges: slice) -> Ints:
-        """The flow over each of those edges, negative where it goes against it."""
-        key = flow.row.astype(np.int64) * self._size + flow.col
-        order = np.argsort(key)
-        asked = self.tail[edges] * self._size + self.head[edges]
-        at = np.minimum(np.searchsorted(key, asked, sorter=order), len(key) - 1)
-        found = key[order[at]] == asked
-        return np.where(found, flow.data[order[at]], 0).astype(np.int64)
+        there = self._forward(result.flow.tocoo())
+        self._left[: self._half] -= there
+        self._left[self._half :] += there
 
     def reached(self, usable: Bools) -> Bools:
         """Which vertices can get more from the source over usable edges."""
         graph = self._matrix(usable, np.ones(len(self.tail), dtype=np.int32))
-        out = np.zeros(self._size, dtype=np.bool_)
+        out = np.zeros(self.size, dtype=np.bool_)
         out[breadth_first_order(graph, _SOURCE, return_predecessors=False)] = True
         return out
 
-    def over_edges(self) -> Ints:
-        """Units over each edge between a demand and an owner."""
-        return self._left[len(self.tail) // 2 :][self._between]
+    def over(self, edges: slice) -> Ints:
+        """Units over each of these edges."""
+        return self._left[self._half :][edges]
+
+    def _forward(self, flow: coo_array[np.int32]) -> Ints:
+        """What of a flow goes over each edge, negative where it goes against it."""
+        key = flow.row.astype(np.int64) * self.size + flow.col
+        order = np.argsort(key, kind="stable")
+        asked = self.tail[: self._half] * self.size + self.head[: self._half]
+        at = order[np.minimum(np.searchsorted(key, asked, sorter=order), len(key) - 1)]
+        return np.where(key[at] == asked, flow.data[at], 0).astype(np.int64)
 
     def _matrix(self, usable: Bools, weight: NDArray[np.int32]) -> csr_array[np.int32]:
         edges = np.flatnonzero(usable & (self._left > 0))
         return csr_array(
-            (weight[edges], (self.tail[edges], self.head[edges])), shape=(self._size, self._size)
+            (weight[edges], (self.tail[edges], self.head[edges])), shape=(self.size, self.size)
         )

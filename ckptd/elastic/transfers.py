@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ckptd.elastic.flows import Crowded, Network, cheapest, feasible
+from ckptd.elastic.flows import Crowded, Near, Network, feasible, nearest
 from ckptd.elastic.mapping import checked_bytes
 from ckptd.elastic.types import Cluster, Placement, integers
 from ckptd.errors import ElasticError
@@ -195,6 +195,7 @@ class _Sharing:
         self._domains = domains
         self._speeds = speeds
         self._load_bytes = [0] * len(speeds)
+        self._all_apart = len(np.unique(domains)) == len(domains)
 
     def share_all(self, missing: _Missing, parts: list[Ints]) -> Ints:
         """The source of everything that is missing; what is in no part has none."""
@@ -212,20 +213,45 @@ class _Sharing:
         return best[0]
 
     def _share(self, missing: _Missing, part: Ints) -> Ints:
-        """The source of each replica of ``part``."""
+        """The source of each replica of ``part``, which is ordered by key and receiver."""
         size = max(1, int(missing.size_bytes[part].max()))
-        # Receivers of one domain are alike: what is asked for is an expert in a domain.
-        asked = missing.key[part] * len(self._domains) + self._domains[missing.receiver[part]]
-        kinds, kind, units = np.unique(asked, return_inverse=True, return_counts=True)
-        key, domain = np.divmod(kinds, len(self._domains))
-        demand, owner = self._owners.edges(key)
-        dear = self._domains[owner] != domain[demand]
-        network = Network(units, demand, owner, dear, len(self._domains))
-        over = self._solve(network, size)
-        # Edges are ordered by demand, and so are the replicas after a stable sort.
-        source = np.empty(len(part), dtype=np.int64)
-        source[np.argsort(kind, kind="stable")] = np.repeat(owner, over)
+        keys, units = np.unique(missing.key[part], return_counts=True)
+        kind, owner = self._owners.edges(keys)
+        network = Network(units, kind, owner, len(self._domains))
+        capacity, over = self._shortest(network, size)
+        domain = self._domains[missing.receiver[part]]
+        source = (
+            np.repeat(owner, over)  # edges and replicas are ordered alike
+            if self._all_apart
+            else self._in_domains(network, capacity, keys, missing.key[part], domain)
+        )
         self._lay_on(source, missing.size_bytes[part])
+        return source
+
+    def _in_domains(
+        self, network: Network, capacity: Ints, keys: Ints, key: Ints, domain: Ints
+    ) -> Ints:
+        """The source of each replica within the capacities, as many as possible from their own domain."""
+        # Receivers of one domain are alike: a part is an expert that a domain asks for.
+        span = len(self._domains)
+        parts, part_of, units = np.unique(
+            key * span + domain, return_inverse=True, return_counts=True
+        )
+        at_home = keys[network.kind] * span + self._domains[network.owner]
+        part = np.minimum(np.searchsorted(parts, at_home), len(parts) - 1)
+        pairs = np.flatnonzero(parts[part] == at_home)
+        pairs = pairs[np.argsort(part[pairs], kind="stable")]
+        near = Near(units, np.searchsorted(keys, parts // span), part[pairs], network.owner[pairs])
+        far_units, near_units = nearest(network, near, capacity)
+        # The first of each part are served from near; near pairs are ordered by part, edges by kind.
+        order = np.argsort(part_of, kind="stable")
+        served = np.zeros(len(parts), dtype=np.int64)
+        np.add.at(served, near.part, near_units)
+        begins = np.repeat(np.cumsum(units) - units, units)
+        is_near = np.arange(len(key)) - begins < np.repeat(served, units)
+        source = np.empty(len(key), dtype=np.int64)
+        source[order[is_near]] = np.repeat(near.owner, near_units)
+        source[order[~is_near]] = np.repeat(network.owner, far_units)
         return source
 
     def _lay_on(self, source: Ints, size_bytes: Ints) -> None:
@@ -238,22 +264,19 @@ class _Sharing:
             for load, speed in zip(self._load_bytes, self._speeds, strict=True)
         )
 
-    def _solve(self, network: Network, size: int) -> Ints:
-        """Units over each edge: the least time, then the fewest dear ones."""
+    def _shortest(self, network: Network, size: int) -> tuple[Ints, Ints]:
+        """What each owner can send in the least time that suffices, and units over each edge."""
         everyone = np.zeros(network.num_owners, dtype=np.bool_)
         everyone[network.owner] = True
-        level_ns = self._needed_ns(
-            self._busiest_ns(), size, Crowded(everyone, int(network.units.sum()))
-        )
+        crowded = Crowded(everyone, int(network.units.sum()))
+        level_ns = self._busiest_ns()
         while True:
+            level_ns = self._needed_ns(level_ns, size, crowded)
             capacity = self._capacity(level_ns, size, everyone)
             outcome = feasible(network, capacity)
             if not isinstance(outcome, Crowded):
-                break
-            level_ns = self._needed_ns(level_ns, size, outcome)
-        if network.dear.any() and not network.dear.all():
-            outcome = cheapest(network, capacity)
-        return outcome.units
+                return capacity, outcome
+            crowded = outcome
 
     def _needed_ns(self, level_ns: int, size: int, crowded: Crowded) -> int:
         """The least time, from ``level_ns`` on, in which those owners can send so many."""
