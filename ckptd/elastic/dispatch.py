@@ -236,24 +236,40 @@ def _match(surplus: Ints, room: Ints, begun: Ints, groups: Ints) -> _Leg:
 
     The lines of the groups are laid end to end, so that intervals of different groups never meet.
     """
-    order = np.argsort(groups, kind="stable")
+    order: Ints | slice = np.argsort(groups, kind="stable")
     _, starts, group = np.unique(groups[order], return_index=True, return_inverse=True)
+    if (np.diff(groups) >= 0).all():
+        order = slice(
+            None
+        )  # as they stand: nothing need be copied, which is most of the time this takes
+    surplus, room = surplus[order], room[order]
     matched_GE = np.minimum(
-        np.add.reduceat(surplus[order], starts, axis=0),
-        np.add.reduceat(room[order], starts, axis=0),
+        np.add.reduceat(surplus, starts, axis=0), np.add.reduceat(room, starts, axis=0)
     )
     at_GE = np.cumsum(matched_GE, axis=0) - matched_GE
 
     def lay_out(amount: Ints) -> tuple[Ints, Ints]:
-        before = np.cumsum(amount[order], axis=0) - amount[order]
-        before -= before[starts][group]
-        taken = np.empty_like(amount)
-        taken[order] = np.clip(matched_GE[group] - before, 0, amount[order])
-        at = np.empty_like(amount)
-        at[order] = at_GE[group] + before
-        return taken, at
+        at = np.cumsum(amount, axis=0)
+        at -= amount
+        if len(starts) > 1:
+            at -= at[starts][group]
+        taken = matched_GE[group]
+        taken -= at
+        np.clip(taken, 0, amount, out=taken)
+        if len(starts) > 1:
+            at += at_GE[group]
+        return _undone(taken, order), _undone(at, order)
 
     return _Leg(*lay_out(surplus), *lay_out(room), begun)
+
+
+def _undone(rows: Ints, order: Ints | slice) -> Ints:
+    """Rows that were taken in that order, back in their own."""
+    if isinstance(order, slice):
+        return rows
+    out = np.empty_like(rows)
+    out[order] = rows
+    return out
 
 
 def _pairs(leg: _Leg) -> Ints:

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ckptd.elastic.flows import Crowded, Near, Network, feasible, nearest
-from ckptd.elastic.mapping import checked_bytes
+from ckptd.elastic.mapping import checked_bytes, where
 from ckptd.elastic.types import Cluster, Placement, integers
 from ckptd.errors import ElasticError
 
@@ -147,7 +147,7 @@ def _speeds(bytes_per_s: ArrayLike | None, num_nodes: int) -> list[int]:
 
 
 def _missing(wanted: Placement, held: Placement, bytes_LE: Ints) -> _Missing:
-    layer, receiver, expert = np.nonzero((wanted.counts > 0) & (held.counts == 0))
+    layer, receiver, expert = where((wanted.counts > 0) & (held.counts == 0))
     order = np.lexsort((receiver, expert, layer))
     layer, receiver, expert = layer[order], receiver[order], expert[order]
     return _Missing(layer * wanted.num_experts + expert, receiver, bytes_LE[layer, expert])
@@ -157,7 +157,7 @@ class _Owners:
     """The live nodes that hold each expert: ``nodes[first[key]:first[key + 1]]``, ascending."""
 
     def __init__(self, held: Placement, alive_N: Bools) -> None:
-        layer, node, expert = np.nonzero(held.counts)
+        layer, node, expert = where(held.counts > 0)
         live = alive_N[node]
         key = (layer * held.num_experts + expert)[live]
         order = np.argsort(key, kind="stable")
