@@ -75,14 +75,18 @@ class Allocation:
         )
 
 
-def allocate(loads: ArrayLike, cluster: Cluster, threshold: int) -> Allocation:
+def allocate(
+    loads: ArrayLike, cluster: Cluster, threshold: int, *, limit: int | None = None
+) -> Allocation:
     """Give every expert of every layer its number of replicas; see the module.
 
     Args:
         loads: ``[L, E]`` integers, tokens routed to each expert; not negative.
         threshold: f, in how many places each expert shall be at least. Fewer nodes than that may be lost.
+        limit: the most replicas of an expert; default: the number of ranks. As many as there are slots is
+            equation 1 as printed.
     Raises:
-        ValueError: loads or threshold are not what they must be.
+        ValueError: loads, threshold or limit are not what they must be.
         ElasticError: there are fewer slots than experts.
     """
     loads_LE = checked_loads(loads)
@@ -98,8 +102,12 @@ def allocate(loads: ArrayLike, cluster: Cluster, threshold: int) -> Allocation:
         )
     nodes = reachable_threshold(cluster.slots, num_experts, threshold)
     domains = np.bincount(cluster.domain_ids, cluster.slots).astype(np.int64)
-    slots, limit = useful_slots(cluster, num_experts), cluster.num_ranks
-    rows = [_shares(row, slots, nodes, limit) for row in loads_LE.tolist()]
+    if limit is not None and limit < nodes:
+        raise ValueError(f"limit is {limit}, below the {nodes} replicas that every expert gets")
+    slots, most = useful_slots(cluster, num_experts), cluster.num_ranks
+    if limit is not None:
+        slots, most = min(cluster.num_slots, limit * num_experts), limit
+    rows = [_shares(row, slots, nodes, most) for row in loads_LE.tolist()]
     replicas = np.array(rows, dtype=np.int64)
     replicas.flags.writeable = False
     in_domains = reachable_threshold(domains, num_experts, threshold)
@@ -111,7 +119,8 @@ def reachable_threshold(slots: NDArray[np.int64], num_experts: int, wanted: int)
 
     Source: the condition of Gale and Ryser for equal rows, whose tightest case is that of all rows.
     """
-    return min(wanted, sum(min(n, num_experts) for n in slots.tolist()) // num_experts)
+    held = sum(min(int(n), num_experts) for n in slots)
+    return min(wanted, held // num_experts)
 
 
 def useful_slots(cluster: Cluster, num_experts: int) -> int:

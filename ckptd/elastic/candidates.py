@@ -18,7 +18,7 @@ from ckptd.elastic.layout import (
 )
 from ckptd.elastic.types import Cluster
 
-__all__ = ["domain_problem", "guaranteed", "layouts", "within_domains"]
+__all__ = ["WHOLE_FAMILY", "domain_problem", "guaranteed", "layouts", "within_domains"]
 
 WHOLE_FAMILY = (
     20_000  # layers x units x experts up to which every shape is tried: each takes about 1 ms
@@ -32,27 +32,46 @@ def domain_problem(cluster: Cluster, problem: Problem) -> Problem:
     return Problem(problem.replicas, problem.shares, capacity)
 
 
-def layouts(problem: Problem, threshold: int) -> Iterator[tuple[str, NDArray[np.int32]]]:
-    """The layouts to try, with their names: the likely best first, each ``[L, U, E]``."""
-    for shape in _shapes(problem, threshold):
+def layouts(
+    problem: Problem, threshold: int, *, balanced: bool
+) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    """The layouts to try, with their names: the likely best first, each ``[L, U, E]``.
+
+    Args:
+        threshold: on how many units every expert has to be.
+        balanced: whether layouts are wanted that give up recovery for balance, too.
+    """
+    small = problem.replicas.size * len(problem.capacity) <= WHOLE_FAMILY
+    for shape in _family(problem, threshold) if small else _few(problem, balanced=balanced):
         yield _name(problem, shape), lay_out(problem, shape)
     yield "spread", spread_out(problem)
 
 
-def _shapes(problem: Problem, threshold: int) -> list[Shape]:
-    groups, units = num_groups(problem), len(problem.capacity)
-    slots = int(problem.capacity.min())
-    if problem.replicas.size * units > WHOLE_FAMILY:
-        few = {max(groups - 1, 0), groups * 3 // 4, groups // 2, 0}
-        tails = [Shape(n, 0, b) for n in sorted(few, reverse=True) for b in {1, slots}]
-        return [Shape(groups), Shape(groups, units), *tails]
-    levels = [0, units] if problem.uniform else [units, threshold, min(2 * threshold, units)]
+def _few(problem: Problem, *, balanced: bool) -> list[Shape]:
+    groups, slots = num_groups(problem), int(problem.capacity.min())
+    out = [Shape(groups), Shape(groups, len(problem.capacity))]
+    if balanced:
+        out += [Shape(n, 0, slots) for n in (groups * 3 // 4, groups // 2) if n]
+        out += [
+            Shape(2 * groups, 0, 1, n) for n in sorted({1, slots // 4, slots // 2}) if 0 < n < slots
+        ]
+    return out
+
+
+def _family(problem: Problem, threshold: int) -> list[Shape]:
+    units, slots = len(problem.capacity), int(problem.capacity.min())
+    levels = dict.fromkeys(
+        [0, units] if problem.uniform else [units, threshold, min(2 * threshold, units)]
+    )
+    most = -(
+        -problem.replicas.shape[1] // slots
+    )  # groups, if all units are as small as the smallest
     bundles = [b for b in range(1, slots + 1) if slots % b == 0]
     return [
-        Shape(n, level, bundle)
-        for n in range(groups if problem.uniform else problem.replicas.shape[1], -1, -1)
-        for level in dict.fromkeys(levels)
-        for bundle in bundles
+        *(Shape(most, level) for level in levels),
+        *(Shape(n, level, b) for n in range(most - 1, 0, -1) for level in levels for b in bundles),
+        *(Shape(0, 0, bundle) for bundle in bundles),
+        *(Shape(problem.replicas.shape[1], 0, 1, even) for even in range(1, slots)),
     ]
 
 
@@ -61,6 +80,8 @@ def _name(problem: Problem, shape: Shape) -> str:
         return f"dealt out in bundles of {shape.bundle}"
     cut = "truncated" if shape.level else "levelled"
     name = f"{cut} maximum rank overlap"
+    if shape.even:
+        return f"{name} beside {shape.even} slots of the most replicated"
     if shape.groups < num_groups(problem):
         name += f" of {shape.groups} groups, the rest dealt out in bundles of {shape.bundle}"
     return name

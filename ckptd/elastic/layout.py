@@ -12,6 +12,9 @@ One description, ``Shape``, covers a family of layouts:
   best for disjoint groups; ``level`` 0 does that, a number cuts at that many. At the number of units it is the
   truncation of the paper: the last group takes what is left.
 - ``bundle`` experts are dealt out together, so that fewer different sets of units arise.
+- ``even`` slots of every unit take the most replicated experts, in turn; the groups have the other slots.
+  MRO leaves the busiest experts to the units that the others do not need: with most tokens on few
+  experts, half of the units compute almost all. Two or three slots set aside undo that, for somewhat smaller groups.
 
 **One order of units for all layers.** Every layer has the same groups by rank, and group g of every layer
 contains the same *core*: as many units as the least replicated layer gives it. What another layer
@@ -68,6 +71,7 @@ class Shape:
     groups: int
     level: int = 0
     bundle: int = 1
+    even: int = 0
 
 
 class _Group(NamedTuple):
@@ -84,7 +88,7 @@ class _Group(NamedTuple):
 
 def num_groups(problem: Problem) -> int:
     """How many groups there are when all units are as large as the largest."""
-    return -(-problem.replicas.shape[1] // int(problem.capacity.max()))
+    return -(-int(problem.replicas.shape[1]) // int(problem.capacity.max()))
 
 
 def strict_exists(problem: Problem) -> bool:
@@ -100,14 +104,15 @@ def strict_exists(problem: Problem) -> bool:
 def lay_out(problem: Problem, shape: Shape) -> NDArray[np.int32]:
     """Replicas ``[L, U, E]`` of the layout of that shape; all replicas are placed.
 
-    The slots must be enough for the replicas. Whether every expert is on as many distinct units
-    as wanted is for the caller to check.
+    The slots must be enough for the replicas, and each unit must have more than ``even``. Whether every
+    expert is on as many distinct units as wanted is for the caller to check.
     """
     num_layers, num_experts = problem.replicas.shape
     order_LE = ascending(problem)
     units = np.argsort(-problem.capacity, kind="stable")
     counts = np.zeros((num_layers, len(units), num_experts), dtype=np.int32)
-    groups = _groups(problem, order_LE, shape)
+    hot = _evenly_placed(problem, order_LE, shape.even)
+    groups = _groups(problem, order_LE[:, : num_experts - hot], shape)
     offset = 0
     for group in groups:  # the cores, of all layers at once
         where = units[offset : offset + group.core]
@@ -116,11 +121,19 @@ def lay_out(problem: Problem, shape: Shape) -> NDArray[np.int32]:
         offset += group.core
     for layer in range(num_layers):
         filling = _Filling(problem, layer, counts[layer], units)
-        safe = _beyond_the_cores(filling, order_LE[layer], groups, layer, offset)
+        safe = _beyond_the_cores(filling, order_LE[layer], groups, layer, offset, shape.even)
         filling.take_stock()
-        filling.deal_out(order_LE[layer, safe:][::-1], shape.bundle)
+        filling.deal_out(order_LE[layer, num_experts - hot :][::-1], 1)
+        filling.deal_out(order_LE[layer, safe : num_experts - hot][::-1], shape.bundle)
         filling.fill_up()
     return counts
+
+
+def _evenly_placed(problem: Problem, order_LE: NDArray[np.int64], even: int) -> int:
+    """How many of the most replicated experts fit the slots set aside, in every layer."""
+    ascending_LE = np.take_along_axis(problem.replicas, order_LE, axis=1)
+    taken_LE = np.cumsum(ascending_LE[:, ::-1], axis=1)
+    return int((taken_LE <= even * len(problem.capacity)).all(axis=0).sum())
 
 
 def complete(problem: Problem, counts: NDArray[np.int32]) -> None:
@@ -156,7 +169,7 @@ def ascending(problem: Problem) -> NDArray[np.int64]:
 
 def _groups(problem: Problem, order_LE: NDArray[np.int64], shape: Shape) -> list[_Group]:
     ascending_LE = np.take_along_axis(problem.replicas, order_LE, axis=1)
-    capacity = np.sort(problem.capacity)[::-1]
+    capacity = np.sort(problem.capacity)[::-1] - shape.even
     limit_L = _levels(problem, ascending_LE, shape)
     out: list[_Group] = []
     start, offset = 0, 0
@@ -178,7 +191,7 @@ def _levels(problem: Problem, ascending_LE: NDArray[np.int64], shape: Shape) -> 
     num_units = len(problem.capacity)
     if shape.level or not problem.uniform:
         return np.full(len(ascending_LE), shape.level or num_units, dtype=np.int64)
-    wanted_LG = ascending_LE[:, :: int(problem.capacity[0])][:, : shape.groups]
+    wanted_LG = ascending_LE[:, :: int(problem.capacity[0]) - shape.even][:, : shape.groups]
     levels = np.full(len(ascending_LE), num_units, dtype=np.int64)
     for layer in np.flatnonzero(wanted_LG.sum(axis=1) > num_units):
         fits = [
@@ -203,13 +216,18 @@ def _topped_up(
 
 
 def _beyond_the_cores(
-    filling: _Filling, order_E: NDArray[np.int64], groups: list[_Group], layer: int, pool: int
+    filling: _Filling,
+    order_E: NDArray[np.int64],
+    groups: list[_Group],
+    layer: int,
+    pool: int,
+    even: int,
 ) -> int:
     """Give the groups of a layer what they have beyond their cores; return how many ranks are in groups."""
     for group in groups:
         extra = int(group.units[layer]) - group.core
         for unit in filling.units[pool : pool + extra].tolist():
-            room = int(filling.capacity[unit])
+            room = int(filling.capacity[unit]) - even
             filling.counts[unit, order_E[group.start : group.stop][:room]] = 1
         pool += extra
     return groups[-1].stop if groups else 0
@@ -246,8 +264,12 @@ class _Filling:
             inside = np.array([len(part) > member for part in bundles], dtype=np.bool_)[which]
             taken = np.array([part[min(member, len(part) - 1)] for part in bundles], dtype=np.int64)
             pairs = (where[: len(which)][inside], taken[which[inside]])
-            np.add.at(self.counts, pairs, 1)
-        self.take_stock()
+            self._put(*pairs)
+
+    def _put(self, units: NDArray[np.int64], experts: NDArray[np.int64]) -> None:
+        np.add.at(self.counts, (units, experts), 1)
+        self.vacant = self.vacant - np.bincount(units, minlength=len(self.vacant))
+        self.left = self.left - np.bincount(experts, minlength=len(self.left))
 
     def fill_up(self) -> None:
         """Place what is left: those in the way of themselves first, then all others at once, then mend."""
@@ -258,8 +280,7 @@ class _Filling:
         experts = np.lexsort((-self.shares, -self.left))
         where = _rounds(units, self.vacant)
         which = np.repeat(experts, self.left[experts])
-        np.add.at(self.counts, (where[: len(which)], which), 1)
-        self.take_stock()
+        self._put(where[: len(which)], which)
         self._separate(fixed)
 
     def _those_with_room_at_home(self) -> None:
@@ -283,9 +304,11 @@ class _Filling:
         if not len(twice):
             return
         movable = np.argwhere(self.counts > fixed)
+        open_U = np.bincount(movable[:, 0], minlength=len(self.vacant)) + self.vacant > 0
+        stuck = ~(self.counts[open_U] == 0).any(axis=0)  # on every unit that could take it
         for unit, column in twice.tolist():
             expert = int(crowded[column])
-            while self.counts[unit, expert] > 1:
+            while self.counts[unit, expert] > 1 and not stuck[expert]:
                 if not self._exchanged(unit, expert, movable, fixed):
                     break
 

@@ -29,16 +29,25 @@ bounded (``candidates.WHOLE_FAMILY``), and the search by ``moves``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 from math import comb, lcm
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ckptd.elastic.allocation import Allocation
+from ckptd.elastic.allocation import Allocation, reachable_threshold
 from ckptd.elastic.balance import busiest, token_shares
-from ckptd.elastic.candidates import domain_problem, guaranteed, layouts, within_domains
+from ckptd.elastic.candidates import (
+    WHOLE_FAMILY,
+    domain_problem,
+    guaranteed,
+    layouts,
+    within_domains,
+)
 from ckptd.elastic.layout import Problem, Shape, lay_out, num_groups, spread_out, strict_exists
 from ckptd.elastic.recovery import (
     holder_sets,
@@ -49,13 +58,15 @@ from ckptd.elastic.recovery import (
 )
 from ckptd.elastic.search import Judge, improved
 from ckptd.elastic.types import Cluster, Loads, Placement, checked_loads
+from ckptd.errors import ElasticError
 
 __all__ = ["Plan", "compact", "place", "spread"]
 
 MOVES = 2000  # of the search, over all layers: about 0.1 s
 SEARCHED_UNITS = 10
 EXACT_UNITS = 64
-SAMPLES = 4000
+SAMPLES, SAMPLES_MIN = 4000, 200
+SAMPLED_WORK = 1_000_000_000  # samples x units x sets for each number of lost units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,19 +110,32 @@ def place(
         raise ValueError(f"lost is {lost} of {units} units: plan for 1 to {units - 1}")
     if max_straggler is not None and not max_straggler >= 1:
         raise ValueError(f"max_straggler is {max_straggler}; the busiest is never below the mean")
+    _check_fits(allocation, cluster)
     planner = _Planner(allocation, loads_LE, cluster, lost)
     strict = planner.strict()
     if strict is not None and max_straggler is None and not planner.searchable:
-        return planner.plan(*strict)
-    found = [strict] if strict is not None else []
-    if strict is None or max_straggler is not None:
-        found += planner.candidates()
+        return planner.plan(strict)
     allowed = None if max_straggler is None else planner.allowed(max_straggler)
-    name, counts = planner.best(found, allowed)
+    best, likeliest = planner.best(planner.candidates(strict, allowed), allowed)
     if planner.searchable and moves > 0:
-        better = planner.searched(name, counts, allowed, moves, seed)
-        name, counts = planner.best([(name, counts), better], allowed)
-    return planner.plan(name, counts)
+        starts = [best] if best is likeliest else [best, likeliest]
+        each = -(-moves // len(starts))
+        better = [planner.searched(start, allowed, each, seed) for start in starts]
+        best, _ = planner.best([best, *better], allowed)
+    return planner.plan(best)
+
+
+def _check_fits(allocation: Allocation, cluster: Cluster) -> None:
+    most = int(allocation.replicas.sum(axis=1).max())
+    promised, num_experts = allocation.node_threshold, allocation.replicas.shape[1]
+    held = reachable_threshold(cluster.slots, num_experts, promised)
+    if most > cluster.num_slots or held < promised:
+        raise ElasticError(
+            f"{most} replicas, each expert on {promised} nodes, do not fit {cluster.num_slots} slots "
+            f"on {cluster.num_nodes} nodes",
+            operation="place",
+            hint="Allocate again for the nodes that are there",
+        )
 
 
 def spread(allocation: Allocation, cluster: Cluster) -> Placement:
@@ -141,6 +165,13 @@ class _Value:
     least_busy: int
 
 
+class _Candidate(NamedTuple):
+    """``counts`` is ``[L, N, E]``."""
+
+    name: str
+    counts: NDArray[np.int32]
+
+
 class _Planner:
     """One call of ``place``: the problem for nodes and for units, and the judge."""
 
@@ -162,42 +193,52 @@ class _Planner:
     def searchable(self) -> bool:
         return 1 < len(self.units.capacity) <= SEARCHED_UNITS
 
-    def strict(self) -> tuple[str, NDArray[np.int32]] | None:
+    def strict(self) -> _Candidate | None:
         """The strict overlap of the units, if there is one that keeps the promise."""
         if not strict_exists(self.units):
             return None
         counts = self._on_nodes(lay_out(self.units, Shape(num_groups(self.units))))
-        return ("strict maximum rank overlap", counts) if self._keeps(counts) else None
+        return _Candidate("strict maximum rank overlap", counts) if self._keeps(counts) else None
 
-    def candidates(self) -> list[tuple[str, NDArray[np.int32]]]:
-        """What keeps the promise, the one that always does at the end."""
-        threshold = self.allocation.domain_threshold
-        found = [(name, self._on_nodes(counts)) for name, counts in layouts(self.units, threshold)]
-        if not self.flat:
-            found.append(("spread", spread_out(self.nodes)))
-        kept = [(name, counts) for name, counts in found if self._keeps(counts)]
-        wanted = self.allocation.node_threshold
-        last = guaranteed(self.cluster, self.nodes, wanted, threshold)
-        return [*kept, ("dealt out in turn", last)]
+    def candidates(self, strict: _Candidate | None, allowed: int | None) -> Iterator[_Candidate]:
+        """What keeps the promise, one after the other; at least one that always does."""
+        if strict is not None:
+            yield strict
+            if allowed is None:
+                return
+        none_yet = strict is None
+        threshold, balanced = self.allocation.domain_threshold, allowed is not None
+        laid_out = layouts(self.units, threshold, balanced=balanced)
+        found = ((name, self._on_nodes(counts)) for name, counts in laid_out)
+        flat = [] if self.flat else [("spread over nodes", spread_out(self.nodes))]
+        for name, counts in chain(found, flat):
+            if self._keeps(counts):
+                none_yet = False
+                yield _Candidate(name, counts)
+        if none_yet or self.units.replicas.size * len(self.units.capacity) <= WHOLE_FAMILY:
+            wanted = self.allocation.node_threshold
+            last = guaranteed(self.cluster, self.nodes, wanted, threshold)
+            yield _Candidate("dealt out in turn", last)
 
     def best(
-        self, found: list[tuple[str, NDArray[np.int32]]], allowed: int | None
-    ) -> tuple[str, NDArray[np.int32]]:
-        """The first of the most valuable whose busiest ranks are allowed; else the best balanced."""
-        values = [self._value(counts) for _, counts in found]
-        if allowed is None:
-            return found[values.index(max(values))]
-        under = [value for value in values if -value.least_busy <= allowed]
-        if under:
-            return found[values.index(max(under))]
-        balance = [value.least_busy for value in values]
-        return found[balance.index(max(balance))]
+        self, found: Iterable[_Candidate], allowed: int | None
+    ) -> tuple[_Candidate, _Candidate]:
+        """The first of the most valuable: of those whose busiest ranks are allowed, and of all.
 
-    def searched(
-        self, name: str, counts: NDArray[np.int32], allowed: int | None, moves: int, seed: int
-    ) -> tuple[str, NDArray[np.int32]]:
+        If none is allowed, the best balanced stands for the first. Only what may be returned is kept in memory.
+        """
+        tops: dict[str, tuple[tuple[int | _Value, ...], _Candidate]] = {}
+        for candidate in found:
+            value = self._value(candidate.counts)
+            over = 0 if allowed is None else max(-value.least_busy - allowed, 0)
+            for kind, rank in (("allowed", (-over, value)), ("all", (value,))):
+                if kind not in tops or rank > tops[kind][0]:
+                    tops[kind] = (rank, candidate)
+        return tops["allowed"][1], tops["all"][1]
+
+    def searched(self, start: _Candidate, allowed: int | None, moves: int, seed: int) -> _Candidate:
         """The local search, layer by layer, each judged with what the others survive."""
-        counts_LUE, shares_LE = self._on_units(counts), self.units.shares
+        counts_LUE, shares_LE = self._on_units(start.counts), self.units.shares
         judge = Judge(self._weights(), self._unit_ranks(), self.units.capacity)
         pairs = zip(counts_LUE, shares_LE, strict=True)
         busy = [judge.busiest(*pair) for pair in pairs]
@@ -207,7 +248,7 @@ class _Planner:
                 judge,
                 counts_LUE[layer],
                 shares_LE[layer],
-                np.delete(survive, layer, axis=0).all(axis=0),
+                np.asarray(np.delete(survive, layer, axis=0).all(axis=0)),
                 limit=None if allowed is None else allowed - (sum(busy) - busy[layer]),
                 moves=-(-moves // len(counts_LUE)),
                 seed=seed + layer,
@@ -215,12 +256,12 @@ class _Planner:
             busy[layer] = judge.busiest(counts_LUE[layer], shares_LE[layer])
             survive[layer] = surviving_masks(minimal_sets(counts_LUE[layer].T > 0))
         better = self._on_nodes(counts_LUE)
-        return f"{name}, searched on", better if self._keeps(better) else counts
+        return _Candidate(f"{start.name}, searched on", better) if self._keeps(better) else start
 
-    def plan(self, name: str, counts: NDArray[np.int32]) -> Plan:
-        placement = Placement(counts)
+    def plan(self, chosen: _Candidate) -> Plan:
+        placement = Placement(chosen.counts)
         placement.check(self.cluster)
-        return Plan(placement, name, *self._thresholds(counts))
+        return Plan(placement, chosen.name, *self._thresholds(chosen.counts))
 
     # --- between nodes and units ---------------------------------------------------------------------
 
@@ -232,7 +273,8 @@ class _Planner:
             return counts_LNE.copy()
         shape = (counts_LNE.shape[0], self.cluster.num_domains, counts_LNE.shape[2])
         out = np.zeros(shape, dtype=np.int32)
-        np.add.at(out, (slice(None), self.ids), counts_LNE)
+        for node, unit in enumerate(self.ids.tolist()):
+            out[:, unit] += counts_LNE[:, node]
         return out
 
     def _unit_ranks(self) -> NDArray[np.int64]:
@@ -272,9 +314,8 @@ class _Planner:
         if counts is not None:
             chances = [Fraction(counts[k], comb(num_units, k)) for k in numbers]
         else:
-            chances = [
-                Fraction(sampled_survivors(held_MU, k, SAMPLES, k), SAMPLES) for k in numbers
-            ]
+            size = max(SAMPLES_MIN, min(SAMPLES, SAMPLED_WORK // held_MU.size))
+            chances = [Fraction(sampled_survivors(held_MU, k, size, k), size) for k in numbers]
         return sum(chances, Fraction(0)) / len(chances)
 
     def _numbers(self, num_units: int) -> list[int]:

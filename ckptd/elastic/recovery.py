@@ -43,6 +43,7 @@ __all__ = [
 ENUMERATED_MAX = 12  # 4,096 masks: less work than any bookkeeping
 STATES_MAX = 4096
 SAMPLES = 20_000
+MINIMAL_MAX = 2048  # sets: finding all would take longer than what they save
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +149,16 @@ def _merged(held_MN: NDArray[np.bool_], units: NDArray[np.int64]) -> NDArray[np.
 
 
 def minimal_sets(held_MU: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The rows that contain no other row, each once, the smallest first."""
+    """The rows that contain no other row, each once, the smallest first; beyond ``MINIMAL_MAX`` all others, too."""
     packed = np.unique(np.packbits(held_MU, axis=1), axis=0)
     sizes = np.bitwise_count(packed).sum(axis=1, dtype=np.int64)
     packed = packed[np.argsort(sizes, kind="stable")]
-    kept = []
-    while len(packed):
+    kept: list[NDArray[np.uint8]] = []
+    while len(packed) and len(kept) < MINIMAL_MAX:
         least = packed[0]
         kept.append(least)
         packed = packed[((packed & least) != least).any(axis=1)]
-    rows = np.unpackbits(np.array(kept), axis=1, count=held_MU.shape[1])
+    rows = np.unpackbits(np.array([*kept, *packed]), axis=1, count=held_MU.shape[1])
     return rows.astype(np.bool_)
 
 

@@ -5,8 +5,9 @@ replica, or several at once: what a group has in common moves together), or move
 move makes an expert's set of holders smaller, so a guarantee that held goes on holding.
 
 A layer is judged together with all others: ``others`` are the losses that they survive. The judge is a sum of
-integer weights over the losses survived, and then the load of the busiest unit (where that has a limit,
-first by how far it is above it); a move that does not make the layer worse is kept, so that plateaus are crossed. The moves come from raw words of a PCG64, the same on every rank.
+integer weights over the losses survived, and then the loads of the units, the busiest first; where these
+have a limit, what all units are above it counts before. A move that does not make the layer worse is kept, so that plateaus are
+crossed. The moves come from raw words of a PCG64, the same on every rank.
 
 Complexity: O(2^U * distinct holder sets) for a move, so this is for few units.
 """
@@ -55,16 +56,16 @@ class _Layer:
         self.holders = [sum(1 << int(u) for u in np.flatnonzero(column)) for column in counts_UE.T]
         self.tokens = counts_UE @ shares_E
 
-    def value(self) -> tuple[int, int, int]:
+    def value(self) -> tuple[int, int, list[int]]:
         lost = np.zeros(len(self.masks), dtype=np.bool_)
         for holders in set(self.holders):
             if holders not in self.lost_with:
                 self.lost_with[holders] = (self.masks & holders) == holders
             lost |= self.lost_with[holders]
         survived = int(self.weights.sum()) - int(self.weights[lost].sum())
-        busiest = int((self.tokens // self.judge.ranks).max())
-        over = 0 if self.limit is None else max(busiest - self.limit, 0)
-        return -over, survived, -busiest
+        tokens = self.tokens // self.judge.ranks
+        over = 0 if self.limit is None else int(np.maximum(tokens - self.limit, 0).sum())
+        return -over, survived, [-n for n in sorted(tokens.tolist(), reverse=True)]
 
     def move(self, unit: int, other: int, expert: int) -> None:
         """One replica from ``unit`` to ``other``."""
