@@ -5,8 +5,9 @@ comparison in the same run, what all ranks send. Mapping and transfers: 64 layer
 4 slots each; after the loss of 8 nodes in place, after another load was spread, and with all at random.
 
 The exact count behind figure 10a of Lazarus: one layer of 8 experts on 10 ranks of 6 slots, one of the
-experts with 1 to 8 times its even share of the tokens. Tokens on the busiest rank over the mean: ours, and expert
-parallelism of fixed size 2 (every rank used) and 8 (an expert on a rank, two ranks idle).
+experts with 1 to 8 times its even share of the tokens. Tokens on the busiest rank over the mean: our placement with a
+bound on that, without one (it then concentrates the others for recovery) and spread; and expert parallelism of fixed
+size 2 (every rank used) and 8 (an expert on a rank, two ranks idle).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from bench.common import Metric, clock_ms, emit, median, parser, table
 from ckptd.elastic.allocation import allocate
 from ckptd.elastic.dispatch import plan_dispatch
 from ckptd.elastic.mapping import held_now, map_nodes
+from ckptd.elastic.placement import place, spread
 from ckptd.elastic.transfers import plan_transfers
 from ckptd.elastic.types import Cluster, Placement
 
@@ -31,6 +33,7 @@ Ints = NDArray[np.int64]
 SIZES = ((16, 64), (64, 128), (256, 256), (1024, 256))  # ranks, experts
 TOKENS, TOP_K = 4096, 8  # of a rank and micro-batch
 LAYERS, EXPERTS, SLOTS = 64, 256, 4
+THRESHOLD = 2
 LOST, RACK = 8, 8
 EXPERT_BYTES = 112 << 20  # Lazarus, table 2: GPT-L
 
@@ -39,6 +42,7 @@ RATIOS = range(1, 9)
 LAYER_EXPERTS, LAYER_RANKS, LAYER_SLOTS = 8, 10, 6
 RANK_TOKENS = 4 * 1024
 FIXED_SIZES = (2, 8)
+BALANCED = 1.05
 
 
 def main() -> None:
@@ -89,12 +93,12 @@ def dispatch_times(ranks: int, experts: int, *, rounds: int) -> dict[str, Metric
 def move_times(num_nodes: int, *, layers: int, rounds: int) -> dict[str, Metric]:
     """Milliseconds to map nodes and to share out what is missing, in three situations."""
     rng = np.random.default_rng(num_nodes)
-    old = spread(_some_loads(rng, layers), Cluster.uniform(num_nodes, SLOTS))
+    old = _spread(_some_loads(rng, layers), Cluster.uniform(num_nodes, SLOTS))
     survivors = np.arange(num_nodes)
     survivors[:: num_nodes // min(LOST, num_nodes)] = -1
     situations = {
         "loss": (old, held_now(old, survivors)),
-        "rebalance": (spread(_some_loads(rng, layers), Cluster.uniform(num_nodes, SLOTS)), old),
+        "rebalance": (_spread(_some_loads(rng, layers), Cluster.uniform(num_nodes, SLOTS)), old),
         "random": (_at_random(rng, layers, num_nodes), _at_random(rng, layers, num_nodes)),
     }
     racks = tuple(f"rack-{node // RACK}" for node in range(num_nodes))
@@ -133,11 +137,8 @@ def _at_random(rng: np.random.Generator, layers: int, num_nodes: int) -> Placeme
     return _dealt(fill, num_nodes)
 
 
-def spread(loads: Ints, cluster: Cluster) -> Placement:
-    """Replicas by load, dealt out to the nodes in turn."""
-    replicas = allocate(loads, cluster, 2).replicas
-    experts = np.arange(loads.shape[1])
-    return _dealt(np.stack([np.repeat(experts, row) for row in replicas]), cluster.num_nodes)
+def _spread(loads: Ints, cluster: Cluster) -> Placement:
+    return spread(allocate(loads, cluster, THRESHOLD), cluster)
 
 
 def _dealt(fill: Ints, num_nodes: int) -> Placement:
@@ -156,11 +157,12 @@ def straggler_by_ratio() -> dict[str, Metric]:
     rows = []
     for ratio in RATIOS:
         tokens_RE = np.tile(_skewed(ratio), (LAYER_RANKS, 1))
-        factors = {"ours": _ours(tokens_RE)}
+        factors = _ours(tokens_RE)
         factors |= {f"fixed_{size}": _fixed(tokens_RE, size) for size in FIXED_SIZES}
         out |= {f"straggler_{name}_{ratio}to1": value for name, value in factors.items()}
         rows.append([f"{ratio}:1", *(f"{value:.3f}" for value in factors.values())])
-    print(table(["load ratio", "ours", *(f"fixed, {size}" for size in FIXED_SIZES)], rows))
+    kinds = ["ours", "recovery first", "spread", *(f"fixed, {size}" for size in FIXED_SIZES)]
+    print(table(["load ratio", *kinds], rows))
     return out
 
 
@@ -173,10 +175,20 @@ def _skewed(ratio: int) -> Ints:
     return np.concatenate([[hot], others])
 
 
-def _ours(tokens_RE: Ints) -> float:
+def _ours(tokens_RE: Ints) -> dict[str, float]:
+    """By what the placement is for: balance first, recovery first, or the baseline."""
     cluster = Cluster.uniform(LAYER_RANKS, LAYER_SLOTS)
-    placement = spread(tokens_RE.sum(axis=0)[None], cluster)
-    return _factor(plan_dispatch(tokens_RE, placement.counts[0]).quotas)
+    loads_LE = tokens_RE.sum(axis=0)[None]
+    allocation = allocate(loads_LE, cluster, THRESHOLD)
+    placements = {
+        "ours": place(allocation, loads_LE, cluster, max_straggler=BALANCED).placement,
+        "ours_recovery_first": place(allocation, loads_LE, cluster).placement,
+        "ours_spread": spread(allocation, cluster),
+    }
+    return {
+        name: _factor(plan_dispatch(tokens_RE, placement.counts[0]).quotas)
+        for name, placement in placements.items()
+    }
 
 
 def _fixed(tokens_RE: Ints, size: int) -> float:
