@@ -71,7 +71,7 @@ def cases(draw: st.DrawFn, *, most_tokens: int = 9) -> Case:
     return Case(np.array(tokens, dtype=np.int64).reshape(ranks, experts), replicas_RE, nodes)
 
 
-@settings(max_examples=2000 if LONG else 150, deadline=None)
+@settings(max_examples=2000 if LONG else 60, deadline=None)
 @given(cases())
 def test_it_is_what_dealing_them_out_one_by_one_gives(case: Case) -> None:
     plan = plan_dispatch(case.tokens, case.replicas, nodes=case.nodes)
@@ -85,7 +85,7 @@ def test_it_is_what_dealing_them_out_one_by_one_gives(case: Case) -> None:
             assert tokens == expected[source][target][expert]
 
 
-@settings(max_examples=2000 if LONG else 150, deadline=None)
+@settings(max_examples=2000 if LONG else 60, deadline=None)
 @given(cases(most_tokens=1 << 40))
 def test_what_must_hold_for_any_numbers(case: Case) -> None:
     plan = plan_dispatch(case.tokens, case.replicas, nodes=case.nodes)
@@ -112,6 +112,7 @@ def test_what_must_hold_for_any_numbers(case: Case) -> None:
             assert np.array_equal(left, needed), "only what the node has no room for leaves it"
 
 
+@settings(max_examples=1000 if LONG else 25, deadline=None)
 @given(cases())
 def test_entries_are_in_the_order_of_each_source_s_tokens(case: Case) -> None:
     plan = plan_dispatch(case.tokens, case.replicas, nodes=case.nodes)
@@ -126,6 +127,7 @@ def test_entries_are_in_the_order_of_each_source_s_tokens(case: Case) -> None:
     assert np.array_equal(at, case.tokens)
 
 
+@settings(max_examples=1000 if LONG else 40, deadline=None)
 @given(
     st.integers(1, 9).flatmap(
         lambda ranks: st.tuples(st.just(ranks), st.lists(st.integers(0, 40), min_size=1))

@@ -92,7 +92,7 @@ def instances(draw: st.DrawFn) -> tuple[Placement, Placement, Cluster, Ints]:
     return plan, held, cluster, np.array(sizes, dtype=np.int64).reshape(layers, experts)
 
 
-@settings(max_examples=5000 if LONG else 120, deadline=None)
+@settings(max_examples=2000 if LONG else 60, deadline=None)
 @given(instances())
 def test_no_permutation_is_better(instance: tuple[Placement, Placement, Cluster, Ints]) -> None:
     _check(*instance)

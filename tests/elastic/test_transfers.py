@@ -148,14 +148,14 @@ def _check(case: Case, plan: TransferPlan) -> tuple[Fraction, int]:
     return busiest, crossing
 
 
-@settings(max_examples=5000 if LONG else 150, deadline=None)
+@settings(max_examples=2000 if LONG else 60, deadline=None)
 @given(cases(sizes=(4,)).filter(_few))
 def test_equal_sizes_are_shared_as_well_as_can_be(case: Case) -> None:
     """The busiest owner first, then what leaves a domain; also where links differ."""
     assert _check(case, case.plan()) == case.best()
 
 
-@settings(max_examples=5000 if LONG else 100, deadline=None)
+@settings(max_examples=2000 if LONG else 40, deadline=None)
 @given(cases(sizes=(1, 2, 3, 7)).filter(_few))
 def test_sizes_that_differ_cost_at_most_one_replica_more(case: Case) -> None:
     """Not always the optimum (the problem is NP-hard): within the largest replica over the slowest link."""
@@ -163,12 +163,14 @@ def test_sizes_that_differ_cost_at_most_one_replica_more(case: Case) -> None:
     assert busiest <= case.best()[0] + Fraction(int(case.sizes.max()), min(case.speeds))
 
 
+@settings(max_examples=1000 if LONG else 25, deadline=None)
 @given(cases(sizes=tuple(range(1, 200, 7))))
 def test_many_sizes(case: Case) -> None:
     """Where sizes are too many for a round each, they are planned by magnitude, and counted as they are."""
     _check(case, case.plan())
 
 
+@settings(max_examples=1000 if LONG else 25, deadline=None)
 @given(cases(sizes=(0, 4)))
 def test_experts_of_no_size(case: Case) -> None:
     _check(case, case.plan())

@@ -290,7 +290,7 @@ def courses(draw: st.DrawFn) -> list[str]:
     )
 
 
-@settings(max_examples=3000 if LONG else 150, deadline=None)
+@settings(max_examples=3000 if LONG else 60, deadline=None)
 @given(courses(), st.integers(0, 40), st.integers(0, 40), st.data())
 def test_no_node_is_idle_for_long_and_none_that_is_gone_is_used(
     course: list[str], gather_s: int, more_s: int, data: st.DataObject
