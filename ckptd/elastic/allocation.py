@@ -34,7 +34,7 @@ from numpy.typing import ArrayLike, NDArray
 from ckptd.elastic.types import Cluster, checked_loads
 from ckptd.errors import ElasticError
 
-__all__ = ["Allocation", "allocate", "reachable_threshold", "useful_slots"]
+__all__ = ["Allocation", "allocate", "domain_slots", "reachable_threshold", "useful_slots"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +101,6 @@ def allocate(
             hint="Give the ranks more slots, or wait for more nodes",
         )
     nodes = reachable_threshold(cluster.slots, num_experts, threshold)
-    domains = np.bincount(cluster.domain_ids, cluster.slots).astype(np.int64)
     if limit is not None and limit < nodes:
         raise ValueError(f"limit is {limit}, below the {nodes} replicas that every expert gets")
     slots, most = useful_slots(cluster, num_experts), cluster.num_ranks
@@ -110,7 +109,7 @@ def allocate(
     rows = [_shares(row, slots, nodes, most) for row in loads_LE.tolist()]
     replicas = np.array(rows, dtype=np.int64)
     replicas.flags.writeable = False
-    in_domains = reachable_threshold(domains, num_experts, threshold)
+    in_domains = reachable_threshold(domain_slots(cluster), num_experts, threshold)
     return Allocation(replicas, threshold, nodes, in_domains)
 
 
@@ -121,6 +120,13 @@ def reachable_threshold(slots: NDArray[np.int64], num_experts: int, wanted: int)
     """
     held = sum(min(int(n), num_experts) for n in slots)
     return min(wanted, held // num_experts)
+
+
+def domain_slots(cluster: Cluster) -> NDArray[np.int64]:
+    """``[D]``: slots of each domain in each layer."""
+    out = np.zeros(cluster.num_domains, dtype=np.int64)
+    np.add.at(out, cluster.domain_ids, cluster.slots)
+    return out
 
 
 def useful_slots(cluster: Cluster, num_experts: int) -> int:

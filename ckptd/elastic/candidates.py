@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.elastic.allocation import domain_slots
 from ckptd.elastic.layout import (
     Problem,
     Shape,
@@ -18,31 +19,26 @@ from ckptd.elastic.layout import (
 )
 from ckptd.elastic.types import Cluster
 
-__all__ = ["WHOLE_FAMILY", "domain_problem", "guaranteed", "layouts", "within_domains"]
-
-WHOLE_FAMILY = (
-    20_000  # layers x units x experts up to which every shape is tried: each takes about 1 ms
-)
+__all__ = ["domain_problem", "guaranteed", "layouts", "within_domains"]
 
 
 def domain_problem(cluster: Cluster, problem: Problem) -> Problem:
     """The same replicas on domains instead of nodes."""
-    capacity = np.zeros(cluster.num_domains, dtype=np.int64)
-    np.add.at(capacity, cluster.domain_ids, cluster.slots)
-    return Problem(problem.replicas, problem.shares, capacity)
+    return Problem(problem.replicas, problem.shares, domain_slots(cluster))
 
 
 def layouts(
-    problem: Problem, threshold: int, *, balanced: bool
+    problem: Problem, threshold: int, *, whole_family: bool, balanced: bool
 ) -> Iterator[tuple[str, NDArray[np.int32]]]:
     """The layouts to try, with their names: the likely best first, each ``[L, U, E]``.
 
     Args:
         threshold: on how many units every expert has to be.
-        balanced: whether layouts are wanted that give up recovery for balance, too.
+        whole_family: every shape there is, instead of a few.
+        balanced: of the few, also those that give up recovery for balance.
     """
-    small = problem.replicas.size * len(problem.capacity) <= WHOLE_FAMILY
-    for shape in _family(problem, threshold) if small else _few(problem, balanced=balanced):
+    shapes = _family(problem, threshold) if whole_family else _few(problem, balanced=balanced)
+    for shape in shapes:
         yield _name(problem, shape), lay_out(problem, shape)
     yield "spread", spread_out(problem)
 
@@ -51,10 +47,9 @@ def _few(problem: Problem, *, balanced: bool) -> list[Shape]:
     groups, slots = num_groups(problem), int(problem.capacity.min())
     out = [Shape(groups), Shape(groups, len(problem.capacity))]
     if balanced:
-        out += [Shape(n, 0, slots) for n in (groups * 3 // 4, groups // 2) if n]
-        out += [
-            Shape(2 * groups, 0, 1, n) for n in sorted({1, slots // 4, slots // 2}) if 0 < n < slots
-        ]
+        evens = {max(slots // 4, 1), slots // 2, slots * 3 // 4} & set(range(1, slots))
+        out += [Shape(2 * groups, 0, 1, even) for even in sorted(evens)]
+        out += [Shape(groups // 4), Shape(0)]
     return out
 
 

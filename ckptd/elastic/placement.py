@@ -8,9 +8,11 @@ domains as the allocation promises.
 Method:
 
 - Where every layer has a strict maximum rank overlap (units of one size, enough of them for all groups; see
-  ``layout``), that is the plan: no placement survives more likely, whatever number is lost (Lazarus, theorem 1).
-- Elsewhere the best of a family is taken: MRO cut in two ways, fewer groups with the rest dealt out, one by
-  one or in bundles, and the spread layout. All are judged by one number for all layers together, and what
+  ``layout``), that is the plan. For one layer no placement survives more likely, whatever number is lost (Lazarus,
+  theorem 1). Several layers survive like one whose groups have the fewest units that any layer gives them.
+- Elsewhere (and where several layers are small enough to try) the best of a family is taken: MRO cut in two
+  ways, fewer groups with the rest dealt out, one by one or in bundles, slots set aside for the most
+  replicated, and the spread layout. All are judged by one number for all layers together, and what
   breaks the promise is dropped; one candidate keeps it always (``candidates.guaranteed``).
 - For few units a local search goes on from the best one (``search``), over all layers in turn.
 - A domain of several nodes is planned as one unit first, then the nodes within it among themselves.
@@ -24,7 +26,7 @@ the bound is taken, or the best balanced candidate if none is under it.
 All decisions are made on integers and exact fractions: every rank finds the same plan.
 
 Complexity: a strict plan is one layout, O(L * N * E) in array operations. Otherwise the number of candidates is
-bounded (``candidates.WHOLE_FAMILY``), and the search by ``moves``.
+bounded (``WHOLE_FAMILY``), and the search by ``moves``.
 """
 
 from __future__ import annotations
@@ -39,10 +41,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ckptd.elastic.allocation import Allocation, reachable_threshold
+from ckptd.elastic.allocation import Allocation, domain_slots, reachable_threshold
 from ckptd.elastic.balance import busiest, token_shares
 from ckptd.elastic.candidates import (
-    WHOLE_FAMILY,
     domain_problem,
     guaranteed,
     layouts,
@@ -65,6 +66,7 @@ __all__ = ["Plan", "compact", "place", "spread"]
 MOVES = 2000  # of the search, over all layers: about 0.1 s
 SEARCHED_UNITS = 10
 EXACT_UNITS = 64
+WHOLE_FAMILY = 20_000  # layers x units x experts up to which every shape is tried: about 1 s
 SAMPLES, SAMPLES_MIN = 4000, 200
 SAMPLED_WORK = 1_000_000_000  # samples x units x sets for each number of lost units
 
@@ -113,7 +115,7 @@ def place(
     _check_fits(allocation, cluster)
     planner = _Planner(allocation, loads_LE, cluster, lost)
     strict = planner.strict()
-    if strict is not None and max_straggler is None and not planner.searchable:
+    if strict is not None and max_straggler is None and not planner.small:
         return planner.plan(strict)
     allowed = None if max_straggler is None else planner.allowed(max_straggler)
     best, likeliest = planner.best(planner.candidates(strict, allowed), allowed)
@@ -127,25 +129,40 @@ def place(
 
 def _check_fits(allocation: Allocation, cluster: Cluster) -> None:
     most = int(allocation.replicas.sum(axis=1).max())
-    promised, num_experts = allocation.node_threshold, allocation.replicas.shape[1]
-    held = reachable_threshold(cluster.slots, num_experts, promised)
-    if most > cluster.num_slots or held < promised:
+    num_experts = allocation.replicas.shape[1]
+    nodes, domains = allocation.node_threshold, allocation.domain_threshold
+    fits = (
+        most <= cluster.num_slots
+        and reachable_threshold(cluster.slots, num_experts, nodes) == nodes
+        and reachable_threshold(domain_slots(cluster), num_experts, domains) == domains
+    )
+    if not fits:
         raise ElasticError(
-            f"{most} replicas, each expert on {promised} nodes, do not fit {cluster.num_slots} slots "
-            f"on {cluster.num_nodes} nodes",
+            f"{most} replicas, each expert on {nodes} nodes in {domains} domains, do not fit "
+            f"{cluster.num_slots} slots on {cluster.num_nodes} nodes in {cluster.num_domains}",
             operation="place",
             hint="Allocate again for the nodes that are there",
         )
 
 
 def spread(allocation: Allocation, cluster: Cluster) -> Placement:
-    """The baseline: replicas of expert after expert, round robin over the nodes."""
+    """The baseline: replicas of expert after expert, round robin over the nodes.
+
+    Raises:
+        ElasticError: the allocation is not for this cluster.
+    """
+    _check_fits(allocation, cluster)
     replicas = allocation.replicas
     return Placement(spread_out(Problem(replicas, np.zeros_like(replicas), cluster.slots)))
 
 
 def compact(allocation: Allocation, cluster: Cluster) -> Placement:
-    """The baseline: replicas of expert after expert, each node filled before the next."""
+    """The baseline: replicas of expert after expert, each node filled before the next.
+
+    Raises:
+        ElasticError: the allocation is not for this cluster.
+    """
+    _check_fits(allocation, cluster)
     replicas = allocation.replicas
     num_layers, num_experts = replicas.shape
     counts = np.zeros((num_layers, cluster.num_nodes, num_experts), dtype=np.int32)
@@ -188,6 +205,7 @@ class _Planner:
         self.units = self.nodes if self.flat else domain_problem(cluster, self.nodes)
         self.ranks = np.array(cluster.ranks, dtype=np.int64)
         self.lost = lost
+        self.small = self.units.replicas.size * len(self.units.capacity) <= WHOLE_FAMILY
 
     @property
     def searchable(self) -> bool:
@@ -204,18 +222,23 @@ class _Planner:
         """What keeps the promise, one after the other; at least one that always does."""
         if strict is not None:
             yield strict
-            if allowed is None:
+            if allowed is None and len(self.units.replicas) == 1:
                 return
         none_yet = strict is None
         threshold, balanced = self.allocation.domain_threshold, allowed is not None
-        laid_out = layouts(self.units, threshold, balanced=balanced)
+        laid_out = layouts(
+            self.units,
+            threshold,
+            whole_family=self.small and (strict is None or balanced),
+            balanced=balanced or self.small,
+        )
         found = ((name, self._on_nodes(counts)) for name, counts in laid_out)
         flat = [] if self.flat else [("spread over nodes", spread_out(self.nodes))]
         for name, counts in chain(found, flat):
             if self._keeps(counts):
                 none_yet = False
                 yield _Candidate(name, counts)
-        if none_yet or self.units.replicas.size * len(self.units.capacity) <= WHOLE_FAMILY:
+        if none_yet or self.small:
             wanted = self.allocation.node_threshold
             last = guaranteed(self.cluster, self.nodes, wanted, threshold)
             yield _Candidate("dealt out in turn", last)

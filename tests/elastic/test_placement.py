@@ -367,5 +367,10 @@ def test_bad_questions_are_refused() -> None:
     with pytest.raises(ElasticError, match=r"6 replicas, .* do not fit 4 slots on 2 nodes"):
         place(allocation, loads, Cluster.uniform(2, 2))
     safe = allocate(loads, cluster, 2)
-    with pytest.raises(ElasticError, match="each expert on 2 nodes, do not fit 6 slots on 1 node"):
+    with pytest.raises(
+        ElasticError, match=r"on 2 nodes in 2 domains, do not fit 6 slots on 1 nodes in 1"
+    ):
         place(safe, loads, Cluster.uniform(1, 6))
+    for baseline in (spread, compact):
+        with pytest.raises(ElasticError, match="do not fit"):
+            baseline(safe, Cluster.uniform(3, 2, ("a", "a", "a")))
