@@ -108,16 +108,17 @@ def move_times(num_nodes: int, *, layers: int, rounds: int) -> dict[str, Metric]
         for label, domains in (("", ()), ("_racks", racks)):
             cluster = Cluster.uniform(num_nodes, SLOTS, domains)
             name = f"{situation}{label}_{num_nodes}"
-            wanted = map_nodes(plan, held, cluster, bytes_LE).apply(plan)
-            out |= {
-                f"map_ms_{name}": _typical_ms(
-                    lambda p=plan, h=held, c=cluster: map_nodes(p, h, c, bytes_LE), rounds
-                ),
-                f"transfers_ms_{name}": _typical_ms(
-                    lambda w=wanted, h=held, c=cluster: plan_transfers(w, h, c, bytes_LE), rounds
-                ),
-            }
+            out |= _one_move(name, plan, held, cluster, bytes_LE, rounds)
     return out
+
+
+def _one_move(
+    name: str, plan: Placement, held: Placement, cluster: Cluster, bytes_LE: Ints, rounds: int
+) -> dict[str, Metric]:
+    wanted = map_nodes(plan, held, cluster, bytes_LE).apply(plan)
+    map_ms = _typical_ms(lambda: map_nodes(plan, held, cluster, bytes_LE), rounds)
+    transfers_ms = _typical_ms(lambda: plan_transfers(wanted, held, cluster, bytes_LE), rounds)
+    return {f"map_ms_{name}": map_ms, f"transfers_ms_{name}": transfers_ms}
 
 
 def _typical_ms(work: Callable[[], object], rounds: int) -> float:

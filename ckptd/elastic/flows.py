@@ -10,10 +10,11 @@ flow. Its number of rounds is the length of the longest exchange that pays, usua
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array, csr_array
+from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 __all__ = ["Crowded", "Near", "Network", "feasible", "nearest"]
@@ -155,7 +156,8 @@ class _Graph:
         if not result.flow_value:
             return
         self.served += int(result.flow_value)
-        there = self._forward(result.flow.tocoo())
+        flow = result.flow.tocoo()
+        there = self._forward(flow.row, flow.col, flow.data)
         self._left[: self._half] -= there
         self._left[self._half :] += there
 
@@ -170,13 +172,13 @@ class _Graph:
         """Units over each of these edges."""
         return self._left[self._half :][edges]
 
-    def _forward(self, flow: coo_array[np.int32]) -> Ints:
-        """What of a flow goes over each edge, negative where it goes against it."""
-        key = flow.row.astype(np.int64) * self.size + flow.col
+    def _forward(self, tail: NDArray[Any], head: NDArray[Any], flow: NDArray[Any]) -> Ints:
+        """What of a flow goes over each of our edges, negative where it goes against it."""
+        key = tail.astype(np.int64) * self.size + head
         order = np.argsort(key, kind="stable")
         asked = self.tail[: self._half] * self.size + self.head[: self._half]
         at = order[np.minimum(np.searchsorted(key, asked, sorter=order), len(key) - 1)]
-        return np.where(key[at] == asked, flow.data[at], 0).astype(np.int64)
+        return np.where(key[at] == asked, flow[at], 0).astype(np.int64)
 
     def _matrix(self, usable: Bools, weight: NDArray[np.int32]) -> csr_array[np.int32]:
         edges = np.flatnonzero(usable & (self._left > 0))

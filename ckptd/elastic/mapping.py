@@ -135,7 +135,7 @@ def fetch_bytes(plan: Placement, held: Placement, expert_bytes: ArrayLike) -> In
         )
     bytes_LE = checked_bytes(expert_bytes, plan)
     needs = _distinct(plan, bytes_LE)
-    needed_N = needs.sum(axis=1)
+    needed_N = np.asarray(needs.sum(axis=1), dtype=np.int64)
     if sum(needed_N.tolist()) >= _EXACT:
         raise ValueError("the plan's experts have more than 2^53 bytes; count in larger units")
     shared = needs @ _distinct(held, np.ones_like(bytes_LE)).T

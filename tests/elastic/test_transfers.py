@@ -269,4 +269,4 @@ def test_a_dead_node_wants_nothing() -> None:
 def test_bad_input_is_named(options: dict[str, list[float]], message: str) -> None:
     one = Placement(np.ones((1, 2, 1), dtype=np.int32))
     with pytest.raises(ValueError, match=message):
-        plan_transfers(one, one, Cluster.uniform(2, 1), [[5]], **options)  # type: ignore[arg-type]
+        plan_transfers(one, one, Cluster.uniform(2, 1), [[5]], **options)
