@@ -125,6 +125,35 @@ def test_all_small_instances(nodes: int, experts: int, *, wide: bool) -> None:
     assert seen
 
 
+def _somewhere(rng: np.random.Generator) -> Placement:
+    """Twelve experts on six nodes, each on one at least."""
+    counts = rng.integers(0, 2, size=(1, 6, 12))
+    counts[0, rng.integers(0, 6, size=12), np.arange(12)] = 1
+    return Placement(counts)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_many_different_costs(seed: int) -> None:
+    """Experts of 1, 2, 4, … bytes: every pair of nodes costs something else, and many thresholds are tried."""
+    rng = np.random.default_rng(seed)
+    plan, held = (_somewhere(rng) for _ in range(2))
+    sizes = 1 << np.arange(12, dtype=np.int64)[None]
+    costs = fetch_bytes(plan, held, sizes)
+    orders = np.array(list(itertools.permutations(range(6))))
+    fetched = costs[np.arange(6), orders]
+    mapping = map_nodes(plan, held, Cluster.uniform(6, 12), sizes)
+    best = min(zip(fetched.max(axis=1).tolist(), fetched.sum(axis=1).tolist(), strict=True))
+    assert (mapping.max_bytes, mapping.total_bytes) == best
+
+
+def test_domains_of_different_sizes_are_not_exchanged() -> None:
+    """Node 2, a domain of its own, holds what one of two nodes of a rack is to hold, and the other way round."""
+    plan = Placement(np.eye(3, dtype=np.int32)[None])
+    held = Placement(np.array([[[0, 0, 1], [0, 0, 0], [1, 0, 0]]]))
+    cluster = Cluster.uniform(3, 1, ("rack", "rack", "alone"))
+    assert _check(plan, held, cluster, np.ones((1, 3), dtype=np.int64)).node_of[2] == 2
+
+
 def test_the_largest_fetch_comes_before_the_sum() -> None:
     """Left as they are, node 0 fetches 3 and node 1 nothing; exchanged, both fetch 2."""
     plan = Placement(np.array([[[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]]))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from fractions import Fraction
-from math import prod
+from math import ceil, prod
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scipy.optimize import linprog
 
 from ckptd.elastic.transfers import SNAPSHOT, TransferPlan, plan_transfers
 from ckptd.elastic.types import Cluster, Placement
@@ -153,6 +154,54 @@ def _check(case: Case, plan: TransferPlan) -> tuple[Fraction, int]:
 def test_equal_sizes_are_shared_as_well_as_can_be(case: Case) -> None:
     """The busiest owner first, then what leaves a domain; also where links differ."""
     assert _check(case, case.plan()) == case.best()
+
+
+def _by_linear_program(case: Case) -> tuple[int, int]:
+    """The same optimum from an independent solver: replicas of the busiest owner, and those that leave a domain."""
+    missing = case.missing()
+    pairs = [
+        (at, owner)
+        for at, (layer, expert, _) in enumerate(missing)
+        for owner in case.owners(layer, expert)
+    ]
+    served = np.zeros((len(missing), len(pairs)))
+    sent = np.zeros((case.cluster.num_nodes, len(pairs)))
+    domains = case.cluster.domains
+    for column, (at, owner) in enumerate(pairs):
+        served[at, column] = sent[owner, column] = 1
+    crossing = [float(domains[missing[at][2]] != domains[owner]) for at, owner in pairs]
+    wanted, nothing = np.ones(len(missing)), np.zeros(len(sent))
+    least = linprog(
+        [1.0] + [0.0] * len(pairs),
+        A_ub=np.hstack([-np.ones((len(sent), 1)), sent]),
+        b_ub=nothing,
+        A_eq=np.hstack([np.zeros((len(missing), 1)), served]),
+        b_eq=wanted,
+    )
+    # A flow within whole capacities is whole, so the busiest sends the next whole number.
+    busiest = ceil(least.fun - 1e-6)
+    nearest = linprog(crossing, A_ub=sent, b_ub=nothing + busiest, A_eq=served, b_eq=wanted)
+    return busiest, round(nearest.fun)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_larger_cases_are_what_a_linear_program_finds(seed: int) -> None:
+    """Ten nodes in racks; owners are few, and some experts have one only, so the time rises several times."""
+    rng = np.random.default_rng(seed)
+    popular = np.sort(rng.random(12)) ** 2
+    held = rng.random((2, 10, 12)) < 0.1 + 0.5 * popular
+    held[:, 0] |= ~held.any(axis=1)
+    racks = tuple(f"rack-{number}" for number in rng.integers(0, 4, size=10))
+    case = Case(
+        Placement((rng.random((2, 10, 12)) < 0.6).astype(np.int32)),
+        Placement(held.astype(np.int32)),
+        Cluster.uniform(10, 12, racks),
+        np.ones((2, 12), dtype=np.int64),
+        [True] * 10,
+        [1] * 10,
+    )
+    busiest, crossing = _check(case, case.plan())
+    assert (busiest, crossing) == _by_linear_program(case)
 
 
 @settings(max_examples=2000 if LONG else 40, deadline=None)
