@@ -82,7 +82,7 @@ def test_no_placement_of_a_larger_instance_is_better(
     every = list(instances(num_nodes, num_experts, slots))
     stride = {12: 7, 13: 97}.get(num_nodes + num_experts, 1)
     for replicas in every[::stride]:
-        compare_with_the_best(replicas, num_nodes, slots, moves=2000, within=0.03)
+        compare_with_the_best(replicas, num_nodes, slots, moves=2000, within=0.04)
 
 
 @pytest.mark.parametrize(
