@@ -6,6 +6,7 @@
     ├── LocalProtocolError      our own bug: a transition or a call that may not happen
     ├── RemoteProtocolError     the peer sent what the protocol does not allow
     ├── AttachRefused           the daemon said no, with a code, a reason and what to do
+    ├── ElasticError            no plan exists for these nodes and experts
     ├── TransientError          the same call may succeed later
     │   └── DaemonUnavailable   no daemon answers on this node
     └── CorruptionError         stop: what was stored is not what is there
@@ -25,6 +26,7 @@ __all__ = [
     "CkptdError",
     "CorruptionError",
     "DaemonUnavailable",
+    "ElasticError",
     "LocalProtocolError",
     "RemoteProtocolError",
     "SegmentError",
@@ -85,6 +87,10 @@ class AttachRefused(CkptdError):
         """One line: ``attach refused (code): message. hint``."""
         text = f"attach refused ({self.code}): {self.message}"
         return f"{text}. {self.hint}" if self.hint else text
+
+
+class ElasticError(CkptdError):
+    """No plan exists for these nodes and experts; says what is missing and what to do."""
 
 
 class TransientError(CkptdError):

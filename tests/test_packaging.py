@@ -155,7 +155,7 @@ def test_dependencies_are_what_is_imported() -> None:
     unknown = {name for name in imported if name not in distributions}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    required = [*project["dependencies"], *extras["s3"], *extras["hf"]]
+    required = [*project["dependencies"], *extras["s3"], *extras["hf"], *extras["elastic"]]
     declared = {requirement.split(">")[0].lower() for requirement in required}
     assert not unknown, f"imported, but not installed: {unknown}"
     assert used == declared

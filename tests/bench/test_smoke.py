@@ -20,6 +20,21 @@ ROOT = Path(__file__).resolve().parents[2]
 SUBJECTS = [
     ("schedule", ["--rounds", "1"], {"plan_s_100000"}),
     (
+        "placement",
+        ["--rounds", "1", "--nodes", "64"],
+        {"recovery_mro_lost_4", "recovery_spread_lost_4", "straggler_mro", "large_plan_s"},
+    ),
+    (
+        "dispatch",
+        ["--rounds", "1", "--nodes", "64", "--layers", "2"],
+        {
+            "dispatch_ms_256x256",
+            "map_ms_random_64",
+            "transfers_ms_random_racks_64",
+            "straggler_ours_8to1",
+        },
+    ),
+    (
         "stall",
         ["--rounds", "1", "--state-mib", "8", "--tokens", "8", "--settle", "6", "--no-process"],
         {"stall_vs_best_peer", "snapshot_bytes_vs_dense"},

@@ -1,0 +1,215 @@
+"""Elastic runtime decisions: how long dispatching, mapping and sharing transfers take, and how even the tokens are.
+
+Dispatch: what one rank computes for each layer and step (its plan, what it sends and what it gets), and, for
+comparison in the same run, what all ranks send. Mapping and transfers: 64 layers of 256 experts of which a node has
+4 slots each; after the loss of 8 nodes in place, after another load was spread, and with all at random.
+
+The exact count behind figure 10a of Lazarus: one layer of 8 experts on 10 ranks of 6 slots, one of the
+experts with 1 to 8 times its even share of the tokens. Tokens on the busiest rank over the mean: our placement with a
+bound on that, without one (it then concentrates the others for recovery) and spread; and expert parallelism of fixed
+size 2 (every rank used) and 8 (an expert on a rank, two ranks idle).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.common import Metric, clock_ms, emit, median, parser, table
+from ckptd.elastic.allocation import allocate
+from ckptd.elastic.dispatch import plan_dispatch
+from ckptd.elastic.mapping import held_now, map_nodes
+from ckptd.elastic.placement import place, spread
+from ckptd.elastic.transfers import plan_transfers
+from ckptd.elastic.types import Cluster, Placement
+
+__all__ = ["dispatch_times", "main", "move_times", "straggler_by_ratio"]
+
+Ints = NDArray[np.int64]
+
+SIZES = ((16, 64), (64, 128), (256, 256), (1024, 256))  # ranks, experts
+TOKENS, TOP_K = 4096, 8  # of a rank and micro-batch
+LAYERS, EXPERTS, SLOTS = 64, 256, 4
+THRESHOLD = 2
+LOST, RACK = 8, 8
+EXPERT_BYTES = 112 << 20  # Lazarus, table 2: GPT-L
+
+# Figure 10a.
+RATIOS = range(1, 9)
+LAYER_EXPERTS, LAYER_RANKS, LAYER_SLOTS = 8, 10, 6
+RANK_TOKENS = 4 * 1024
+FIXED_SIZES = (2, 8)
+BALANCED = 1.05
+
+
+def main() -> None:
+    args = _arguments()
+    metrics: dict[str, Metric] = {}
+    for ranks, experts in SIZES:
+        metrics |= dispatch_times(ranks, experts, rounds=args.rounds)
+    for nodes in args.nodes:
+        metrics |= move_times(nodes, layers=args.layers, rounds=args.rounds)
+    metrics |= straggler_by_ratio()
+    emit("dispatch", metrics, as_json=args.json)
+
+
+def _arguments() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("--nodes", type=int, nargs="+", default=[128, 1024])
+    options.add_argument("--layers", type=int, default=LAYERS)
+    return options.parse_args()
+
+
+# --- how long it takes -----------------------------------------------------------------------------------
+
+
+def dispatch_times(ranks: int, experts: int, *, rounds: int) -> dict[str, Metric]:
+    """Milliseconds for a skewed load on replicas at random places."""
+    rng = np.random.default_rng(ranks)
+    popularity = rng.dirichlet(np.full(experts, 0.5))
+    tokens_RE = rng.multinomial(TOKENS * TOP_K, popularity, size=ranks)
+    replicas_RE = rng.multinomial(2, np.full(experts, 1 / experts), size=ranks)
+    replicas_RE[rng.integers(0, ranks, experts), np.arange(experts)] += 1
+    nodes_R = np.arange(ranks) // 8
+
+    def one_rank() -> None:
+        plan = plan_dispatch(tokens_RE, replicas_RE, nodes=nodes_R)
+        plan.sends(ranks - 1)
+        plan.receives(ranks - 1)
+
+    def all_ranks() -> None:
+        plan_dispatch(tokens_RE, replicas_RE, nodes=nodes_R).entries()
+
+    name = f"{ranks}x{experts}"
+    return {
+        f"dispatch_ms_{name}": _typical_ms(one_rank, rounds),
+        f"dispatch_all_ranks_ms_{name}": _typical_ms(all_ranks, rounds),
+    }
+
+
+def move_times(num_nodes: int, *, layers: int, rounds: int) -> dict[str, Metric]:
+    """Milliseconds to map nodes and to share out what is missing, in three situations."""
+    rng = np.random.default_rng(num_nodes)
+    old = _spread(_some_loads(rng, layers), Cluster.uniform(num_nodes, SLOTS))
+    survivors = np.arange(num_nodes)
+    survivors[:: num_nodes // min(LOST, num_nodes)] = -1
+    situations = {
+        "loss": (old, held_now(old, survivors)),
+        "rebalance": (_spread(_some_loads(rng, layers), Cluster.uniform(num_nodes, SLOTS)), old),
+        "random": (_at_random(rng, layers, num_nodes), _at_random(rng, layers, num_nodes)),
+    }
+    racks = tuple(f"rack-{node // RACK}" for node in range(num_nodes))
+    bytes_LE = np.full((layers, EXPERTS), EXPERT_BYTES)
+    out: dict[str, Metric] = {}
+    for situation, (plan, held) in situations.items():
+        for label, domains in (("", ()), ("_racks", racks)):
+            cluster = Cluster.uniform(num_nodes, SLOTS, domains)
+            name = f"{situation}{label}_{num_nodes}"
+            out |= _one_move(name, plan, held, cluster, bytes_LE, rounds)
+    return out
+
+
+def _one_move(
+    name: str, plan: Placement, held: Placement, cluster: Cluster, bytes_LE: Ints, rounds: int
+) -> dict[str, Metric]:
+    wanted = map_nodes(plan, held, cluster, bytes_LE).apply(plan)
+    map_ms = _typical_ms(lambda: map_nodes(plan, held, cluster, bytes_LE), rounds)
+    transfers_ms = _typical_ms(lambda: plan_transfers(wanted, held, cluster, bytes_LE), rounds)
+    return {f"map_ms_{name}": map_ms, f"transfers_ms_{name}": transfers_ms}
+
+
+def _typical_ms(work: Callable[[], object], rounds: int) -> float:
+    return median([clock_ms(work) for _ in range(rounds)])
+
+
+def _some_loads(rng: np.random.Generator, layers: int) -> Ints:
+    return np.asarray(
+        rng.multinomial(1 << 20, rng.dirichlet(np.full(EXPERTS, 2.0), size=layers)), dtype=np.int64
+    )
+
+
+def _at_random(rng: np.random.Generator, layers: int, num_nodes: int) -> Placement:
+    """Every slot holds some expert, and every expert is held."""
+    fill = rng.integers(0, EXPERTS, size=(layers, num_nodes * SLOTS))
+    fill[:, :EXPERTS] = np.arange(EXPERTS)
+    return _dealt(fill, num_nodes)
+
+
+def _spread(loads: Ints, cluster: Cluster) -> Placement:
+    return spread(allocate(loads, cluster, THRESHOLD), cluster)
+
+
+def _dealt(fill: Ints, num_nodes: int) -> Placement:
+    layers, replicas = fill.shape
+    counts = np.zeros((layers, num_nodes, int(fill.max()) + 1), dtype=np.int32)
+    np.add.at(counts, (np.arange(layers)[:, None], np.arange(replicas) % num_nodes, fill), 1)
+    return Placement(counts)
+
+
+# --- how even it is --------------------------------------------------------------------------------------
+
+
+def straggler_by_ratio() -> dict[str, Metric]:
+    """Figure 10a as an exact count: the busiest rank's tokens over the mean."""
+    out: dict[str, Metric] = {}
+    rows = []
+    for ratio in RATIOS:
+        tokens_RE = np.tile(_skewed(ratio), (LAYER_RANKS, 1))
+        factors = _ours(tokens_RE)
+        factors |= {f"fixed_{size}": _fixed(tokens_RE, size) for size in FIXED_SIZES}
+        out |= {f"straggler_{name}_{ratio}to1": value for name, value in factors.items()}
+        rows.append([f"{ratio}:1", *(f"{value:.3f}" for value in factors.values())])
+    kinds = ["ours", "recovery first", "spread", *(f"fixed, {size}" for size in FIXED_SIZES)]
+    print(table(["load ratio", *kinds], rows))
+    return out
+
+
+def _skewed(ratio: int) -> Ints:
+    """One rank's tokens for each expert: the first gets ``ratio`` times the even share."""
+    hot = RANK_TOKENS * ratio // LAYER_EXPERTS
+    each, rest = divmod(RANK_TOKENS - hot, LAYER_EXPERTS - 1)
+    others = np.full(LAYER_EXPERTS - 1, each)
+    others[:rest] += 1
+    return np.concatenate([[hot], others])
+
+
+def _ours(tokens_RE: Ints) -> dict[str, float]:
+    """By what the placement is for: balance first, recovery first, or the baseline."""
+    cluster = Cluster.uniform(LAYER_RANKS, LAYER_SLOTS)
+    loads_LE = tokens_RE.sum(axis=0)[None]
+    allocation = allocate(loads_LE, cluster, THRESHOLD)
+    placements = {
+        "ours": place(allocation, loads_LE, cluster, max_straggler=BALANCED).placement,
+        "ours_recovery_first": place(allocation, loads_LE, cluster).placement,
+        "ours_spread": spread(allocation, cluster),
+    }
+    return {
+        name: _factor(plan_dispatch(tokens_RE, placement.counts[0]).quotas)
+        for name, placement in placements.items()
+    }
+
+
+def _fixed(tokens_RE: Ints, size: int) -> float:
+    """Groups of ``size`` ranks that hold every expert once; ranks that fill no group are idle.
+
+    All tokens are trained on, so groups take those of idle ranks, too, and each keeps its own to itself.
+    """
+    groups = LAYER_RANKS // size
+    replicas_RE = np.zeros_like(tokens_RE)
+    experts = np.arange(LAYER_EXPERTS)
+    for group in range(groups):
+        replicas_RE[group * size + experts * size // LAYER_EXPERTS, experts] = 1
+    # All ranks route alike, so every group has the same share of each expert's tokens.
+    return _factor(plan_dispatch(tokens_RE, replicas_RE).quotas)
+
+
+def _factor(quotas_RE: Ints) -> float:
+    load_R = quotas_RE.sum(axis=1)
+    return float(LAYER_RANKS * load_R.max() / load_R.sum())
+
+
+if __name__ == "__main__":
+    main()

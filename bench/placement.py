@@ -1,0 +1,152 @@
+"""How likely training goes on when nodes are lost, by placement of the experts; what that costs in balance.
+
+Lazarus' instance (§6.4): 16 experts, 10 nodes of 6 slots, every expert at least twice, most tokens on two experts.
+Its maximum rank overlap (MRO), here with each expert once on a node at most, against round robin (spread) and packing
+(compact), by number of lost nodes; exact counts. Then equation 1 as printed, which gives a hot expert more replicas
+than there are nodes, under the same placements. Then what a bound on the straggler factor buys.
+
+Twelve layers with loads of their own: all on one order of nodes, and each on its own.
+
+And how long a plan for 1,024 nodes x 256 experts x 64 layers takes (goal: under 1 s), allocation included.
+How many tokens the ranks then compute is `bench.dispatch`'s subject.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.common import clock_ms, emit, median, parser, table
+from ckptd.elastic.allocation import Allocation, allocate
+from ckptd.elastic.balance import straggler_factor
+from ckptd.elastic.placement import compact, place, spread
+from ckptd.elastic.recovery import recovery_probability
+from ckptd.elastic.types import Cluster, Placement
+
+__all__ = ["main"]
+
+# As in the training trace of the paper (§2.1): 87 % of the tokens on two experts.
+SKEWED = (480, 390, 20, 15, 14, 12, 11, 10, 9, 8, 8, 7, 6, 5, 4, 1)
+NODES, SLOTS, THRESHOLD, LAYERS = 10, 6, 2, 12
+BOUNDS = (1.05, 1.2, 1.5)
+LARGE_NODES, LARGE_EXPERTS, LARGE_LAYERS, LARGE_SLOTS = 1024, 256, 64, 8
+
+
+def chances(placement: Placement) -> list[float]:
+    """Recovery probability with 1 … N - 1 nodes lost."""
+    return [recovery_probability(placement, k).value for k in range(1, placement.num_nodes)]
+
+
+def by_placement(
+    allocation: Allocation, loads_LE: NDArray[np.int64], cluster: Cluster
+) -> dict[str, Placement]:
+    return {
+        "mro": place(allocation, loads_LE, cluster).placement,
+        "spread": spread(allocation, cluster),
+        "compact": compact(allocation, cluster),
+    }
+
+
+def shown(
+    placements: Mapping[str, Placement], loads_LE: NDArray[np.int64], cluster: Cluster
+) -> None:
+    header = ["nodes lost", *(str(k) for k in range(1, cluster.num_nodes)), "straggler factor"]
+    rows = [
+        [
+            name,
+            *(f"{value:.3f}" for value in chances(placement)),
+            f"{straggler_factor(placement, loads_LE, cluster):.2f}",
+        ]
+        for name, placement in placements.items()
+    ]
+    print("\n" + table(header, rows))
+
+
+def aligned_or_not(metrics: dict[str, float | int | str], cluster: Cluster) -> None:
+    """All layers on one order of nodes against a random order for each."""
+    rng = np.random.default_rng(0)
+    loads_LE = np.stack([rng.permutation(SKEWED) for _ in range(LAYERS)])
+    plan = place(allocate(loads_LE, cluster, THRESHOLD), loads_LE, cluster).placement
+    shuffled = np.stack([layer[rng.permutation(NODES)] for layer in plan.counts])
+    placements = {"one order": plan, "an order for each layer": Placement(shuffled)}
+    shown(placements, loads_LE, cluster)
+    metrics["layers_12_lost_4_one_order"] = chances(plan)[3]
+    metrics["layers_12_lost_4_own_orders"] = chances(placements["an order for each layer"])[3]
+
+
+def large_plan_ms(num_nodes: int, seed: int) -> tuple[float, float]:
+    """Milliseconds to allocate and to place; loads as skewed as in training."""
+    rng = np.random.default_rng(seed)
+    shares = rng.dirichlet(np.full(LARGE_EXPERTS, 0.5), LARGE_LAYERS)
+    loads_LE = np.floor(1e6 * shares).astype(np.int64)
+    cluster = Cluster.uniform(num_nodes, LARGE_SLOTS)
+    kept: list[Allocation] = []
+    allocating = clock_ms(lambda: kept.append(allocate(loads_LE, cluster, THRESHOLD)))
+    return allocating, clock_ms(lambda: place(kept[0], loads_LE, cluster))
+
+
+def plot(path: Path, placements: Mapping[str, Placement]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for name, placement in placements.items():
+        axes.plot(range(1, placement.num_nodes), chances(placement), marker="o", label=name)
+    axes.set(xlabel="nodes lost at once, of 10", ylabel="probability that training goes on")
+    axes.legend()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--nodes", type=int, default=LARGE_NODES, help="of the large plan")
+    options.add_argument("--plot", type=Path, help="write a chart of recovery here (matplotlib)")
+    args = options.parse_args()
+    cluster = Cluster.uniform(NODES, SLOTS)
+    loads_LE = np.array([SKEWED], dtype=np.int64)
+    allocation = allocate(loads_LE, cluster, THRESHOLD)
+    print(f"replicas: {allocation.replicas[0].tolist()}; {allocation.reason}")
+    placements = by_placement(allocation, loads_LE, cluster)
+    shown(placements, loads_LE, cluster)
+    metrics: dict[str, float | int | str] = {}
+    for name, placement in placements.items():
+        for lost, value in enumerate(chances(placement), start=1):
+            metrics[f"recovery_{name}_lost_{lost}"] = value
+        metrics[f"straggler_{name}"] = straggler_factor(placement, loads_LE, cluster)
+
+    printed = allocate(loads_LE, cluster, THRESHOLD, limit=cluster.num_slots)
+    print(f"\nequation 1 as printed: {printed.replicas[0].tolist()}")
+    as_printed = by_placement(printed, loads_LE, cluster)
+    shown(as_printed, loads_LE, cluster)
+    for name, placement in as_printed.items():
+        metrics[f"printed_recovery_{name}_lost_4"] = chances(placement)[3]
+        metrics[f"printed_straggler_{name}"] = straggler_factor(placement, loads_LE, cluster)
+
+    bounded = {
+        f"straggler factor <= {bound}": place(
+            allocation, loads_LE, cluster, max_straggler=bound
+        ).placement
+        for bound in BOUNDS
+    }
+    shown(bounded, loads_LE, cluster)
+    for bound, placement in zip(BOUNDS, bounded.values(), strict=True):
+        metrics[f"bound_{bound}_recovery_lost_4"] = chances(placement)[3]
+        metrics[f"bound_{bound}_straggler"] = straggler_factor(placement, loads_LE, cluster)
+    aligned_or_not(metrics, cluster)
+
+    times = [large_plan_ms(args.nodes, seed) for seed in range(args.rounds)]
+    metrics["large_allocate_ms"] = median([allocating for allocating, _ in times])
+    metrics["large_place_ms"] = median([placing for _, placing in times])
+    metrics["large_plan_s"] = median([sum(pair) / 1e3 for pair in times])
+    if args.plot:
+        plot(args.plot, {**placements, **{k: v for k, v in bounded.items() if "1.2" in k}})
+    emit("placement", metrics, as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()
