@@ -127,7 +127,7 @@ def test_all_small_instances(nodes: int, experts: int, *, wide: bool) -> None:
 
 def _somewhere(rng: np.random.Generator) -> Placement:
     """Twelve experts on six nodes, each on one at least."""
-    counts = rng.integers(0, 2, size=(1, 6, 12))
+    counts = rng.integers(0, 2, size=(1, 6, 12), dtype=np.int32)
     counts[0, rng.integers(0, 6, size=12), np.arange(12)] = 1
     return Placement(counts)
 
@@ -144,6 +144,14 @@ def test_many_different_costs(seed: int) -> None:
     mapping = map_nodes(plan, held, Cluster.uniform(6, 12), sizes)
     best = min(zip(fetched.max(axis=1).tolist(), fetched.sum(axis=1).tolist(), strict=True))
     assert (mapping.max_bytes, mapping.total_bytes) == best
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_racks_are_exchanged_whole(seed: int) -> None:
+    """Three racks of two nodes: which rack is which, and who is who within it."""
+    rng = np.random.default_rng(seed)
+    cluster = Cluster.uniform(6, 12, tuple("abcabc"))
+    _check(_somewhere(rng), _somewhere(rng), cluster, 1 << np.arange(12, dtype=np.int64)[None])
 
 
 def test_domains_of_different_sizes_are_not_exchanged() -> None:

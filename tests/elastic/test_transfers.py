@@ -156,7 +156,7 @@ def test_equal_sizes_are_shared_as_well_as_can_be(case: Case) -> None:
     assert _check(case, case.plan()) == case.best()
 
 
-def _by_linear_program(case: Case) -> tuple[int, int]:
+def _by_linear_program(case: Case) -> tuple[Fraction, int]:
     """The same optimum from an independent solver: replicas of the busiest owner, and those that leave a domain."""
     missing = case.missing()
     pairs = [
@@ -179,9 +179,11 @@ def _by_linear_program(case: Case) -> tuple[int, int]:
         b_eq=wanted,
     )
     # A flow within whole capacities is whole, so the busiest sends the next whole number.
+    assert least.fun is not None
     busiest = ceil(least.fun - 1e-6)
     nearest = linprog(crossing, A_ub=sent, b_ub=nothing + busiest, A_eq=served, b_eq=wanted)
-    return busiest, round(nearest.fun)
+    assert nearest.fun is not None
+    return Fraction(busiest), round(nearest.fun)
 
 
 @pytest.mark.parametrize("seed", range(12))
