@@ -226,6 +226,8 @@ class SegmentStore:
         self._mlock = mlock
         self._hugepages = hugepages
         self._segments: dict[tuple[RankKey, int], Segment] = {}
+        # The same by run, rank and generation: this is asked for at every beat, of every rank, however many runs are held.
+        self._runs: dict[tuple[str, str], dict[RankKey, dict[int, Segment]]] = {}
         self._plans: dict[tuple[RankKey, int], SegmentPlan] = {}
         # What else lives in this folder and counts: the replicas of other nodes' segments.
         self.other_bytes: Callable[[], int] = int
@@ -247,8 +249,8 @@ class SegmentStore:
 
         Not by generation: one may be made ahead of the change of schedule that it is for, and lie empty until then.
         """
-        found = [s for s in self._segments.values() if s.key == key and s.holds_snapshots]
-        # This is asked for at every beat, and to order them every slot header is read.
+        found = [s for s in self._of_rank(key).values() if s.holds_snapshots]
+        # To order them every slot header is read.
         return found if len(found) < 2 else sorted(found, key=Segment.last_filled)
 
     def of_run(self, job: str, run: str) -> list[Segment]:
@@ -261,13 +263,13 @@ class SegmentStore:
 
     def all_of_rank(self, key: RankKey) -> list[Segment]:
         """Whatever there is of a rank, oldest generation first."""
-        found = [s for s in self._segments.values() if s.key == key]
-        return sorted(found, key=lambda s: s.generation)
+        found = self._of_rank(key)
+        return [found[generation] for generation in sorted(found)]
 
     def all_of_run(self, job: str, run: str) -> list[Segment]:
         """Whatever there is of a run."""
-        found = [s for s in self._segments.values() if (s.key.job, s.key.run) == (job, run)]
-        return sorted(found, key=lambda s: (s.key, s.generation))
+        ranks = self._runs.get((job, run), {})
+        return [segment for key in sorted(ranks) for segment in self.all_of_rank(key)]
 
     def logs_of_run(self, job: str, run: str) -> list[Segment]:
         """The boundary logs of a run."""
@@ -323,7 +325,7 @@ class SegmentStore:
                 bad.append((aside, str(error)))
                 continue
             segment.detached_at_s = None if segment.owned() else now_s
-            self._segments[segment.key, segment.generation] = segment
+            self._enter(segment)
         return self.everything(), bad
 
     def plan(self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int) -> SegmentPlan:
@@ -369,7 +371,7 @@ class SegmentStore:
     def enter(self, plan: SegmentPlan, segment: Segment) -> None:
         """The plan has become this segment."""
         self.cancel(plan)
-        self._segments[segment.key, segment.generation] = segment
+        self._enter(segment)
 
     def create(self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int) -> Segment:
         """Plan, build and enter in one go."""
@@ -390,7 +392,15 @@ class SegmentStore:
 
     def discard(self, segment: Segment) -> None:
         """Forget a segment and leave its file alone."""
-        self._segments.pop((segment.key, segment.generation), None)
+        key = segment.key
+        if self._segments.pop((key, segment.generation), None) is None:
+            return
+        ranks = self._runs[key.job, key.run]
+        del ranks[key][segment.generation]
+        if not ranks[key]:
+            del ranks[key]
+        if not ranks:
+            del self._runs[key.job, key.run]
 
     def remove_bad(self, job: str, run: str) -> int:
         """Delete what was put aside of a run; returns how many files."""
@@ -403,6 +413,15 @@ class SegmentStore:
         """mlock as configured; a failure is recorded in `segment.mlocked` and tolerated."""
         if self._mlock != "off" and not segment.mlocked:
             segment.mlocked = try_mlock(segment.buffer) is None
+
+    def _enter(self, segment: Segment) -> None:
+        key = segment.key
+        self._segments[key, segment.generation] = segment
+        of_run = self._runs.setdefault((key.job, key.run), {})
+        of_run.setdefault(key, {})[segment.generation] = segment
+
+    def _of_rank(self, key: RankKey) -> dict[int, Segment]:
+        return self._runs.get((key.job, key.run), {}).get(key, {})
 
     def _build(self, plan: SegmentPlan, temporary: Path) -> Segment:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -96,6 +96,33 @@ def test_what_lies_beside_snapshots_counts_and_is_adopted_and_is_not_found_where
     assert again.create(descriptor(), 1, MIB).generation == 2
 
 
+def test_what_there_is_of_a_rank_and_of_a_run_follows_what_comes_and_goes(folder: Path) -> None:
+    """They are found by tables of their own. A search of all segments for every rank took a daemon with a hundred runs most of its time."""
+    store = make_store(folder)
+
+    def check() -> None:
+        everything = store.everything()
+        for run in ("a", "b", "c"):
+            of_run = [s for s in everything if s.key.run == run]
+            assert store.all_of_run("job", run) == of_run
+            for rank in range(2):
+                of_rank = [s for s in of_run if s.key.rank == rank]
+                assert store.all_of_rank(RankKey("job", run, rank)) == of_rank
+
+    for run in ("b", "a", "b"):
+        for rank in (1, 0):
+            store.create(descriptor(run=run, rank=rank, world_size=2), 1, 4096)
+            check()
+    assert len(store.all_of_run("job", "b")) == 4
+    for segment in store.everything()[::2] + store.everything()[1::2]:
+        store.remove(segment)
+        store.discard(segment)  # once more changes nothing
+        check()
+    assert store.everything() == []
+    store.create(descriptor(run="a"), 1, 4096)
+    check()
+
+
 @pytest.mark.parametrize("name", ["job~run~r0~g0.seg", "job~run~r0~g0~0123456789abcdef.rep"])
 @pytest.mark.parametrize("kind", ["log", "parked"])
 def test_another_kind_under_a_name_of_snapshots_is_not_believed(
