@@ -103,6 +103,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield made
 
 
+@long
 @pytest.mark.parametrize("cluster", [NUM_RANKS + 1], indirect=True)
 def test_a_destroyed_host_comes_back_from_its_peers(
     cluster: Cluster, reference: Path, tmp_path: Path

@@ -130,7 +130,7 @@ def module_given(seed: int) -> Job:
     return job
 
 
-@CASES.case(quick=True)
+@CASES.case()
 def late_gradients(seed: int) -> Job:
     """A head that is used after the restart only: until then no optimizer state is there for it, on any rank."""
     model = build(seed, fused=True)

@@ -41,7 +41,7 @@ def fsdp_job(seed: int, optimizer: Optimizer = adamw, *, fused: bool = True, **o
     return job_of(model, optimizer([p for p in model.parameters() if p.requires_grad]))
 
 
-@CASES.case(quick=True)
+@CASES.case()
 def plain(seed: int) -> Job:
     """Fused experts: two of four on each rank. The embedding (31 rows) and the norm's clipping are uneven, too."""
     return fsdp_job(seed)
@@ -58,7 +58,7 @@ def kept_unsharded(seed: int) -> Job:
     return fsdp_job(seed, reshard_after_forward=False)
 
 
-@CASES.case(ranks=3, quick=True)
+@CASES.case(ranks=3)
 def empty_shards(seed: int) -> Job:
     """Three ranks and a parameter of two rows: the last rank holds nothing of it; four experts are cut 2, 2, 0."""
     model = build(seed, fused=True)

@@ -221,7 +221,7 @@ def replicated_job(seed: int, *, static: bool = False) -> Job:
     return pipeline_job(model, schedule, group, feeds=rank == 0, ends=rank == 1)
 
 
-@CASES.case(ranks=4, quick=True)
+@CASES.case(ranks=4)
 def with_replicas(seed: int) -> Job:
     """Two replicas of two stages, each stage under DDP with its twin."""
     return replicated_job(seed)
