@@ -180,7 +180,7 @@ def _told(
     nodes_R: NDArray[np.int64] | None,
     reduce: str,
 ) -> _Told:
-    digest = xxhash.xxh3_128(f"{reduce} {replicas.shape} {nodes_R is None} ")
+    digest = xxhash.xxh3_128(f"{reduce} {replicas.shape} {nodes_R is None} ".encode())
     digest.update(replicas.tobytes())
     if nodes_R is not None:
         digest.update(nodes_R.tobytes())

@@ -126,7 +126,7 @@ class _Reorder(torch.autograd.Function):
         return rows.index_select(0, order.index)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.index_select(0, ctx.order.inverse), None
 
@@ -138,7 +138,7 @@ class _Spread(torch.autograd.Function):
         return tokens_TH.index_select(0, pairs.index // choices)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         by_pair = grad.index_select(0, ctx.pairs.inverse)
         return by_pair.view(ctx.shape_TKH).sum(1), None, None

@@ -57,7 +57,7 @@ class _Swap(torch.autograd.Function):
         return all_to_all(rows, swap.sends, swap.receives, swap.group), torch.zeros_like(ticket)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_ticket: Tensor) -> tuple[Tensor, Tensor, None]:
         swap = ctx.swap
         if swap.before_backward is not None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ckptd.client.elastic.layer as layer_module
 from ckptd.client.elastic import ElasticExperts
-from ckptd.client.elastic.rows import Order
+from ckptd.client.elastic.rows import Order, spread
 from ckptd.errors import CorruptionError
 from tests.client.elastic.mixtures import WIDTH, Batch, Block, Case, batches, expert
 
@@ -134,18 +135,13 @@ def _faults(rank: int) -> Found:
         layer._gradients._unsummed = True
         layer.sync_gradients()
 
-    before = layer_module.spread
-
     def twice(tokens: Tensor, pairs: Order, choices: int) -> Tensor:
-        rows = before(tokens, pairs, choices)
-        return torch.cat([rows[:1], rows[:1], rows[2:]]) if rank == 0 else rows
+        rows = spread(tokens, pairs, choices)
+        return torch.cat([rows[:-1], rows[:1]]) if rank == 0 else rows
 
     found = {"summed twice": _computed(SPREAD, meddle=again)}
-    layer_module.spread = twice
-    try:
+    with patch.object(layer_module, "spread", twice):
         found["sent twice"] = _computed(SPREAD)
-    finally:
-        layer_module.spread = before
     return found
 
 
@@ -165,7 +161,7 @@ def _beside_ddp(rank: int) -> Found:
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-def _converted(rank: int) -> Found:
+def _converted(rank: int) -> dict[int, Any]:
     """Made in float32, trained in float64."""
     case = CASES["float32"]
     layer = _layer(case).double()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class Case:
     shares: Sequence[float] = ()
     nodes: Sequence[int] | None = None
     dtype: torch.dtype = torch.float64
-    reduce: str = "sum"
+    reduce: Literal["mean", "sum"] = "sum"
     learns: Sequence[bool] = ()
     trained: bool = True
     twice: bool = False
@@ -90,7 +90,7 @@ class Block(nn.Module):
 def batches(case: Case, micro_batch: int = 0) -> list[Batch]:
     """What each rank brings."""
     generator = torch.Generator().manual_seed(7 + micro_batch)
-    shares = torch.tensor(case.shares or [1.0] * case.num_experts)
+    shares = torch.tensor(case.shares or [1.0] * case.num_experts, dtype=torch.float64)
     out = []
     for rank, count in enumerate(case.tokens):
         tokens, target = torch.randn(2, count, WIDTH, generator=generator).to(case.dtype)
@@ -108,7 +108,8 @@ def batches(case: Case, micro_batch: int = 0) -> list[Batch]:
 
 def reference_output(experts: Sequence[nn.Module], batch: Batch, tokens: Tensor) -> Tensor:
     """Every token through its experts, expert by expert."""
-    out = torch.zeros_like(tokens)
+    # Zeros that have gradients, also where there is no token.
+    out = 0 * tokens + 0 * batch.weights.sum(1, keepdim=True)
     for number, module in enumerate(experts):
         where, choice = (batch.experts == number).nonzero(as_tuple=True)
         if len(where):
