@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WIDTH", "Batch", "Block", "Case", "batches", "expert", "reference_output"]
+__all__ = ["WIDTH", "Batch", "Block", "Case", "batches", "descend", "expert", "reference_output"]
 
 WIDTH = 6
 
@@ -104,6 +104,14 @@ def batches(case: Case, micro_batch: int = 0) -> list[Batch]:
             Batch(tokens.clone().requires_grad_(learns), experts, weights.requires_grad_(), target)
         )
     return out
+
+
+def descend(module: nn.Module) -> None:
+    """A step of gradient descent: an optimizer of torch's would import its compiler, seconds on each rank."""
+    with torch.no_grad():
+        for param in module.parameters():
+            if param.grad is not None:
+                param -= 0.05 * param.grad
 
 
 def reference_output(experts: Sequence[nn.Module], batch: Batch, tokens: Tensor) -> Tensor:

@@ -12,8 +12,17 @@ from torch import Tensor, nn
 
 from ckptd.client.elastic import ElasticExperts
 from tests.client.elastic.layer_ranks import CASES, SPREAD, Found, run_all
-from tests.client.elastic.mixtures import Batch, Block, Case, batches, expert, reference_output
+from tests.client.elastic.mixtures import (
+    Batch,
+    Block,
+    Case,
+    batches,
+    descend,
+    expert,
+    reference_output,
+)
 from tests.client.gloo_ranks import run_in_ranks
+from tests.long import long
 
 RANKS = 4
 # Of sums of a few dozen products, in other orders.
@@ -131,6 +140,7 @@ def test_an_expert_that_no_token_asked_for_has_no_gradient(found: list[Found]) -
         assert found[rank][name][0]["experts"][4] == [None] * 3
 
 
+@long
 def test_beside_ddp_all_gradients_are_of_the_mean_of_the_losses(found: list[Found]) -> None:
     case = CASES["mean"]
     experts = nn.ModuleList([expert(n, case.dtype) for n in range(case.num_experts)])
@@ -163,12 +173,11 @@ def test_a_layer_that_is_converted_sums_in_its_new_dtype(found: list[Found]) -> 
 
 def test_training_keeps_replicas_equal_and_as_without_them(found: list[Found]) -> None:
     experts = nn.ModuleList([expert(n, SPREAD.dtype) for n in range(SPREAD.num_experts)])
-    optimizer = torch.optim.AdamW(experts.parameters(), lr=0.05, foreach=False)
     for step in range(3):
-        optimizer.zero_grad(set_to_none=step < 2)
+        experts.zero_grad()
         for batch in batches(SPREAD, step):
             (reference_output(list(experts), batch, batch.tokens) * batch.target).sum().backward()
-        optimizer.step()
+        descend(experts)
     for rank, one in enumerate(found):
         for number, params in one["_training"]["weights"].items():
             for here, wanted in zip(params, experts[number].parameters(), strict=True):
