@@ -111,7 +111,7 @@ def descend(module: nn.Module) -> None:
     with torch.no_grad():
         for param in module.parameters():
             if param.grad is not None:
-                param -= 0.05 * param.grad
+                param.sub_(0.05 * param.grad)
 
 
 def reference_output(experts: Sequence[nn.Module], batch: Batch, tokens: Tensor) -> Tensor:
