@@ -174,11 +174,11 @@ def _forget(store: Any, before: str, blocks: int) -> None:
 # -- telling ---------------------------------------------------------------------------------------
 
 
-def gather_bytes(payload: bytes, world_size: int) -> list[bytes]:
-    """The payloads of all ranks, in their order; a collective call of the default process group."""
-    device = _device()
+def gather_bytes(payload: bytes, world_size: int, group: Any = None) -> list[bytes]:
+    """The payloads of all ranks, in their order; a collective call of the process group (default: that of all)."""
+    device = _device(group)
     mine = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    sizes = [int(size) for size in _gathered(mine, world_size).flatten().tolist()]
+    sizes = [int(size) for size in _gathered(mine, world_size, group).flatten().tolist()]
     most = max(sizes)
     # In rounds, so that one long payload does not cost world size times its length of memory.
     width = max(1, min(most, _ROUND_BYTES // world_size))
@@ -187,22 +187,22 @@ def gather_bytes(payload: bytes, world_size: int) -> list[bytes]:
         length = min(width, most - start)
         piece = payload[start : start + length].ljust(length, b"\0")
         row = torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(device)
-        rows = _gathered(row, world_size).cpu().numpy()
+        rows = _gathered(row, world_size, group).cpu().numpy()
         for rank, size in enumerate(sizes):
             if size > start:
                 parts[rank].append(rows[rank, : size - start].tobytes())
     return [b"".join(found) for found in parts]
 
 
-def _gathered(mine: Tensor, world_size: int) -> Tensor:
+def _gathered(mine: Tensor, world_size: int, group: Any) -> Tensor:
     everything = torch.empty((world_size, mine.numel()), dtype=mine.dtype, device=mine.device)
-    dist.all_gather(list(everything.unbind()), mine)
+    dist.all_gather(list(everything.unbind()), mine, group=group)
     return everything
 
 
-def _device() -> torch.device:
-    """A device whose tensors the default process group can send."""
-    backends = str(dist.get_backend_config())
+def _device(group: Any) -> torch.device:
+    """A device whose tensors the process group can send."""
+    backends = str(dist.get_backend_config(group))
     names = [pair.split(":")[0] for pair in backends.split(",")]
     if "cpu" in names:
         return torch.device("cpu")

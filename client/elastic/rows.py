@@ -1,0 +1,144 @@
+"""Which row stands where: in a rank's batch, in what it sends, and before its experts.
+
+A rank's batch has ``T * K`` *pairs*, token t with its choice k at ``t * K + k``. They are sent as rows,
+
+- sorted by target rank, then expert, then pair (``Route.sent``), and arrive
+- sorted by source rank, then expert, then pair of the source. An expert computes its rows in one call,
+- sorted by source rank, then pair of the source (``Route.by_expert``).
+
+Each order follows from the counts alone, so nothing but counts and the rows themselves is exchanged, and a repeat with
+the same placement has the same order. Rows are only ever gathered, also in backward: a scatter that adds would add in any order
+on a GPU.
+
+Shapes: ``T`` tokens, ``K`` choices of each, ``H`` their width, ``S = T * K`` rows sent, ``M`` rows received, ``R`` ranks, ``E`` experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ckptd.elastic.dispatch import Dispatch
+
+__all__ = ["Order", "Route", "plan_route", "reorder", "spread"]
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Rows in another order: ``index`` says which row stands at a place, ``inverse`` at which place a row stands."""
+
+    index: Tensor
+    inverse: Tensor
+
+    @classmethod
+    def of(cls, index: Tensor) -> Order:
+        """The order in which ``index`` (a permutation) names the rows."""
+        places = torch.arange(len(index), device=index.device)
+        return cls(index, torch.empty_like(index).scatter_(0, index, places))
+
+    def undone(self) -> Order:
+        """Back again."""
+        return Order(self.inverse, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What this rank sends, receives and computes in one call of the layer.
+
+    Args:
+        sends: rows to each rank.
+        receives: rows from each rank.
+        sent: ``[S]``, pairs in the order in which they are sent.
+        by_expert: ``[M]``, received rows in the order in which experts compute them.
+        computes: which expert computes how many of them, in that order; those with none are left out.
+    """
+
+    sends: list[int]
+    receives: list[int]
+    sent: Order
+    by_expert: Order
+    computes: list[tuple[int, int]]
+
+
+def plan_route(experts_TK: Tensor, dispatch: Dispatch, rank: int) -> Route:
+    """The orders of this rank's rows.
+
+    Args:
+        experts_TK: the expert of every pair of this rank's batch.
+        dispatch: what goes where, made from the counts of all ranks.
+        rank: of this rank.
+    """
+    sends, got_RE = dispatch.sends(rank), dispatch.receives(rank)
+    counts_E = sends.tokens.sum(axis=0)
+    begins_E = np.cumsum(counts_E) - counts_E
+    sorted_S = torch.argsort(experts_TK.reshape(-1), stable=True)
+    sent_S = sorted_S[_laid_out(begins_E + sends.first, sends.tokens, sorted_S.device)]
+    got_at_RE = np.cumsum(got_RE.reshape(-1)).reshape(got_RE.shape) - got_RE
+    by_expert_M = _laid_out(got_at_RE.T, got_RE.T, sorted_S.device)
+    return Route(
+        sends.tokens.sum(axis=1).tolist(),
+        got_RE.sum(axis=1).tolist(),
+        Order.of(sent_S),
+        Order.of(by_expert_M),
+        [(expert, rows) for expert, rows in enumerate(got_RE.sum(axis=0).tolist()) if rows],
+    )
+
+
+def _laid_out(begins: Ints, lengths: Ints, device: torch.device) -> Tensor:
+    """The numbers of all intervals, one interval after the other.
+
+    Example: begins 5, 0 and lengths 2, 3 give 5, 6, 0, 1, 2.
+    """
+    some = np.nonzero(lengths.reshape(-1))[0]
+    length, begin = lengths.reshape(-1)[some], begins.reshape(-1)[some]
+    total = int(length.sum())
+    shift = begin - (np.cumsum(length) - length)
+    both = torch.from_numpy(np.stack([shift, length])).to(device)
+    return torch.repeat_interleave(both[0], both[1], output_size=total) + torch.arange(
+        total, device=device
+    )
+
+
+def spread(tokens_TH: Tensor, pairs: Order, choices: int) -> Tensor:
+    """``[S, H]``: the token of each pair, in that order; its gradient is the sum over a token's choices."""
+    rows: Tensor = _Spread.apply(tokens_TH, pairs, choices)
+    return rows
+
+
+def reorder(rows: Tensor, order: Order) -> Tensor:
+    """The rows in that order."""
+    reordered: Tensor = _Reorder.apply(rows, order)
+    return reordered
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return rows.index_select(0, order.index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.order.inverse), None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens_TH: Tensor, pairs: Order, choices: int) -> Tensor:
+        ctx.pairs, ctx.shape_TKH = pairs, (len(tokens_TH), choices, tokens_TH.shape[1])
+        return tokens_TH.index_select(0, pairs.index // choices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        by_pair = grad.index_select(0, ctx.pairs.inverse)
+        return by_pair.view(ctx.shape_TKH).sum(1), None, None
