@@ -21,13 +21,22 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
+from ckptd.client.elastic.telling import refused
 from ckptd.client.exchange import gather_bytes
 from ckptd.client.host_bytes import buffer_of
 from ckptd.elastic.types import integers
 
-__all__ = ["Agreed", "ParamShape", "agree", "differing_replicas", "digests_of"]
+__all__ = [
+    "Agreed",
+    "ParamShape",
+    "agree",
+    "check_replicas_RE",
+    "differing_replicas",
+    "digests_of",
+    "shapes_of",
+]
 
-_TOLD_PROBLEMS = 4
+_WHAT = "ElasticExperts cannot be made"
 
 
 class ParamShape(msgspec.Struct, frozen=True):
@@ -95,7 +104,7 @@ def agree(
     ]
     problems = {rank: one.problem for rank, one in enumerate(said) if one.problem}
     if problems:
-        raise _refused(problems) from failed
+        raise refused(_WHAT, problems) from failed
     _raise_unless_same(said)
     shapes_E = _shapes(said, replicas.shape[1])
     return Agreed(replicas, nodes_R, shapes_E)
@@ -125,11 +134,13 @@ def differing_replicas(weights: Sequence[Mapping[int, str]]) -> dict[int, list[i
     return {e: sorted(by_rank) for e, by_rank in found.items() if len(set(by_rank.values())) > 1}
 
 
-def _checked(
-    experts: Mapping[int, nn.Module], replicas_RE: ArrayLike, nodes: ArrayLike | None, group: Any
-) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+def check_replicas_RE(replicas_RE: ArrayLike, ranks: int) -> NDArray[np.int64]:
+    """A placement of one layer on so many ranks.
+
+    Raises:
+        ValueError: it is none, or an expert has no holder.
+    """
     replicas = integers(replicas_RE, "replicas_RE", ndim=2)
-    ranks = dist.get_world_size(group)
     if len(replicas) != ranks or not replicas.size:
         raise ValueError(
             f"replicas_RE has the shape {replicas.shape}: it needs a row for each of the {ranks} ranks of the process group, "
@@ -142,6 +153,14 @@ def _checked(
         raise ValueError(
             f"no rank holds {_named(lonely)}: place at least one replica of every expert"
         )
+    return replicas
+
+
+def _checked(
+    experts: Mapping[int, nn.Module], replicas_RE: ArrayLike, nodes: ArrayLike | None, group: Any
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    ranks = dist.get_world_size(group)
+    replicas = check_replicas_RE(replicas_RE, ranks)
     nodes_R = None if nodes is None else integers(nodes, "nodes", ndim=1)
     if nodes_R is not None and len(nodes_R) != ranks:
         raise ValueError(f"nodes names the nodes of {len(nodes_R)} ranks, and there are {ranks}")
@@ -186,12 +205,13 @@ def _told(
         digest.update(nodes_R.tobytes())
     return _Told(
         placement=digest.hexdigest(),
-        shapes={expert: _shapes_of(module) for expert, module in experts.items()},
+        shapes={expert: shapes_of(module) for expert, module in experts.items()},
         weights={expert: digests_of(module) for expert, module in experts.items()},
     )
 
 
-def _shapes_of(module: nn.Module) -> tuple[ParamShape, ...]:
+def shapes_of(module: nn.Module) -> tuple[ParamShape, ...]:
+    """The parameters of an expert, in the order of ``named_parameters()``."""
     return tuple(
         ParamShape(name, tuple(param.shape), str(param.dtype).removeprefix("torch."))
         for name, param in module.named_parameters()
@@ -202,13 +222,15 @@ def _raise_unless_same(said: Sequence[_Told]) -> None:
     others = [rank for rank, one in enumerate(said) if one.placement != said[0].placement]
     if others:
         trouble = "another placement than rank 0 (replicas_RE, nodes and reduce must be the same on all ranks)"
-        raise _refused(dict.fromkeys(others, trouble))
+        raise refused(_WHAT, dict.fromkeys(others, trouble))
     first: dict[int, int] = {}
     for rank, one in enumerate(said):
         for expert, shapes in one.shapes.items():
             known = first.setdefault(expert, rank)
             if shapes != said[known].shapes[expert]:
-                raise _refused({rank: f"expert {expert} has other parameters than on rank {known}"})
+                raise refused(
+                    _WHAT, {rank: f"expert {expert} has other parameters than on rank {known}"}
+                )
     for expert, holders in differing_replicas([one.weights for one in said]).items():
         raise ValueError(
             f"ElasticExperts cannot be made: the replicas of expert {expert} on ranks {holders} have different weights: "
@@ -219,13 +241,6 @@ def _raise_unless_same(said: Sequence[_Told]) -> None:
 def _shapes(said: Sequence[_Told], num_experts: int) -> tuple[tuple[ParamShape, ...], ...]:
     everywhere = {expert: shapes for one in said for expert, shapes in one.shapes.items()}
     return tuple(everywhere[expert] for expert in range(num_experts))
-
-
-def _refused(problems: Mapping[int, str]) -> ValueError:
-    told = [f"rank {rank}: {text}" for rank, text in problems.items()]
-    more = len(told) - _TOLD_PROBLEMS
-    text = "; ".join(told[:_TOLD_PROBLEMS]) + (f"; and {more} more ranks" if more > 0 else "")
-    return ValueError(f"ElasticExperts cannot be made: {text}")
 
 
 def _named(experts: Sequence[int]) -> str:

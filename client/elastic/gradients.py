@@ -16,7 +16,6 @@ Shapes: ``R`` ranks, ``E`` experts, ``P`` parameters of the expert that has most
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -24,25 +23,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.client.elastic.agreeing import Agreed
-from ckptd.client.elastic.holders import Held, sum_over_holders
+from ckptd.client.elastic.holders import sum_over_holders
 from ckptd.client.elastic.inputs import DTYPES
+from ckptd.client.elastic.pieces import Piece, pieces_of, rounds
+from ckptd.client.elastic.shard_exchange import sums_to_owners
 
 __all__ = ["ReplicaGradients"]
 
-# Of the busiest rank in one round: bounds what is needed beside the gradients, two to three times this.
-_ROUND_BYTES = 64 << 20
-
 
 _Params: TypeAlias = dict[int, list[nn.Parameter]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A parameter of an expert, and who holds it."""
-
-    expert: int
-    index: int
-    held: Held
 
 
 class ReplicaGradients:
@@ -60,18 +49,14 @@ class ReplicaGradients:
     ) -> None:
         self._experts = dict(experts)
         self._agreed = agreed
-        self._divisor = len(agreed.replicas_RE) if mean else 1
+        self._ranks = len(agreed.replicas_RE)
+        self._divisor = self._ranks if mean else 1
         self._group = group
         self._rank = dist.get_rank(group)
         self._unsummed = False
         self._must_be_zero = False
         self._version = 0
-        self._pieces = [
-            _Piece(expert, index, Held(shape.numel, holders))
-            for expert, shapes in enumerate(agreed.shapes_E)
-            for holders in [tuple(agreed.replicas_RE[:, expert].nonzero()[0].tolist())]
-            for index, shape in enumerate(shapes)
-        ]
+        self._pieces = pieces_of(agreed)
 
     @property
     def trained(self) -> bool:
@@ -105,14 +90,48 @@ class ReplicaGradients:
             return
         with torch.no_grad():
             # Asked anew each time: a layer that is moved or converted may have other parameters.
-            params = {expert: list(module.parameters()) for expert, module in self._experts.items()}
+            params = self._params()
             for dtype, present in self._present(params, device).items():
                 for piece in present:
                     self._alone(piece, params)
                 shared = [piece for piece in present if len(piece.held.holders) > 1]
-                for pieces in self._rounds(shared, dtype.itemsize):
+                for pieces in rounds(shared, self._ranks, dtype.itemsize):
                     self._sum_round(pieces, params, dtype, device)
         self._unsummed, self._must_be_zero = False, True
+
+    def to_owners(self, device: torch.device) -> dict[tuple[int, int], Tensor]:
+        """Instead of ``sum``: this rank's shard of the sum of every parameter of the layer that has a gradient on any rank; a collective call.
+
+        By expert and index of the parameter; the shard is as in ``shard_exchange``. Each element has the bits that ``sum`` gives it. What backwards
+        have left on the replicas is gone afterwards. Without any backward since the last time, there is nothing.
+        """
+        sums: dict[tuple[int, int], Tensor] = {}
+        if not self._unsummed:
+            return sums
+        with torch.no_grad():
+            params = self._params()
+            for dtype, present in self._present(params, device).items():
+                for pieces in rounds(present, self._ranks, dtype.itemsize):
+                    mine = [piece for piece in pieces if self._rank in piece.held.holders]
+                    own = [params[piece.expert][piece.index] for piece in mine]
+                    flats = [_gradient_of(param).to(dtype).reshape(-1) for param in own]
+                    parts = sums_to_owners(
+                        [piece.held for piece in pieces],
+                        flats,
+                        divisor=self._divisor,
+                        dtype=dtype,
+                        device=device,
+                        group=self._group,
+                    )
+                    keys = [(piece.expert, piece.index) for piece in pieces]
+                    sums.update(zip(keys, parts, strict=True))
+            for param in self._all():
+                param.grad = None
+        self._unsummed = False
+        return sums
+
+    def _params(self) -> _Params:
+        return {expert: list(module.parameters()) for expert, module in self._experts.items()}
 
     def _all(self) -> Iterator[nn.Parameter]:
         for module in self._experts.values():
@@ -130,7 +149,7 @@ class ReplicaGradients:
                         "call zero_grad() before the next backward, and sync_gradients() after the last one of a step"
                     )
 
-    def _present(self, params: _Params, device: torch.device) -> dict[torch.dtype, list[_Piece]]:
+    def _present(self, params: _Params, device: torch.device) -> dict[torch.dtype, list[Piece]]:
         """Those that have a gradient on any rank, by its dtype; the same on all ranks."""
         most = max(len(shapes) for shapes in self._agreed.shapes_E)
         mine_EP = torch.zeros((len(self._agreed.shapes_E), most), dtype=torch.uint8)
@@ -141,40 +160,25 @@ class ReplicaGradients:
         rows = row.new_empty((len(self._agreed.replicas_RE), len(row)))
         dist.all_gather(list(rows.unbind()), row, group=self._group)
         code_EP = rows.amax(dim=0).view(mine_EP.shape).tolist()
-        found: dict[torch.dtype, list[_Piece]] = {dtype: [] for dtype in DTYPES}
+        found: dict[torch.dtype, list[Piece]] = {dtype: [] for dtype in DTYPES}
         for piece in self._pieces:
             if code := code_EP[piece.expert][piece.index]:
                 found[DTYPES[code - 1]].append(piece)
         return found
 
-    def _alone(self, piece: _Piece, params: _Params) -> None:
+    def _alone(self, piece: Piece, params: _Params) -> None:
         """The only holder has the sum already."""
         if piece.held.holders == (self._rank,) and self._divisor > 1:
             grad = params[piece.expert][piece.index].grad
             assert grad is not None, "present, and on no other rank"
             grad.div_(self._divisor)
 
-    def _rounds(self, pieces: Sequence[_Piece], itemsize: int) -> Iterator[list[_Piece]]:
-        """As many at once as fit; the same on all ranks, also on those that hold none of them."""
-        taken: list[_Piece] = []
-        sizes = [0] * len(self._agreed.replicas_RE)
-        for piece in pieces:
-            size = piece.held.numel * itemsize
-            if taken and max(sizes[holder] for holder in piece.held.holders) + size > _ROUND_BYTES:
-                yield taken
-                taken, sizes = [], [0] * len(sizes)
-            taken.append(piece)
-            for holder in piece.held.holders:
-                sizes[holder] += size
-        if taken:
-            yield taken
-
     def _sum_round(
-        self, pieces: Sequence[_Piece], params: _Params, dtype: torch.dtype, device: torch.device
+        self, pieces: Sequence[Piece], params: _Params, dtype: torch.dtype, device: torch.device
     ) -> None:
         mine = [piece for piece in pieces if self._rank in piece.held.holders]
         own = [params[piece.expert][piece.index] for piece in mine]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in own]
+        grads = [_gradient_of(param) for param in own]
         # In place where a gradient is contiguous, else a copy.
         flats = [grad.to(dtype).reshape(-1) for grad in grads]
         sum_over_holders(
@@ -190,6 +194,10 @@ class ReplicaGradients:
                 grad.copy_(flat.view(grad.shape))
             if param.requires_grad:
                 param.grad = grad
+
+
+def _gradient_of(param: nn.Parameter) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad
 
 
 def _code_of(grad: Tensor) -> int:

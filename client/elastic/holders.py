@@ -8,34 +8,16 @@ only: a repeat gives the same bits, and all holders have the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ckptd.client.elastic.pieces import Held
 from ckptd.client.elastic.swap import all_to_all
 
-__all__ = ["Held", "sum_over_holders"]
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor of ``numel`` elements, and the ranks that have one, in ascending order."""
-
-    numel: int
-    holders: tuple[int, ...]
-
-    def part_of(self, rank: int) -> slice:
-        """The elements that this holder adds up."""
-        number, count = self.holders.index(rank), len(self.holders)
-        return slice(self.numel * number // count, self.numel * (number + 1) // count)
-
-    def length_of(self, rank: int) -> int:
-        """How many these are."""
-        part = self.part_of(rank)
-        return int(part.stop - part.start)
+__all__ = ["added", "sum_over_holders"]
 
 
 def sum_over_holders(
@@ -61,7 +43,7 @@ def sum_over_holders(
     mine = [[held[n].length_of(rank) for n in numbers] for numbers in shared]
     theirs = [[held[n].length_of(other) for n in shared[other]] for other in ranks]
     cut = [[flats[n][held[n].part_of(other)] for n in shared[other]] for other in ranks]
-    summed = _added(_exchanged(cut, mine, dtype, device, group), shared, len(held), divisor)
+    summed = added(_exchanged(cut, mine, dtype, device, group), shared, len(held), divisor)
     given = [[summed[n] for n in numbers] for numbers in shared]
     got = _exchanged(given, theirs, dtype, device, group)
     for other in ranks:
@@ -86,10 +68,17 @@ def _exchanged(
     return [part.split(list(each)) for part, each in zip(by_rank, lengths, strict=True)]
 
 
-def _added(
+def added(
     parts: Sequence[Sequence[Tensor]], shared: Sequence[Sequence[int]], count: int, divisor: int
 ) -> list[Tensor]:
-    """This rank's part of each tensor, added up in the order of ranks."""
+    """This rank's part of each tensor, added up in the order of ranks; 16-bit ones in float32.
+
+    Args:
+        parts: by rank, its parts of the tensors that it holds.
+        shared: by rank, the numbers of these tensors.
+        count: of all tensors; each has a holder.
+        divisor: of the sums, before they are rounded to the dtype of the parts.
+    """
     sums: list[Tensor | None] = [None] * count
     dtype = torch.float32
     for numbers, tensors in zip(shared, parts, strict=True):
@@ -99,5 +88,5 @@ def _added(
             before = sums[n]
             sums[n] = wide if before is None else before + wide
     whole = [one for one in sums if one is not None]
-    assert len(whole) == count, "this rank is a holder of all of them"
+    assert len(whole) == count, "each tensor has a holder"
     return [(one / divisor if divisor > 1 else one).to(dtype) for one in whole]

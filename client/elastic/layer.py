@@ -14,8 +14,8 @@ Shapes: ``T`` tokens of this rank, ``K`` choices of each, ``H`` their width, ``R
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from ckptd.client.elastic.agreeing import agree, differing_replicas, digests_of
+from ckptd.client.elastic.agreeing import Agreed, agree, differing_replicas, digests_of
 from ckptd.client.elastic.dispatching import Dispatcher
 from ckptd.client.elastic.gradients import ReplicaGradients
 from ckptd.client.elastic.inputs import Inputs, exchange_inputs
@@ -56,6 +56,8 @@ class ElasticExperts(nn.Module):
             if there is no process group or it is not in it.
     """
 
+    experts: nn.ModuleDict
+
     def __init__(
         self,
         experts: Mapping[int, nn.Module] | nn.ModuleList,
@@ -75,12 +77,11 @@ class ElasticExperts(nn.Module):
         self._agreed = agree(experts, replicas_RE, nodes, reduce, group)
         self._group = group
         self._rank = dist.get_rank(group)
-        experts = {expert: experts[expert] for expert in sorted(experts)}
-        self.experts = nn.ModuleDict({str(expert): one for expert, one in experts.items()})
-        self._gradients = ReplicaGradients(
-            experts, self._agreed, mean=reduce == "mean", group=group
-        )
-        self._dispatcher = Dispatcher(self.replicas_RE, self._agreed.nodes_R, self._rank)
+        self._mean = reduce == "mean"
+        # Whether a state dict of the whole model has the experts as rows of tensors (see ``full_state``).
+        self.fused = False
+        self._sharded = False
+        self._hold(experts)
         self._loads_E = np.zeros(self.num_experts, dtype=np.int64)
         self._device = torch.device("cpu")
 
@@ -88,6 +89,21 @@ class ElasticExperts(nn.Module):
     def num_experts(self) -> int:
         """Of the layer, wherever they are."""
         return len(self._agreed.shapes_E)
+
+    @property
+    def group(self) -> Any:
+        """The process group; None: that of all ranks."""
+        return self._group
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the experts are trained by ``ExpertShards``."""
+        return self._sharded
+
+    @property
+    def agreed(self) -> Agreed:
+        """What all ranks have alike: placement, nodes, and the parameters of each expert."""
+        return self._agreed
 
     @property
     def replicas_RE(self) -> NDArray[np.int64]:
@@ -131,7 +147,14 @@ class ElasticExperts(nn.Module):
 
         To be called once before the optimizer's step (and before gradients are clipped): after the last backward, if several add up. Until
         the next backward a second call does nothing. An expert that has no gradient on any rank is left without.
+
+        Raises:
+            ValueError: the layer's gradients go to ``ExpertShards``.
         """
+        if self._sharded:
+            raise ValueError(
+                "the gradients of this layer go to its ExpertShards: call step() of these instead of sync_gradients()"
+            )
         self._gradients.sum(self._device)
 
     def take_loads(self) -> NDArray[np.int64]:
@@ -162,6 +185,81 @@ class ElasticExperts(nn.Module):
                 ids={f"expert {expert}": f"ranks {holders}" for expert, holders in found.items()},
                 hint="call sync_gradients() after each backward, and give every replica the same optimizer and step",
             )
+
+    # -- for ``ExpertShards`` ----------------------------------------------------------------------------
+
+    def held_experts(self) -> dict[int, nn.Module]:
+        """The experts of this rank by number."""
+        return {int(number): module for number, module in self.experts.items()}
+
+    def agree_anew(self) -> Agreed:
+        """What the ranks have alike now, after the layer may have been converted; a collective call that reads all weights.
+
+        Raises:
+            ValueError: on all ranks, if replicas have come to differ.
+        """
+        nodes_R = self._agreed.nodes_R
+        return agree(self.held_experts(), self.replicas_RE, nodes_R, "mean", self._group)
+
+    def hide_experts(self, agreed: Agreed) -> None:
+        """Take the experts out of the module tree, and leave their gradients to ``reduce_to_owners``.
+
+        What is trained are the shards; the weights here are copies of them, which come and go with the placement. So neither an optimizer of the model's
+        parameters nor DDP nor a checkpoint of the model sees them.
+
+        Args:
+            agreed: of ``agree_anew``.
+        """
+        experts = self.held_experts()
+        self._agreed, self._sharded = agreed, True
+        del self._modules["experts"]
+        self._hold(experts)
+
+    def show_experts(self) -> None:
+        """Undo ``hide_experts``."""
+        experts = self.held_experts()
+        self._sharded = False
+        del self.__dict__["experts"]
+        self._hold(experts)
+
+    def adopt(self, experts: Mapping[int, nn.Module], replicas_RE: NDArray[np.int64]) -> None:
+        """Go on with another placement; on all ranks the same one, with this rank's experts of it, which fit the layer's."""
+        self._agreed = Agreed(replicas_RE, self._agreed.nodes_R, self._agreed.shapes_E)
+        self._hold(experts)
+        self.experts.train(self.training)
+
+    def reduce_to_owners(self, device: torch.device) -> dict[tuple[int, int], Tensor]:
+        """See ``ReplicaGradients.to_owners``."""
+        return self._gradients.to_owners(device)
+
+    def _hold(self, experts: Mapping[int, nn.Module]) -> None:
+        experts = {expert: experts[expert] for expert in sorted(experts)}
+        named = nn.ModuleDict({str(expert): one for expert, one in experts.items()})
+        if self._sharded:
+            self.__dict__["experts"] = named  # past ``nn.Module``, which would register it
+        else:
+            self.experts = named
+        self._gradients = ReplicaGradients(
+            experts, self._agreed, mean=self._mean, group=self._group
+        )
+        self._dispatcher = Dispatcher(self.replicas_RE, self._agreed.nodes_R, self._rank)
+
+    def train(self, mode: bool = True) -> Self:
+        """As every module's, also for experts that are not in the module tree."""
+        super().train(mode)
+        self.experts.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """``to()``, ``double()``, ``cuda()`` and the like."""
+        for param in self.experts.parameters() if self._sharded else ():
+            converted = fn(param.detach().reshape(-1)[:0])
+            if (converted.dtype, converted.device) != (param.dtype, param.device):
+                raise ValueError(
+                    "this layer has ExpertShards, which would stay as they are: convert or move the model before they are made"
+                )
+        super()._apply(fn, recurse)
+        return self
 
     def extra_repr(self) -> str:
         """What ``print`` shows beside the experts that are here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.client.elastic.holders import Held
+from ckptd.client.elastic.pieces import Held
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 7, 12])
