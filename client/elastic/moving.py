@@ -1,11 +1,11 @@
-"""Another placement of a layer on this rank: which experts stay, which go, and what modules the new ones get."""
+"""Another placement of a layer on this rank: which experts stay, which go, and what modules the new ones get; and where they were when all was saved."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from ckptd.client.elastic.agreeing import shapes_of
 from ckptd.client.elastic.layer import ElasticExperts
 
-__all__ = ["MakeExpert", "Move", "plan_moves"]
+__all__ = ["MakeExpert", "Move", "PlacementState", "plan_moves"]
 
 MakeExpert: TypeAlias = Callable[[str, int], nn.Module]
 """``(layer, expert) -> module``; its weights will be overwritten."""
@@ -28,6 +28,34 @@ class Move:
     name: str
     replicas_RE: NDArray[np.int64]
     experts: dict[int, nn.Module]
+
+
+class PlacementState:
+    """Placements as state that is saved and loaded; what was loaded waits until somebody takes it.
+
+    Args:
+        layers: by name.
+    """
+
+    def __init__(self, layers: Mapping[str, ElasticExperts]) -> None:
+        self._layers = dict(layers)
+        self._loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """``[R, E]`` by the name of the layer."""
+        return {name: layer.replicas_RE.tolist() for name, layer in self._layers.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep it for ``loaded``."""
+        self._loaded = dict(state)
+
+    def loaded(self) -> dict[str, Any]:
+        """What was loaded and not taken yet; empty: nothing."""
+        return dict(self._loaded)
+
+    def forget(self) -> None:
+        """It was taken, or is not wanted."""
+        self._loaded = {}
 
 
 def plan_moves(

@@ -29,7 +29,7 @@ from torch import nn
 from ckptd.client.elastic.agreeing import check_replicas_RE
 from ckptd.client.elastic.devices import common_device
 from ckptd.client.elastic.layer import ElasticExperts
-from ckptd.client.elastic.moving import MakeExpert, Move, plan_moves
+from ckptd.client.elastic.moving import MakeExpert, Move, PlacementState, plan_moves
 from ckptd.client.elastic.pieces import Held, Piece, by_dtype, pieces_of, rounds
 from ckptd.client.elastic.shard_exchange import shards_to_holders, sums_to_owners
 from ckptd.client.elastic.telling import agree_on
@@ -88,6 +88,7 @@ class ExpertShards(nn.Module):
         self._group = next(iter(named.values())).group
         self._ranks, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         self._make_expert = make_expert
+        self.placed = PlacementState(named)
         agree_on(
             lambda: _described(named, masters, self._group),
             self._group,
@@ -144,7 +145,8 @@ class ExpertShards(nn.Module):
     def send_weights(self, placements: Placements | None = None) -> None:
         """Give every replica the weights of the shards, under another placement if so asked; a collective call.
 
-        For loops that do the parts of ``step`` themselves, and after shards were loaded.
+        For loops that do the parts of ``step`` themselves, and after shards were loaded. Without ``placements`` it is that which ``placed`` has
+        loaded since, if any.
 
         Raises:
             ValueError: as ``step``.
@@ -320,7 +322,7 @@ class ExpertShards(nn.Module):
 
     def _wanted(self, placements: Placements | None) -> dict[str, NDArray[np.int64]]:
         if placements is None:
-            return {}
+            placements = self.placed.loaded()
         names = [owned.name for owned in self._owned]
         if not isinstance(placements, Mapping):
             each: Any = placements
@@ -339,6 +341,7 @@ class ExpertShards(nn.Module):
     def _send(self, moves: Sequence[Move]) -> None:
         for move in moves:
             self.layers[move.name].adopt(move.experts, move.replicas_RE)
+        self.placed.forget()
         for owned in self._owned:
             agreed, params = owned.layer.agreed, _params(owned.layer)
             for dtype, of_dtype in by_dtype(pieces_of(agreed), agreed).items():

@@ -17,6 +17,7 @@ __all__ = [
     "FAMILIES",
     "IMPORTED",
     "OTHERS",
+    "UNKNOWN",
     "fused_again",
     "is_experts",
     "losses",
@@ -60,6 +61,14 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Of other forms: not to be taken for the one that is known.
+UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    "llama4": (
+        "Llama4",
+        {"num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 24},
+    ),
+}
 IMPORTED = [
     "torch",
     "torch._dynamo",
@@ -79,8 +88,9 @@ def model_of(family: str, dtype: torch.dtype, seed: int = 0) -> Any:
         warnings.simplefilter("ignore")
         import transformers
 
-    name, options = {**FAMILIES, **OTHERS}[family]
-    config = getattr(transformers, f"{name}Config")(**_COMMON, **options)
+    name, options = {**FAMILIES, **OTHERS, **UNKNOWN}[family]
+    kind = "Llama4TextConfig" if family == "llama4" else f"{name}Config"
+    config = getattr(transformers, kind)(**_COMMON, **options)
     if dtype is torch.float64:
         config._experts_implementation = "eager"  # torch's grouped_mm has no float64
     torch.manual_seed(seed)

@@ -66,7 +66,17 @@ def run_all(rank: int, folder: str) -> None:
             "replicas": _train_replicas(case, optimizer),
             "shards": _train_shards(case, optimizer),
         }
-    for work in (_rounds, _masters, _norm, _saved, _refused, _blocks, _blocks_refused):
+    for work in (
+        _rounds,
+        _masters,
+        _norm,
+        _parts,
+        _modes,
+        _saved,
+        _refused,
+        _blocks,
+        _blocks_refused,
+    ):
         found[work.__name__] = work(rank)
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.barrier()
@@ -197,6 +207,34 @@ def _norm(rank: int) -> Tensor:
     return total
 
 
+def _parts(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients that were reduced after each backward, and those reduced once after both."""
+    case, name = TRAINED["AdamW"]
+    found = []
+    for each in (True, False):
+        layer = _layer(case)
+        shards = ExpertShards(layer, OPTIMIZERS[name])
+        for step in range(2):
+            _backward(case, layer, step)
+            if each or step:
+                shards.reduce_gradients()
+        found.append({n: p.grad for n, p in shards.named_parameters() if p.grad is not None})
+    return found[0], found[1]
+
+
+def _modes(rank: int) -> list[set[bool]]:
+    """Whether the experts here train: after each of ``eval()``, another placement, and ``train()``."""
+    case, name = TRAINED["AdamW"]
+    layer = _layer(case)
+    shards = ExpertShards(layer, OPTIMIZERS[name], make_expert=lambda _, n: expert(n, case.dtype))
+    model = nn.Sequential(layer)
+    found = []
+    for change in (model.eval, lambda: shards.send_weights([_C]), model.train):
+        change()
+        found.append({module.training for module in layer.experts.modules()})
+    return found
+
+
 def _saved(rank: int) -> Found:
     """Saved after two steps, and gone on from there: by others, and by others from states cut anew, twice."""
     case, name = TRAINED["AdamW"]
@@ -212,14 +250,17 @@ def _saved(rank: int) -> Found:
     five = recut([one for one, _ in kept], [one for _, one in kept], 5)
     again = recut([one for one, _ in five], [one for _, one in five], RANKS)
     found: Found = {"kept": kept, "five": five, "again": again}
+    placed = shards.placed.state_dict()
     found["on"] = _go_on(case, layer, shards)
     for key in ("kept", "again"):
-        layer = _layer(case, PLACEMENTS[1])
+        layer = _layer(case, PLACEMENTS[1] if key == "kept" else None)
         shards = ExpertShards({"moe.experts": layer}, OPTIMIZERS[name])
         weights, state = copy.deepcopy(found[key][rank])
+        shards.placed.load_state_dict(placed)
         shards.load_state_dict(weights)
         shards.optimizer.load_state_dict(state)
         shards.send_weights()
+        assert layer.replicas_RE.tolist() == PLACEMENTS[1]
         found[f"on from {key}"] = _go_on(case, layer, shards)
     found["of another rank"] = _told(lambda: shards.load_state_dict(kept[(rank + 1) % RANKS][0]))
     found["of five ranks"] = _told(lambda: shards.load_state_dict(five[rank][0]))

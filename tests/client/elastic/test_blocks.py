@@ -20,7 +20,15 @@ from ckptd.client.elastic import (
 )
 from tests.client.elastic import hf_models
 from tests.client.elastic.block_models import HAND_WRITTEN, FusedBlock, FusedExperts, Model
-from tests.client.elastic.hf_models import FAMILIES, IMPORTED, OTHERS, losses, model_of, run_hf
+from tests.client.elastic.hf_models import (
+    FAMILIES,
+    IMPORTED,
+    OTHERS,
+    UNKNOWN,
+    losses,
+    model_of,
+    run_hf,
+)
 from tests.client.gloo_ranks import run_in_ranks
 from tests.long import LONG, long
 
@@ -132,6 +140,15 @@ def test_models_of_transformers_on_three_ranks(family: str, tmp_path: Path) -> N
 
 
 # -- what is refused -----------------------------------------------------------------------------------
+
+
+@long
+@pytest.mark.parametrize("family", UNKNOWN)
+def test_models_of_transformers_of_other_forms_are_refused(family: str) -> None:
+    model = model_of(family, torch.float32)
+    with pytest.raises(ValueError, match="cannot be made elastic by itself: ") as told:
+        replace_moe_blocks(model, _placement(model))
+    assert "Experts)" in str(told.value)
 
 
 class _Clamped(FusedExperts):

@@ -142,6 +142,20 @@ def test_the_norm_over_all_experts_counts_each_of_them_once(found: list[Found]) 
         assert torch.allclose(one["_norm"], torch.as_tensor(wanted), rtol=1e-12)
 
 
+def test_gradients_that_are_reduced_in_parts_add_up(found: list[Found]) -> None:
+    for one in found:
+        parts, whole = one["_parts"]
+        assert parts.keys() == whole.keys()
+        assert len(whole) == 5 * 3
+        for name, grad in whole.items():
+            assert torch.allclose(parts[name], grad, rtol=1e-12, atol=1e-12)
+
+
+def test_experts_outside_the_module_tree_follow_train_and_eval(found: list[Found]) -> None:
+    for one in found:
+        assert one["_modes"] == [{False}, {False}, {True}]
+
+
 def test_shards_are_saved_and_cut_for_another_number_of_ranks(found: list[Found]) -> None:
     for rank, one in enumerate(found):
         saved = one["_saved"]

@@ -63,8 +63,8 @@ def _job(seed: int) -> Job:
     begun: list[int] = []
 
     def body(job: Job, step: int, at: Callable[[str], None]) -> None:
-        if not begun:  # what was restored are the shards
-            shards.send_weights(_places(step))
+        if not begun:  # what was restored are the shards, and where the experts were
+            shards.send_weights()
             begun.append(step)
         loss_of(model, next(job.state["data"])).backward()
         reduce_by_hand(dense, None, dist.get_world_size())
@@ -79,7 +79,9 @@ def _job(seed: int) -> Job:
         shards.optimizer.zero_grad()
 
     both = nn.ModuleDict({"model": model, "experts": shards})
-    return job_of(both, [optimizer, shards.optimizer], body)
+    job = job_of(both, [optimizer, shards.optimizer], body)
+    job.state["placed"] = shards.placed
+    return job
 
 
 @CASES.case()
