@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +13,20 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-__all__ = ["COMPILER", "run_in_ranks"]
-
-COMPILER = ("torch", "torch._dynamo")
-"""What an optimizer of torch's imports: seconds on each rank."""
+__all__ = ["run_in_ranks"]
 
 # Importing torch in each takes most of it; on a machine with other work, minutes.
 _PATIENCE_S = 400.0
 
 
-def run_in_ranks(
-    work: Callable[..., None],
-    world_size: int,
-    folder: Path,
-    *args: Any,
-    imported: Sequence[str] = (),
-) -> None:
+def run_in_ranks(work: Callable[..., None], world_size: int, folder: Path, *args: Any) -> None:
     """Call ``work(rank, *args)`` in each; a function of a module. The first that fails ends the others.
 
     Args:
         folder: where the ranks meet; nobody met there before.
-        imported: modules that one process imports for all ranks, which begin as its forks; empty: each imports for itself.
     """
-    if imported:
-        multiprocessing.set_forkserver_preload(list(imported))
     context = start_processes(
-        _rank,
-        (work, world_size, str(folder), args),
-        world_size,
-        join=False,
-        start_method="forkserver" if imported else "spawn",
+        _rank, (work, world_size, str(folder), args), world_size, join=False, start_method="spawn"
     )
     try:
         deadline = time.monotonic() + _PATIENCE_S

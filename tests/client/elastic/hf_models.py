@@ -15,7 +15,6 @@ from ckptd.client.elastic import ElasticExperts, replace_moe_blocks
 
 __all__ = [
     "FAMILIES",
-    "IMPORTED",
     "OTHERS",
     "UNKNOWN",
     "fused_again",
@@ -69,12 +68,6 @@ UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 24},
     ),
 }
-IMPORTED = [
-    "torch",
-    "torch._dynamo",
-    "transformers.models.mixtral.modeling_mixtral",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-]
 _PLACEMENT = [
     [[1, 0, 2, 0], [1, 1, 0, 0], [0, 1, 0, 1]],
     [[1, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 1]],

@@ -22,7 +22,6 @@ from tests.client.elastic import hf_models
 from tests.client.elastic.block_models import HAND_WRITTEN, FusedBlock, FusedExperts, Model
 from tests.client.elastic.hf_models import (
     FAMILIES,
-    IMPORTED,
     OTHERS,
     UNKNOWN,
     losses,
@@ -112,7 +111,7 @@ def test_a_state_goes_to_transformers_and_back(family: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_transformers_on_three_ranks(family: str, tmp_path: Path) -> None:
     """Ranks have other batches; gradients are those of the mean of their losses."""
-    run_in_ranks(run_hf, 3, tmp_path, family, str(tmp_path), imported=IMPORTED)
+    run_in_ranks(run_hf, 3, tmp_path, family, str(tmp_path))
     whole: dict[str, Tensor] = {}
     for rank in range(3):
         model = model_of(family, torch.float64)

@@ -21,7 +21,7 @@ from tests.client.elastic.mixtures import (
     expert,
     reference_output,
 )
-from tests.client.gloo_ranks import COMPILER, run_in_ranks
+from tests.client.gloo_ranks import run_in_ranks
 from tests.long import long
 
 RANKS = 4
@@ -33,7 +33,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("layer")
-    run_in_ranks(run_all, RANKS, folder, str(folder), imported=COMPILER)
+    run_in_ranks(run_all, RANKS, folder, str(folder))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 

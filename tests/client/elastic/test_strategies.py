@@ -25,7 +25,7 @@ from tests.client.elastic.strategy_ranks import (
     Found,
     run_all,
 )
-from tests.client.gloo_ranks import COMPILER, run_in_ranks
+from tests.client.gloo_ranks import run_in_ranks
 
 # Of sums of a few dozen products in other orders, over five steps.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -35,7 +35,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("strategies")
-    run_in_ranks(run_all, RANKS, folder, str(folder), imported=COMPILER)
+    run_in_ranks(run_all, RANKS, folder, str(folder))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
