@@ -22,7 +22,7 @@ from bench.spot.simulation import Mode, Result, simulate
 from bench.spot.strategies import Elastic, Fixed
 from bench.spot.trace import Trace, memberships, parse
 
-__all__ = ["main"]
+__all__ = ["Outcome", "main", "plot"]
 
 DATA = Path(__file__).parent / "spot" / "data"
 STORED = {
@@ -64,7 +64,7 @@ def main() -> None:
         }
         metrics |= _report(name, trace, job, outcomes)
         if args.plot:
-            _plot(args.plot, name, trace, job, {n: found[0] for n, found in outcomes.items()})
+            plot(args.plot, name, trace, job, {n: found[0] for n, found in outcomes.items()})
     emit("traces", metrics, as_json=args.json)
 
 
@@ -196,7 +196,8 @@ def _seconds_with_nodes(trace: Trace) -> float:
     return sum(until_s - change.at_s for change, until_s in pairs if change.nodes)
 
 
-def _plot(folder: Path, name: str, trace: Trace, job: Job, outcomes: Mapping[str, Outcome]) -> None:
+def plot(folder: Path, name: str, trace: Trace, job: Job, outcomes: Mapping[str, Outcome]) -> None:
+    """Nodes alive, goodput and what was trained on in all, over time, as ``<folder>/<name>.png``."""
     import matplotlib
 
     matplotlib.use("Agg")

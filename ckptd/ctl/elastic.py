@@ -17,6 +17,7 @@ from ckptd.ctl.elastic_answers import (
     Lost,
     Outlook,
     Planned,
+    as_planned,
     lose,
     lost_nodes,
     next_time,
@@ -105,10 +106,14 @@ def _history_text(shares: list[float]) -> str:
 def _what_if(args: argparse.Namespace, connect: Connect) -> Outcome:
     told = None if args.file else _told(args, connect)
     found = situation(read_file(args.file) if told is None else told.elastic)
-    lost = lose(found, lost_nodes(found, args.lose))
-    text = [lost_text(found, lost, _canvas(args, found))]
+    nodes, text = lost_nodes(found, args.lose), []
+    if found.held is None:
+        found = as_planned(found)
+        text.append("what the nodes hold is not told: taken as `plan` would place it")
+    lost = lose(found, nodes)
+    text.append(lost_text(found, lost, _canvas(args, found)))
     answer = lost_json(lost)
-    recoverable: bool | None = None if lost.gone is None or lost.gone else True
+    recoverable = None if lost.gone else True
     if isinstance(lost.planned, str):
         recoverable = False
     elif told is not None:
@@ -225,7 +230,7 @@ def lost_json(lost: Lost) -> dict[str, Any]:
     """What the loss of nodes would mean, as plain values."""
     return {
         "lost_nodes": list(lost.nodes),
-        "lost_experts": None if lost.gone is None else [list(one) for one in lost.gone],
+        "lost_experts": [list(one) for one in lost.gone],
         "planned": {"error": lost.planned}
         if isinstance(lost.planned, str)
         else planned_json(lost.planned),

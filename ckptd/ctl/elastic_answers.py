@@ -5,6 +5,7 @@ Pure: an input (`ckptd.ctl.elastic_input`) in, numbers out; the planners are tho
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,17 +18,19 @@ from ckptd.elastic.mapping import map_nodes
 from ckptd.elastic.placement import place
 from ckptd.elastic.ranks import split_over_ranks
 from ckptd.elastic.recovery import Chance, recovery_probability
-from ckptd.elastic.transfers import SNAPSHOT, plan_transfers
+from ckptd.elastic.transfers import SNAPSHOT, TransferPlan, plan_transfers
 from ckptd.elastic.types import Placement
 from ckptd.errors import ElasticError
 from ckptd.recovery.whatif import select_nodes
 
 __all__ = [
+    "Fetch",
     "Lost",
     "Move",
     "NextTime",
     "Outlook",
     "Planned",
+    "as_planned",
     "lose",
     "lost_nodes",
     "next_time",
@@ -57,6 +60,16 @@ class Outlook:
     tokens_LR: NDArray[np.float64]
 
 
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What one node gets from one other, or from snapshots (``source`` is empty then); bytes are -1 where sizes are not known."""
+
+    receiver: str
+    source: str
+    replicas: int
+    bytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
     """What brings nodes from what they hold to a plan.
@@ -68,6 +81,7 @@ class Move:
         snapshot_bytes: of what comes from snapshots; part of the total; -1 likewise.
         seconds: until the last node has what it needs; -1: the speed of nodes is not known.
         lost: layer and expert of what no node holds.
+        fetches: by receiver and source.
     """
 
     replicas: int
@@ -77,6 +91,7 @@ class Move:
     snapshot_bytes: int
     seconds: float
     lost: tuple[tuple[int, int], ...]
+    fetches: tuple[Fetch, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,12 +116,12 @@ class Lost:
 
     Args:
         nodes: the lost ones.
-        gone: layer and expert of which every replica is lost; None: what nodes hold is not told.
+        gone: layer and expert of which every replica is lost.
         planned: the placement on the nodes that are left, or why there is none.
     """
 
     nodes: tuple[str, ...]
-    gone: tuple[tuple[int, int], ...] | None
+    gone: tuple[tuple[int, int], ...]
     planned: Planned | str
 
 
@@ -219,6 +234,28 @@ def _move(situation: Situation, held: Placement, wanted: Placement) -> Move:
         snapshot_bytes=int(transfers.snapshot_bytes.sum()) if sized else -1,
         seconds=transfers.predicted_s if sized and situation.speeds_N is not None else -1.0,
         lost=tuple(sorted(set(gone))),
+        fetches=_fetches(situation.names, transfers, sized=sized),
+    )
+
+
+def _fetches(names: tuple[str, ...], transfers: TransferPlan, *, sized: bool) -> tuple[Fetch, ...]:
+    pairs, which, replicas = np.unique(
+        np.stack([transfers.receiver, transfers.source], axis=1),
+        axis=0,
+        return_inverse=True,
+        return_counts=True,
+    )
+    size = np.zeros(len(pairs), dtype=np.int64)
+    np.add.at(size, which, transfers.size_bytes)
+    rows = zip(pairs.tolist(), replicas.tolist(), size.tolist(), strict=True)
+    return tuple(
+        Fetch(
+            names[receiver],
+            "" if source == SNAPSHOT else names[source],
+            number,
+            total if sized else -1,
+        )
+        for (receiver, source), number, total in rows
     )
 
 
@@ -235,14 +272,22 @@ def lost_nodes(situation: Situation, lose: str) -> tuple[str, ...]:
         raise InputProblem(str(error)) from error
 
 
+def as_planned(situation: Situation) -> Situation:
+    """The same where nodes hold what would be planned for them; for who has not told what they hold.
+
+    Raises:
+        ElasticError: there are fewer slots than experts.
+    """
+    return dataclasses.replace(situation, held=plan(situation).outlook.placement)
+
+
 def lose(situation: Situation, nodes: tuple[str, ...]) -> Lost:
-    """What is left without these nodes, and how it would be placed."""
+    """What is left without these nodes, and how it would be placed; what the nodes hold has to be known."""
+    assert situation.held is not None, "as_planned() where it is not told"
     left = np.array([n for n, name in enumerate(situation.names) if name not in nodes], np.int64)
-    gone = None
-    if situation.held is not None:
-        missing = situation.held.counts[:, left].sum(axis=1) == 0
-        there = situation.held.replicas > 0
-        gone = tuple((int(at[0]), int(at[1])) for at in np.argwhere(missing & there))
+    missing = situation.held.counts[:, left].sum(axis=1) == 0
+    there = situation.held.replicas > 0
+    gone = tuple((int(at[0]), int(at[1])) for at in np.argwhere(missing & there))
     try:
         return Lost(nodes, gone, plan(situation.only(left)))
     except (ElasticError, InputProblem) as error:

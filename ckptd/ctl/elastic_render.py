@@ -24,6 +24,7 @@ _RESET = "\x1b[0m"
 _MOST_NODES = 40
 _MOST_LAYERS = 4
 _MOST_RANKS = 32
+_MOST_FETCHES = 32
 _SHOWN = 8
 
 
@@ -62,10 +63,8 @@ def outlook_text(situation: Situation, found: Outlook, canvas: Canvas) -> str:
 def lost_text(situation: Situation, lost: Lost, canvas: Canvas) -> str:
     """What the loss of nodes would mean, but for where snapshots are."""
     head = f"without {', '.join(lost.nodes)}: "
-    if lost.gone is None:
-        head += "what the nodes hold is not told, so neither is what would be lost"
-    elif lost.gone:
-        head += f"{len(lost.gone)} experts lose every replica: {_experts(situation, lost.gone)}"
+    if lost.gone:
+        head += f"{len(lost.gone)} expert{'s' * (len(lost.gone) > 1)} lose{'s' * (len(lost.gone) == 1)} every replica: {_experts(situation, lost.gone)}"
     else:
         head += "every expert keeps a replica"
     if isinstance(lost.planned, str):
@@ -194,7 +193,17 @@ def _move_text(situation: Situation, move: Move) -> str:
     if move.from_snapshots:
         size = f" ({format_bytes(move.snapshot_bytes)})" if move.snapshot_bytes >= 0 else ""
         text += f"; {move.from_snapshots} of them{size} from snapshots: {_experts(situation, move.lost)}"
-    return text
+    rows = [
+        (one.receiver, one.source or "snapshots", one.replicas, _size(one.bytes))
+        for one in move.fetches[:_MOST_FETCHES]
+    ]
+    text += "\n" + format_table(["node", "gets from", "experts", "size"], rows)
+    more = len(move.fetches) - len(rows)
+    return text + (f"\nand {more} more (--json has all)" if more else "")
+
+
+def _size(size_bytes: int) -> str:
+    return format_bytes(size_bytes) if size_bytes >= 0 else "-"
 
 
 def _experts(situation: Situation, which: Sequence[tuple[int, int]]) -> str:

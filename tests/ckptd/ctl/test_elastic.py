@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckptd.ctl import elastic_render
-from ckptd.ctl.elastic_answers import lose, next_time, outlook, plan
+from ckptd.ctl.elastic_answers import as_planned, lose, next_time, outlook, plan
 from ckptd.ctl.elastic_input import InputProblem, read_file, situation
 from ckptd.ctl.elastic_render import Canvas, lost_text, next_text, outlook_text, planned_text
 from ckptd.ctl.main import main
@@ -84,8 +84,10 @@ def test_the_loss_of_the_only_holder_needs_a_snapshot() -> None:
     assert (move.replicas, move.from_snapshots, move.lost) == (1, 1, ((0, 0),))
     assert (move.total_bytes, move.largest_bytes, move.snapshot_bytes) == (100, 100, 100)
     assert move.seconds == 2.0
+    (fetch,) = move.fetches
+    assert (fetch.source, fetch.replicas, fetch.bytes) == ("", 1, 100)
     text = lost_text(situation(told()), lost, Canvas())
-    assert "1 experts lose every replica: layer 0 expert 0" in text
+    assert "1 expert loses every replica: layer 0 expert 0" in text
     assert "1 of them (100 B) from snapshots" in text
 
 
@@ -95,6 +97,31 @@ def test_a_loss_that_leaves_a_replica_comes_from_peers() -> None:
     assert not isinstance(lost.planned, str)
     assert lost.planned.move is not None
     assert (lost.planned.move.replicas, lost.planned.move.from_snapshots) == (0, 0)
+
+
+def test_who_gets_what_from_whom() -> None:
+    """Two slots each from the start: without a, its neighbours hold expert 1 alone, and d expert 0 alone."""
+    nodes = [
+        {"name": name, "slots": 2, "holds": [held]}
+        for name, held in (("a", [0, 1]), ("b", [1]), ("c", [1]), ("d", [0]))
+    ]
+    lost = lose(situation(told(nodes=nodes, threshold=3)), ("a",))
+    assert lost.gone == ()
+    assert not isinstance(lost.planned, str)
+    assert lost.planned.move is not None
+    found = {(one.receiver, one.source) for one in lost.planned.move.fetches}
+    assert found in ({("b", "d"), ("c", "d"), ("d", "b")}, {("b", "d"), ("c", "d"), ("d", "c")})
+    text = lost_text(situation(told(nodes=nodes)), lost, Canvas())
+    assert "gets from" in text
+    assert "bytes_per_s would have to be told" in text
+
+
+def test_what_nodes_hold_is_taken_as_planned_where_nobody_tells() -> None:
+    nodes = [{"name": name, "slots": 2} for name in "ab"]
+    found = as_planned(situation(told(nodes=nodes)))
+    assert found.held is not None
+    assert found.held.counts.tolist() == [[[1, 1], [1, 1]]]
+    assert lose(found, ("b",)).gone == ()
 
 
 def test_too_few_slots_are_refused_with_the_reason() -> None:
