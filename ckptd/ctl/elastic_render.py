@@ -165,9 +165,11 @@ def _recovery(title: str, chances: Sequence[tuple[int, Chance]]) -> str:
 
 def _tokens(situation: Situation, found: Outlook) -> str:
     per_rank = found.tokens_LR.sum(axis=0)
+    mean = per_rank.mean()
     text = (
         f"straggler factor {found.straggler:.3f}; predicted tokens of a rank, all layers: least {per_rank.min():.0f}, "
-        f"mean {per_rank.mean():.0f}, most {per_rank.max():.0f}"
+        f"mean {mean:.0f}, most {per_rank.max():.0f}"
+        + (f" ({per_rank.max() / mean:.2f} of the mean)" if mean else "")
     )
     if len(per_rank) > _MOST_RANKS:
         return text
