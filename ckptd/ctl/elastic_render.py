@@ -195,13 +195,32 @@ def _move_text(situation: Situation, move: Move) -> str:
     if move.from_snapshots:
         size = f" ({format_bytes(move.snapshot_bytes)})" if move.snapshot_bytes >= 0 else ""
         text += f"; {move.from_snapshots} of them{size} from snapshots: {_experts(situation, move.lost)}"
+    return f"{text}\n{_fetches_text(move)}"
+
+
+def _fetches_text(move: Move) -> str:
+    """Who gets what from whom; where that are many, what each node gets, those that get most first."""
+    if len(move.fetches) <= _MOST_FETCHES:
+        pairs = [
+            (one.receiver, one.source or "snapshots", one.replicas, _size(one.bytes))
+            for one in move.fetches
+        ]
+        return format_table(["node", "gets from", "experts", "size"], pairs)
+    by_node: dict[str, list[int]] = {}
+    for one in move.fetches:
+        total = by_node.setdefault(one.receiver, [0, 0, 0])
+        total[0] += 1
+        total[1] += one.replicas
+        total[2] += one.bytes
+    most = sorted(by_node.items(), key=lambda item: (-item[1][2], -item[1][1]))
+    sized = move.total_bytes >= 0
     rows = [
-        (one.receiver, one.source or "snapshots", one.replicas, _size(one.bytes))
-        for one in move.fetches[:_MOST_FETCHES]
+        (node, sources, replicas, _size(size if sized else -1))
+        for node, (sources, replicas, size) in most[:_MOST_FETCHES]
     ]
-    text += "\n" + format_table(["node", "gets from", "experts", "size"], rows)
-    more = len(move.fetches) - len(rows)
-    return text + (f"\nand {more} more (--json has all)" if more else "")
+    table = format_table(["node", "sources", "experts", "size"], rows)
+    more = len(most) - len(rows)
+    return table + (f"\nand {more} more nodes (--json has all)" if more else "")
 
 
 def _size(size_bytes: int) -> str:

@@ -137,6 +137,8 @@ def _rows(array: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
 class PlacementTeller:
     """Remembers the placement and the last loads, and tells both whenever one of them is new.
 
+    What is told of the nodes is made once for each placement, so that a measured load costs little where there are many.
+
     Args:
         send: takes what is told, and does not wait; ``Session.tell_elastic`` is one.
         periods: how many earlier loads are told beside the newest.
@@ -144,9 +146,8 @@ class PlacementTeller:
 
     def __init__(self, send: Callable[[Elastic], None], *, periods: int = PERIODS) -> None:
         self._send = send
-        self._placing: Placing | None = None
+        self._told: Elastic | None = None
         self._loads: deque[NDArray[np.int64]] = deque(maxlen=periods)
-        self._when: ElasticWhen | None = None
 
     def placed(
         self, step: int, placing: Placing, loads: ArrayLike, *, when: ElasticWhen | None = None
@@ -156,27 +157,30 @@ class PlacementTeller:
         Raises:
             ValueError, ElasticError: as `placement_told`; nothing is told then.
         """
-        told = placement_told(placing, loads, step=step, history=self._earlier(loads), when=when)
-        self._placing, self._when = placing, when
+        # Loads of other shapes are of another model.
+        history = [one for one in self._loads if one.shape == np.shape(loads)]
+        self._told = placement_told(placing, loads, step=step, history=history, when=when)
         self._loads.append(checked_loads(loads))
-        self._send(told)
+        self._send(self._told)
 
     def measured(self, step: int, loads: ArrayLike, *, when: ElasticWhen | None = None) -> None:
         """A period is over: these tokens ``[L, E]`` were routed in it. Before a placement is known, it is only remembered.
 
         Raises:
-            ValueError: as `placement_told`; nothing is told then.
+            ValueError: no loads, or of other layers or experts than the placement; nothing is told then.
         """
         loads_LE = checked_loads(loads)
-        when = when or self._when
-        if self._placing is not None:
-            earlier = self._earlier(loads_LE)
-            self._send(
-                placement_told(self._placing, loads_LE, step=step, history=earlier, when=when)
+        told = self._told
+        if told is not None:
+            shape = len(told.loads), len(told.loads[0])
+            if loads_LE.shape != shape:
+                raise ValueError(f"loads of shape {loads_LE.shape}, a placement of {shape}")
+            self._told = msgspec.structs.replace(
+                told,
+                step=step,
+                loads=_rows(loads_LE),
+                history=tuple(_rows(one) for one in self._loads if one.shape == shape),
+                when=when or told.when,
             )
-        self._when = when
+            self._send(self._told)
         self._loads.append(loads_LE)
-
-    def _earlier(self, loads: ArrayLike) -> list[NDArray[np.int64]]:
-        """Those of other shapes are of another model."""
-        return [one for one in self._loads if one.shape == np.shape(loads)]

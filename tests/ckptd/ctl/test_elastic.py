@@ -116,6 +116,23 @@ def test_who_gets_what_from_whom() -> None:
     assert "bytes_per_s would have to be told" in text
 
 
+def test_of_many_fetches_those_who_get_most_are_shown() -> None:
+    """Nobody holds anything: each of 40 nodes gets its experts from snapshots and n0 sends one to all."""
+    loads = ((10,) * 40,)
+    nodes = [m.ElasticNode(f"n{i}", 2, holds=((0,),) if i == 0 else ((),)) for i in range(40)]
+    planned = plan(situation(m.Elastic(loads, tuple(nodes), expert_bytes=((100,),))))
+    assert planned.move is not None
+    assert len(planned.move.fetches) >= 39
+    lines = planned_text(planned, Canvas()).splitlines()
+    head = lines.index(next(line for line in lines if "sources" in line))
+    rows = [line.split() for line in lines[head + 1 : -1]]
+    sizes = [int(row[3]) for row in rows]
+    assert len(rows) == 32
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == planned.move.largest_bytes
+    assert lines[-1].endswith("more nodes (--json has all)")
+
+
 def test_what_nodes_hold_is_taken_as_planned_where_nobody_tells() -> None:
     nodes = [{"name": name, "slots": 2} for name in "ab"]
     found = as_planned(situation(told(nodes=nodes)))

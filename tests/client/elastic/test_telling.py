@@ -69,7 +69,7 @@ def test_what_does_not_fit_together_is_refused_and_not_sent() -> None:
     own = placing()
     with pytest.raises(ValueError, match="loads of shape"):
         teller.placed(1, own, [[1, 2]])
-    with pytest.raises(ValueError, match="must be integers"):
+    with pytest.raises(ValueError, match="must be integers"):  # NaN is no integer, either
         teller.placed(1, own, np.array(LOADS) / 3)
     short = Placing(own.placement, own.cluster, ("a", "b"), BYTES, 2)
     with pytest.raises(ValueError, match="names, labels and speeds for 3 nodes"):
@@ -81,3 +81,7 @@ def test_what_does_not_fit_together_is_refused_and_not_sent() -> None:
     with pytest.raises(ElasticError, match="slots"):
         teller.placed(1, other, LOADS)
     assert not sent
+    teller.placed(1, own, LOADS)
+    with pytest.raises(ValueError, match=r"loads of shape \(1, 4\), a placement of \(2, 4\)"):
+        teller.measured(2, LOADS[:1])
+    assert len(sent) == 1
