@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench import traces
 from bench.spot.model import Job
 from bench.spot.simulation import Halt, Mode, Result, Switch, View, simulate
 from bench.spot.strategies import Elastic, Fixed, Gather
@@ -357,3 +360,25 @@ def test_what_holds_for_any_trace(steps: list[tuple[float, int]], name: str, see
         trace.end_s / 2, trace.end_s
     )
     assert halves == pytest.approx(result.useful)
+
+
+def test_a_trace_of_ones_own_is_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half an hour on four nodes, one of which goes: nobody does more than four nodes could."""
+    file = tmp_path / "mine.csv"
+    file.write_text("0,4\n0.4,4\n0.4,3\n0.5,3\n")
+    options = ["--trace", str(file), "--unit", "h", "--seeds", "1", "--json"]
+    monkeypatch.setattr("sys.argv", ["traces", *options])
+    traces.main()
+    metrics = json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]
+    assert metrics["mine_hours_with_nodes"] == 0.5
+    mean_nodes = (4 * 0.4 + 3 * 0.1) / 0.5
+    assert metrics["mine_ideal_samples_per_s"] == pytest.approx(mean_nodes * 4 / 0.827)
+    ours, alone = metrics["mine_ours_goodput"], metrics["mine_lazarus_alone_goodput"]
+    assert 0 < ours < metrics["mine_ideal_samples_per_s"]
+    assert alone > 0
+    assert metrics["mine_fixed_checkpoints_halt"] == pytest.approx(
+        0.2
+    )  # three nodes are no group of four
+    assert metrics["mine_ours_halt"] == 0
