@@ -83,7 +83,7 @@ campaign-storage: $(STAMP)
 	$(BIN)/python -m tests.e2e.storage_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 campaign-matrix: $(STAMP)
-	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/e2e tests/cluster tests/bench tests/client tests/elastic
+	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/e2e tests/cluster tests/bench tests/client tests/elastic tests/cuda
 
 simulation: $(STAMP)
 	$(BIN)/python -m tests.simulation.campaign --schedules $(CKPTD_SCHEDULES) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
