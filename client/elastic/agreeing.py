@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
-from ckptd.client.elastic.telling import refused
+from ckptd.client.elastic.alike import refused
 from ckptd.client.exchange import gather_bytes
 from ckptd.client.host_bytes import buffer_of
 from ckptd.elastic.types import integers

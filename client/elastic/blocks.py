@@ -22,9 +22,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from ckptd.client.elastic.agreeing import check_replicas_RE, shapes_of
+from ckptd.client.elastic.alike import agree_on
 from ckptd.client.elastic.fused import FusedExpert, fused_problem, has_fused_names
 from ckptd.client.elastic.layer import ElasticExperts
-from ckptd.client.elastic.telling import agree_on
 
 __all__ = ["HandWritten", "elastic_layers", "replace_moe_blocks"]
 

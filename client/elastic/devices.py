@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ckptd.client.elastic.alike import agree_on
 from ckptd.client.elastic.layer import ElasticExperts
-from ckptd.client.elastic.telling import agree_on
 
 __all__ = ["common_device"]
 

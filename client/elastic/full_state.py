@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ckptd.client.elastic.alike import agree_on
 from ckptd.client.elastic.blocks import elastic_layers
 from ckptd.client.elastic.devices import common_device
 from ckptd.client.elastic.layer import ElasticExperts
 from ckptd.client.elastic.pieces import Piece, by_dtype, pieces_of, rounds
 from ckptd.client.elastic.swap import all_to_all
-from ckptd.client.elastic.telling import agree_on
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
 

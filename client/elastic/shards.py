@@ -27,12 +27,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from ckptd.client.elastic.agreeing import check_replicas_RE
+from ckptd.client.elastic.alike import agree_on
 from ckptd.client.elastic.devices import common_device
 from ckptd.client.elastic.layer import ElasticExperts
 from ckptd.client.elastic.moving import MakeExpert, Move, PlacementState, plan_moves
 from ckptd.client.elastic.pieces import Held, Piece, by_dtype, pieces_of, rounds
 from ckptd.client.elastic.shard_exchange import shards_to_holders, sums_to_owners
-from ckptd.client.elastic.telling import agree_on
 from ckptd.client.probe import probe_optimizer
 
 __all__ = ["ExpertShards", "Placements"]

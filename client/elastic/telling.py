@@ -1,61 +1,186 @@
-"""What every rank has to say before something is done together: compared, and refused on all ranks or on none.
+"""What an elastic job tells its node's daemon of its placement, so that `ckptctl elastic` can show it and judge it.
 
-A rank that finds something wrong must not stop alone: the others would wait for it in their next collective.
+Nothing depends on it: whoever does not tell trains as well. The daemon forgets it when it is restarted, so it is told again with each
+measured load. One rank of each node is enough, and every node's daemon should hear of it: any of them may be asked.
+
+``told = PlacementTeller(session.tell_elastic)`` takes the place to send to as a function, so that this module knows no session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-import torch.distributed as dist
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from ckptd.client.exchange import gather_bytes
+from ckptd.elastic.mapping import checked_bytes
+from ckptd.elastic.types import Cluster, Placement, checked_loads
+from ckptd.transport.messages import Elastic, ElasticNode, ElasticWhen
 
-__all__ = ["agree_on", "refused"]
+__all__ = ["PlacementTeller", "Placing", "placement_told"]
 
-_TOLD_PROBLEMS = 4
-_SAID, _PROBLEM = b"+", b"-"
+PERIODS = 8  # of the load that are kept beside the newest
 
 
-def agree_on(say: Callable[[], bytes], group: Any, *, what: str, other: str = "") -> list[bytes]:
-    """What every rank says; a collective call.
+@dataclass(frozen=True, slots=True, eq=False)
+class Placing:
+    """A placement that is in use.
 
     Args:
-        say: what this rank says; raises if it cannot go on.
-        what: what is not done if any cannot, as the beginning of the message.
-        other: what is wrong with a rank that says something else than rank 0; empty: nothing is.
-    Raises:
-        ValueError: the same on every rank, if any cannot go on, or says something else.
+        placement: in the order of the cluster's nodes.
+        names: of the nodes, as their daemons are called.
+        expert_bytes: ``[L, E]``, of a replica with its optimizer state.
+        threshold: on how many nodes every expert shall be.
+        max_straggler: the bound it was made under; None: none.
+        layers: names of the layers; empty: they are numbered.
+        labels: of each node; the cluster's domains are told as the label ``domain`` beside them.
+        bytes_per_s: how fast each node sends and gets; empty: not measured.
+        method, reason: how it was found, and why it was made.
     """
-    try:
-        mine, failed = _SAID + say(), None
-    except Exception as error:  # noqa: BLE001
-        # The user's own functions run in there, and the other ranks wait to hear of whatever they raise.
-        mine, failed = _PROBLEM + _words(error).encode(), error
-    said = gather_bytes(mine, dist.get_world_size(group), group)
-    problems = {rank: one[1:].decode() for rank, one in enumerate(said) if one.startswith(_PROBLEM)}
-    if not problems and other:
-        problems = {rank: other for rank, one in enumerate(said) if one != said[0]}
-    if problems:
-        raise refused(what, problems) from failed
-    return [one[1:] for one in said]
+
+    placement: Placement
+    cluster: Cluster
+    names: tuple[str, ...]
+    expert_bytes: ArrayLike
+    threshold: int
+    max_straggler: float | None = None
+    layers: tuple[str, ...] = ()
+    labels: Sequence[Mapping[str, str]] = ()
+    bytes_per_s: tuple[int, ...] = ()
+    method: str = ""
+    reason: str = ""
 
 
-def _words(error: Exception) -> str:
-    own = isinstance(error, ValueError | TypeError) and str(error)
-    return str(error) if own else f"{type(error).__name__}: {error}"
+DOMAIN_LABEL = "domain"
 
 
-def refused(what: str, problems: Mapping[int, str]) -> ValueError:
-    """The error that names the ranks with problems, the first few; what all have alike is told once."""
-    if len(problems) > 1 and len(set(problems.values())) == 1:
-        ranks = ", ".join(map(str, list(problems)[:_TOLD_PROBLEMS]))
-        more = ", …" if len(problems) > _TOLD_PROBLEMS else ""
-        return ValueError(f"{what}: ranks {ranks}{more}: {next(iter(problems.values()))}")
-    told = [f"rank {rank}: {text}" for rank, text in problems.items()]
-    more_ranks = len(told) - _TOLD_PROBLEMS
-    text = "; ".join(told[:_TOLD_PROBLEMS])
-    return ValueError(
-        f"{what}: {text}" + (f"; and {more_ranks} more ranks" if more_ranks > 0 else "")
+def placement_told(
+    placing: Placing,
+    loads: ArrayLike,
+    *,
+    step: int,
+    history: Sequence[ArrayLike] = (),
+    when: ElasticWhen | None = None,
+) -> Elastic:
+    """What is told of a placement under a load.
+
+    Args:
+        loads: ``[L, E]``, tokens of the newest period.
+        history: those of earlier ones, the oldest first.
+    Raises:
+        ValueError: arrays of different shapes, another number of names, labels or speeds than of nodes, or values that no message may have.
+        ElasticError: the placement is not for the cluster.
+    """
+    placement, cluster = placing.placement, placing.cluster
+    placement.check(cluster)
+    loads_LE = checked_loads(loads)
+    bytes_LE = checked_bytes(placing.expert_bytes, placement)
+    periods = [checked_loads(period) for period in history]
+    if {one.shape for one in (loads_LE, *periods)} != {bytes_LE.shape}:
+        raise ValueError(
+            f"loads of shape {loads_LE.shape} for a placement of {bytes_LE.shape} layers and experts"
+        )
+    labels = placing.labels or [{}] * cluster.num_nodes
+    speeds = placing.bytes_per_s or (0,) * cluster.num_nodes
+    numbers = (len(placing.names), len(labels), len(speeds))
+    if set(numbers) != {cluster.num_nodes}:
+        raise ValueError(
+            f"{numbers} names, labels and speeds for {cluster.num_nodes} nodes: one for each"
+        )
+    apart = cluster.num_domains == cluster.num_nodes
+    nodes = [
+        ElasticNode(
+            name,
+            int(slots),
+            ranks,
+            dict(own) if apart else {**own, DOMAIN_LABEL: domain},
+            _experts(placement.counts[:, number]),
+            int(speed),
+        )
+        for number, (name, slots, ranks, own, domain, speed) in enumerate(
+            zip(placing.names, cluster.slots.tolist(), cluster.ranks, labels, cluster.domains, speeds, strict=True)
+        )
+    ]  # fmt: skip
+    told = Elastic(
+        _rows(loads_LE),
+        tuple(nodes),
+        step=step,
+        threshold=placing.threshold,
+        max_straggler=placing.max_straggler or 0.0,
+        domain="" if apart else DOMAIN_LABEL,
+        expert_bytes=_rows(bytes_LE),
+        layers=placing.layers,
+        history=tuple(_rows(period) for period in periods),
+        method=placing.method[:4000],
+        reason=placing.reason[:4000],
+        when=when or ElasticWhen(),
     )
+    try:
+        msgspec.convert(msgspec.to_builtins(told), Elastic)  # here, and not refused by the daemon
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the placement cannot be told: {error}") from error
+    return told
+
+
+def _experts(counts_LE: NDArray[np.int32]) -> tuple[tuple[int, ...], ...]:
+    experts = np.arange(counts_LE.shape[1])
+    return tuple(tuple(np.repeat(experts, row).tolist()) for row in counts_LE)
+
+
+def _rows(array: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row) for row in array.tolist())
+
+
+class PlacementTeller:
+    """Remembers the placement and the last loads, and tells both whenever one of them is new.
+
+    What is told of the nodes is made once for each placement, so that a measured load costs little where there are many.
+
+    Args:
+        send: takes what is told, and does not wait; ``Session.tell_elastic`` is one.
+        periods: how many earlier loads are told beside the newest.
+    """
+
+    def __init__(self, send: Callable[[Elastic], None], *, periods: int = PERIODS) -> None:
+        self._send = send
+        self._told: Elastic | None = None
+        self._loads: deque[NDArray[np.int64]] = deque(maxlen=periods)
+
+    def placed(
+        self, step: int, placing: Placing, loads: ArrayLike, *, when: ElasticWhen | None = None
+    ) -> None:
+        """Another placement is in use from this step on; ``loads`` ``[L, E]`` are what it was made for.
+
+        Raises:
+            ValueError, ElasticError: as `placement_told`; nothing is told then.
+        """
+        # Loads of other shapes are of another model.
+        history = [one for one in self._loads if one.shape == np.shape(loads)]
+        self._told = placement_told(placing, loads, step=step, history=history, when=when)
+        self._loads.append(checked_loads(loads))
+        self._send(self._told)
+
+    def measured(self, step: int, loads: ArrayLike, *, when: ElasticWhen | None = None) -> None:
+        """A period is over: these tokens ``[L, E]`` were routed in it. Before a placement is known, it is only remembered.
+
+        Raises:
+            ValueError: no loads, or of other layers or experts than the placement; nothing is told then.
+        """
+        loads_LE = checked_loads(loads)
+        told = self._told
+        if told is not None:
+            shape = len(told.loads), len(told.loads[0])
+            if loads_LE.shape != shape:
+                raise ValueError(f"loads of shape {loads_LE.shape}, a placement of {shape}")
+            self._told = msgspec.structs.replace(
+                told,
+                step=step,
+                loads=_rows(loads_LE),
+                history=tuple(_rows(one) for one in self._loads if one.shape == shape),
+                when=when or told.when,
+            )
+            self._send(self._told)
+        self._loads.append(loads_LE)
