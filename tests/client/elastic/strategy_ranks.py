@@ -23,6 +23,7 @@ from ckptd.client.elastic import (
 )
 from tests.client.elastic.block_models import HAND_WRITTEN, PLACEMENT, Model, batch, loss
 from tests.client.elastic.mixtures import Case, batches, expert
+from tests.long import LONG
 
 __all__ = ["OPTIMIZERS", "PLACEMENTS", "RANKS", "TRAINED", "Found", "optimizer_of", "run_all"]
 
@@ -45,11 +46,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 TRAINED: dict[str, tuple[Case, str]] = {
     "AdamW": (Case(_A, [7, 0, 9]), "AdamW"),
     "SGD with momentum": (Case(_A, [7, 5, 9], reduce="mean"), "SGD"),
-    "float32": (Case(_A, [7, 5, 9], dtype=torch.float32), "AdamW"),
     "bfloat16": (Case(_A, [7, 5, 9], dtype=torch.bfloat16, reduce="mean"), "AdamW"),
-    "micro-batches": (Case(_A, [7, 5, 9], micro_batches=2), "AdamW"),
     "an expert without tokens": (Case(_A, [7, 5, 9], shares=[1, 1, 0, 1, 1]), "AdamW"),
 }
+if LONG:
+    TRAINED |= {
+        "float32": (Case(_A, [7, 5, 9], dtype=torch.float32), "AdamW"),
+        "micro-batches": (Case(_A, [7, 5, 9], micro_batches=2), "AdamW"),
+    }
 
 
 def optimizer_of(name: str, params: Iterable[Any]) -> torch.optim.Optimizer | None:
