@@ -21,14 +21,16 @@ from ckptd.client.fed_logs import FedLogs
 from ckptd.client.memory import RankMemory
 from ckptd.client.park_memory import parked_records
 from ckptd.client.parked_copy import CopiedImage, ParkedCopy
-from ckptd.client.replay import SnapshotImage
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.cuda.engine import HostMemory
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.ring import SlotState
-from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
+from ckptd.memory.segment_hints import HINT_APART, HINT_APART_AGAIN
 from ckptd.recovery.localized import LocalizedPlan, RankKind
 from ckptd.recovery.plan import Piece, Source
-from ckptd.storage.image import ImageLayout, ImageView, TensorEntry
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.image_layout import ImageLayout
 from ckptd.transport.messages import SegmentInfo
 from tests.ckptd.nodes import Net
 from tests.ckptd.running import MIB, eventually, fill

@@ -18,9 +18,10 @@ import torch
 
 from ckptd.client.binding import Binding
 from ckptd.client.freeze import Tape
-from ckptd.client.planning import plan_from_payload
-from ckptd.client.replay import Replay, SnapshotImage
+from ckptd.client.plan import plan_from_payload
+from ckptd.client.replay import Replay
 from ckptd.client.sharing import NOTHING_SHARED
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.ctl.main import main as ckptctl
 from ckptd.cuda.engine import CpuEngine, HostMemory
 from ckptd.memory.ring import SlotState
