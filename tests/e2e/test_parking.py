@@ -29,8 +29,9 @@ from ckptd.memory.segments import open_segment
 from ckptd.storage.image import ImageView, verify
 from ckptd.transport.messages import GetSnapshots, RankSnapshots, Snapshots
 from tests.ckptd.running import eventually
-from tests.e2e.harness import _CONTEXT, DaemonProcess
+from tests.e2e.harness import DaemonProcess
 from tests.e2e.parking_job import READY, Job, Plot, act, unlike
+from tests.forked import FORKED
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,7 @@ class Life:
         folder.mkdir(exist_ok=True)
         told = Plot(folder, self.run, daemon.endpoint, **plot)
         self.ranks: list[BaseProcess] = [
-            _CONTEXT.Process(target=act, args=(replace(told, rank=rank),))
+            FORKED.Process(target=act, args=(replace(told, rank=rank),))
             for rank in range(told.world_size)
         ]
         for process in self.ranks:
