@@ -170,7 +170,7 @@ def test_what_is_asked_for_or_overdue_is_parked_and_training_goes_on(
 ) -> None:
     """And a worker that is forked, and ended with SIGTERM, parks nothing and ends nobody."""
     options = {"park_after_s": 1.0}
-    plot = {"wait_at": READY + 1, "fork_at": READY, "total": 400, "options": options}
+    plot = {"wait_at": READY + 1, "fork_at": READY, "total": 200, "options": options}
     with Life(daemon, tmp_path, world_size=2, **plot) as life:
         life.reach(READY)
         eventually(lambda: (tmp_path / "child").exists(), "the worker has ended")
