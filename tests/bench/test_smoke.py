@@ -35,6 +35,11 @@ SUBJECTS = [
         },
     ),
     (
+        "traces",
+        ["--most-nodes", "4", "--seeds", "1"],
+        {"growing_part", "g4dn_ours_goodput", "p2_lazarus_alone_rollbacks", "p2_ours_pause"},
+    ),
+    (
         "stall",
         ["--rounds", "1", "--state-mib", "8", "--tokens", "8", "--settle", "6", "--no-process"],
         {"stall_vs_best_peer", "snapshot_bytes_vs_dense"},
@@ -114,7 +119,16 @@ SUBJECTS = [
 
 
 # Each of these takes longer than all others together.
-SLOW = {"localized", "overhead", "persist", "sharing", "logging", "replication", "recovery"}
+SLOW = {
+    "traces",
+    "localized",
+    "overhead",
+    "persist",
+    "sharing",
+    "logging",
+    "replication",
+    "recovery",
+}
 
 
 def _run(subject: str, options: list[str]) -> dict[str, Any]:
@@ -145,8 +159,16 @@ def test_benchmark_keeps_its_contract(subject: str, options: list[str], names: s
     for name in names:
         assert isinstance(record["metrics"][name], int | float), name
     assert not any(isinstance(value, dict | list) for value in record["metrics"].values()), "flat"
-    if torch.cuda.is_available() and subject == "overhead":
-        assert {"overhead_fraction_cuda", "capture_vs_link"} <= set(record["metrics"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_the_benchmark_of_a_gpu_keeps_its_contract() -> None:
+    small = ["--width", "128", "--layers", "2", "--experts", "4", "--memory-gib", "1"]
+    record = _run("gpu", ["--rounds", "1", "--block", "2", "--batch-size", "2", *small])
+    names = {"overhead_fraction_cuda", "capture_vs_link_cuda", "stall_ms_dcp_async_save"}
+    assert names <= set(record["metrics"])
+    assert record["metrics"]["left_out_cuda"] == 0
 
 
 def test_interleave_alternates_the_order_and_drops_the_warmup() -> None:
