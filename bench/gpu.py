@@ -78,7 +78,7 @@ def work(args: Any) -> None:
         options: dict[str, Any] = {"dense": {"policy": "dense"}, "fixed": {"window": 8}}.get(
             kind, {}
         )
-        job.attach(run=f"gpu-{kind}", daemon=endpoint, **options)
+        job.attach(run=f"gpu-{kind}", daemon=endpoint, **kinds.get(kind, {}))
     settle(job, args.settle)
     print("ready", flush=True)
     for line in sys.stdin:
