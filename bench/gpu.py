@@ -75,9 +75,7 @@ def work(args: Any) -> None:
         print(json.dumps(peers(job)), flush=True)
         return
     if endpoint != "plain":
-        options: dict[str, Any] = {"dense": {"policy": "dense"}, "fixed": {"window": 8}}.get(
-            kind, {}
-        )
+        kinds: dict[str, dict[str, Any]] = {"dense": {"policy": "dense"}, "fixed": {"window": 8}}
         job.attach(run=f"gpu-{kind}", daemon=endpoint, **kinds.get(kind, {}))
     settle(job, args.settle)
     print("ready", flush=True)

@@ -20,14 +20,8 @@ from ckptd.client.changes import Changes
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
 from ckptd.client.pace import Pace
-from ckptd.client.planning import (
-    MAX_WINDOW,
-    Plan,
-    TrainingSpeed,
-    make_plan,
-    most_pieces,
-    plan_alike,
-)
+from ckptd.client.plan import Plan
+from ckptd.client.planning import MAX_WINDOW, TrainingSpeed, make_plan, most_pieces, plan_alike
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.sharing import Replicas, Sharing

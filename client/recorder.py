@@ -27,7 +27,7 @@ from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
 from ckptd.client.pace import Pace
 from ckptd.client.parking import Parking
-from ckptd.client.planning import Plan
+from ckptd.client.plan import Plan
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.provision import Options, Provision

@@ -16,13 +16,13 @@ from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.ring import SlotState
 from ckptd.memory.sealer import Verdict, seal_slot
 from ckptd.memory.segment_format import (
-    Kind,
     SegmentDescriptor,
     SlotHeader,
     encode_descriptor,
     pack_slot_header,
     write_slot_header,
 )
+from ckptd.memory.segment_names import Kind
 from ckptd.memory.segments import Segment, SegmentStore
 from ckptd.peers.peering import Peering
 from ckptd.service import Service
