@@ -16,10 +16,12 @@ from ckptd.memory import locks
 from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_format import (
     Kind,
+    RingHint,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
     read_prologue,
+    read_ring_hint,
     read_slot_header,
     slot_lock_byte,
     slot_view,
@@ -59,6 +61,11 @@ class SlotFile:
     @property
     def num_slots(self) -> int:
         return self._geometry.num_slots
+
+    @property
+    def ring_hint(self) -> RingHint:
+        """What the daemon has told the trainer of the other ranks."""
+        return read_ring_hint(self._buffer)
 
     def header(self, index: int) -> SlotHeader | None:
         """Of a slot; None if it is damaged."""
