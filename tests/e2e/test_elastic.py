@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.elastic.when import TimesConfig
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segments import open_segment
 from tests.ckptd.nodes import Net, Node
 from tests.e2e.elastic import ElasticRun, Life, same
 from tests.e2e.elastic_job import EXPERTS
@@ -85,4 +88,139 @@ def test_an_expert_that_lost_its_only_holder_comes_from_a_snapshot(
     second.ends()
     assert_goes_on(first, second, KILL_AT)
     assert "come from snapshots" in second.events("world")[0]["reason"], run.logs
+    assert_losses_as_of(undisturbed, run)
+
+
+@long
+def test_nodes_that_come_get_their_share(net: Net, run: ElasticRun, undisturbed: Life) -> None:
+    """Three, two, three: the new node holds nothing, and the job goes on where it was."""
+    _, left = loses_a_node(run, net)
+    second = run.life(left, total=GROW_AT, patient_until=GROW_AT, keep=frozenset([GROW_AT]))
+    second.ends()
+    (came,) = [node for node in net.nodes if node not in left]
+    came.launch()
+    third = run.life([came, *left], total=TOTAL)
+    third.ends()
+    assert third.start() == GROW_AT, run.logs
+    assert_losses_as_of(undisturbed, run)
+    held = third.events("world")[0]["held"]
+    assert all(held.values()), "the node that came holds experts of each layer"
+
+
+@long
+def test_all_ranks_killed_at_once_go_on_from_their_snapshots(
+    net: Net, run: ElasticRun, undisturbed: Life
+) -> None:
+    """Nobody could park; the nodes and their memory stay."""
+    life = run.life(
+        net.nodes,
+        {rank: {"die_at": KILL_AT} for rank in range(3)},
+        total=TOTAL,
+        patient_until=KILL_AT,
+        keep=frozenset([KILL_AT]),
+    )
+    life.torn_down()
+    second = run.life(net.nodes, total=TOTAL)
+    second.ends()
+    assert_goes_on(life, second, KILL_AT)
+    assert_losses_as_of(undisturbed, run)
+
+
+def damaged(node: Node, run: ElasticRun, pattern: str, iteration: int) -> int:
+    """Flip a bit in what this node holds of an iteration; in how many slots."""
+    count = 0
+    for path in node.segment_dir.glob(f"e2e~{run.run}.w*{pattern}"):
+        segment = open_segment(path)
+        for index, header in segment.headers():
+            if header.state is SlotState.SEALED and header.iteration == iteration:
+                flip(segment, index, header)
+                count += 1
+        segment.close()
+    return count
+
+
+@long
+def test_a_damaged_parked_state_is_left_out(net: Net, run: ElasticRun, undisturbed: Life) -> None:
+    """Its rank's snapshot of the same iteration has the same bits."""
+    first, left = loses_a_node(run, net, sole=False)
+    assert damaged(left[0], run, "~*.parked", KILL_AT) == 1, run.logs
+    second = run.life(left, total=TOTAL)
+    second.ends()
+    assert "the ranks plan without it" in second.logs
+    assert_goes_on(first, second, KILL_AT)
+    assert_losses_as_of(undisturbed, run)
+
+
+@long
+def test_where_an_expert_is_older_all_of_the_model_goes_back_to_it(
+    net: Net, run: ElasticRun, undisturbed: Life
+) -> None:
+    """Of the lost holder's newest snapshot there is no whole copy: experts, dense part and optimizers are those of one iteration before."""
+    before = KILL_AT - 1
+    dies = {"die_at": KILL_AT, "die_sole": True}
+    keep = frozenset([before, KILL_AT])
+    first = run.life(
+        net.nodes, dict.fromkeys(range(3), dies), total=TOTAL, patient_until=KILL_AT, keep=keep
+    )
+    lost = first.torn_down()
+    net[lost].lose()
+    left = [node for node in net.nodes if node is not net[lost]]
+    assert sum(damaged(node, run, f"~r{lost}~*.rep", KILL_AT) for node in left) == 1, run.logs
+    second = run.life(left, total=TOTAL)
+    second.ends()
+    assert_goes_on(first, second, before)
+    assert_losses_as_of(undisturbed, run)
+
+
+@long
+def test_a_node_that_vanishes_while_the_plan_is_applied(tmp_path: Path, undisturbed: Life) -> None:
+    """One of two that were left goes before anything was loaded, with its node; the first lost one is back, empty."""
+    with Net(3, replicas="2").up() as net, contextlib.closing(ElasticRun(tmp_path)) as run:
+        first, left = loses_a_node(run, net)
+        second = run.life(left, {1: {"die_before_loading": True}}, total=TOTAL)
+        assert second.torn_down() == 1
+        left[1].lose()
+        (back,) = [node for node in net.nodes if node not in left]
+        back.launch()
+        third = run.life([left[0], back], total=TOTAL)
+        third.ends()
+        assert_goes_on(first, third, KILL_AT)
+        numbers = [life.events("world")[0]["number"] for life in run.lives if life.events("world")]
+        assert numbers == sorted(set(numbers))
+        assert_losses_as_of(undisturbed, run)
+
+
+@long
+def test_too_few_slots_are_refused_on_every_rank_and_nothing_is_lost(
+    net: Net, run: ElasticRun, undisturbed: Life
+) -> None:
+    first, left = loses_a_node(run, net)
+    refused = run.life(left[:1], total=TOTAL)
+    with pytest.raises(AssertionError, match="3 slots on 1 nodes cannot hold 6 experts"):
+        refused.ends()
+    second = run.life(left, total=TOTAL)
+    second.ends()
+    assert_goes_on(first, second, KILL_AT)
+    run.lives.remove(refused)
+    assert_losses_as_of(undisturbed, run)
+
+
+@long
+def test_experts_are_placed_anew_while_the_ranks_stay(
+    net: Net, run: ElasticRun, undisturbed: Life
+) -> None:
+    """Told to look often and to count on much: one process lives in two worlds, and no step is lost or done twice."""
+    eager = TimesConfig(threshold=1, every_steps=KILL_AT, check_steps=KILL_AT, margin=0.0)
+    life = run.life(
+        net.nodes,
+        total=TOTAL,
+        patient_until=KILL_AT,
+        options={"when": eager, "max_straggler": 1.0},
+    )
+    life.ends()
+    worlds = life.events("world")
+    assert len(worlds) > 1, life.logs
+    assert [one["start"] for one in worlds][:2] == [0, KILL_AT]
+    steps = [one["step"] for one in life.events("step")]
+    assert steps == list(range(TOTAL))
     assert_losses_as_of(undisturbed, run)
