@@ -42,7 +42,7 @@ from ckptd.client.worlds.inventory import run_of_world
 from ckptd.client.worlds.loading import Loader, check_fits
 from ckptd.client.worlds.planning import Seat
 from ckptd.client.worlds.rebalancing import Rebalancing
-from ckptd.client.worlds.retiring import Retiring
+from ckptd.client.worlds.retiring import Retiring, floor_of
 from ckptd.client.worlds.shipping import ship
 from ckptd.client.worlds.starting import LOADS, Here, Wishes, meet_daemon, start_world
 from ckptd.client.worlds.summing import DenseGradients
@@ -140,6 +140,16 @@ class ElasticJob:
     def start(self) -> int:
         """The step at which this world begins."""
         return self.plan.start
+
+    @property
+    def floor(self) -> int:
+        """The newest step of this world at whose top all of it is held, with the replicas that were asked for; -1: none yet, and a node that is
+        lost now takes the job back to `start`."""
+        here = self._here
+        if isinstance(here, Exception) or here.folder is None:
+            return -1
+        run = run_of_world(self._identity.run, self.plan.number)
+        return floor_of(here.folder, self._identity.job, run, self.rank)
 
     @property
     def nodes(self) -> tuple[int, ...]:

@@ -14,12 +14,23 @@ from ckptd.memory.segment_format import FILE_ENDS
 from ckptd.transport.messages import Done, Forget
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["Retiring"]
+__all__ = ["Retiring", "floor_of"]
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 10.0
 _LOOK_STEPS = 5
+
+
+def floor_of(folder: Path, job: str, run: str, rank: int) -> int:
+    """The newest iteration at which every rank of a run has what was promised, as this rank's daemon has told; -1: none."""
+    found = -1
+    for path in folder.glob(f"{job}~{run}~r{rank}~g*{FILE_ENDS['snapshots']}"):
+        try:
+            found = max(found, SlotFile(path, "snapshots").ring_hint.floor)
+        except (OSError, SegmentError) as error:
+            logger.info("%s tells no floor: %s", path.name, error)
+    return found
 
 
 class Retiring:
@@ -50,7 +61,10 @@ class Retiring:
         self._looked += 1
         if self.over or self._looked % _LOOK_STEPS:
             return
-        if self._floor() > self._start:
+        if (
+            floor_of(self._folder, self._job, run_of_world(self._run, self._world), self._rank)
+            > self._start
+        ):
             self.over = True
             self._thread = threading.Thread(target=self._forget, name="ckptd-retire", daemon=True)
             self._thread.start()
@@ -59,17 +73,6 @@ class Retiring:
         """Wait for it, if it is under way."""
         if self._thread is not None:
             self._thread.join(_TIMEOUT_S)
-
-    def _floor(self) -> int:
-        """The newest iteration of this world at which every rank has what was promised."""
-        stem = f"{self._job}~{run_of_world(self._run, self._world)}~r{self._rank}~g"
-        found = -1
-        for path in self._folder.glob(f"{stem}*{FILE_ENDS['snapshots']}"):
-            try:
-                found = max(found, SlotFile(path, "snapshots").ring_hint.floor)
-            except (OSError, SegmentError) as error:
-                logger.info("%s tells no floor: %s", path.name, error)
-        return found
 
     def _forget(self) -> None:
         try:
