@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 from examples.moe_elastic.model import EXPERTS
 from examples.moe_text.lab import SHARED_CORES, Event, read_events
 from examples.moe_text.report import table
-from tests.cluster.daemons import DaemonFailed, HostDaemon, exchange_keys
+from tests.cluster.daemons import DaemonFailed, HostDaemon, provision_keys
 from tests.cluster.hosts import Cluster, Host, clean_environment
 from tests.cluster.torchrun import SETTINGS, JobFailed, TorchrunJob
 
@@ -144,9 +145,9 @@ class Run:
         return {**SHARED_CORES, **self.daemons[host.name].env, "CKPTD_NODE_ID": host.name}
 
     def start(self) -> None:
-        exchange_keys(self.daemons.values())
-        for daemon in self.daemons.values():
-            daemon.start()
+        provision_keys(self.daemons.values())
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(HostDaemon.start, self.daemons.values()))
         self.job.start()
 
     def events(self) -> list[Event]:

@@ -21,6 +21,7 @@ from examples.moe_text.data import load_corpus
 __all__ = ["main"]
 
 CORPUS_BYTES = 400_000
+PATIENCE_S = 60
 Write = Callable[..., None]
 
 
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     torch.set_num_threads(1)
     began = time.time()
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    # A peer that lost power closes no connection: this is how long the others wait for it before they start again.
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_S))
     host = os.environ.get("CKPTD_NODE_ID", "alone")
     with (args.log / f"{host}.jsonl").open("a", buffering=1) as log:
 
