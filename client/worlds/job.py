@@ -379,7 +379,7 @@ class ElasticJob:
         if self._rebalancing is not None:
             self._rebalancing.close()
         if self._retiring is not None:
-            self._retiring.join()
+            self._retiring.close()
         if self._checkpointer is not None:
             self._checkpointer.close()
         if self._world.local is not None:

@@ -59,20 +59,23 @@ class Retiring:
     def step_over(self) -> None:
         """Look, now and then, whether they are needless; what is to be done then is done beside training."""
         self._looked += 1
-        if self.over or self._looked % _LOOK_STEPS:
+        if self._looked % _LOOK_STEPS == 0:
+            self._look()
+
+    def close(self) -> None:
+        """Look once more, and wait for what is under way."""
+        self._look()
+        if self._thread is not None:
+            self._thread.join(_TIMEOUT_S)
+
+    def _look(self) -> None:
+        if self.over:
             return
-        if (
-            floor_of(self._folder, self._job, run_of_world(self._run, self._world), self._rank)
-            > self._start
-        ):
+        run = run_of_world(self._run, self._world)
+        if floor_of(self._folder, self._job, run, self._rank) > self._start:
             self.over = True
             self._thread = threading.Thread(target=self._forget, name="ckptd-retire", daemon=True)
             self._thread.start()
-
-    def join(self) -> None:
-        """Wait for it, if it is under way."""
-        if self._thread is not None:
-            self._thread.join(_TIMEOUT_S)
 
     def _forget(self) -> None:
         try:

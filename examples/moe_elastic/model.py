@@ -3,6 +3,8 @@ ranks, which add up in other orders, can be compared over hundreds of steps."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -18,10 +20,10 @@ LAYERS = ("blocks.0.moe", "blocks.1.moe")
 class Expert(nn.Module):
     """Drawn from its number alone: all replicas of it begin alike."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, base: int, number: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        generator = torch.Generator().manual_seed(1000 + number)
+        generator = torch.Generator().manual_seed(1000 + base + number)
         with torch.no_grad():
             for param in self.parameters():
                 param.copy_(torch.randn(param.shape, generator=generator) * 0.15)
@@ -53,10 +55,7 @@ class Model(nn.Module):
 
     def __init__(self, job: ElasticJob, seed: int) -> None:
         super().__init__()
-        layers = [
-            job.layer(name, lambda number, i=i: Expert(100 * i + number))
-            for i, name in enumerate(LAYERS)
-        ]
+        layers = [job.layer(name, partial(Expert, 100 * i)) for i, name in enumerate(LAYERS)]
         torch.manual_seed(seed)
         self.embed = nn.Embedding(256, WIDTH)
         self.mix = nn.Linear(CONTEXT * WIDTH, WIDTH)

@@ -103,10 +103,16 @@ class Life:
         return found
 
     def whole(self, step: int) -> dict[str, Any]:
-        """What the model was at the top of a step: of each name one value, after a check that all ranks that have it have the same."""
+        """What the job was at the top of a step: of each name one value, after a check that all ranks that have it have the same.
+
+        Of random generators each rank's own.
+        """
         found: dict[str, Any] = {}
         for rank in range(len(self.parts)):
             for name, value in self.state(rank, step).items():
+                if name == "rng":
+                    found[f"rng of rank {rank}"] = value
+                    continue
                 assert same(found.setdefault(name, value), value), f"{name} differs on rank {rank}"
         return found
 
@@ -133,7 +139,12 @@ class ElasticRun:
             **{"total": 20, **self._usual, **more},
         )
         parts = [
-            replace(first, rank=rank, daemon=node and node.endpoint, **each.get(rank, {}))
+            replace(
+                first,
+                rank=rank,
+                daemon=None if node is None else node.endpoint,
+                **each.get(rank, {}),
+            )
             for rank, node in enumerate(nodes)
         ]
         self.lives.append(Life(parts))

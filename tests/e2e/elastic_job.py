@@ -6,6 +6,7 @@ In double precision: another number of ranks adds up in another order, and the l
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ckptd.client.rng import capture_rng
 from tests.e2e.job import let_them_come, let_what_is_beside_come
 
 if TYPE_CHECKING:
@@ -69,14 +71,16 @@ class Noted(nn.Module):
 
     seen: Tensor
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, base: int, number: int) -> None:
         super().__init__()
+        number += base
         generator = torch.Generator().manual_seed(1000 + number)
         self.inner, self.outer = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH)
         with torch.no_grad():
             for param in self.parameters():
                 param.copy_(torch.randn(param.shape, generator=generator) / 2)
         self.register_buffer("scale", torch.full((1,), 1.0 + number / 100))
+        self.double()
 
     def forward(self, rows: Tensor) -> Tensor:
         found: Tensor = self.outer(torch.relu(self.inner(rows))) * self.scale
@@ -102,8 +106,7 @@ class Model(nn.Module):
     def __init__(self, job: ElasticJob, seed: int) -> None:
         super().__init__()
         layers = [
-            job.layer(f"blocks.{i}.moe", lambda number, i=i: Noted(10 * i + number).double())
-            for i in range(LAYERS)
+            job.layer(f"blocks.{i}.moe", functools.partial(Noted, 10 * i)) for i in range(LAYERS)
         ]
         # After the experts, of which each rank makes others. In a later life nothing right can come from the initialisation.
         torch.manual_seed(seed if job.start else 11)
@@ -179,14 +182,16 @@ def _live(part: Part, log: Log) -> bool:
     log.write("loaded", seconds=job.seconds)
     data = torch.randn(SAMPLES, 3, WIDTH, generator=torch.Generator().manual_seed(5)).double()
     batches = GlobalBatches(SAMPLES, BATCH, seed=3)
+    out, name = part.folder, f"{part.out}-{part.rank}"
     for step in job.steps(part.total):
         if step in part.keep or step == job.start:
-            torch.save(everything(model, optimizer, scheduler), part.folder / f"{part.out}-{part.rank}-{step}.pt")  # fmt: skip
+            torch.save(everything(model, optimizer, scheduler), out / f"{name}-{step}.pt")
         log.write("top", step=step)
         time.sleep(part.step_ms / 1e3)
         if part.daemon is not None and job.start + _MEASURED <= step <= part.patient_until:
             let_them_come(ckpt)
             let_what_is_beside_come(ckpt)
+        torch.rand(1 + part.rank)  # each rank's generators are its own
         samples = data[batches.mine(step, part.rank, part.world_size)]
         loss = (
             model(samples.flatten(0, 1)).view(-1, 3).sum(1) - samples.sum((1, 2))
@@ -202,6 +207,8 @@ def _live(part: Part, log: Log) -> bool:
         total = loss.detach().clone()
         dist.all_reduce(total)
         log.write("step", step=step, loss=float(total))
+    if part.total in part.keep:
+        torch.save(everything(model, optimizer, scheduler), out / f"{name}-{part.total}.pt")
     job.check_replicas()
     job.close()
     log.write("over", again=job.again)
@@ -234,4 +241,5 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: An
             found[f"{name}/{key}"] = value.detach().clone()
     found["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]  # fmt: skip
     found["scheduler"] = scheduler.state_dict()
+    found["rng"] = capture_rng()
     return found

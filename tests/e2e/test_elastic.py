@@ -64,8 +64,9 @@ def assert_goes_on(before: Life, after: Life, step: int) -> None:
     """Every rank is, at the top of the step that was cut off, what the ranks were there: all weights, optimizer states and buffers."""
     assert after.start() == step, before.logs + after.logs
     was, now = before.whole(step), after.whole(step)
-    assert was.keys() == now.keys()
-    assert [name for name in was if not same(was[name], now[name])] == []
+    beyond = {f"rng of rank {rank}" for rank in range(len(after.parts), len(before.parts))}
+    assert was.keys() - beyond == now.keys()
+    assert [name for name in now if not same(was[name], now[name])] == []
 
 
 def assert_losses_as_of(undisturbed: Life, run: ElasticRun) -> None:
@@ -97,14 +98,39 @@ def test_nodes_that_come_get_their_share(net: Net, run: ElasticRun, undisturbed:
     _, left = loses_a_node(run, net)
     second = run.life(left, total=GROW_AT, patient_until=GROW_AT, keep=frozenset([GROW_AT]))
     second.ends()
+    # What the first world left is freed, replicas included, once the second can be had without it.
+    numbers = {path.name.split("~")[1] for node in left for path in node.segment_dir.glob("*~*")}
+    assert numbers == {f"{run.run}.w{second.events('world')[0]['number']}"}
     (came,) = [node for node in net.nodes if node not in left]
     came.launch()
     third = run.life([came, *left], total=TOTAL)
     third.ends()
     assert third.start() == GROW_AT, run.logs
     assert_losses_as_of(undisturbed, run)
+    was, now = second.whole(GROW_AT), third.whole(GROW_AT)
+    came_rng = now.pop("rng of rank 2")
+    assert was.keys() == now.keys()
+    assert [name for name in now if not same(was[name], now[name])] == []
+    assert not same(came_rng, now["rng of rank 0"]), "it draws numbers of its own"
     held = third.events("world")[0]["held"]
     assert all(held.values()), "the node that came holds experts of each layer"
+
+
+@long
+def test_a_node_has_several_ranks(tmp_path: Path, undisturbed: Life) -> None:
+    """Two nodes with two ranks each; one goes, with both."""
+    with Net(2, replicas="1").up() as net, contextlib.closing(ElasticRun(tmp_path)) as run:
+        seats = [net[0], net[0], net[1], net[1]]
+        keep = frozenset([KILL_AT])
+        dies = {rank: {"die_at": KILL_AT} for rank in (2, 3)}
+        first = run.life(seats, dies, threshold=2, total=TOTAL, patient_until=KILL_AT, keep=keep)
+        first.torn_down()
+        net[1].lose()
+        second = run.life(seats[:2], threshold=2, total=TOTAL)
+        second.ends()
+        assert_goes_on(first, second, KILL_AT)
+        assert "12 of 12 experts are parked" in second.events("world")[0]["reason"], run.logs
+        assert_losses_as_of(undisturbed, run)
 
 
 @long

@@ -51,7 +51,10 @@ def node(
     return NodeHeld(
         tuple((unit, 10) for unit in units),
         tuple(tuple(units.index(unit) for unit in covered) for *_, covered in images),
-        tuple(HeldImage(*told, layout) for layout, (*told, _) in enumerate(images)),  # type: ignore[arg-type]
+        tuple(
+            HeldImage(world, rank, iteration, parked, layout)
+            for layout, (world, rank, iteration, parked, _) in enumerate(images)
+        ),
         {world: tuple(sorted(known)) for world, known in expected.items()},
         tuple(sorted({world for world, *_ in images})),
     )  # fmt: skip
