@@ -74,7 +74,7 @@ demo-storage: $(STAMP)
 
 bench: $(STAMP)
 	@mkdir -p out
-	@for subject in schedule scale placement dispatch agree stall overhead sharing restore replay transport replication recovery persist logging localized; do \
+	@for subject in schedule scale placement dispatch agree stall overhead gpu sharing restore replay transport replication recovery persist logging localized; do \
 		echo; echo "== bench.$$subject"; \
 		$(BIN)/python -m bench.$$subject --json | tee out/bench_$$subject.txt; \
 	done

@@ -1,7 +1,9 @@
 """Elastic runtime decisions: how long dispatching, mapping and sharing transfers take, and how even the tokens are.
 
 Dispatch: what one rank computes for each layer and step (its plan, what it sends and what it gets), and, for
-comparison in the same run, what all ranks send. Mapping and transfers: 64 layers of 256 experts of which a node has
+comparison in the same run, what all ranks send. Where there is a CUDA device, one rank's part by its kernels, too:
+between events around what the host launches, and as a replayed CUDA graph, which is what the device itself needs; the
+numbers are compared with the CPU's first. Mapping and transfers: 64 layers of 256 experts of which a node has
 4 slots each; after the loss of 8 nodes in place, after another load was spread, and with all at random.
 
 The exact count behind figure 10a of Lazarus: one layer of 8 experts on 10 ranks of 6 slots, one of the
@@ -16,9 +18,12 @@ import argparse
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bench.common import Metric, clock_ms, emit, median, parser, table
+from ckptd.cuda.dispatch import DeviceDispatcher, DeviceSends
 from ckptd.elastic.allocation import allocate
 from ckptd.elastic.dispatch import plan_dispatch
 from ckptd.elastic.mapping import held_now, map_nodes
@@ -26,12 +31,14 @@ from ckptd.elastic.placement import place, spread
 from ckptd.elastic.transfers import plan_transfers
 from ckptd.elastic.types import Cluster, Placement
 
-__all__ = ["dispatch_times", "main", "move_times", "straggler_by_ratio"]
+__all__ = ["dispatch_gpu_times", "dispatch_times", "main", "move_times", "straggler_by_ratio"]
 
 Ints = NDArray[np.int64]
 
 SIZES = ((16, 64), (64, 128), (256, 256), (1024, 256))  # ranks, experts
 TOKENS, TOP_K = 4096, 8  # of a rank and micro-batch
+GOAL_SIZE = "256x256"
+GPU_ROUNDS, GPU_WARM_ROUNDS = 200, 20
 LAYERS, EXPERTS, SLOTS = 64, 256, 4
 THRESHOLD = 2
 LOST, RACK = 8, 8
@@ -50,6 +57,7 @@ def main() -> None:
     metrics: dict[str, Metric] = {}
     for ranks, experts in SIZES:
         metrics |= dispatch_times(ranks, experts, rounds=args.rounds)
+    metrics |= _all_gpu_times()
     for nodes in args.nodes:
         metrics |= move_times(nodes, layers=args.layers, rounds=args.rounds)
     metrics |= straggler_by_ratio()
@@ -68,12 +76,7 @@ def _arguments() -> argparse.Namespace:
 
 def dispatch_times(ranks: int, experts: int, *, rounds: int) -> dict[str, Metric]:
     """Milliseconds for a skewed load on replicas at random places."""
-    rng = np.random.default_rng(ranks)
-    popularity = rng.dirichlet(np.full(experts, 0.5))
-    tokens_RE = rng.multinomial(TOKENS * TOP_K, popularity, size=ranks)
-    replicas_RE = rng.multinomial(2, np.full(experts, 1 / experts), size=ranks)
-    replicas_RE[rng.integers(0, ranks, experts), np.arange(experts)] += 1
-    nodes_R = np.arange(ranks) // 8
+    tokens_RE, replicas_RE, nodes_R = _dispatch_case(ranks, experts)
 
     def one_rank() -> None:
         plan = plan_dispatch(tokens_RE, replicas_RE, nodes=nodes_R)
@@ -88,6 +91,73 @@ def dispatch_times(ranks: int, experts: int, *, rounds: int) -> dict[str, Metric
         f"dispatch_ms_{name}": _typical_ms(one_rank, rounds),
         f"dispatch_all_ranks_ms_{name}": _typical_ms(all_ranks, rounds),
     }
+
+
+def _all_gpu_times() -> dict[str, Metric]:
+    if not torch.cuda.is_available():
+        print("no CUDA device here: the dispatcher's kernels are not measured")
+        return {}
+    out: dict[str, Metric] = {}
+    for ranks, experts in SIZES:
+        out |= dispatch_gpu_times(ranks, experts)
+    return out | {"dispatch_gpu_ms": out[f"dispatch_gpu_ms_{GOAL_SIZE}"]}
+
+
+def dispatch_gpu_times(ranks: int, experts: int) -> dict[str, Metric]:
+    """The same on the current CUDA device, warm, the median of many.
+
+    Raises:
+        RuntimeError: the kernels give other numbers than the CPU.
+    """
+    tokens_RE, replicas_RE, nodes_R = _dispatch_case(ranks, experts)
+    planner = DeviceDispatcher(
+        torch.from_numpy(replicas_RE), "cuda", nodes=torch.from_numpy(nodes_R)
+    )
+    tokens = torch.from_numpy(tokens_RE).cuda()
+
+    def one_rank() -> tuple[DeviceSends, Tensor]:
+        return planner.plan(tokens).share(ranks - 1)
+
+    plan = plan_dispatch(tokens_RE, replicas_RE, nodes=nodes_R)
+    wanted = plan.sends(ranks - 1)
+    expected = np.stack([wanted.tokens, wanted.first, plan.receives(ranks - 1)])
+    sends, received = one_rank()
+    found = torch.stack([sends.tokens, sends.first, received])
+    if not torch.equal(found.cpu(), torch.from_numpy(expected)):
+        raise RuntimeError(f"the kernels differ from the CPU for {ranks} ranks, {experts} experts")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one_rank()
+    name = f"{ranks}x{experts}"
+    return {
+        f"dispatch_gpu_ms_{name}": _device_ms(one_rank),
+        f"dispatch_gpu_graph_ms_{name}": _device_ms(graph.replay),
+    }
+
+
+def _device_ms(work: Callable[[], object]) -> float:
+    """From an event before to one after, each time with an idle device at first."""
+    taken = []
+    for _ in range(GPU_WARM_ROUNDS + GPU_ROUNDS):
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end))
+    return median(taken[GPU_WARM_ROUNDS:])
+
+
+def _dispatch_case(ranks: int, experts: int) -> tuple[Ints, Ints, Ints]:
+    """Tokens, replicas, and nodes of eight ranks."""
+    rng = np.random.default_rng(ranks)
+    popularity = rng.dirichlet(np.full(experts, 0.5))
+    tokens_RE = rng.multinomial(TOKENS * TOP_K, popularity, size=ranks)
+    replicas_RE = rng.multinomial(2, np.full(experts, 1 / experts), size=ranks)
+    replicas_RE[rng.integers(0, ranks, experts), np.arange(experts)] += 1
+    return tokens_RE, replicas_RE, np.arange(ranks) // 8
 
 
 def move_times(num_nodes: int, *, layers: int, rounds: int) -> dict[str, Metric]:

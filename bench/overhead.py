@@ -4,8 +4,7 @@ Two training runs, each in a process of its own as in real life, take turns bloc
 same machine. (In one process they would share thread pools, and the plain one would pay for the other.)
 On CPU all cores belong to the trainer as well: what the copies cost is what they take from it.
 `overhead_floor_fraction_cpu` says how much that must be at least, from the bytes of a snapshot and the
-measured copy bandwidth. On CUDA, `capture_vs_link` compares the rate of capture with that of one large
-pinned copy.
+measured copy bandwidth. What it is on a GPU, `bench.gpu` measures.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from examples.moe_text.data import ByteLoader, load_corpus
 from examples.moe_text.model import MoEConfig, MoETransformer
 from examples.moe_text.train import gradients_to_masters, masters_to_model
 
-__all__ = ["Job", "main"]
+__all__ = ["Job", "fraction", "main", "pinned_link_gb_per_s"]
 
 PAUSE_S = 0.3
 LINK_BYTES = 256 << 20
@@ -48,10 +47,12 @@ LINK_BYTES = 256 << 20
 class Job:
     """One training run of the demo model, advanced block by block."""
 
-    def __init__(self, *, device: str, batch_size: int, corpus: Tensor) -> None:
+    def __init__(
+        self, *, device: str, batch_size: int, corpus: Tensor, config: MoEConfig | None = None
+    ) -> None:
         torch.manual_seed(0)
         self.device = device
-        model = MoETransformer(MoEConfig()).to(device)
+        model = MoETransformer(config or MoEConfig()).to(device)
         self.masters = {name: param.detach().clone() for name, param in model.named_parameters()}
         self.model = model.bfloat16()
         self.optimizer = torch.optim.AdamW(list(self.masters.values()), lr=1e-3)
@@ -172,19 +173,6 @@ def fraction(samples: dict[str, list[float]]) -> float:
     return median([ours / plain - 1.0 for plain, ours in pairs])
 
 
-def cuda_metrics(args: Any, endpoint: str) -> dict[str, float | int | str]:
-    samples, stats = compare(args, "cuda", endpoint)
-    link = pinned_link_gb_per_s()
-    return {
-        "overhead_fraction_cuda": fraction(samples),
-        "iteration_ms_plain_cuda": median(samples["plain"]),
-        "iteration_ms_ckptd_cuda": median(samples["ckptd"]),
-        "link_gb_per_s": link,
-        "capture_gb_per_s": stats["capture_gb_per_s"],
-        "capture_vs_link": stats["capture_gb_per_s"] / link,
-    }
-
-
 def pinned_link_gb_per_s() -> float:
     """The best of a few large device-to-host copies into pinned memory."""
     source = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
@@ -231,10 +219,6 @@ def main() -> None:
             "threads": args.threads,
             "rounds": args.rounds,
         }
-        if torch.cuda.is_available():
-            metrics |= cuda_metrics(args, endpoint)
-        else:
-            print("no CUDA device: overhead_fraction_cuda and capture_vs_link are not measured")
     emit("overhead", metrics, as_json=args.json)
 
 

@@ -269,6 +269,7 @@ class Capture:
         except Exception as error:  # noqa: BLE001 - the slot must be given back whatever was wrong with its content
             usable = self._refuse(fill, f"{type(error).__name__}: {error}")
         if not usable:
+            self._broken = True  # also where a device told of its error only now
             fill.segment.set_state(fill.index, SlotState.FREE)
         fill.segment.unlock_slot(fill.index)
         if usable:

@@ -25,7 +25,15 @@ from ckptd.client.identity import Identity
 from ckptd.client.together import job_store
 from ckptd.errors import DaemonUnavailable
 
-__all__ = ["DEADLINE_S", "arrive", "device_of", "exchange", "gather_bytes", "meet_at", "own_connection"]
+__all__ = [
+    "DEADLINE_S",
+    "arrive",
+    "device_of",
+    "exchange",
+    "gather_bytes",
+    "meet_at",
+    "own_connection",
+]
 
 # As long as torch waits in a collective by default: a rank may be bringing gigabytes from storage meanwhile.
 DEADLINE_S = 1800.0

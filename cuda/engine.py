@@ -92,7 +92,8 @@ class CopyEngine(Protocol):
     def wait(self) -> float:
         """Return when the sources may change again: the copy in flight is complete, or later device work is ordered after it.
 
-        Returns the seconds that the calling thread waited.
+            Returns the seconds that training waited: the calling thread, here and now; or, where only the device waits, its stream
+        at earlier calls, as far as the device has told since the last one.
         """
 
     def restore(self, items: Sequence[CopyItem], memory: HostMemory, base: int) -> None:

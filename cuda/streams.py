@@ -2,48 +2,44 @@
 
 The host never blocks for a copy: ``wait`` makes the current stream wait for the side stream, so that the optimizer's kernels
 run after the copies while the CPU goes on issuing work. A watcher thread learns from an event when the bytes are there.
-
-Tensors below ``_SMALL`` bytes that lie next to each other in the image are gathered into a staging buffer on the device and
-cross the link as one transfer; so are tensors that must be cast.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ckptd.cuda.engine import CopyItem, HostMemory
+from ckptd.cuda.transfers import PACK_BYTES, Transfers, plan_transfers
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["CudaEngine"]
 
-# Below this a transfer is dominated by its launch (about 5 us at 25 to 50 GB/s).
-_SMALL = 256 << 10
-# A packed run is at most this long, which bounds the device memory that packing takes.
-_RUN = 32 << 20
+# Lists of copies whose transfers are remembered: the phases of a window and what is parked, of two plans.
+_REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Adjacent items that cross the link together; ``direct`` needs no staging."""
+class _Job:
+    """A copy in flight: its first and last event, and whom to tell. What it reads must live until it is over."""
 
-    items: tuple[CopyItem, ...]
-    offset: int
-    nbytes: int
-    direct: bool
-
-
-# First and last event of a copy, and whom to tell.
-_Job = tuple[torch.cuda.Event, torch.cuda.Event, Callable[[BaseException | None], None]]
+    first: torch.cuda.Event
+    last: torch.cuda.Event
+    done: Callable[[BaseException | None], None] | None
+    read: tuple[object, ...]
 
 
 class CudaEngine:
     """Copies tensors of one CUDA device to and from registered host memory.
+
+    Takes ``PACK_BYTES`` of the device's memory.
 
     Raises:
         RuntimeError: CUDA is not available.
@@ -55,8 +51,12 @@ class CudaEngine:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._staging: dict[int, Tensor] = {}
+        # Made now: where a device hangs in a collective, an allocation may hang, too, and parking must not.
+        self._pack = torch.empty(PACK_BYTES, dtype=torch.uint8, device=device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         self._last: torch.cuda.Event | None = None
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._planned: dict[int, tuple[Sequence[CopyItem], Transfers]] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._registered: dict[int, list[int]] = {}
         self._thread = threading.Thread(target=self._watch, name="ckptd-copy", daemon=True)
@@ -75,6 +75,7 @@ class CudaEngine:
             if code != 0:
                 for address in done:
                     cudart.cudaHostUnregister(address)
+                self._forget_error()
                 raise RuntimeError(
                     f"cudaHostRegister of {nbytes} bytes failed with code {code}: check `ulimit -l` and free memory (`ckptctl doctor`)"
                 )
@@ -95,36 +96,48 @@ class CudaEngine:
         done: Callable[[BaseException | None], None],
         late: Callable[[], Sequence[CopyItem]] = tuple,
     ) -> None:
-        ready = torch.cuda.current_stream(self._device).record_event()
-        self._stream.wait_event(ready)
+        image = memory.tensor[base:]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         first = torch.cuda.Event(enable_timing=True)
         first.record(self._stream)
+        error: BaseException | None = None
+        more: Sequence[CopyItem] = ()
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
-                for index, run in enumerate(_runs([*items, *late()])):
-                    self._send(run, index, memory, base)
-        except RuntimeError as error:
+                more = late()
+                self._transfers(items).send(image)
+                if more:
+                    plan_transfers(more, self._pack).send(image)
+        except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
+            error = caught
+        last = torch.cuda.Event(enable_timing=True, blocking=True)
+        last.record(self._stream)
+        self._last = last
+        # Also after an error: what was given to the device before goes on reading.
+        self._jobs.put(_Job(first, last, None if error else done, (tuple(items), more)))
+        if error is not None:
             done(error)
-            return
-        event = torch.cuda.Event(enable_timing=True, blocking=True)
-        event.record(self._stream)
-        self._last = event
-        self._jobs.put((first, event, done))
 
     def wait(self) -> float:
-        """Order the current stream after the copies; the host does not block."""
-        started = time.perf_counter()
+        """Order the current stream after the copies; the host does not block.
+
+        Returns the seconds that the device's stream stood still at earlier calls, as far as it has told since the last one.
+        """
+        stalled = self._stalls()
         if self._last is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._last)
-        return time.perf_counter() - started
+            stream = torch.cuda.current_stream(self._device)
+            reached = torch.cuda.Event(enable_timing=True)
+            reached.record(stream)
+            stream.wait_event(self._last)
+            self._waits.append((reached, self._last))
+            self._last = None
+        return stalled
 
     def restore(self, items: Sequence[CopyItem], memory: HostMemory, base: int) -> None:
-        with torch.no_grad():
-            for item in items:
-                view = item.view()
-                source = memory.view(base + item.offset, item.nbytes, item.dtype, view.shape)
-                view.copy_(source, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            plan_transfers(items, self._pack).receive(memory.tensor[base:])
+        self._stream.synchronize()
 
     def close(self) -> None:
         self._stream.synchronize()
@@ -135,76 +148,49 @@ class CudaEngine:
         self._jobs.put(None)
         self._thread.join(timeout=30)
 
-    def _send(self, run: _Run, index: int, memory: HostMemory, base: int) -> None:
-        if run.direct:
-            item = run.items[0]
-            view = item.view()
-            memory.view(base + item.offset, item.nbytes, item.dtype, view.shape).copy_(
-                view, non_blocking=True
-            )
-            return
-        staging = self._staging_of(index, run.nbytes)
-        targets = [
-            staging[i.offset - run.offset : i.offset - run.offset + i.nbytes]
-            .view(i.dtype)
-            .view(i.view().shape)
-            for i in run.items
-            if i.nbytes
-        ]
-        torch._foreach_copy_(targets, [i.view() for i in run.items if i.nbytes])
-        memory.tensor[base + run.offset : base + run.offset + run.nbytes].copy_(
-            staging[: run.nbytes], non_blocking=True
-        )
+    def _transfers(self, items: Sequence[CopyItem]) -> Transfers:
+        """Planned once for each list: it is handed over again as long as the tensors are the same ones."""
+        found = self._planned.pop(id(items), None)
+        if found is None or found[0] is not items:
+            found = items, plan_transfers(items, self._pack)
+        self._planned[id(items)] = found
+        if len(self._planned) > _REMEMBERED:
+            self._planned.pop(next(iter(self._planned)))
+        return found[1]
 
-    def _staging_of(self, index: int, nbytes: int) -> Tensor:
-        """A device buffer per run of the plan, kept: reuse on one stream needs no waiting."""
-        found = self._staging.get(index)
-        if found is None or found.numel() < nbytes:
-            found = self._staging[index] = torch.empty(
-                nbytes, dtype=torch.uint8, device=self._device
-            )
-        return found
+    # -- beside the training thread ------------------------------------------------------------------
+
+    def _stalls(self) -> float:
+        """Seconds that streams waited in ``wait`` calls that are over."""
+        total = 0.0
+        while self._waits and all(event.query() for event in self._waits[0]):
+            reached, copied = self._waits.popleft()
+            total += max(0.0, reached.elapsed_time(copied) / 1e3)
+        return total
 
     def _watch(self) -> None:
         while (job := self._jobs.get()) is not None:
-            first, event, done = job
-            error: BaseException | None = None
             try:
-                event.synchronize()
-                self.last_copy_s = first.elapsed_time(event) / 1e3
-            except RuntimeError as caught:
-                error = caught
-            done(error)
+                self._told(job)
+            except Exception:
+                # It must live: a slot whose copy nobody reports would stay claimed for good.
+                logger.exception("in the copy thread")
+            del job  # nothing that was read is kept until the next copy
 
+    def _told(self, job: _Job) -> None:
+        error: BaseException | None = None
+        try:
+            job.last.synchronize()
+            if job.done is not None:
+                self.last_copy_s = job.first.elapsed_time(job.last) / 1e3
+        except RuntimeError as caught:
+            error = caught
+        if job.done is not None:
+            job.done(error)
 
-def _runs(items: Sequence[CopyItem]) -> list[_Run]:
-    """Group items, which are in the order of their offsets or not, into transfers."""
-    runs: list[_Run] = []
-    pending: list[CopyItem] = []
-
-    def flush() -> None:
-        if pending:
-            first, last = pending[0], pending[-1]
-            runs.append(
-                _Run(tuple(pending), first.offset, last.offset + last.nbytes - first.offset, False)
-            )
-            pending.clear()
-
-    for item in sorted(items, key=lambda i: i.offset):
-        direct = (
-            item.tensor.dtype is item.dtype
-            and item.nbytes >= _SMALL
-            and item.view().is_contiguous()
-        )
-        host = item.tensor.device.type == "cpu"
-        if direct or host:
-            flush()
-            runs.append(_Run((item,), item.offset, item.nbytes, True))
-            continue
-        adjacent = pending and pending[-1].offset + pending[-1].nbytes == item.offset
-        small_enough = pending and item.offset + item.nbytes - pending[0].offset <= _RUN
-        if pending and not (adjacent and small_enough):
-            flush()
-        pending.append(item)
-    flush()
-    return runs
+    def _forget_error(self) -> None:
+        """The runtime keeps a refusal until somebody asks; the next kernel's launch check, the trainer's, would raise it."""
+        try:
+            self._pack[:1].zero_()
+        except RuntimeError as error:
+            logger.debug("the driver's refusal: %s", error)

@@ -55,11 +55,13 @@ class Inputs:
 
     Args:
         counts_RE: tokens of each rank for each expert.
+        counts: the same where this rank's tokens are; its rows may lie apart.
         tokens_learn: the tokens of some rank need gradients.
         experts_learn: the outputs of some rank's experts do.
     """
 
     counts_RE: NDArray[np.int64]
+    counts: Tensor
     tokens_learn: bool
     experts_learn: bool
 
@@ -95,7 +97,7 @@ def exchange_inputs(
         _count(experts_TK, row)
     everything = row.new_empty((dist.get_world_size(group), len(row)))
     dist.all_gather(list(everything.unbind()), row, group=group)
-    return _agreed(everything.cpu().numpy())
+    return _agreed(everything.cpu().numpy(), everything)
 
 
 def _problem_of(tokens_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Problem:
@@ -119,7 +121,7 @@ def _count(experts_TK: Tensor, row: Tensor) -> None:
     row[_HEAD:].scatter_add_(0, ids, torch.ones_like(ids))
 
 
-def _agreed(rows: NDArray[np.int64]) -> Inputs:
+def _agreed(rows: NDArray[np.int64], on_device: Tensor) -> Inputs:
     troubled = {rank: Problem(code) for rank, code in enumerate(rows[:, _PROBLEM].tolist()) if code}
     if troubled:
         words = "; ".join(f"rank {rank}: {_WORDS[why]}" for rank, why in troubled.items())
@@ -130,7 +132,7 @@ def _agreed(rows: NDArray[np.int64]) -> Inputs:
     learning = bool(rows[0, _GRAD_MODE])
     tokens_learn = learning and bool(rows[:, _TOKENS_LEARN].any())
     experts_learn = tokens_learn or (learning and bool(rows[:, _EXPERTS_LEARN].any()))
-    return Inputs(rows[:, _HEAD:], tokens_learn, experts_learn)
+    return Inputs(rows[:, _HEAD:], on_device[:, _HEAD:], tokens_learn, experts_learn)
 
 
 _GRAD_WORDS = ("without", "with")

@@ -2,7 +2,7 @@
 
 Every rank brings tokens that are routed already, and holds some experts. In a forward
 
-1. all ranks tell how many tokens they have for each expert (``inputs``), and each plans who computes which (``ckptd.elastic.dispatch``);
+1. all ranks tell how many tokens they have for each expert (``inputs``), and each plans who computes which (``dispatching``);
 2. tokens go to the ranks that compute them, all of them, without padding (``rows``, ``swap``);
 3. each expert computes its rows in one call, the results go back the same way, and are added up by weight.
 
@@ -25,12 +25,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from ckptd.client.elastic.agreeing import agree, differing_replicas, digests_of
+from ckptd.client.elastic.dispatching import Dispatcher
 from ckptd.client.elastic.gradients import ReplicaGradients
 from ckptd.client.elastic.inputs import Inputs, exchange_inputs
 from ckptd.client.elastic.rows import Route, plan_route, reorder, spread
 from ckptd.client.elastic.swap import Swap, swap_rows
 from ckptd.client.exchange import gather_bytes
-from ckptd.elastic.dispatch import plan_dispatch
 from ckptd.errors import CorruptionError
 
 __all__ = ["ElasticExperts"]
@@ -80,6 +80,7 @@ class ElasticExperts(nn.Module):
         self._gradients = ReplicaGradients(
             experts, self._agreed, mean=reduce == "mean", group=group
         )
+        self._dispatcher = Dispatcher(self.replicas_RE, self._agreed.nodes_R, self._rank)
         self._loads_E = np.zeros(self.num_experts, dtype=np.int64)
         self._device = torch.device("cpu")
 
@@ -119,8 +120,7 @@ class ElasticExperts(nn.Module):
         self._device = tokens_TH.device
         if self.training:
             self._loads_E += inputs.counts_RE.sum(axis=0)
-        dispatch = plan_dispatch(inputs.counts_RE, self.replicas_RE, nodes=self._agreed.nodes_R)
-        route = plan_route(experts_TK, dispatch, self._rank)
+        route = plan_route(experts_TK, self._dispatcher.share(inputs.counts))
         rows = spread(tokens_TH, route.sent, experts_TK.shape[1])
         by_pair = reorder(self._computed(rows, route, inputs), route.sent.undone())
         weighted = by_pair.view(*experts_TK.shape, tokens_TH.shape[1]) * weights_TK.unsqueeze(-1)

@@ -18,17 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ckptd.elastic.dispatch import Dispatch
-
-__all__ = ["Order", "Route", "plan_route", "reorder", "spread"]
-
-Ints = NDArray[np.int64]
+__all__ = ["Order", "Route", "Share", "plan_route", "reorder", "spread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +44,21 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank sends and gets, itself included; int64, on the host or on the rank's device.
+
+    Args:
+        tokens_RE: tokens for each expert that go to each rank.
+        first_RE: which of this rank's tokens of that expert is the first of them; 0 where there are none.
+        received_RE: tokens for each expert that come from each rank.
+    """
+
+    tokens_RE: Tensor
+    first_RE: Tensor
+    received_RE: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """What this rank sends, receives and computes in one call of the layer.
 
@@ -68,43 +77,52 @@ class Route:
     computes: list[tuple[int, int]]
 
 
-def plan_route(experts_TK: Tensor, dispatch: Dispatch, rank: int) -> Route:
-    """The orders of this rank's rows.
+def plan_route(experts_TK: Tensor, share: Share) -> Route:
+    """The orders of this rank's rows; waits once for the device, for how many rows go to whom.
 
     Args:
         experts_TK: the expert of every pair of this rank's batch.
-        dispatch: what goes where, made from the counts of all ranks.
-        rank: of this rank.
+        share: this rank's, made from the counts of all ranks.
     """
-    sends, got_RE = dispatch.sends(rank), dispatch.receives(rank)
-    counts_E = sends.tokens.sum(axis=0)
-    begins_E = np.cumsum(counts_E) - counts_E
+    sends, receives, by_expert = _on_host(
+        share.tokens_RE.sum(1), share.received_RE.sum(1), share.received_RE.sum(0)
+    )
+    counts_E = share.tokens_RE.sum(0)
+    begins_E = counts_E.cumsum(0) - counts_E
     sorted_S = torch.argsort(experts_TK.reshape(-1), stable=True)
-    sent_S = sorted_S[_laid_out(begins_E + sends.first, sends.tokens, sorted_S.device)]
-    got_at_RE = np.cumsum(got_RE.reshape(-1)).reshape(got_RE.shape) - got_RE
-    by_expert_M = _laid_out(got_at_RE.T, got_RE.T, sorted_S.device)
+    places_S = _laid_out(begins_E + share.first_RE, share.tokens_RE, sum(sends))
+    sent_S = sorted_S[places_S.to(sorted_S.device)]
+    got_RE = share.received_RE
+    got_at_RE = got_RE.reshape(-1).cumsum(0).view_as(got_RE) - got_RE
+    by_expert_M = _laid_out(got_at_RE.T, got_RE.T, sum(receives)).to(sorted_S.device)
     return Route(
-        sends.tokens.sum(axis=1).tolist(),
-        got_RE.sum(axis=1).tolist(),
+        sends,
+        receives,
         Order.of(sent_S),
         Order.of(by_expert_M),
-        [(expert, rows) for expert, rows in enumerate(got_RE.sum(axis=0).tolist()) if rows],
+        [(expert, rows) for expert, rows in enumerate(by_expert) if rows],
     )
 
 
-def _laid_out(begins: Ints, lengths: Ints, device: torch.device) -> Tensor:
-    """The numbers of all intervals, one interval after the other.
+def _on_host(*counts: Tensor) -> list[list[int]]:
+    """Their numbers, in one transfer."""
+    numbers = torch.cat(counts).tolist()
+    out = []
+    for some in counts:
+        out.append(numbers[: len(some)])
+        numbers = numbers[len(some) :]
+    return out
+
+
+def _laid_out(begins: Tensor, lengths: Tensor, total: int) -> Tensor:
+    """The numbers of all intervals, one interval after the other; ``total`` is the sum of their lengths.
 
     Example: begins 5, 0 and lengths 2, 3 give 5, 6, 0, 1, 2.
     """
-    some = np.nonzero(lengths.reshape(-1))[0]
-    length, begin = lengths.reshape(-1)[some], begins.reshape(-1)[some]
-    total = int(length.sum())
-    shift = begin - (np.cumsum(length) - length)
-    both = torch.from_numpy(np.stack([shift, length])).to(device)
-    return torch.repeat_interleave(both[0], both[1], output_size=total) + torch.arange(
-        total, device=device
-    )
+    length = lengths.reshape(-1)
+    shift = begins.reshape(-1) - (length.cumsum(0) - length)
+    shifts = torch.repeat_interleave(shift, length, output_size=total)
+    return shifts + torch.arange(total, device=length.device)
 
 
 def spread(tokens_TH: Tensor, pairs: Order, choices: int) -> Tensor:

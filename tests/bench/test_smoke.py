@@ -145,8 +145,16 @@ def test_benchmark_keeps_its_contract(subject: str, options: list[str], names: s
     for name in names:
         assert isinstance(record["metrics"][name], int | float), name
     assert not any(isinstance(value, dict | list) for value in record["metrics"].values()), "flat"
-    if torch.cuda.is_available() and subject == "overhead":
-        assert {"overhead_fraction_cuda", "capture_vs_link"} <= set(record["metrics"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_the_benchmark_of_a_gpu_keeps_its_contract() -> None:
+    small = ["--width", "128", "--layers", "2", "--experts", "4", "--memory-gib", "1"]
+    record = _run("gpu", ["--rounds", "1", "--block", "2", "--batch-size", "2", *small])
+    names = {"overhead_fraction_cuda", "capture_vs_link_cuda", "stall_ms_dcp_async_save"}
+    assert names <= set(record["metrics"])
+    assert record["metrics"]["left_out_cuda"] == 0
 
 
 def test_interleave_alternates_the_order_and_drops_the_warmup() -> None:

@@ -299,6 +299,74 @@ class TestCudaEngine(EngineTests):
         step = torch.tensor([3.0])
         self.check(engine, memory, [item(step, 0), item(self.random(8), 64)])
 
+    def test_the_same_list_again_and_then_another(self, engine: CopyEngine, memory: Memory) -> None:
+        """Transfers are planned once for a list: the values must be today's, and another list's its own."""
+        tensors = [self.random(n + 1) for n in range(9)] + [self.random(100_000)]
+        items = [item(t, 1024 * n) for n, t in enumerate(tensors)]
+        for _ in range(3):
+            for t in tensors:
+                t.add_(1)
+            self.copy(engine, memory, items)
+            for i in items:
+                assert torch.equal(memory.read(i), i.tensor.cpu())
+        others = [item(self.random(n + 2), 1024 * n) for n in range(9)]
+        for _ in range(80):  # more lists than are remembered
+            self.copy(engine, memory, list(others))
+        for i in others:
+            assert torch.equal(memory.read(i), i.tensor.cpu())
+
+    def test_what_is_freed_during_the_copy_is_copied_all_the_same(
+        self, engine: CopyEngine, memory: Memory
+    ) -> None:
+        """The allocator may hand the memory of a tensor nobody holds any more to the next kernel."""
+        expected = self.random(1 << 19)
+        tensor = expected.clone()
+        found = item(tensor, 0)
+        torch.cuda.synchronize()
+        side = engine._stream  # type: ignore[attr-defined]
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(200_000_000)
+        done = Done()
+        engine.begin([found], memory, SLOT, done)
+        shape, dtype = tensor.shape, tensor.dtype
+        del tensor, found
+        for _ in range(4):
+            torch.full(shape, 7.0, dtype=dtype, device=self.device)
+        assert done.result() is None
+        assert torch.equal(memory.read(item(expected, 0)), expected.cpu())
+
+    def test_the_devices_wait_is_told(self, engine: CopyEngine, memory: Memory) -> None:
+        """Not that of the host, which goes on: an update that had to stand behind a slow copy."""
+        with torch.cuda.stream(engine._stream):  # type: ignore[attr-defined]
+            torch.cuda._sleep(200_000_000)  # about a tenth of a second
+        done = Done()
+        engine.begin([item(self.random(1000), 0)], memory, SLOT, done)
+        assert engine.wait() == 0.0
+        torch.cuda.synchronize()
+        assert done.result() is None
+        assert 0.02 < engine.wait() < 10.0
+        assert engine.wait() == 0.0
+
+    def test_a_refused_registration_leaves_the_trainer_alone(
+        self, engine: CopyEngine, memory: Memory
+    ) -> None:
+        """The runtime remembers a refusal, and would raise it at the trainer's next kernel."""
+        with pytest.raises(RuntimeError, match="cudaHostRegister of .* bytes failed with code"):
+            engine.register(memory, [(0, SIZE // 2)])  # it is registered already
+        assert torch.ones(4, device=self.device).mul(2).sum().item() == 8.0
+        assert memory.tensor[SLOT : SLOT + 64].is_pinned()
+
+    def test_casts_round_as_the_host_does(self, engine: CopyEngine, memory: Memory) -> None:
+        """Compute weights in a snapshot are what a later cast of the restored masters gives."""
+        bits = torch.randint(
+            -(2**31), 2**31, (300_000,), generator=torch.Generator().manual_seed(3)
+        )
+        values = bits.to(torch.int32).view(torch.float32)
+        values = values[~values.isnan()].to(self.device)
+        found = item(values, 0, dtype=torch.bfloat16)
+        self.copy(engine, memory, [found])
+        assert torch.equal(memory.read(found), values.cpu().to(torch.bfloat16))
+
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 7])
 def test_a_restore_is_shared_between_threads(memory: Memory, shares: int) -> None:

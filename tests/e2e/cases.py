@@ -135,6 +135,8 @@ class Model(nn.Module):
 class Data:
     """A position in an endless stream of random tokens, each batch a function of the position only."""
 
+    device = "cpu"  # where batches go to
+
     def __init__(self) -> None:
         self.position = 0
 
@@ -147,7 +149,7 @@ class Data:
     def __next__(self) -> Tensor:
         generator = torch.Generator().manual_seed(1000 + self.position)
         self.position += 1
-        return torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator)
+        return torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator).to(self.device)
 
 
 # One training step of a job; it calls its last argument at points where it may be killed.
@@ -211,7 +213,7 @@ def make(
 ) -> Callable[[int], Job]:
     def build(seed: int) -> Job:
         torch.manual_seed(seed)
-        model = Model(**model_args)
+        model = Model(**model_args).to(Data.device)
         if prepare is not None:
             prepare(model)
         params = [p for p in model.parameters() if p.requires_grad]
@@ -233,7 +235,7 @@ def make(
 
 
 def autocast_body(job: Job, step: int, at: Callable[[str], None]) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(Data.device, dtype=torch.bfloat16):
         loss = loss_of(job.model, next(job.state["data"]))
     loss.backward()
     at("backward")
@@ -280,7 +282,7 @@ def zero_first_body(job: Job, step: int, at: Callable[[str], None]) -> None:
 
 def scaler_body(job: Job, step: int, at: Callable[[str], None]) -> None:
     scaler = job.state["scaler"]
-    with torch.autocast("cpu", dtype=torch.float16):
+    with torch.autocast(Data.device, dtype=torch.float16):
         loss = loss_of(job.model, next(job.state["data"]))
     if step in (5, 9):
         loss = loss * float("inf")  # these steps are skipped
@@ -296,7 +298,7 @@ def scaler_body(job: Job, step: int, at: Callable[[str], None]) -> None:
 
 def scaler_case(seed: int) -> Job:
     job = make(body=scaler_body, sched=False)(seed)
-    job.state["scaler"] = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    job.state["scaler"] = torch.amp.GradScaler(Data.device, init_scale=1024.0, growth_interval=3)
     return job
 
 
@@ -433,7 +435,8 @@ def plateau_case(seed: int) -> Job:
     job.state["sched"] = torch.optim.lr_scheduler.ReduceLROnPlateau(
         job.optimizers[0], patience=0, threshold=0.01
     )
-    held_out = torch.randint(0, VOCAB, (4, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    held_out = torch.randint(0, VOCAB, (4, LENGTH + 1), generator=generator).to(Data.device)
 
     def body(job: Job, step: int, at: Callable[[str], None]) -> None:
         loss_of(job.model, next(job.state["data"])).backward()
@@ -469,7 +472,7 @@ def forked_child_case(seed: int) -> Job:
 def large_table_case(seed: int, *, rows: int = 400_000) -> Job:
     """Much state and little work: copying a dense snapshot takes a good part of an iteration."""
     job = make(sched=False)(seed)
-    job.model.embed = nn.Embedding(rows, WIDTH)
+    job.model.embed = nn.Embedding(rows, WIDTH).to(Data.device)
     job.optimizers = [torch.optim.AdamW(job.model.parameters(), lr=3e-3)]
     # The first plan is dense, and its copies stall training for a good part of each step.
     job.options.update(max_overhead=100.0, inline_copy=True)
@@ -671,6 +674,10 @@ def find_case(name: str) -> Callable[[int], Job]:
         from tests.e2e.parallel.registry import find_parallel_case
 
         return find_parallel_case(name)
+    if name.startswith("cuda_"):
+        from tests.e2e.cuda_cases import CUDA_CASES
+
+        known = CUDA_CASES
     if name.startswith("hf_"):
         from tests.e2e.hf_cases import HF_CASES
 

@@ -13,8 +13,8 @@ __all__ = ["differences"]
 
 def differences(reference: Path, other: Path) -> list[str]:
     """Names of everything that is not identical; empty if all is."""
-    a: dict[str, Any] = torch.load(reference, weights_only=False)
-    b: dict[str, Any] = torch.load(other, weights_only=False)
+    a: dict[str, Any] = torch.load(reference, weights_only=False, map_location="cpu")
+    b: dict[str, Any] = torch.load(other, weights_only=False, map_location="cpu")
     found = [f"only in one: {n}" for n in a.keys() ^ b.keys()]
     return found + [n for n in a.keys() & b.keys() if not _same(a[n], b[n])]
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ckptd.memory.ring import Remedy, choose_slot
-from tests.e2e.cases import Job, find_case
+from tests.e2e.cases import Data, Job, find_case
 
 if TYPE_CHECKING:
     from ckptd.client import Checkpointer
@@ -134,7 +134,11 @@ def make_job(case: str, seed: int, store: Path | None) -> Job:
     from torch.nn.parallel import DistributedDataParallel
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    # Several ranks share one device here, which NCCL refuses.
+    backend = "nccl" if Data.device == "cuda" and world_size == 1 else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size
+    )
     job = find_case(case)(seed)
     if "/" not in case:
         job.model = DistributedDataParallel(job.model, find_unused_parameters=True)
@@ -197,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--daemon", default="none")
     parser.add_argument("--run", default="r")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--progress", type=Path)
     parser.add_argument("--stats", type=Path, help="keep the Checkpointer's counters in this file")
@@ -236,6 +241,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
+    if args.device == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = (
+            ":4096:8"  # cuBLAS asks for it where bits must repeat
+        )
+        Data.device = args.device
     job = make_job(args.case, args.seed, args.store)
     if args.leave_out:
         from tests.e2e.parallel.sabotage import LEAVE_OUT

@@ -1,4 +1,4 @@
-"""The token dispatcher against a reference that deals tokens out one by one."""
+"""Both forms of the token dispatcher against a reference that deals tokens out one by one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from ckptd.elastic.dispatch import plan_dispatch, token_quotas
 from ckptd.errors import ElasticError
+from tests.elastic.forms import FORMS, INTERPRETED, Form
 from tests.long import LONG
 
 Ints = NDArray[np.int64]
+EXAMPLES = 8 if INTERPRETED else 2000 if LONG else 60
 
 
 def _reference(
@@ -71,10 +73,11 @@ def cases(draw: st.DrawFn, *, most_tokens: int = 9) -> Case:
     return Case(np.array(tokens, dtype=np.int64).reshape(ranks, experts), replicas_RE, nodes)
 
 
-@settings(max_examples=2000 if LONG else 60, deadline=None)
-@given(cases())
-def test_it_is_what_dealing_them_out_one_by_one_gives(case: Case) -> None:
-    plan = plan_dispatch(case.tokens, case.replicas, nodes=case.nodes)
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(case=cases())
+def test_it_is_what_dealing_them_out_one_by_one_gives(form: Form, case: Case) -> None:
+    plan = form(case.tokens, case.replicas, nodes=case.nodes)
     expected = _reference(case.tokens, case.replicas, case.nodes)
     ranks, experts = case.tokens.shape
     for source in range(ranks):
@@ -85,10 +88,11 @@ def test_it_is_what_dealing_them_out_one_by_one_gives(case: Case) -> None:
             assert tokens == expected[source][target][expert]
 
 
-@settings(max_examples=2000 if LONG else 60, deadline=None)
-@given(cases(most_tokens=1 << 40))
-def test_what_must_hold_for_any_numbers(case: Case) -> None:
-    plan = plan_dispatch(case.tokens, case.replicas, nodes=case.nodes)
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(case=cases(most_tokens=1 << 40))
+def test_what_must_hold_for_any_numbers(form: Form, case: Case) -> None:
+    plan = form(case.tokens, case.replicas, nodes=case.nodes)
     ranks = len(case.tokens)
     matrix = plan.matrix()
     assert (matrix >= 0).all()
@@ -140,17 +144,21 @@ def test_remainders_go_round(case: tuple[int, list[int]]) -> None:
     assert loads.max() - loads.min() <= 1
 
 
-def test_small_cases_by_hand() -> None:
+def test_small_quotas_by_hand() -> None:
     # The docstring's example; the remainder of the second expert begins where the first one's ended.
     assert token_quotas([7, 7], np.ones((3, 2), dtype=int)).tolist() == [[3, 2], [2, 3], [2, 2]]
     # Fewer tokens than replicas, none at all, and a rank with two replicas.
     assert token_quotas([1, 0, 5], [[1, 1, 2], [1, 1, 1]]).tolist() == [[1, 0, 3], [0, 0, 2]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_small_cases_by_hand(form: Form) -> None:
     # Rank 2 holds nothing and sends all it has; rank 0 has no tokens and only receives.
-    plan = plan_dispatch([[0], [2], [4]], [[1], [1], [0]])
+    plan = form([[0], [2], [4]], [[1], [1], [0]])
     assert plan.matrix()[:, :, 0].tolist() == [[0, 0, 0], [0, 2, 0], [3, 1, 0]]
     assert plan.sends(2).first[:, 0].tolist() == [0, 3, 0]
     # The same on two nodes: what rank 1 cannot keep goes to its neighbour before anybody else.
-    crowded = plan_dispatch([[6], [6], [0], [0]], [[1], [0], [0], [1]], nodes=[0, 1, 0, 1])
+    crowded = form([[6], [6], [0], [0]], [[1], [0], [0], [1]], nodes=[0, 1, 0, 1])
     assert crowded.matrix()[:, :, 0].tolist() == [[6, 0, 0, 0], [0, 0, 0, 6], [0] * 4, [0] * 4]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from ckptd.client.elastic.dispatching import Dispatcher
 from ckptd.client.elastic.rows import Order, Route, plan_route, reorder, spread
-from ckptd.elastic.dispatch import plan_dispatch
 
 EXPERTS = 5
 REPLICAS = [[2, 1, 0, 1, 0], [0, 1, 1, 1, 0], [1, 0, 0, 1, 1], [0, 0, 0, 1, 1]]
@@ -21,8 +22,11 @@ def _routes(seed: int, nodes: list[int] | None) -> tuple[list[Tensor], list[Rout
         shares = torch.rand(max(1, count), EXPERTS, generator=generator)
         wanted.append(torch.multinomial(shares, 2, generator=generator)[:count])
     counts = torch.stack([torch.bincount(w.flatten(), minlength=EXPERTS) for w in wanted])
-    dispatch = plan_dispatch(counts.numpy(), REPLICAS, nodes=nodes)
-    return wanted, [plan_route(w, dispatch, rank) for rank, w in enumerate(wanted)]
+    replicas_RE, nodes_R = np.array(REPLICAS), None if nodes is None else np.array(nodes)
+    return wanted, [
+        plan_route(w, Dispatcher(replicas_RE, nodes_R, rank).share(counts))
+        for rank, w in enumerate(wanted)
+    ]
 
 
 @pytest.mark.parametrize("nodes", [None, [0, 1, 0, 1]])

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.e2e.cases import Job, Model
+from tests.e2e.cases import Data, Job, Model
 from tests.e2e.parallel.registry import Family, build, job_of
 
 __all__ = ["CASES"]
@@ -29,7 +29,8 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def sharded(model: Model, **options: Any) -> Model:
     """Each block by itself, and the rest at the root."""
     if "mesh" not in options:
-        options["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        shape = (dist.get_world_size(),)
+        options["mesh"] = init_device_mesh(Data.device, shape, mesh_dim_names=("dp",))
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)

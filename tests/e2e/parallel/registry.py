@@ -97,7 +97,7 @@ def find_parallel_case(name: str) -> Callable[[int], Job]:
 def build(seed: int, **model_args: object) -> Model:
     """The model of ``cases.py``, initialised from ``seed`` alike on all ranks."""
     torch.manual_seed(seed)
-    return Model(**model_args)  # type: ignore[arg-type]
+    return Model(**model_args).to(Data.device)  # type: ignore[arg-type]
 
 
 def job_of(

@@ -1,0 +1,260 @@
+"""On a GPU: what a snapshot every iteration costs, against the same loop without, the link, and torch's own asynchronous save.
+
+A mixture of experts with bf16 weights, fp32 masters and AdamW; each run is a process of its own, and they take turns block by block on
+one device. `overhead_fraction_cuda` is what an iteration takes longer with ckptd; `dense` takes everything every time.
+`capture_vs_link`: the rate at which snapshots cross the link while the model trains, against one large pinned copy on an idle
+device. Peers save the same state once: their stall is the time of the call, with the device idle and memory warm.
+
+`begin_us_per_tensor`: what the training thread spends on handing over a snapshot of many small or large tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+import warnings
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+
+from bench.common import (
+    GB,
+    clock_ms,
+    emit,
+    in_shared_environment,
+    interleave,
+    median,
+    own_daemon,
+    parser,
+    scratch_folder,
+    table,
+)
+from bench.overhead import Job, fraction, pinned_link_gb_per_s
+from ckptd.cuda.engine import CopyItem, HostMemory
+from ckptd.cuda.select import make_engine
+from examples.moe_text.data import load_corpus
+from examples.moe_text.model import MoEConfig
+
+__all__ = ["main"]
+
+MAX_SETTLE = 3000
+SAVES = 3
+
+
+def config_of(args: Any) -> MoEConfig:
+    return MoEConfig(
+        width=args.width,
+        num_layers=args.layers,
+        num_heads=args.width // 64,
+        num_experts=args.experts,
+        expert_hidden=2 * args.width,
+    )
+
+
+# --- processes of one run each ---------------------------------------------------------------------
+
+
+def work(args: Any) -> None:
+    """Settles, then answers each line on stdin, a number of iterations, with milliseconds for each."""
+    torch.set_num_threads(1)
+    job = Job(
+        device="cuda", batch_size=args.batch_size, corpus=load_corpus(), config=config_of(args)
+    )
+    endpoint, _, kind = args.worker.partition("#")
+    if endpoint == "peers":
+        print(json.dumps(peers(job)), flush=True)
+        return
+    if endpoint != "plain":
+        options: dict[str, Any] = {"policy": "dense"} if kind == "dense" else {}
+        job.attach(run=f"gpu-{kind}", daemon=endpoint, **options)
+    settle(job, args.settle)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(*job.block_ms(int(line)), flush=True)
+    if job.ckpt is not None:
+        print(json.dumps({**job.ckpt.stats(), "state": job.ckpt.describe()}), flush=True)
+        job.ckpt.close()
+
+
+def settle(job: Job, at_least: int) -> None:
+    """Until snapshots are being taken in memory that is all there."""
+    for done in range(MAX_SETTLE):
+        stats = {} if job.ckpt is None else job.ckpt.stats()
+        taken = job.ckpt is None or stats["snapshots"] >= 4 * stats["window"] + 8
+        if done >= at_least and taken:
+            return
+        job.iterate()
+    raise RuntimeError(f"no snapshots in {MAX_SETTLE} iterations: {stats}")
+
+
+class Worker:
+    """The other end of ``work``."""
+
+    def __init__(self, args: Any, role: str) -> None:
+        command = [sys.executable, "-m", "bench.gpu", "--worker", role]
+        for name in ("width", "layers", "experts", "batch_size", "settle"):
+            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        if role != "peers":
+            self._read()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a worker ended with code {self._process.wait()}")
+        return line
+
+    def block_ms(self, iterations: int) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{iterations}\n")
+        return float(self._read().split()[0])
+
+    def close(self) -> dict[str, Any]:
+        """End it; returns what it says last."""
+        rest, _ = self._process.communicate(timeout=300)
+        return dict(json.loads(rest)) if rest else {}
+
+
+def peers(job: Job) -> dict[str, float]:
+    """Milliseconds that training waits for a save of the whole state, by kind of save; the median of a few after a first one."""
+    for _ in range(3):
+        job.iterate()
+    state = {
+        "model": job.model.state_dict(),
+        "masters": job.masters,
+        "optimizer": job.optimizer.state_dict(),
+    }
+    found: dict[str, float] = {}
+    with scratch_folder() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the peers' deprecations are not ours to fix
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        pinned = DefaultStager(StagingOptions(use_pinned_memory=True, use_async_staging=False))
+        for name, stager in (("async_save", None), ("async_save_pinned", pinned)):
+            times: list[float] = []
+            for _ in range(SAVES + 1):
+                job.iterate()
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+                response = async_save(state, checkpoint_id=f"{folder}/{name}", async_stager=stager)
+                times.append(1e3 * (time.perf_counter() - begun))
+                future = (
+                    response.upload_completion
+                    if isinstance(response, AsyncSaveResponse)
+                    else response
+                )
+                assert isinstance(future, Future)
+                future.result(timeout=600)
+            found[f"stall_ms_dcp_{name}"] = median(times[1:])
+        dist.destroy_process_group()
+    return found
+
+
+# --- the training thread's part ------------------------------------------------------------------------
+
+
+def begin_us(count: int, numel: int, *, rounds: int) -> tuple[float, float]:
+    """Microseconds of the training thread per tensor, and the GB/s of the copies: a snapshot of ``count`` fp32 tensors."""
+    engine = make_engine(torch.device("cuda"))
+    nbytes = 4 * numel
+    memory = HostMemory(memoryview(mmap.mmap(-1, count * nbytes)))
+    engine.register(memory, [(0, count * nbytes)])
+    tensors = [torch.randn(numel, device="cuda") for _ in range(count)]
+    items = [
+        CopyItem(t, None, None, torch.float32, i * nbytes, nbytes) for i, t in enumerate(tensors)
+    ]
+    times: list[float] = []
+    rates: list[float] = []
+    for _ in range(rounds + 2):
+        torch.cuda.synchronize()
+        times.append(clock_ms(lambda: engine.begin(items, memory, 0, lambda error: None)))
+        engine.wait()
+        torch.cuda.synchronize()
+        time.sleep(0.02)  # the watcher has told
+        rates.append(count * nbytes / GB / engine.last_copy_s)
+    last = memory.view(items[-1].offset, nbytes, torch.float32, (numel,))
+    if not torch.equal(last, tensors[-1].cpu()):
+        raise RuntimeError("what arrived is not what was sent")
+    engine.release(memory)
+    engine.close()
+    return 1e3 * median(times[2:]) / count, median(rates[2:])
+
+
+def handing_over(rounds: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    rows = []
+    for count, numel in ((4096, 1024), (4096, 65_536), (512, 1 << 20)):
+        us, rate = begin_us(count, numel, rounds=rounds)
+        found[f"begin_us_per_tensor_{4 * numel >> 10}k"] = us
+        found[f"copy_gb_per_s_{4 * numel >> 10}k"] = rate
+        rows.append([f"{count} x {4 * numel >> 10} KiB", f"{us:.2f}", f"{rate:.1f}"])
+    print(table(["tensors", "us per tensor", "GB/s"], rows))
+    return found
+
+
+def main() -> None:
+    in_shared_environment()
+    options = parser(__doc__)
+    options.add_argument("--block", type=int, default=20, help="iterations between two changes")
+    options.add_argument("--batch-size", type=int, default=64)
+    options.add_argument("--width", type=int, default=1024)
+    options.add_argument("--layers", type=int, default=8)
+    options.add_argument("--experts", type=int, default=16)
+    options.add_argument("--settle", type=int, default=60, help="iterations before measuring")
+    options.add_argument("--memory-gib", type=int, default=72, help="of the daemon, in /dev/shm")
+    options.add_argument("--no-peers", action="store_true", help="leave out torch's saves")
+    options.add_argument("--worker", help=argparse.SUPPRESS)
+    args = options.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device here: nothing is measured")
+        return
+    if args.worker is not None:
+        work(args)
+        return
+    metrics: dict[str, float | int | str] = {"link_gb_per_s": pinned_link_gb_per_s()}
+    metrics |= handing_over(args.rounds)
+    torch.cuda.empty_cache()
+    with own_daemon(memory_mib=args.memory_gib << 10) as endpoint:
+        roles = {"plain": "plain", "ckptd": f"{endpoint}#sliding", "dense": f"{endpoint}#dense"}
+        workers = {name: Worker(args, role) for name, role in roles.items()}
+        variants = {
+            name: (lambda worker=worker: worker.block_ms(args.block))
+            for name, worker in workers.items()
+        }
+        samples = interleave(variants, rounds=args.rounds, warmup=2)
+        stats = {name: worker.close() for name, worker in workers.items()}
+    for name, label in (("ckptd", "cuda"), ("dense", "cuda_dense")):
+        told = stats[name]
+        metrics |= {
+            f"overhead_fraction_{label}": fraction({**samples, "ckptd": samples[name]}),
+            f"iteration_ms_{label}": median(samples[name]),
+            f"stall_ms_{label}": told["stall_ms_mean"],
+            f"window_{label}": told["window"],
+            f"snapshot_gb_{label}": told["snapshot_bytes"] / GB,
+            f"capture_gb_per_s_{label}": told["capture_gb_per_s"],
+            f"capture_vs_link_{label}": told["capture_gb_per_s"] / float(metrics["link_gb_per_s"]),
+            f"left_out_{label}": told["no_slot"] + told["torn"] + told["failed"],
+        }
+    metrics |= {
+        "iteration_ms_plain": median(samples["plain"]),
+        "dense_gb": stats["ckptd"]["dense_bytes"] / GB,
+    }
+    if not args.no_peers:
+        metrics |= Worker(args, "peers").close()
+    metrics["cores"] = len(os.sched_getaffinity(0))
+    emit("gpu", metrics, as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()
