@@ -26,7 +26,7 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from ckptd.client.agreement import all_or_none
 from ckptd.client.binding import Binding
@@ -94,14 +94,17 @@ class ElasticJob:
     ) -> None:
         began = time.perf_counter()
         self._identity = identify(job, run, rank, world_size)
-        self.layers = _checked(layers, slots, self._identity)
+        # What is wrong here the other ranks hear of when they meet: they would wait for this one.
+        wrong = _wrong(layers, slots, self._identity)
+        counts = tuple(layers.values()) if not wrong else (1,)
+        self.layers = ExpertLayers(tuple(layers), counts[0])
         self._daemon = daemon
         self._endpoint: Callable[[], str] = ensure_daemon if daemon == "auto" else lambda: str(daemon)  # fmt: skip
         self._meet = partial(exchange, self._identity)
         wishes = Wishes(
             self._identity.job, self._identity.run, self.layers, threshold, max_straggler, domain
         )
-        self._here = self._find_node(slots, domain)
+        self._here = ValueError(wrong) if wrong else self._find_node(slots, domain)
         self._world = start_world(self._here, wishes, self.rank, self._meet)
         self.plan = self._world.plan
         self._when, self._wishes = when, wishes
@@ -264,12 +267,15 @@ class ElasticJob:
             mine = [give.unit for give in handover.gives if give.target == self.rank]
             check_fits(binding, mine, set(binding.params))
             loader.clear()
-        # Units and step scalars for each rank; what is for this one comes back at once.
         with all_or_none(self._meet, f"rank {self.rank}"):
             units, scalars = self._outgoing(handover)
         came = ship(units), ship(scalars)
         self.seconds["ship_s"] = time.perf_counter() - began
         with all_or_none(self._meet, f"rank {self.rank}"):
+            for give in handover.gives:
+                if give.source == self.rank == give.target:
+                    assert local is not None, "it was verified"
+                    loader.units(b"".join(local.unit(give.unit)))
             for stream in came[0]:
                 loader.units(stream)
             loader.scalars(b"".join(came[1]), self.rank)
@@ -289,7 +295,7 @@ class ElasticJob:
         local = self._world.local
         if local is not None:
             for give in handover.gives:
-                if give.source == self.rank:
+                if give.source == self.rank != give.target:
                     units[give.target] += local.unit(give.unit)
             for target, (giver, whose) in enumerate(handover.scalars):
                 if giver == self.rank:
@@ -365,6 +371,18 @@ class ElasticJob:
             raise ValueError("call checkpointer() before sum_gradients()")
         self._gradients.sum()
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As torch's, over all parameters of the job, each of which counts once; after `sum_gradients`. A collective call.
+
+        Returns:
+            The norm of all gradients before, float64, the same on all ranks.
+        Raises:
+            ValueError: `checkpointer` was not called.
+        """
+        if self._gradients is None:
+            raise ValueError("call checkpointer() before clip_grad_norm_()")
+        return self._gradients.clip(max_norm)
+
     def check_replicas(self) -> None:
         """Compare the weights of all replicas of all experts, bit for bit; a collective call.
 
@@ -392,14 +410,13 @@ class ElasticJob:
         self.close()
 
 
-def _checked(layers: Mapping[str, int], slots: int, identity: Identity) -> ExpertLayers:
+def _wrong(layers: Mapping[str, int], slots: int, identity: Identity) -> str:
+    """What cannot be used; empty if nothing."""
     counts = set(layers.values())
     if not layers or len(counts) != 1 or min(counts) < 1:
-        raise ValueError(
-            f"layers={dict(layers)!r}: name the mixture layers, each with its number of experts, which is the same for all"
-        )
+        return f"layers={dict(layers)!r}: name the mixture layers, each with its number of experts, which is the same for all"
     if slots < 1:
-        raise ValueError(f"slots={slots}: a rank has room for one expert of each layer at least")
+        return f"slots={slots}: a rank has room for one expert of each layer at least"
     if len(identity.run) > _MAX_RUN:
-        raise ValueError(f"run={identity.run!r} has more than {_MAX_RUN} characters")
-    return ExpertLayers(tuple(layers), counts.pop())
+        return f"run={identity.run!r} has more than {_MAX_RUN} characters"
+    return ""

@@ -1,8 +1,8 @@
-"""Gradients of the dense part, summed over all ranks; those of the experts are the layers' own affair."""
+"""Gradients of the dense part, summed over all ranks (those of the experts are the layers' own affair), and the norm of all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,36 @@ class DenseGradients:
         for bucket in self._buckets():
             self._sum(bucket)
 
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; the norm before, the same on all ranks. A collective call.
+
+        Every parameter of the job counts once, however many ranks hold a replica of its expert.
+        """
+        experts = [p for layer in self._layers for p in layer.experts.parameters()]
+        device = self._params[0].device if self._params else torch.device("cpu")
+        first = torch.zeros((), dtype=torch.float64, device=device)
+        for param in self._of_first_holder():
+            first += _square(param)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(first)
+        for param in self._params:  # alike on all ranks by now
+            first += _square(param)
+        norm = first.sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for param in (*self._params, *experts):
+            if param.grad is not None:
+                param.grad.mul_(scale.to(param.grad.dtype))
+        return norm
+
+    def _of_first_holder(self) -> Iterator[Tensor]:
+        """The parameters of those experts of which this is the lowest rank that has them."""
+        rank = dist.get_rank()
+        for layer in self._layers:
+            for number, expert in layer.experts.items():
+                if int(layer.replicas_RE[:, int(number)].nonzero()[0][0]) == rank:
+                    yield from expert.parameters()
+
     def _buckets(self) -> list[list[Tensor]]:
         """Of one dtype and device each."""
         found: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
@@ -73,3 +103,10 @@ class DenseGradients:
                 if param.grad is None:
                     param.grad = torch.empty_like(param)
                 param.grad.copy_(summed)
+
+
+def _square(param: Tensor) -> Tensor:
+    """The squared norm of its gradient."""
+    if param.grad is None:
+        return torch.zeros((), dtype=torch.float64, device=param.device)
+    return param.grad.double().square().sum()

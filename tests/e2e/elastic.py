@@ -87,9 +87,9 @@ class Life:
         told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [one for one in told if one["event"] == event]
 
-    def losses(self) -> dict[int, float]:
-        """By step, as rank 0 told them."""
-        return {one["step"]: one["loss"] for one in self.events("step")}
+    def losses(self, what: str = "loss") -> dict[int, float]:
+        """By step, as rank 0 told them; or the norm of all gradients."""
+        return {one["step"]: one[what] for one in self.events("step")}
 
     def start(self) -> int:
         """The step at which the (last) world of this life began."""

@@ -17,7 +17,7 @@ from ckptd.memory.ring import SlotState
 from ckptd.memory.segments import open_segment
 from tests.ckptd.nodes import Net, Node
 from tests.e2e.elastic import ElasticRun, Life, same
-from tests.e2e.elastic_job import EXPERTS
+from tests.e2e.elastic_job import EXPERTS, MAX_NORM
 from tests.e2e.test_bad_input import flip
 from tests.long import long
 
@@ -70,14 +70,18 @@ def assert_goes_on(before: Life, after: Life, step: int) -> None:
 
 
 def assert_losses_as_of(undisturbed: Life, run: ElasticRun) -> None:
-    """Each step was done, and has the loss that one rank alone has with the same global batch."""
+    """Each step was done, and has the loss and the norm that one rank alone has with the same global batch."""
     undisturbed.ends()
-    found: dict[int, float] = {}
-    for life in run.lives:
-        found |= life.losses()
-    expected = {step: loss for step, loss in undisturbed.losses().items() if step <= max(found)}
-    assert found.keys() == expected.keys()
-    assert found == pytest.approx(expected, rel=CLOSE, abs=CLOSE)
+    for what in ("loss", "norm"):
+        found: dict[int, float] = {}
+        for life in run.lives:
+            found |= life.losses(what)
+        alone = undisturbed.losses(what)
+        expected = {step: alone[step] for step in alone if step <= max(found)}
+        assert found.keys() == expected.keys()
+        assert found == pytest.approx(expected, rel=CLOSE, abs=CLOSE), what
+    norms = undisturbed.losses("norm").values()
+    assert min(norms) < MAX_NORM < max(norms), "gradients were clipped, and not always"
 
 
 def test_an_expert_that_lost_its_only_holder_comes_from_a_snapshot(
