@@ -74,7 +74,7 @@ demo-storage: $(STAMP)
 
 bench: $(STAMP)
 	@mkdir -p out
-	@for subject in schedule scale placement dispatch agree stall overhead gpu sharing restore replay transport replication recovery persist logging localized; do \
+	@for subject in schedule scale placement dispatch traces agree stall overhead gpu sharing restore replay transport replication recovery persist logging localized; do \
 		echo; echo "== bench.$$subject"; \
 		$(BIN)/python -m bench.$$subject --json | tee out/bench_$$subject.txt; \
 	done
@@ -87,7 +87,7 @@ campaign-storage: $(STAMP)
 	$(BIN)/python -m tests.e2e.storage_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 campaign-matrix: $(STAMP)
-	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/e2e tests/cluster tests/bench tests/client tests/elastic
+	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/e2e tests/cluster tests/bench tests/client tests/elastic tests/cuda
 
 simulation: $(STAMP)
 	$(BIN)/python -m tests.simulation.campaign --schedules $(CKPTD_SCHEDULES) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))

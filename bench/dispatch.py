@@ -15,7 +15,8 @@ size 2 (every rank used) and 8 (an expert on a rank, two ranks idle).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,7 +32,14 @@ from ckptd.elastic.placement import place, spread
 from ckptd.elastic.transfers import plan_transfers
 from ckptd.elastic.types import Cluster, Placement
 
-__all__ = ["dispatch_gpu_times", "dispatch_times", "main", "move_times", "straggler_by_ratio"]
+__all__ = [
+    "dispatch_gpu_times",
+    "dispatch_times",
+    "main",
+    "move_times",
+    "plot",
+    "straggler_by_ratio",
+]
 
 Ints = NDArray[np.int64]
 
@@ -61,6 +69,8 @@ def main() -> None:
     for nodes in args.nodes:
         metrics |= move_times(nodes, layers=args.layers, rounds=args.rounds)
     metrics |= straggler_by_ratio()
+    if args.plot:
+        plot(args.plot, metrics)
     emit("dispatch", metrics, as_json=args.json)
 
 
@@ -68,6 +78,7 @@ def _arguments() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--nodes", type=int, nargs="+", default=[128, 1024])
     options.add_argument("--layers", type=int, default=LAYERS)
+    options.add_argument("--plot", type=Path, help="write a chart of figure 10a here (matplotlib)")
     return options.parse_args()
 
 
@@ -235,6 +246,29 @@ def straggler_by_ratio() -> dict[str, Metric]:
     kinds = ["ours", "recovery first", "spread", *(f"fixed, {size}" for size in FIXED_SIZES)]
     print(table(["load ratio", *kinds], rows))
     return out
+
+
+def plot(path: Path, metrics: Mapping[str, Metric]) -> None:
+    """The straggler factors by load ratio, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    kinds = [
+        "ours",
+        "ours_recovery_first",
+        "ours_spread",
+        *(f"fixed_{size}" for size in FIXED_SIZES),
+    ]
+    for kind in kinds:
+        factors = [metrics[f"straggler_{kind}_{ratio}to1"] for ratio in RATIOS]
+        axes.plot(list(RATIOS), factors, marker="o", label=kind)
+    axes.set(xlabel="load ratio, to 1", ylabel="tokens on the busiest rank over the mean")
+    axes.legend()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
 
 
 def _skewed(ratio: int) -> Ints:

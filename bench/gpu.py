@@ -1,7 +1,8 @@
 """On a GPU: what a snapshot every iteration costs, against the same loop without, the link, and torch's own asynchronous save.
 
 A mixture of experts with bf16 weights, fp32 masters and AdamW; each run is a process of its own, and they take turns block by block on
-one device. `overhead_fraction_cuda` is what an iteration takes longer with ckptd; `dense` takes everything every time.
+one device. `overhead_fraction_cuda` is what an iteration takes longer with ckptd, which chooses its window; `window8` has one of
+eight from the start, and `dense` takes everything every time.
 `capture_vs_link`: the rate at which snapshots cross the link while the model trains, against one large pinned copy on an idle
 device. Peers save the same state once: their stall is the time of the call, with the device idle and memory warm.
 
@@ -16,6 +17,7 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from concurrent.futures import Future
@@ -35,7 +37,6 @@ from bench.common import (
     median,
     own_daemon,
     parser,
-    scratch_folder,
     table,
 )
 from bench.overhead import Job, fraction, pinned_link_gb_per_s
@@ -46,8 +47,8 @@ from examples.moe_text.model import MoEConfig
 
 __all__ = ["main"]
 
-MAX_SETTLE = 3000
-SAVES = 3
+MAX_SETTLE_S = 90.0
+SAVES = 1
 
 
 def config_of(args: Any) -> MoEConfig:
@@ -74,26 +75,32 @@ def work(args: Any) -> None:
         print(json.dumps(peers(job)), flush=True)
         return
     if endpoint != "plain":
-        options: dict[str, Any] = {"policy": "dense"} if kind == "dense" else {}
-        job.attach(run=f"gpu-{kind}", daemon=endpoint, **options)
+        kinds: dict[str, dict[str, Any]] = {"dense": {"policy": "dense"}, "fixed": {"window": 8}}
+        job.attach(run=f"gpu-{kind}", daemon=endpoint, **kinds.get(kind, {}))
     settle(job, args.settle)
     print("ready", flush=True)
     for line in sys.stdin:
         print(*job.block_ms(int(line)), flush=True)
     if job.ckpt is not None:
-        print(json.dumps({**job.ckpt.stats(), "state": job.ckpt.describe()}), flush=True)
+        print(json.dumps(job.ckpt.stats()), flush=True)
         job.ckpt.close()
 
 
 def settle(job: Job, at_least: int) -> None:
-    """Until snapshots are being taken in memory that is all there."""
-    for done in range(MAX_SETTLE):
+    """Until snapshots are being taken in memory that is all there, and the window has not changed for so long."""
+    begun, window, done = time.monotonic(), 0.0, 0
+    while True:
         stats = {} if job.ckpt is None else job.ckpt.stats()
+        if stats and stats["window"] != window:
+            window, done = stats["window"], 0
+            print(f"window {window:g}", file=sys.stderr, flush=True)
         taken = job.ckpt is None or stats["snapshots"] >= 4 * stats["window"] + 8
         if done >= at_least and taken:
             return
+        if time.monotonic() - begun > MAX_SETTLE_S:
+            raise RuntimeError(f"too few snapshots within {MAX_SETTLE_S:g} s: {stats}")
         job.iterate()
-    raise RuntimeError(f"no snapshots in {MAX_SETTLE} iterations: {stats}")
+        done += 1
 
 
 class Worker:
@@ -106,8 +113,10 @@ class Worker:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
+        begun = time.monotonic()
         if role != "peers":
             self._read()
+            print(f"{role.partition('#')[2] or role}: ready after {time.monotonic() - begun:.0f} s")
 
     def _read(self) -> str:
         assert self._process.stdout is not None
@@ -128,16 +137,17 @@ class Worker:
 
 
 def peers(job: Job) -> dict[str, float]:
-    """Milliseconds that training waits for a save of the whole state, by kind of save; the median of a few after a first one."""
+    """Milliseconds that training waits for a save of the whole state, by kind of save; of one after a first one."""
     for _ in range(3):
         job.iterate()
     state = {
-        "model": job.model.state_dict(),
-        "masters": job.masters,
+        "model": dict(job.model.state_dict()),
+        "masters": dict(job.masters),
         "optimizer": job.optimizer.state_dict(),
     }
     found: dict[str, float] = {}
-    with scratch_folder() as folder, warnings.catch_warnings():
+    # In memory: their stall is not to depend on a disk.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the peers' deprecations are not ours to fix
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         pinned = DefaultStager(StagingOptions(use_pinned_memory=True, use_async_staging=False))
@@ -157,6 +167,7 @@ def peers(job: Job) -> dict[str, float]:
                 assert isinstance(future, Future)
                 future.result(timeout=600)
             found[f"stall_ms_dcp_{name}"] = median(times[1:])
+            found[f"stall_ms_first_dcp_{name}"] = times[0]
         dist.destroy_process_group()
     return found
 
@@ -191,8 +202,19 @@ def begin_us(count: int, numel: int, *, rounds: int) -> tuple[float, float]:
     return 1e3 * median(times[2:]) / count, median(rates[2:])
 
 
+def register_gb_per_s(size_bytes: int = 4 << 30) -> float:
+    """How fast memory that is there already is pinned, which the trainer waits for once."""
+    memory = HostMemory(memoryview(mmap.mmap(-1, size_bytes)))
+    memory.tensor.fill_(1)
+    engine = make_engine(torch.device("cuda"))
+    took_ms = clock_ms(lambda: engine.register(memory, [(0, size_bytes)]))
+    engine.release(memory)
+    engine.close()
+    return size_bytes / GB / (took_ms / 1e3)
+
+
 def handing_over(rounds: int) -> dict[str, float]:
-    found: dict[str, float] = {}
+    found: dict[str, float] = {"register_gb_per_s": register_gb_per_s()}
     rows = []
     for count, numel in ((4096, 1024), (4096, 65_536), (512, 1 << 20)):
         us, rate = begin_us(count, numel, rounds=rounds)
@@ -209,10 +231,10 @@ def main() -> None:
     options.add_argument("--block", type=int, default=20, help="iterations between two changes")
     options.add_argument("--batch-size", type=int, default=64)
     options.add_argument("--width", type=int, default=1024)
-    options.add_argument("--layers", type=int, default=8)
+    options.add_argument("--layers", type=int, default=4)
     options.add_argument("--experts", type=int, default=16)
     options.add_argument("--settle", type=int, default=60, help="iterations before measuring")
-    options.add_argument("--memory-gib", type=int, default=72, help="of the daemon, in /dev/shm")
+    options.add_argument("--memory-gib", type=int, default=88, help="of the daemon, in /dev/shm")
     options.add_argument("--no-peers", action="store_true", help="leave out torch's saves")
     options.add_argument("--worker", help=argparse.SUPPRESS)
     args = options.parse_args()
@@ -226,7 +248,8 @@ def main() -> None:
     metrics |= handing_over(args.rounds)
     torch.cuda.empty_cache()
     with own_daemon(memory_mib=args.memory_gib << 10) as endpoint:
-        roles = {"plain": "plain", "ckptd": f"{endpoint}#sliding", "dense": f"{endpoint}#dense"}
+        kinds = {"ckptd": "sliding", "fixed": "fixed", "dense": "dense"}
+        roles = {"plain": "plain"} | {name: f"{endpoint}#{kind}" for name, kind in kinds.items()}
         workers = {name: Worker(args, role) for name, role in roles.items()}
         variants = {
             name: (lambda worker=worker: worker.block_ms(args.block))
@@ -234,8 +257,9 @@ def main() -> None:
         }
         samples = interleave(variants, rounds=args.rounds, warmup=2)
         stats = {name: worker.close() for name, worker in workers.items()}
-    for name, label in (("ckptd", "cuda"), ("dense", "cuda_dense")):
+    for name, label in (("ckptd", "cuda"), ("fixed", "cuda_window8"), ("dense", "cuda_dense")):
         told = stats[name]
+        print(name, {key: value for key, value in told.items() if value}, flush=True)
         metrics |= {
             f"overhead_fraction_{label}": fraction({**samples, "ckptd": samples[name]}),
             f"iteration_ms_{label}": median(samples[name]),
@@ -245,11 +269,16 @@ def main() -> None:
             f"capture_gb_per_s_{label}": told["capture_gb_per_s"],
             f"capture_vs_link_{label}": told["capture_gb_per_s"] / float(metrics["link_gb_per_s"]),
             f"left_out_{label}": told["no_slot"] + told["torn"] + told["failed"],
+            f"sealed_by_trainer_{label}": told["sealed_here"],
         }
     metrics |= {
         "iteration_ms_plain": median(samples["plain"]),
         "dense_gb": stats["ckptd"]["dense_bytes"] / GB,
     }
+    print(
+        table(["metric", "value"], [[name, f"{value}"] for name, value in metrics.items()]),
+        flush=True,
+    )
     if not args.no_peers:
         metrics |= Worker(args, "peers").close()
     metrics["cores"] = len(os.sched_getaffinity(0))

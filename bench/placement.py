@@ -26,7 +26,7 @@ from ckptd.elastic.placement import compact, place, spread
 from ckptd.elastic.recovery import recovery_probability
 from ckptd.elastic.types import Cluster, Placement
 
-__all__ = ["main"]
+__all__ = ["by_placement", "main", "plot"]
 
 # As in the training trace of the paper (§2.1): 87 % of the tokens on two experts.
 SKEWED = (480, 390, 20, 15, 14, 12, 11, 10, 9, 8, 8, 7, 6, 5, 4, 1)
@@ -89,6 +89,7 @@ def large_plan_ms(num_nodes: int, seed: int) -> tuple[float, float]:
 
 
 def plot(path: Path, placements: Mapping[str, Placement]) -> None:
+    """Recovery by number of lost nodes, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -100,6 +101,7 @@ def plot(path: Path, placements: Mapping[str, Placement]) -> None:
     axes.set(xlabel="nodes lost at once, of 10", ylabel="probability that training goes on")
     axes.legend()
     figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
 
 
 def main() -> None:

@@ -47,8 +47,8 @@ from bench.common import (
 )
 from bench.stored import Keeper, cat_ranges, images, s3_files
 from ckptd.client import Checkpointer
-from ckptd.client.replay import SnapshotImage
 from ckptd.client.segment import MappedSegment
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.cuda.select import make_engine
 from ckptd.memory.ring import SlotState

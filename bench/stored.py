@@ -24,7 +24,9 @@ from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader, encode_descriptor, write_slot_header
 from ckptd.memory.segments import Segment, SegmentStore
 from ckptd.persistence import wire as w
-from ckptd.storage.image import ImageLayout, TensorEntry, seal
+from ckptd.storage.image import seal
+from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.image_layout import ImageLayout
 from tests.ckptd.persistence.slots import WINDOW, descriptor
 from tests.storage.s3_server import S3Server
 

@@ -54,6 +54,11 @@ _JOBS = 65_536  # a bound on slots waiting for a worker: more than there can be 
 _GARBAGE_LOG_S = 10.0
 
 
+def default_digest_threads(cpus: int) -> int:
+    """Half of a small machine's processors, four; on a large one, which has several GPUs to keep up with, an eighth, up to 16."""
+    return max(1, min(4, cpus // 2), min(16, cpus // 8))
+
+
 class Daemon:
     """One daemon; `run` serves until it is stopped.
 
@@ -72,7 +77,7 @@ class Daemon:
         quota = quota_bytes(config.memory, folder)
         self._events = EventLog(config.max_events)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        digesters = config.digest_threads or max(1, min(4, (os.cpu_count() or 1) // 2))
+        digesters = config.digest_threads or default_digest_threads(os.cpu_count() or 1)
         pool = ThreadPoolExecutor(digesters, "digest") if digesters > 1 else None
         self._sealers = Workers("seal", min(2, digesters), _JOBS, self._wake)
         self._slow = Workers("slow", 2, _JOBS, self._wake)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import ckptd
 from ckptd.admin import Admin, openers
+from ckptd.elastic_facts import ElasticFacts
 from ckptd.events import EventLog
 from ckptd.fetching.for_reading import ForReading
 from ckptd.memory.housekeeping import Housekeeper
@@ -102,9 +103,12 @@ class Service:
             attached=lambda session: self.sessions.of_identity(session.identity) is session,
         )
         peering.keep_room_for(self.sessions.promised)
-        admin = Admin(config, store, self.sessions, events, housekeeper, peering, clock, tier=tier)
+        self._admin = admin = Admin(
+            config, store, self.sessions, events, housekeeper, peering, clock, tier=tier
+        )
         self._hellos: OrderedDict[bytes, m.Hello] = OrderedDict()
         self._parks, self._park_events = ParkRequests(), ParkEvents(store, events)
+        self._elastic = ElasticFacts()
         self._busy_s = clock()
         self._handlers: dict[type, Callable[[bytes, Any, Answer], m.Reply | None]] = {
             m.Hello: self._hello,
@@ -116,6 +120,7 @@ class Service:
             m.Report: self._report,
             m.Notice: self._notice,
             m.ParkOutcome: self._park_outcome,
+            m.TellElastic: self._tell_elastic,
             m.Detach: self._detach,
             m.Ping: self._ping,
             m.SeeRun: self._see_run,
@@ -127,8 +132,9 @@ class Service:
             m.GetStatus: lambda _identity, _message, _answer: admin.status(),
             m.GetSnapshots: lambda _identity, message, _answer: admin.snapshots(message),
             m.GetEvents: lambda _identity, message, _answer: admin.events(message),
+            m.GetElastic: self._see_elastic,
             m.Park: self._park,
-            m.Forget: lambda _identity, message, _answer: admin.forget(message),
+            m.Forget: self._forget,
         }
 
     def handle(self, identity: bytes, message: m.Message, answer: Answer) -> None:
@@ -342,6 +348,22 @@ class Service:
         self._parks.outcome(session.key, message.number, message.iteration, message.reason)
         return None
 
+    def _tell_elastic(self, identity: bytes, message: m.TellElastic, _: Answer) -> m.Reply | None:
+        session = self.sessions.of_identity(identity)
+        if session is None:
+            return _no_session("TellElastic")
+        self._elastic.tell(session.key, message.elastic, self._clock())
+        return None
+
+    def _see_elastic(self, _identity: bytes, message: m.GetElastic, _: Answer) -> m.Reply:
+        return self._elastic.seen(message.job, message.run, self._clock())
+
+    def _forget(self, _identity: bytes, message: m.Forget, _: Answer) -> m.Reply:
+        reply = self._admin.forget(message)
+        if isinstance(reply, m.Done):
+            self._elastic.forget(message.job, message.run)
+        return reply
+
     def _detach(self, identity: bytes, message: m.Detach, _: Answer) -> m.Reply:
         session = self.sessions.of_identity(identity)
         if session is None:
@@ -356,6 +378,7 @@ class Service:
         if self._tier is not None and not message.final:
             self._tier.leave(session.key)
         if message.final:
+            self._elastic.forget(session.key.job, session.key.run)
             for segment in self._store.all_of_rank(session.key):
                 self._housekeeper.remove(segment, "its run is over")
         return m.Done()

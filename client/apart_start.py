@@ -20,12 +20,12 @@ from ckptd.client.membership import RunView
 from ckptd.client.memory import RankMemory
 from ckptd.client.park_memory import parked_image
 from ckptd.client.parked_copy import CopiedImage, ParkedCopy
-from ckptd.client.replay import SnapshotImage
 from ckptd.client.retrieval import Attempt
 from ckptd.client.same_schedule import Told, differing, of_parked
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.client.value_logs import ValueLogs
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
-from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
+from ckptd.memory.segment_hints import HINT_APART, HINT_APART_AGAIN
 from ckptd.recovery.facts import RankFacts
 from ckptd.recovery.holdings import operators_id
 from ckptd.recovery.localized import LocalizedPlan, NotLocalized, RankKind, RankPlan, plan_localized

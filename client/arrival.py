@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ckptd.client.replay import SnapshotImage
 from ckptd.client.segment import MappedSegment
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.ring import SlotRecord, SlotState

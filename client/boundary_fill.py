@@ -27,7 +27,9 @@ from ckptd.memory.boundary import (
 )
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader
-from ckptd.storage.image import ImageLayout, ImageView, TensorEntry
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.image_layout import ImageLayout
 
 __all__ = ["Comparison", "Layouts", "LogFill", "Room", "header_room"]
 

@@ -28,7 +28,7 @@ from ckptd.client.describe import human
 from ckptd.client.facts import Facts, find_facts, told_facts
 from ckptd.client.layout import SAFETENSORS_DTYPES
 from ckptd.client.memory import RankMemory
-from ckptd.client.planning import Plan
+from ckptd.client.plan import Plan
 from ckptd.client.replay import ReplayMismatch
 from ckptd.client.silent_log import SilentLog
 from ckptd.client.stats import Stats

@@ -15,7 +15,7 @@ from ckptd.client.boundary_fill import Room, header_room
 from ckptd.client.describe import human
 from ckptd.client.facts import Facts, data_offset_of, facts_of, log_payload
 from ckptd.client.memory import RankMemory
-from ckptd.client.planning import Plan
+from ckptd.client.plan import Plan
 from ckptd.client.segment import MappedSegment, SlotTable
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine
@@ -23,7 +23,8 @@ from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.boundary import choose_log_slot, logged_iterations, needed_from, slots_for_log
 from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_format import SlotHeader
-from ckptd.storage.image import ImageError, ImageView, verify
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["LogMemory", "LogSize"]
 

@@ -152,6 +152,7 @@ class Capture:
         }
         self._claimed: tuple[MappedSegment, int] | None = None
         self._broken = False
+        self._sealing_s = 0.0
         self.need_generation = ""
         self.outgrown = 0
         # The ring was filled up by what the other ranks need: the next snapshot may find no slot.
@@ -213,6 +214,11 @@ class Capture:
         """Whether a snapshot that was begun came to nothing since the last call: the chain is broken there."""
         broken, self._broken = self._broken, False
         return broken
+
+    def take_sealing_s(self) -> float:
+        """Seconds since the last call that the training thread spent on sealing what the daemon had not come to."""
+        taken, self._sealing_s = self._sealing_s, 0.0
+        return taken
 
     def first_forward(self, rng: Callable[[], dict[str, Any]]) -> None:
         """The step's first forward of the model is about to run (training thread)."""
@@ -330,7 +336,9 @@ class Capture:
                 if waiting:
                     # The daemon is away or behind. Sealing takes milliseconds; a broken chain would cost a window.
                     oldest = min(waiting, key=lambda r: r.sequence)
+                    started = time.perf_counter()
                     self._table.segment(oldest.generation).seal(oldest.index)
+                    self._sealing_s += time.perf_counter() - started
                     self._stats.sealed_here += 1
                     continue
                 if not drained and any(r.state is SlotState.FILLING for r in records):

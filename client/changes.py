@@ -18,7 +18,7 @@ import xxhash
 from ckptd.client.binding import Binding
 from ckptd.client.memory import RankMemory
 from ckptd.client.pace import Pace
-from ckptd.client.planning import Plan
+from ckptd.client.plan import Plan
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.segment import MappedSegment
 from ckptd.client.stats import Stats

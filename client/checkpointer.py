@@ -51,7 +51,7 @@ from ckptd.client.park_signals import park_on_sigterm
 from ckptd.client.parking import Parking
 from ckptd.client.pipeline_part import PipelinePart
 from ckptd.client.placement import check_sharded, placement_lines
-from ckptd.client.planning import operator_costs
+from ckptd.client.plan import operator_costs
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.probe import unwrap_optimizer
@@ -59,11 +59,12 @@ from ckptd.client.provision import Options
 from ckptd.client.recorder import Recorder
 from ckptd.client.recovery import Recovery, Resumption, newest_window
 from ckptd.client.rehearsal import callables_of, rehearsal_tap, without_trace
-from ckptd.client.replay import Replay, SnapshotImage
+from ckptd.client.replay import Replay
 from ckptd.client.scalars import Stateful
 from ckptd.client.shared_values import shared_value
 from ckptd.client.sharing import NOTHING_SHARED, Sharing, find_replicas, meet_sharing
 from ckptd.client.silent_log import SilentLog
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.client.stages import stages_of
 from ckptd.client.start_from import load_start, start_unprotected
 from ckptd.client.stats import Stats

@@ -17,13 +17,13 @@ import xxhash
 from torch import Tensor
 
 from ckptd.client.agreement import Exchange
+from ckptd.client.host_bytes import DTYPES
 from ckptd.client.layout import SAFETENSORS_DTYPES, Source
 from ckptd.client.operators import Operator
 from ckptd.client.sharing import EVERY_RANK, Replicas, Sharing, identity_of
 
 __all__ = ["Handing", "Piece", "Take", "arrange"]
 
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _CHUNK_BYTES = 32 << 20
 _ALIGNMENT = 64
 
@@ -252,7 +252,7 @@ class _Wire:
             dist.broadcast(buffer, src=sender, group=self._group)
             total += chunk.nbytes
             for part in chunk.parts:
-                dtype = _DTYPES[part.dtype]
+                dtype = DTYPES[part.dtype]
                 source = Source(part.kind, part.name, part.key, part.start, part.stop, dtype)
                 data = buffer[part.offset : part.offset + part.nbytes]
                 take(source, data.view(dtype).reshape(part.shape))

@@ -7,7 +7,8 @@ import torch
 
 from ckptd.client.layout import SAFETENSORS_DTYPES
 from ckptd.client.segment import MappedSegment
-from ckptd.storage.image import ImageError, ImageView
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["nan_tensors"]
 

@@ -16,7 +16,8 @@ from ckptd.client import values
 from ckptd.client.binding import Binding, local
 from ckptd.client.operators import Member, Operator
 from ckptd.client.probe import StateSpec
-from ckptd.storage.image import ImageLayout, TensorEntry
+from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.image_layout import ImageLayout
 
 __all__ = [
     "SAFETENSORS_DTYPES",

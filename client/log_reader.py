@@ -14,18 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckptd.client.layout import SAFETENSORS_DTYPES
+from ckptd.client.host_bytes import DTYPES
 from ckptd.client.slot_file import SlotFile
 from ckptd.errors import CorruptionError, SegmentError
 from ckptd.memory.boundary import RecordKey, logged_iterations, parse_record_name
 from ckptd.memory.ring import SlotRecord
 from ckptd.memory.slots import NO_EPOCHS
 from ckptd.recovery.holdings import header_record
-from ckptd.storage.image import ImageError, ImageView, verify
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["LogFile", "LogReader", "log_files"]
-
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 def log_files(folder: str | os.PathLike[str], job: str, run: str, rank: int) -> list[Path]:
@@ -126,7 +125,7 @@ def _records(image: memoryview) -> Iterator[tuple[RecordKey, Tensor]]:
     for entry in view:
         key = parse_record_name(entry.name)
         if key is not None:
-            tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+            tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
             if entry.nbytes:
                 raw = tensor.reshape(-1).view(torch.uint8).numpy()
                 np.copyto(raw, np.frombuffer(view.data(entry.name), dtype=np.uint8))

@@ -18,10 +18,10 @@ from ckptd.client.facts import Facts
 from ckptd.client.generations import Generations
 from ckptd.client.identity import Identity
 from ckptd.client.membership import RankNote, RunView, see_run
-from ckptd.client.replay import SnapshotImage
 from ckptd.client.retrieval import Attempt, Retrieval
 from ckptd.client.segment import MappedSegment, RankTaken, SlotTable
 from ckptd.client.session import Session
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.memory.ring import (
@@ -32,11 +32,8 @@ from ckptd.memory.ring import (
     find_suffix,
     truncate,
 )
-from ckptd.memory.segment_format import (
-    Kind,
-    SegmentDescriptor,
-    encode_descriptor,
-)
+from ckptd.memory.segment_format import SegmentDescriptor, encode_descriptor
+from ckptd.memory.segment_names import Kind
 from ckptd.recovery.facts import RankFacts
 from ckptd.recovery.held import STORE_NODE, HeldRecords
 from ckptd.recovery.pieces import Source

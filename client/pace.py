@@ -8,6 +8,8 @@ from collections import deque
 __all__ = ["Pace"]
 
 _KEPT = 20
+# So many readings are enough where more than this share of a step is lost.
+_FEW, _SEVERE = 6, 0.3
 
 
 class Pace:
@@ -17,6 +19,8 @@ class Pace:
         self.steps = 0
         self.boundary_s = 0.0
         self.wait_s = 0.0
+        self.device_s = 0.0
+        self._sealing_s = 0.0
         self._top_at = 0.0
         self._prepare_s = 0.0
         self._to_optimizer: deque[float] = deque(maxlen=_KEPT)
@@ -32,9 +36,10 @@ class Pace:
         last = now_s - self._top_at if self.steps else None
         if last is not None:
             self._iterations.append(last)
-            self._stalls.append(inline_copy_s + self.wait_s)
+            self._stalls.append(inline_copy_s + self.wait_s + self.device_s + self._sealing_s)
         self.steps += 1
-        self._top_at, self.wait_s, self._prepare_s = now_s, 0.0, 0.0
+        self._top_at = now_s
+        self.wait_s = self.device_s = self._sealing_s = self._prepare_s = 0.0
         return last
 
     def boundary_over(self, now_s: float) -> None:
@@ -48,6 +53,14 @@ class Pace:
     def waited(self, seconds: float) -> None:
         """The training thread waited for copies."""
         self.wait_s += seconds
+
+    def device_waited(self, seconds: float) -> None:
+        """The device waited for copies, while the training thread went on."""
+        self.device_s += seconds
+
+    def sealed(self, seconds: float) -> None:
+        """So much of this boundary went into sealing what the daemon had not come to."""
+        self._sealing_s += seconds
 
     def optimizer_begins(self, now_s: float) -> None:
         """The first optimizer step of this loop step: until here copies may run unnoticed."""
@@ -65,10 +78,16 @@ class Pace:
 
     @property
     def stall_share(self) -> float:
-        """Median share of a step that the training thread spent on copies; 0 until enough steps were seen."""
-        if len(self._stalls) < _KEPT or not self.iteration_s:
+        """Median share of a step that training waited for snapshots; 0 until enough steps were seen, fewer where it is severe."""
+        if len(self._stalls) < _FEW or not self.iteration_s:
             return 0.0
-        return statistics.median(self._stalls) / self.iteration_s
+        share = statistics.median(self._stalls) / self.iteration_s
+        return share if len(self._stalls) >= _KEPT or share > _SEVERE else 0.0
+
+    @property
+    def stalls_severely(self) -> bool:
+        """Whether so much is lost that a remedy must not wait."""
+        return self.stall_share > _SEVERE
 
     def forget_stalls(self) -> None:
         """What was measured under another window says nothing about this one."""

@@ -15,9 +15,9 @@ from ckptd.client.binding import Binding
 from ckptd.client.describe import human
 from ckptd.client.layout import PhasePlan
 from ckptd.client.memory import RankMemory
-from ckptd.client.planning import Plan
-from ckptd.client.replay import SnapshotImage
+from ckptd.client.plan import Plan
 from ckptd.client.segment import MappedSegment
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
@@ -25,7 +25,8 @@ from ckptd.memory.ring import NoSuffix, SlotRecord, SlotState, find_suffix
 from ckptd.memory.segment_format import SlotHeader
 from ckptd.memory.slots import epoch_table, is_stale
 from ckptd.recovery.holdings import header_record, operators_id
-from ckptd.storage.image import ImageError, ImageView, verify
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["ParkMemory", "parked_image", "parked_records"]
 

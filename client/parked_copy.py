@@ -16,15 +16,16 @@ from typing import Any
 
 from ckptd.client.arrival import wait_until_sealed
 from ckptd.client.fed_logs import BringsLogs
-from ckptd.client.replay import SnapshotImage
 from ckptd.client.slot_file import SlotFile
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.cuda.engine import HostMemory
 from ckptd.errors import CorruptionError, DaemonUnavailable, SegmentError
 from ckptd.memory.ring import SlotRecord
-from ckptd.memory.segment_format import parse_segment_file_name
+from ckptd.memory.segment_names import parse_segment_file_name
 from ckptd.recovery.holdings import fetch_piece
 from ckptd.recovery.pieces import Piece, Source
-from ckptd.storage.image import ImageError, ImageView, verify
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import ImageError
 from ckptd.transport.messages import NodeCard
 
 __all__ = ["CopiedImage", "ParkedCopy"]

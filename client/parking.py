@@ -32,7 +32,7 @@ from ckptd.client.describe import human
 from ckptd.client.memory import RankMemory
 from ckptd.client.park_copy import CopyFailed, ParkCopy
 from ckptd.client.park_memory import ParkMemory
-from ckptd.client.planning import Plan
+from ckptd.client.plan import Plan
 from ckptd.client.rng import capture_rng
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine

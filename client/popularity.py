@@ -18,7 +18,7 @@ from ckptd.client.binding import local
 from ckptd.client.hooks import ModuleHook
 from ckptd.client.names import named_modules
 from ckptd.client.operators import Operator
-from ckptd.client.planning import Plan
+from ckptd.client.plan import Plan
 from ckptd.schedules.schedule import (
     Ordering,
     Schedule,

@@ -8,6 +8,7 @@ that all have one window.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +20,8 @@ from ckptd.client.changes import Changes
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
 from ckptd.client.pace import Pace
-from ckptd.client.planning import (
-    MAX_WINDOW,
-    Plan,
-    TrainingSpeed,
-    make_plan,
-    most_pieces,
-    plan_alike,
-)
+from ckptd.client.plan import Plan
+from ckptd.client.planning import MAX_WINDOW, TrainingSpeed, make_plan, most_pieces, plan_alike
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.sharing import Replicas, Sharing
@@ -45,6 +40,9 @@ logger = logging.getLogger(__name__)
 MIN_SCALARS = 64 << 10
 _MEASURED_STEPS = 3
 _RETRY_STEPS = 50
+# Where much of each step is lost, the next look comes sooner, and the window grows by as much as that asks for, but by this factor at most.
+_SEVERE_STEPS = 8
+_MOST_WIDER = 8.0
 _REORDER_STEPS = 50
 # What one rank has sealed the others hear of a little later: slots for the meantime, where no peers ask for some anyway.
 _RANKS_SLACK = 2
@@ -113,7 +111,7 @@ class Provision:
         self._policy = options.policy
         self._coming: Plan | None = None
         self._coming_why, self._coming_slots, self._coming_optional = "", 0, False
-        self._retry_at = self._widen_at = self._optional_at = 0
+        self._retry_at = self._widen_at = self._severe_at = self._optional_at = 0
         self._uncaptured = self._announced = ""
         self._group_key = binding.group_key()
         self._ranks = memory.identity.world_size
@@ -359,8 +357,12 @@ class Provision:
         plan = self.plan
         if plan is None or self._options.window is not None or plan.policy_name == "dense":
             return
-        if step < self._widen_at or self.reserves() or self._previous_generation_pending():
+        soon = self._pace.stalls_severely and step >= self._severe_at
+        if not (soon or step >= self._widen_at):
             return
+        if self.reserves() or self._previous_generation_pending():
+            return
+        self._severe_at = step + _SEVERE_STEPS
         self._widen_at = step + _RETRY_STEPS
         wide = self._worth_widening(plan)
         if wide is None:
@@ -379,18 +381,21 @@ class Provision:
         self._lagging = self._lagging + 1 if behind > plan.schedule.window else 0
         share = self._pace.stall_share
         if share > _TOLERATED_STALL:
-            why = f"copies stall training for {share:.1%} of a step"
+            why = f"snapshots hold training up for {share:.1%} of a step"
         elif self._lagging >= _LAGGING_LOOKS:
             why = f"a peer is {behind} iterations behind, and was when last looked at"
         else:
             return None
-        wider = plan.schedule.window + max(1, plan.schedule.window // 2)
+        # What is lost of a step is lost by bytes: as many times fewer of them would do.
+        factor = min(_MOST_WIDER, 1.0 / (1.0 - min(share, 0.99)))
+        window = plan.schedule.window
+        wider = max(window + max(1, window // 2), math.ceil(window * factor))
         try:
             wide = self._make_plan(min(wider, MAX_WINDOW, self._longest))
         except ValueError as error:
             logger.warning("%s, but the window stays: %s", why, error)
             return None
-        if wide.schedule.window <= plan.schedule.window or wide.slot_bytes >= plan.slot_bytes:
+        if wide.schedule.window <= window or wide.slot_bytes >= plan.slot_bytes:
             return None
         logger.info("%s: a wider window would help", why)
         self._lagging = 0

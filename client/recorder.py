@@ -27,7 +27,7 @@ from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
 from ckptd.client.pace import Pace
 from ckptd.client.parking import Parking
-from ckptd.client.planning import Plan
+from ckptd.client.plan import Plan
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.provision import Options, Provision
@@ -145,7 +145,7 @@ class Recorder:
     def top(self, step: int) -> None:
         """The top of ``step``: take its snapshot if this boundary is clean."""
         pace = self._pace
-        stall = pace.boundary_s, pace.wait_s
+        stall = pace.boundary_s, pace.wait_s + pace.device_s
         inline = isinstance(self._engine, CpuEngine) and self._engine.inline
         last = pace.top(
             time.perf_counter(), inline_copy_s=self._engine.last_copy_s if inline else 0.0
@@ -157,7 +157,7 @@ class Recorder:
         if not pending:
             self._count(step)
         if self._capture is not None:
-            pace.waited(self._capture.settle())
+            self._settle(self._capture)
             if self._capture.take_broken():
                 self._previous = -1
                 self._stats.chain_breaks += 1
@@ -194,7 +194,7 @@ class Recorder:
     def before_optimizer_step(self) -> None:
         """The optimizer is about to change what is being copied."""
         if self._capture is not None:
-            self._pace.waited(self._capture.settle())
+            self._settle(self._capture)
         self._note_restless()
         if self._pace.steps and not self._stepped:
             self._pace.optimizer_begins(time.perf_counter())
@@ -222,7 +222,14 @@ class Recorder:
     def finish(self) -> None:
         """Wait for the snapshot in flight."""
         if self._capture is not None:
-            self._pace.waited(self._capture.settle())
+            self._settle(self._capture)
+
+    def _settle(self, capture: Capture) -> None:
+        waited = capture.settle()
+        if self._engine.host_waits:
+            self._pace.waited(waited)
+        else:
+            self._pace.device_waited(waited)
 
     def resume(self, plan: Plan, *, last: int, phase: int, sharing: Sharing) -> None:
         """Go on after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
@@ -329,7 +336,9 @@ class Recorder:
             return
         layout, begins = phase
         previous = -1 if begins else self._previous
-        if capture.begin(step, layout, previous, scalars):
+        begun = capture.begin(step, layout, previous, scalars)
+        self._pace.sealed(capture.take_sealing_s())
+        if begun:
             self._last = _Taken(step, previous, self._tape.last)
             self._previous = step
             self._in_a_row = 0

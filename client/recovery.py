@@ -20,20 +20,16 @@ from ckptd.client.handing import Handing, arrange
 from ckptd.client.identity import Identity
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
-from ckptd.client.planning import (
-    Plan,
-    captured_once,
-    plan_from_payload,
-    signature,
-    signature_difference,
-)
-from ckptd.client.replay import Replay, ReplayMismatch, SnapshotImage
+from ckptd.client.plan import Plan, captured_once, plan_from_payload
+from ckptd.client.replay import Replay, ReplayMismatch
 from ckptd.client.scalars import Stateful
 from ckptd.client.sharing import Sharing
+from ckptd.client.signature import signature, signature_difference
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused
 from ckptd.memory.ring import NoSuffix, Suffix, find_suffix
-from ckptd.memory.segment_format import HINT_DROP_GRADIENTS
+from ckptd.memory.segment_hints import HINT_DROP_GRADIENTS
 
 __all__ = ["Recovery", "Resumption", "newest_window"]
 

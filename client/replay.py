@@ -20,7 +20,7 @@ schedule of its own, and sends the old weights for as long as the operator is fr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,79 +30,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
+from ckptd.client.comparing import describe, live_tensor, same_bits, scalar_differences
 from ckptd.client.freeze import BackwardLimiter, Tape
 from ckptd.client.handing import Handing, Piece
-from ckptd.client.layout import SAFETENSORS_DTYPES, SCALARS, STATIC, Source, parse_entry_name
+from ckptd.client.host_bytes import DTYPES
+from ckptd.client.layout import Source
 from ckptd.client.operators import Operator
-from ckptd.client.rng import capture_rng, restore_rng
+from ckptd.client.rng import restore_rng
+from ckptd.client.row_ranges import Rows, common, merge, rows_of_piece, rows_within
 from ckptd.client.scalars import (
     Stateful,
     apply_groups,
     apply_packed,
-    gather_groups,
-    reproducible,
     zero_grads,
 )
 from ckptd.client.sharing import checksum
-from ckptd.cuda.engine import CopyEngine, CopyItem, HostMemory
-from ckptd.storage.image import ImageView
+from ckptd.client.snapshot_image import SnapshotImage
+from ckptd.cuda.engine import CopyEngine, CopyItem
 
-__all__ = ["Replay", "ReplayMismatch", "SnapshotImage"]
+__all__ = ["Replay", "ReplayMismatch"]
 
 logger = logging.getLogger(__name__)
-# Parameter name -> ranges of its rows, merged and in order.
-Rows = dict[str, list[tuple[int, int]]]
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 class ReplayMismatch(RuntimeError):
     """A replayed iteration did not reproduce what was recorded: not deterministic, or silently corrupted."""
-
-
-class SnapshotImage:
-    """One snapshot of the suffix: its image, and where in which mapped memory it lies.
-
-    Args:
-        view: the verified image, or how to get it: a snapshot that is still on its way is waited for when it is needed.
-    """
-
-    def __init__(
-        self,
-        iteration: int,
-        view: ImageView | Callable[[], ImageView],
-        memory: HostMemory,
-        base: int,
-        phase: int = 0,
-    ) -> None:
-        self.iteration, self.memory, self.base, self.phase = iteration, memory, base, phase
-        self._view = view
-
-    @property
-    def view(self) -> ImageView:
-        if not isinstance(self._view, ImageView):
-            self._view = self._view()
-        return self._view
-
-    def scalars(self) -> dict[str, Any]:
-        found: dict[str, Any] = values.unpack(
-            bytes(self.view.data(SCALARS)[: self.view.scalars_len])
-        )
-        return found
-
-    def state_layout(self) -> dict[str, Any]:
-        found: dict[str, Any] = values.unpack(bytes(self.view.data(STATIC)))
-        return found
-
-    def tensor(self, name: str) -> Tensor:
-        entry = self.view.tensor(name)
-        return self.memory.view(
-            self.base + entry.offset, entry.nbytes, _DTYPES[entry.dtype], entry.shape
-        )
-
-    def sources(self) -> Iterable[tuple[Source, str]]:
-        for entry in self.view:
-            if entry.name not in (SCALARS, STATIC):
-                yield parse_entry_name(entry.name, _DTYPES[entry.dtype]), entry.name
 
 
 class Replay:
@@ -345,7 +297,7 @@ class Replay:
         if only is not None:
             also = {name: rows for name, rows in also.items() if name in only}
         # What of a parameter is frozen by its own operators only; the other rows are not ours to hand over.
-        also = {n: _common(rows, self._frozen_rows.get(n, [])) for n, rows in also.items()}
+        also = {n: common(rows, self._frozen_rows.get(n, [])) for n, rows in also.items()}
         absent: list[str] = [] if only is not None else self._absent_of(image)
         pieces: list[Piece] = []
         for source, entry in image.sources():
@@ -357,7 +309,7 @@ class Replay:
             recorded = None
             for piece in self._pieces(source, wanted, of):
                 recorded = image.tensor(entry) if recorded is None else recorded
-                pieces.append((piece, _rows_within(recorded, piece, source)))
+                pieces.append((piece, rows_within(recorded, piece, source)))
         return pieces, {name for name in absent if name in wanted}
 
     def _absent_of(self, image: SnapshotImage) -> list[str]:
@@ -373,7 +325,7 @@ class Replay:
         else:
             live = (binding.params if piece.kind == "param" else binding.masters)[piece.name]
         with torch.no_grad():
-            _rows(local(live), piece).copy_(data)
+            rows_of_piece(local(live), piece).copy_(data)
         self.bytes_loaded += data.numel() * data.element_size()
 
     def _targets(
@@ -464,7 +416,7 @@ class Replay:
             for key, (dtype, on_host) in layout["scalars"].get(name, {}).items():
                 if not isinstance(state.get(key), Tensor):
                     state[key] = torch.zeros(
-                        (), dtype=_DTYPES[dtype], device="cpu" if on_host else held.device
+                        (), dtype=DTYPES[dtype], device="cpu" if on_host else held.device
                     )
             for key, value in scalars["python"].get(name, {}).items():
                 state[key] = value
@@ -499,7 +451,7 @@ class Replay:
             if mask >> i & 1:
                 for m in op.members:
                     rows.setdefault(m.param, []).append(m.range(self._num_rows(m.param)))
-        return {name: _merge(ranges) for name, ranges in rows.items()}
+        return {name: merge(ranges) for name, ranges in rows.items()}
 
     def _note_frozen(self) -> None:
         everything = (1 << len(self._operators)) - 1
@@ -536,54 +488,21 @@ class Replay:
             if name not in self._binding.elsewhere
         } | self._never_frozen()
         for source, entry in image.sources():
-            live = self._live(source)
+            live = live_tensor(self._binding, source)
             if live is None or source.kind == "packed":
                 continue
             recorded = image.tensor(entry)
             pieces = [source] if source.kind == "buffer" else self._pieces(source, active_rows, {})
             for piece in pieces:
                 self.compared += 1
-                if not _same(_rows(live, piece), _rows_within(recorded, piece, source)):
-                    found.append(self._describe(piece))
-        if capture_rng() != scalars["rng"]:
-            found.append(
-                "the random number generators (was a data iterator created before Checkpointer, or other code drawing?)"
-            )
-        if not values.equal(gather_groups(self._binding), scalars["groups"]):
-            found.append(
-                "the optimizer's parameter group options (is a scheduler missing in state=?)"
-            )
-        for name, item in self._stateful.items():
-            if reproducible(item) and values.pack(item.state_dict()) != scalars["state"][name]:
-                found.append(f"state[{name!r}] (was its iterator created before Checkpointer?)")
+                if not same_bits(rows_of_piece(live, piece), rows_within(recorded, piece, source)):
+                    found.append(describe(self._operators, piece))
+        found += scalar_differences(self._binding, self._stateful, scalars)
         return found
 
     def _checksum(self, operators: frozenset[int]) -> str:
         names = self._rows_of(sum(1 << i for i in operators))
         return checksum(self._binding, [n for n in self._binding.params if n in names])
-
-    def _live(self, source: Source) -> Tensor | None:
-        binding = self._binding
-        if source.kind == "param":
-            return local(binding.params[source.name])
-        if source.kind == "master":
-            return local(binding.masters[source.name])
-        if source.kind == "buffer":
-            return local(binding.buffers()[source.name])
-        if source.kind == "optim":
-            value = binding.state(source.name).get(source.key)
-            return local(value) if isinstance(value, Tensor) else None
-        return None
-
-    def _describe(self, piece: Source) -> str:
-        for op in self._operators:
-            for m in op.members:
-                if m.param == piece.name and (
-                    m.start is None or piece.start is None or m.start <= piece.start < (m.stop or 0)
-                ):
-                    what = f"{piece.kind} {piece.key}".strip()
-                    return f"operator {op.name}: {what} of {piece.name}"
-        return f"{piece.kind} {piece.name}"
 
     def _report(self, found: list[str], iteration: int) -> None:
         text = (
@@ -596,46 +515,3 @@ class Replay:
         if self.on_mismatch == "raise":
             self.abandon()
             raise ReplayMismatch(text + "; on_mismatch='warn' trains on regardless")
-
-
-def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if merged and merged[-1][1] >= start:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
-
-
-def _common(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The rows that are in both."""
-    pairs = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
-    return [(a, b) for a, b in pairs if a < b]
-
-
-def _rows(tensor: Tensor, piece: Source) -> Tensor:
-    return tensor if piece.start is None else tensor[piece.start : piece.stop]
-
-
-def _rows_within(recorded: Tensor, piece: Source, source: Source) -> Tensor:
-    if piece.start is None or (piece.start, piece.stop) == (source.start, source.stop):
-        return recorded
-    first = source.start or 0
-    return recorded[piece.start - first : piece.stop - first]  # type: ignore[operator]
-
-
-def _same(live: Tensor, recorded: Tensor) -> bool:
-    """Equal to the bit, after rounding to the recorded dtype."""
-    rounded = live.to(recorded.dtype) if live.dtype is not recorded.dtype else live
-    host = rounded.cpu() if rounded.device.type != "cpu" else rounded
-    if host.numel() == 0:
-        return True
-    return torch.equal(_bits(host.contiguous()), _bits(recorded))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-        tensor.element_size()
-    ]
-    return tensor.reshape(-1).view(integer)

@@ -18,7 +18,8 @@ from ckptd.memory.segment_format import SegmentDescriptor
 from ckptd.recovery.held import STORE_NODE
 from ckptd.recovery.holdings import fetch_piece
 from ckptd.recovery.plan import Piece
-from ckptd.storage.image import DigestMismatch, ImageError, verify
+from ckptd.storage.image import DigestMismatch, verify
+from ckptd.storage.image_format import ImageError
 from ckptd.transport.messages import NodeCard, RefusalCode, SegmentInfo
 
 __all__ = ["Attempt", "Retrieval"]

@@ -19,24 +19,22 @@ from ckptd.cuda.engine import HostMemory
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_format import (
-    HINT_OFFSET,
     OWNER_LOCK_BYTE,
-    QUIET_OFFSET,
-    RingHint,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
     last_filled,
     read_prologue,
-    read_ring_hint,
     read_slot_header,
     set_slot_state,
     slot_lock_byte,
     slot_view,
     write_slot_header,
 )
+from ckptd.memory.segment_hints import HINT_OFFSET, QUIET_OFFSET, RingHint, read_ring_hint
 from ckptd.replication.replicas import Promise, promised
-from ckptd.storage.image import ImageError, ImageView, seal
+from ckptd.storage.image import ImageView, seal
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["MappedSegment", "RankTaken", "SlotTable"]
 

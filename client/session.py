@@ -26,6 +26,7 @@ from ckptd.transport.messages import (
     Detach,
     Done,
     Drop,
+    Elastic,
     Fetch,
     FetchPiece,
     FetchState,
@@ -46,6 +47,7 @@ from ckptd.transport.messages import (
     RunSeen,
     SeeRun,
     SegmentInfo,
+    TellElastic,
     Welcome,
 )
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
@@ -150,6 +152,17 @@ class Session:
         """Answer a request to park."""
         outcome = ParkOutcome(number, iteration, reason[:4000])
         self._link.submit(lambda: self._send(outcome))
+
+    def tell_elastic(self, elastic: Elastic) -> None:
+        """Tell the daemon what this elastic job has placed where, for `ckptctl elastic`; one that is away is not told."""
+
+        def say() -> None:
+            try:
+                self._send(TellElastic(elastic))
+            except WireError as error:  # too large: no reason to take the daemon for lost
+                logger.warning("the daemon was not told of the placement: %s", error)
+
+        self._link.submit(say)
 
     @property
     def reserving(self) -> bool:
@@ -379,7 +392,7 @@ class Session:
         with contextlib.suppress(AttachRefused):  # logged there
             self._join()
 
-    def _send(self, message: Filled | Report | Notice | ParkOutcome) -> None:
+    def _send(self, message: Filled | Report | Notice | ParkOutcome | TellElastic) -> None:
         if self.connected and self._client is not None and not self._client.send(message):
             self._lose("it takes no messages")
 

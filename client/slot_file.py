@@ -15,7 +15,6 @@ from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_format import (
-    Kind,
     RingHint,
     SegmentDescriptor,
     SegmentGeometry,
@@ -26,6 +25,7 @@ from ckptd.memory.segment_format import (
     slot_lock_byte,
     slot_view,
 )
+from ckptd.memory.segment_names import Kind
 
 __all__ = ["SlotFile"]
 

@@ -15,11 +15,17 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ckptd.storage.image import DTYPE_SIZE, ImageTensor
+from ckptd.storage.image_format import (
+    DATA_ALIGNMENT,
+    DIGEST_HEX,
+    DTYPE_SIZE,
+    LENGTH_BYTES,
+    MAX_DIMS,
+    MAX_HEADER_BYTES,
+    ImageTensor,
+)
 
 __all__ = [
-    "LENGTH_BYTES",
-    "MAX_HEADER_BYTES",
     "HeaderError",
     "ObjectHeader",
     "data_offset_of",
@@ -27,12 +33,6 @@ __all__ = [
     "render_header",
     "tag_of",
 ]
-
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000  # what safetensors itself accepts
-_ALIGNMENT = 64
-_MAX_DIMS = 64
-_DIGEST_HEX = 32
 
 
 class HeaderError(ValueError):
@@ -55,7 +55,7 @@ def data_offset_of(length: bytes) -> int:
     if len(length) != LENGTH_BYTES:
         raise HeaderError(f"{len(length)} bytes are too few for a header")
     header_len = int.from_bytes(length, "little")
-    if header_len > MAX_HEADER_BYTES or (LENGTH_BYTES + header_len) % _ALIGNMENT:
+    if header_len > MAX_HEADER_BYTES or (LENGTH_BYTES + header_len) % DATA_ALIGNMENT:
         raise HeaderError(f"a header cannot have {header_len} bytes")
     return LENGTH_BYTES + header_len
 
@@ -80,7 +80,7 @@ def render_header(metadata: Mapping[str, str], tensors: Iterable[ImageTensor]) -
         }
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-(LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    text += b" " * (-(LENGTH_BYTES + len(text)) % DATA_ALIGNMENT)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
@@ -128,9 +128,9 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _digests(text: str, count: int) -> tuple[bytes, ...]:
-    if len(text) != count * _DIGEST_HEX or not re.fullmatch("[0-9a-f]*", text):
+    if len(text) != count * DIGEST_HEX or not re.fullmatch("[0-9a-f]*", text):
         raise HeaderError(f"the header does not hold a digest for each of {count} tensors")
-    return tuple([bytes.fromhex(text[at : at + 32]) for at in range(0, len(text), _DIGEST_HEX)])
+    return tuple([bytes.fromhex(text[at : at + 32]) for at in range(0, len(text), DIGEST_HEX)])
 
 
 def _tensor(name: str, value: object, data_offset: int) -> ImageTensor:
@@ -139,7 +139,7 @@ def _tensor(name: str, value: object, data_offset: int) -> ImageTensor:
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_SIZE:
         raise HeaderError(f"tensor {name!r} has unknown dtype {str(dtype)[:20]!r}")
-    if not _naturals(shape) or len(shape) > _MAX_DIMS:
+    if not _naturals(shape) or len(shape) > MAX_DIMS:
         raise HeaderError(f"tensor {name!r} has a bad shape")
     if not _naturals(offsets) or len(offsets) != 2:
         raise HeaderError(f"tensor {name!r} has bad offsets")

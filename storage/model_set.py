@@ -23,8 +23,7 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from ckptd.storage.headers import MAX_HEADER_BYTES
-from ckptd.storage.image import DTYPE_SIZE, TensorEntry
+from ckptd.storage.image_format import DTYPE_SIZE, MAX_HEADER_BYTES, TensorEntry
 from ckptd.storage.objects import ObjectStore, Range
 from ckptd.storage.sealed_json import ManifestError, decode_sealed, seal_json
 

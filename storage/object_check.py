@@ -12,15 +12,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ckptd.storage.headers import (
-    LENGTH_BYTES,
-    HeaderError,
-    ObjectHeader,
-    data_offset_of,
-    parse_header,
-    tag_of,
-)
-from ckptd.storage.image import ImageTensor
+from ckptd.storage.headers import HeaderError, ObjectHeader, data_offset_of, parse_header, tag_of
+from ckptd.storage.image_format import LENGTH_BYTES, ImageTensor
 from ckptd.storage.objects import Damaged, ObjectStore, Range
 
 __all__ = ["ObjectDamaged", "StreamBuffers", "check_tensors", "read_object_header"]

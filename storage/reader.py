@@ -16,8 +16,9 @@ from typing import Protocol, TypeVar
 import xxhash
 
 from ckptd.storage.catalog import Catalog, StoredCheckpoint, build_catalog
-from ckptd.storage.headers import LENGTH_BYTES, HeaderError, data_offset_of, parse_header
-from ckptd.storage.image import ImageError, ImageView, verify
+from ckptd.storage.headers import HeaderError, data_offset_of, parse_header
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import LENGTH_BYTES, ImageError
 from ckptd.storage.manifest import MAX_MANIFEST_BYTES, ManifestError, RankManifest, StoredSnapshot
 from ckptd.storage.names import RunName, run_prefix
 from ckptd.storage.objects import ObjectMissing, ObjectStore, Range

@@ -23,7 +23,6 @@ from typing import NamedTuple
 import xxhash
 
 from ckptd.storage.headers import (
-    LENGTH_BYTES,
     HeaderError,
     ObjectHeader,
     data_offset_of,
@@ -31,7 +30,7 @@ from ckptd.storage.headers import (
     render_header,
     tag_of,
 )
-from ckptd.storage.image import FORMAT, ImageTensor
+from ckptd.storage.image_format import FORMAT, LENGTH_BYTES, ImageTensor
 from ckptd.storage.manifest import Extent, StoredObject, StoredSnapshot
 from ckptd.storage.names import ObjectName
 

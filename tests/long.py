@@ -6,7 +6,14 @@ import os
 
 import pytest
 
-__all__ = ["LONG", "long"]
+__all__ = ["LONG", "long", "long_since"]
 
 LONG = bool(os.environ.get("CKPTD_LONG"))
-long = pytest.mark.skipif(not LONG, reason="left to make campaign-matrix: CKPTD_LONG=1 runs it")
+
+
+def long_since(why: str) -> pytest.MarkDecorator:
+    """Left to a campaign, for this reason."""
+    return pytest.mark.skipif(not LONG, reason=f"{why}: CKPTD_LONG=1 runs it")
+
+
+long = long_since("left to make campaign-matrix")

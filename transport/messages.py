@@ -4,8 +4,8 @@ Every message is a frozen tagged struct. A `Request` is answered by exactly one 
 `Refused`; a `OneWay` is answered only if it cannot be served, and then by `Refused`. Control
 messages carry descriptions (a path, a slot number), never tensor bytes.
 
-They are defined by who talks to whom (`common_messages`, `trainer_messages`, `ctl_messages`, made of `message_parts`) and are
-imported from here by everybody.
+They are defined by who talks to whom (`common_messages`, `trainer_messages`, `ctl_messages`, made of `message_parts`; `elastic_messages` by
+what about) and are imported from here by everybody.
 
 `PROTOCOL_VERSION` grows when the meaning or the shape of any message changes. It travels in the
 envelope (`ckptd.transport.wire`), so that a peer of another version is refused by name and not
@@ -51,6 +51,15 @@ from ckptd.transport.ctl_messages import (
     Snapshots,
     Status,
     TargetStatus,
+)
+from ckptd.transport.elastic_messages import (
+    Elastic,
+    ElasticNode,
+    ElasticTold,
+    ElasticWhen,
+    GetElastic,
+    SeenElastic,
+    TellElastic,
 )
 from ckptd.transport.message_parts import (
     Blob,
@@ -107,6 +116,10 @@ __all__ = [
     "Drop",
     "DurableRank",
     "DurableStatus",
+    "Elastic",
+    "ElasticNode",
+    "ElasticTold",
+    "ElasticWhen",
     "EventInfo",
     "Events",
     "Fetch",
@@ -116,6 +129,7 @@ __all__ = [
     "Filled",
     "Forget",
     "Generation",
+    "GetElastic",
     "GetEvents",
     "GetFetch",
     "GetHoldings",
@@ -160,6 +174,7 @@ __all__ = [
     "Reserved",
     "RunSeen",
     "SeeRun",
+    "SeenElastic",
     "SegmentInfo",
     "SegmentStatus",
     "SessionStatus",
@@ -169,6 +184,7 @@ __all__ = [
     "Snapshots",
     "Status",
     "TargetStatus",
+    "TellElastic",
     "Text",
     "Welcome",
 ]
@@ -192,10 +208,11 @@ Request = (
     | GetStatus
     | GetSnapshots
     | GetEvents
+    | GetElastic
     | Park
     | Forget
 )
-OneWay = Filled | Report | Notice | ParkOutcome
+OneWay = Filled | Report | Notice | ParkOutcome | TellElastic
 Reply = (
     Welcome
     | Attached
@@ -211,5 +228,6 @@ Reply = (
     | Snapshots
     | Parks
     | Events
+    | SeenElastic
 )
 Message = Request | OneWay | Reply

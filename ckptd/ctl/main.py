@@ -1,6 +1,6 @@
 """`ckptctl`: look at a node's daemon and its snapshots, and at what is durable.
 
-Exit codes: 0 done, 1 a check failed (`doctor`, `whatif`, `drill`, `verify`), `park` parked not everybody, or a bug, 2 wrong usage
+Exit codes: 0 done, 1 a check failed (`doctor`, `whatif`, `drill`, `verify`, `elastic`), `park` parked not everybody, or a bug, 2 wrong usage
 or a store that cannot be used, 3 no daemon answers, 4 refused or not there, 5 a snapshot is damaged. With `--json` the answer is one
 JSON document on stdout (`events --follow`: one per line), of an error, too: ``{"error": …, "exit_status": …}``. What
 is wrong goes to stderr in either case.
@@ -29,6 +29,7 @@ from ckptd.ctl.checkpoints import (
     run_verify,
 )
 from ckptd.ctl.doctor import Grade, as_rows, diagnose
+from ckptd.ctl.elastic_arguments import add_elastic_commands
 from ckptd.ctl.export import add_export_arguments, add_import_arguments, run_export, run_import
 from ckptd.ctl.keys import add_keys_commands, run_keys
 from ckptd.ctl.peers import (
@@ -41,7 +42,7 @@ from ckptd.ctl.peers import (
     run_drill,
 )
 from ckptd.ctl.store_access import StoreProblem
-from ckptd.errors import DaemonUnavailable, RemoteProtocolError
+from ckptd.errors import DaemonUnavailable, ElasticError, RemoteProtocolError
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.launch import answers
 from ckptd.settings import DaemonConfig
@@ -194,6 +195,21 @@ def _what_if(args: argparse.Namespace) -> int:
     return 0 if found.recoverable else EXIT_FAILED
 
 
+def _elastic(args: argparse.Namespace) -> int:
+    try:  # the one command that needs NumPy and SciPy
+        from ckptd.ctl.elastic import run_elastic
+        from ckptd.ctl.elastic_input import InputProblem
+    except ImportError as error:
+        hint = "`ckptctl elastic` plans with NumPy and SciPy: pip install 'ckptd[elastic]'"
+        return _fail(args, EXIT_USAGE, f"{error}; {hint}")
+    try:
+        return _show_outcome(args, run_elastic(args, partial(_connect, args)))
+    except InputProblem as error:
+        return _fail(args, EXIT_USAGE, str(error))
+    except ElasticError as error:
+        return _fail(args, EXIT_FAILED, str(error))
+
+
 def _drill(args: argparse.Namespace) -> int:
     with _connect(args) as client:
         report = run_drill(client, args)
@@ -331,6 +347,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     drill = add("drill", _drill, "rehearse the recovery of --rank from other nodes", which)
     drill.set_defaults(timeout=600.0)
+    elastic = add("elastic", _elastic, "where experts are or would be, and what that is worth")
+    add_elastic_commands(elastic, [common, which])
     keys = add("keys", _keys, "this node's keys towards peers, and whom it trusts")
     add_keys_commands(keys, common)
     stored = add("checkpoints", _checkpoints, "what is durable: look, verify, pin, remove")

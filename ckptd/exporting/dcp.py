@@ -18,7 +18,7 @@ from ckptd.exporting.files import check_target, new_folder
 from ckptd.exporting.plan import ExportPlan, Whole, plan_export
 from ckptd.exporting.shards import Moved
 from ckptd.exporting.source import TensorSource
-from ckptd.storage.image import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 
 __all__ = ["export_dcp"]
 

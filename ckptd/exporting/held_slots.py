@@ -14,7 +14,8 @@ from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader, slot_lock_byte
 from ckptd.memory.segments import Segment, open_segment
-from ckptd.storage.image import ImageError, ImageView, verify
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["SealedSlot", "held", "open_segments", "rank_image", "sealed_slots", "verify_slot"]
 

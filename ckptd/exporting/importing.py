@@ -21,7 +21,7 @@ from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.exporting.exports import DEFAULT_SHARD_BYTES, Watch, unwatched
 from ckptd.exporting.files import check_target, new_folder
 from ckptd.exporting.shards import Moved, write_part, write_synced
-from ckptd.storage.image import DTYPE_SIZE, TensorEntry
+from ckptd.storage.image_format import DTYPE_SIZE, TensorEntry
 from ckptd.storage.model_set import (
     MANIFEST,
     MODEL,

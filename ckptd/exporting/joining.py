@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptd.exporting.entry_names import BUFFER, OURS, param_and_key, split_rows
 from ckptd.exporting.plan import Share, SnapshotFacts, smallest_dtypes
-from ckptd.storage.image import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 
 __all__ = ["Joined", "RankImage", "join", "lacking"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ckptd.exporting.entry_names import BUFFER, MASTER, OPTIM, OURS, param_and_key, split_rows
 from ckptd.exporting.errors import ExportError
 from ckptd.exporting.wording import first_of, named_ranks
-from ckptd.storage.image import DTYPE_SIZE, ImageTensor, TensorEntry
+from ckptd.storage.image_format import DTYPE_SIZE, ImageTensor, TensorEntry
 from ckptd.storage.model_set import plain_names
 
 __all__ = ["ExportPlan", "Share", "SnapshotFacts", "Whole", "plan_export", "smallest_dtypes"]

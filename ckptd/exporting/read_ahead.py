@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ckptd.exporting.source import CHUNK_BYTES
-from ckptd.storage.image import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 
 __all__ = ["ReadAhead", "plan_spans"]
 

@@ -11,7 +11,7 @@ import xxhash
 
 from ckptd.exporting.files import created, reserve_space, write_all
 from ckptd.storage.headers import render_header
-from ckptd.storage.image import ImageTensor, TensorEntry
+from ckptd.storage.image_format import ImageTensor, TensorEntry
 from ckptd.storage.model_set import (
     SetFile,
     file_name,

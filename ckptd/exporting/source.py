@@ -10,7 +10,7 @@ import msgspec
 
 from ckptd.exporting.errors import ExportError
 from ckptd.exporting.plan import Share, SnapshotFacts
-from ckptd.storage.image import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 
 __all__ = ["CHUNK_BYTES", "Origin", "TensorSource", "facts_of"]
 

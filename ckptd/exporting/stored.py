@@ -15,7 +15,7 @@ from ckptd.exporting.source import Origin, facts_of
 from ckptd.exporting.stored_images import StoredImage, open_image, open_images, rank_manifest
 from ckptd.memory.segment_format import decode_descriptor
 from ckptd.storage.catalog import Catalog, StoredCheckpoint
-from ckptd.storage.image import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 from ckptd.storage.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.objects import ObjectStore
 from ckptd.storage.reader import read_catalog

@@ -12,7 +12,7 @@ from ckptd.exporting.joining import RankImage
 from ckptd.exporting.wording import named_ranks
 from ckptd.storage.catalog import StoredCheckpoint
 from ckptd.storage.headers import HeaderError, ObjectHeader, parse_header
-from ckptd.storage.image import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 from ckptd.storage.manifest import ManifestError, RankManifest, StoredSnapshot
 from ckptd.storage.objects import Damaged, ObjectMissing, ObjectStore
 from ckptd.storage.reader import (

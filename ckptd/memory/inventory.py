@@ -20,7 +20,8 @@ from ckptd.memory.segment_format import (
 from ckptd.memory.segments import Segment
 from ckptd.recovery.facts import facts_of_log, facts_to_wire
 from ckptd.recovery.holdings import header_record, operators_id
-from ckptd.storage.image import ImageError, ImageView
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import ImageError
 from ckptd.transport.messages import HeldSegment, HeldSlot, RankSnapshots, SegmentStatus, SlotInfo
 
 __all__ = [

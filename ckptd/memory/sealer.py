@@ -20,7 +20,8 @@ from ckptd.memory.segment_format import (
     write_slot_header,
 )
 from ckptd.memory.segments import Segment
-from ckptd.storage.image import DigestMismatch, ImageError, MapFunction, seal, verify
+from ckptd.storage.image import DigestMismatch, MapFunction, seal, verify
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["Outcome", "Verdict", "scrub_slot", "seal_slot"]
 

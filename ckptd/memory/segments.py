@@ -29,31 +29,30 @@ from ckptd.memory import locks
 from ckptd.memory.pages import allocate, populate, try_mlock
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import (
-    FILE_ENDS,
     OWNER_LOCK_BYTE,
-    QUIET_OFFSET,
-    REPLICA_ENDS,
     SLOT_HEADER_LEN,
-    RingHint,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
     encode_descriptor,
     last_filled,
     origin_of,
-    parse_replica_file_name,
-    parse_segment_file_name,
     plan_geometry,
     read_prologue,
-    read_ring_hint,
     read_slot_header,
-    segment_file_name,
     set_slot_state,
     slot_lock_byte,
     slot_view,
     write_prologue,
-    write_ring_hint,
     write_slot_header,
+)
+from ckptd.memory.segment_hints import QUIET_OFFSET, RingHint, read_ring_hint, write_ring_hint
+from ckptd.memory.segment_names import (
+    FILE_ENDS,
+    REPLICA_ENDS,
+    parse_replica_file_name,
+    parse_segment_file_name,
+    segment_file_name,
 )
 from ckptd.sessions import MemoryFacts, RankKey, SegmentFacts
 from ckptd.transport.messages import RefusalCode

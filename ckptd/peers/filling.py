@@ -32,7 +32,8 @@ from ckptd.recovery.holdings import header_record
 from ckptd.replication.known_runs import KnownRuns
 from ckptd.replication.logs import admit_log
 from ckptd.replication.replicas import Admit, Deny, Promise, admit
-from ckptd.storage.image import ImageError, MapFunction, verify
+from ckptd.storage.image import MapFunction, verify
+from ckptd.storage.image_format import ImageError
 from ckptd.transport import peer_messages as p
 from ckptd.transport.verbs import Access, Fabric, Region, Scope
 from ckptd.workers import Workers

@@ -22,17 +22,16 @@ from ckptd.errors import SegmentError
 from ckptd.memory.inventory import slot_record
 from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_format import (
-    REPLICA_ENDS,
     SegmentDescriptor,
     SlotHeader,
     decode_descriptor,
     encode_descriptor,
     origin_of,
     plan_geometry,
-    replica_file_name,
     set_slot_state,
     write_slot_header,
 )
+from ckptd.memory.segment_names import REPLICA_ENDS, replica_file_name
 from ckptd.memory.segments import Segment, SegmentPlan, SegmentStore, open_segment
 from ckptd.recovery.holdings import operators_id
 from ckptd.sessions import MemoryFacts, RankKey, room_beside_ranks

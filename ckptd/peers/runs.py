@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from ckptd.errors import RemoteProtocolError
 from ckptd.events import EventLog
-from ckptd.memory.segment_format import RingHint
+from ckptd.memory.segment_hints import RingHint
 from ckptd.memory.segments import SegmentStore
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.replica_store import ReplicaStore

@@ -22,7 +22,8 @@ from ckptd.persistence.shared_look import Seen
 from ckptd.persistence.slot_source import HeldSlot, SlotLost
 from ckptd.persistence.wire import CommitRank, SnapshotId
 from ckptd.storage.commit import Views
-from ckptd.storage.image import DigestMismatch, ImageError, ImageView, verify
+from ckptd.storage.image import DigestMismatch, ImageView, verify
+from ckptd.storage.image_format import ImageError
 from ckptd.storage.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.objects import Damaged, ObjectExists, ObjectInfo, ObjectStore, Unavailable
 from ckptd.storage.reader import (

@@ -20,7 +20,7 @@ What the shell guarantees:
   question that stands is ignored; a grant that nobody waits for is given back by `Abort`.
 * `Tick` comes when `wake_at_s` says so.
 
-What a target holds is believed from `Opened` and `SealedThere` alone, and told anew after each of its
+What a target holds (`ckptd.replication.copies`) is believed from `Opened` and `SealedThere` alone, and told anew after each of its
 restarts. The complete suffixes that it holds end at the iterations ``first`` to ``last``, without a gap: a
 target that was begun anew (a substitute, or one that fell behind the local ring) holds none that ends
 before ``first``, hence a common end of all ranks exists only within every rank's interval.
@@ -28,17 +28,12 @@ before ``first``, hence a common end of all ranks exists only within every rank'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ckptd.errors import LocalProtocolError
-from ckptd.memory.ring import (
-    SlotRecord,
-    Suffix,
-    chain_from,
-    epoch_table,
-    newest_by_iteration,
-)
+from ckptd.memory.ring import SlotRecord
 from ckptd.memory.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.replication.copies import Copies
 from ckptd.replication.events import (
     Abort,
     Begin,
@@ -59,7 +54,6 @@ from ckptd.replication.events import (
     Slots,
     Targets,
 )
-from ckptd.replication.replicas import spanning_suffix
 from ckptd.replication.target import (
     ASKING,
     NO_INTERVAL,
@@ -77,17 +71,12 @@ __all__ = ["Replicator"]
 class Replicator:
     """One rank's replication; see the module. Nothing in it grows with time."""
 
-    def __init__(self, config: ReplicationConfig | None = None) -> None:
+    def __init__(
+        self, config: ReplicationConfig | None = None, *, copies: Copies | None = None
+    ) -> None:
         self._config = config or ReplicationConfig()
         self._targets: dict[str, Target] = {}
-        self._local: dict[int, SlotRecord] = {}  # by iteration: sealed, live, the one that counts
-        self._known: dict[SnapshotKey, SlotRecord] = {}
-        self._num_operators = 0
-        self._num_slots = 0
-        self._own: Interval | None = None  # what the primary holds; None until somebody asks
-        self._span = 1
-        self._epochs: dict[int, int] = {}
-        self._joined: dict[int, int] = {}
+        self._copies = copies or Copies()
         self._holders: dict[SnapshotKey, int] = {}
         self._effects: list[Effect] = []
         self._now_s = 0.0
@@ -102,9 +91,10 @@ class Replicator:
     @property
     def behind(self) -> int:
         """How many iterations the slowest target that could have everything is behind."""
-        newest = max(self._local, default=-1)
+        local = self._copies.local
+        newest = max(local, default=-1)
         slow = [t for t in self._targets.values() if t.wanted and t.alive and not t.no_memory]
-        oldest = min(self._local, default=0) - 1
+        oldest = min(local, default=0) - 1
         return max((newest - (t.run.last if t.run.last >= 0 else oldest) for t in slow), default=0)
 
     @property
@@ -114,7 +104,7 @@ class Replicator:
         ``first`` may exceed ``last``: the targets have no end in common yet.
         """
         runs = [target.run for target in self._targets.values() if target.counted]
-        runs = runs or [self._own_interval()]
+        runs = runs or [self._copies.own_interval()]
         if any(run.last < 0 for run in runs):
             return NO_INTERVAL
         return Interval(max(run.first for run in runs), min(run.last for run in runs))
@@ -132,11 +122,7 @@ class Replicator:
     def lag(self, node: str) -> Lag:
         """How far ``node`` is behind."""
         target = self._targets.get(node)
-        if target is None or not self._local:
-            return Lag(0, 0)
-        missing = [r for r in self._needed(target) if key_of(r) not in target.held]
-        start = target.run.last if target.run.last >= 0 else min(self._local) - 1
-        return Lag(max(0, max(self._local) - start), sum(r.image_len for r in missing))
+        return Lag(0, 0) if target is None else self._copies.lag(target)
 
     def states(self, *, now_s: float) -> tuple[TargetState, ...]:
         """All targets, by name."""
@@ -209,12 +195,9 @@ class Replicator:
 
     def _join(self, event: Joined) -> None:
         """Another history: hosts may free what was believed to be there, so all are asked anew."""
-        if self._joined == {event.epoch: event.epoch_start} and self._span == event.span:
-            return
-        self._joined, self._span = {event.epoch: event.epoch_start}, event.span
-        self._see(self._local.values())
-        for target in self._targets.values():
-            self._stop(target, "another epoch")
+        if self._copies.join(event, self._targets.values()):
+            for target in self._targets.values():
+                self._stop(target, "another epoch")
 
     def _place(self, nodes: Iterable[str]) -> None:
         wanted = set(nodes)
@@ -231,36 +214,11 @@ class Replicator:
                 self._drop_if_done(target)
 
     def _take_table(self, records: Iterable[SlotRecord], num_operators: int) -> None:
-        if num_operators != self._num_operators:  # other operators: nothing that is held counts
-            self._num_operators = num_operators
-            self._known.clear()
-            for target in self._targets.values():
-                target.held.clear()
-                target.opened.clear()
-        self._see(records)
+        self._copies.take_table(records, num_operators, self._targets.values())
         for target in self._targets.values():
-            gone = target.record is not None and self._local_of(target.record) is None
+            gone = target.record is not None and self._copies.here(target.record) is None
             if gone and target.phase is Phase.PUTTING:
                 self._cancel(target, "the snapshot is gone here")
-
-    def _see(self, records: Iterable[SlotRecord]) -> None:
-        """Take these as the local table (or the epochs anew) and forget what nobody holds."""
-        table = list(records)
-        self._num_slots = max(self._num_slots, len(table))
-        self._epochs = epoch_table(table, self._joined)
-        self._local = newest_by_iteration(table, self._epochs)
-        self._own = None
-        local = {key_of(record): record for record in self._local.values()}
-        self._known.update(local)
-        for target in self._targets.values():
-            self._recount(target)
-            target.skipped &= local.keys()
-        wanted = set(local).union(*(target.held for target in self._targets.values()))
-        self._known = {key: record for key, record in self._known.items() if key in wanted}
-
-    def _local_of(self, record: SlotRecord) -> SlotRecord | None:
-        found = self._local.get(record.iteration)
-        return found if found is not None and key_of(found) == key_of(record) else None
 
     # One target: going on.
 
@@ -269,7 +227,7 @@ class Replicator:
         self._watch(target)
         if not (target.wanted and target.alive) or target.phase not in (Phase.CLOSED, Phase.IDLE):
             return
-        record = self._next(target)
+        record = self._copies.next_for(target)
         if record is None:
             target.since_s = self._now_s  # nothing to do is no stall
             return
@@ -283,29 +241,9 @@ class Replicator:
             return
         target.record = record
         target.go(Phase.BEGINNING)
-        self._doubt_newer(target, record)
+        self._copies.doubt_newer(target, record)
         self._hold(record)
         self._effects.append(Begin(target.node, key_of(record), record))
-
-    def _doubt_newer(self, target: Target, record: SlotRecord) -> None:
-        """What comes after ``record`` there and is in no complete suffix: nothing links to it, so the host may fill its slot.
-
-        It is begun once more in its turn; the host answers ``held`` if it has it still.
-        """
-        table = self._held_table(target)
-        if max(table, default=-1) <= record.iteration:
-            return
-        found = spanning_suffix(table, self._num_operators, self._span)
-        kept = set() if found is None else set(map(key_of, found.records))
-        target.held = {k for k in target.held if k.iteration <= record.iteration or k in kept}
-        target.planned = False
-
-    def _doubt_all(self, target: Target) -> None:
-        """It does not count any more, so the floor goes on without it, and the host may give away what ends before: a ring that grew
-        has several replicas there, and of the older ones nobody would tell. It is asked again for each."""
-        target.held.clear()
-        target.opened.clear()
-        self._recount(target)
 
     def _watch(self, target: Target) -> None:
         """Time: questions that stand too long, and targets that get nowhere."""
@@ -313,9 +251,13 @@ class Replicator:
         if target.phase in ASKING and waited_s >= self._config.answer_s:
             self._reopen(target, f"no answer for {waited_s:.1f} s while {target.phase}")
         quiet_s = self._now_s - target.since_s
-        if target.counted and quiet_s >= self._config.stalled_s and self._next(target) is not None:
+        if (
+            target.counted
+            and quiet_s >= self._config.stalled_s
+            and self._copies.next_for(target) is not None
+        ):
             target.stalled = True
-            self._doubt_all(target)
+            self._copies.doubt_all(target)
             text = f"{target.node} sealed nothing for {quiet_s:.0f} s ({target.reason or 'slow'})"
             self._effects.append(Note("warning", "replication_stalled", text))
 
@@ -324,7 +266,7 @@ class Replicator:
             return None
         if target.phase in ASKING:
             return target.asked_s + self._config.answer_s
-        if target.phase in (Phase.CLOSED, Phase.IDLE) and self._next(target) is not None:
+        if target.phase in (Phase.CLOSED, Phase.IDLE) and self._copies.next_for(target) is not None:
             return target.retry_at_s
         return None
 
@@ -334,17 +276,13 @@ class Replicator:
         target.go(Phase.IDLE)
         target.opened.add(event.generation)
         target.no_memory = False
-        told = {key_of(record): record for record in event.held if record.sealed}
-        self._known.update(told)
-        target.held = {k for k in target.held if k.generation != event.generation} | told.keys()
-        target.run = NO_INTERVAL  # counted anew, from what it told
-        self._recount(target)
+        self._copies.believe(target, event.generation, event.held)
 
     def _open_refused(self, target: Target, event: OpenRefused) -> None:
         target.go(Phase.CLOSED)
         if event.code == "quota" and not target.no_memory:
             target.no_memory = True
-            self._doubt_all(target)
+            self._copies.doubt_all(target)
             text = f"{target.node} has no memory for a replica: {event.reason}"
             self._effects.append(Note("warning", "replication_refused", text))
         self._back_off(target, event.code, event.reason)
@@ -356,7 +294,7 @@ class Replicator:
             if not mine:  # else the same answer came twice
                 self._effects.append(Abort(event.node, event.key, event.grant))
             return
-        record = None if target.record is None else self._local_of(target.record)
+        record = None if target.record is None else self._copies.here(target.record)
         if record is None:
             self._let_go(target, Phase.IDLE)
             self._effects.append(Abort(event.node, event.key, event.grant))
@@ -471,7 +409,7 @@ class Replicator:
     def _unknown(self, target: Target, reason: str) -> None:
         """The lease means nothing there: it was restarted, and may have lost everything that it ever told of."""
         target.held.clear()
-        self._recount(target)
+        self._copies.recount(target)
         self._reopen(target, reason, at_once=target.unknowns == 0)
         target.unknowns += 1
 
@@ -515,92 +453,4 @@ class Replicator:
         target.failures = target.unknowns = target.digest_refusals = 0
         target.stalled, target.since_s, target.reason = False, self._now_s, ""
         target.retry_at_s = 0.0
-        self._recount(target)
-
-    # What is held, and what is next.
-
-    def _held_table(self, target: Target) -> dict[int, SlotRecord]:
-        records = (self._known[key] for key in target.held if key in self._known)
-        return newest_by_iteration(records, self._epochs)
-
-    def _recount(self, target: Target) -> None:
-        """The interval of complete ends, from what is held; and forget what no promise needs."""
-        target.planned = False
-        table = self._held_table(target)
-        found = spanning_suffix(table, self._num_operators, self._span)
-        keep: set[SnapshotKey] = set()
-        if table:  # the newest chain, as far as a ring of this size can hold it
-            tip = spanning_suffix(table, self._num_operators, self._span, end=max(table))
-            chain = chain_from(table[max(table)], table)[: self._num_slots]
-            keep.update(map(key_of, chain if tip is None else tip.records))
-        if found is not None:
-            keep.update(map(key_of, found.records))
-            target.run = self._run(found, table, target.run)
-        else:
-            target.run = NO_INTERVAL
-        local = set(map(key_of, self._local.values()))
-        target.held = {key for key in target.held if key in local or key in keep}
-
-    def _own_interval(self) -> Interval:
-        """Where suffixes end that the local ring holds now: unlike a host it may have given the older ones away."""
-        if self._own is None:
-            self._own = self._count_own()
-        return self._own
-
-    def _count_own(self) -> Interval:
-        newest = spanning_suffix(self._local, self._num_operators, self._span)
-        if newest is None:
-            return NO_INTERVAL
-        everything = (1 << self._num_operators) - 1
-        covered = 0
-        oldest_first = reversed(chain_from(self._local[newest.end], self._local))
-        for length, record in enumerate(oldest_first, start=1):
-            covered |= record.anchors
-            if covered & everything == everything and length >= self._span:
-                return Interval(record.iteration, newest.end)
-        return NO_INTERVAL
-
-    def _run(self, newest: Suffix, table: Mapping[int, SlotRecord], old: Interval) -> Interval:
-        """Walk back from the newest complete end for as long as every snapshot is one."""
-        first = newest.end
-        for record in chain_from(table[newest.end], table):
-            here = spanning_suffix(table, self._num_operators, self._span, end=record.iteration)
-            if here is None:
-                break
-            first = record.iteration
-            if 0 <= first == old.last:
-                first = old.first  # from here back it was known already
-                break
-        return Interval(first, newest.end)
-
-    def _next(self, target: Target) -> SlotRecord | None:
-        """The snapshot to send next; None if the target has everything."""
-        if not target.planned:
-            target.planned, target.upcoming = True, self._plan(target)
-        return target.upcoming
-
-    def _plan(self, target: Target) -> SlotRecord | None:
-        for record in self._needed(target):
-            key = key_of(record)
-            if key not in target.held and key not in target.skipped:
-                return record
-        return None
-
-    def _needed(self, target: Target) -> list[SlotRecord]:
-        """The local snapshots, in order, that bring the target up to date.
-
-        It goes on where the target is, if what comes next is still here; otherwise it begins with the
-        newest suffix.
-        """
-        local = [self._local[iteration] for iteration in sorted(self._local)]
-        usable = {r.iteration: r for r in local if key_of(r) not in target.skipped}
-        found = spanning_suffix(usable, self._num_operators, self._span)
-        start = None if found is None else found.start
-        tip = max(self._held_table(target), default=-1)
-        if tip >= 0 and (start is None or tip < start):
-            newer = [record for record in local if record.iteration > tip]
-            if not newer or newer[0].previous in (tip, -1):
-                return newer
-        if found is not None:
-            return [*found.records, *(r for r in local if r.iteration > found.end)]
-        return local
+        self._copies.recount(target)

@@ -17,10 +17,11 @@ from dataclasses import replace
 from ckptd.memory.boundary import choose_log_slot, logged_iterations, outdated
 from ckptd.memory.ring import SlotRecord, epoch_table
 from ckptd.memory.snapshot_events import Note
+from ckptd.replication.copies import Copies
 from ckptd.replication.core import Replicator
 from ckptd.replication.events import Effect, Event
 from ckptd.replication.replicas import Admit, Deny
-from ckptd.replication.target import Target
+from ckptd.replication.target import ReplicationConfig, Target
 
 __all__ = [
     "LogReplicator",
@@ -37,20 +38,27 @@ _NO_EPOCHS: Mapping[int, int] = {}
 _PEER_LOST = "replication_peer_lost"
 
 
+class _LogCopies(Copies):
+    """Logs need no others: a target needs all of them."""
+
+    def doubt_newer(self, target: Target, record: SlotRecord) -> None:
+        """Nothing: a host gives away what is older than the primary's oldest, never what is newer."""
+
+    def needed(self, target: Target) -> list[SlotRecord]:
+        """Everything that is here."""
+        return [self.local[iteration] for iteration in sorted(self.local)]
+
+
 class LogReplicator(Replicator):
     """One rank's boundary log on its way to its targets; see the module."""
+
+    def __init__(self, config: ReplicationConfig | None = None) -> None:
+        super().__init__(config, copies=_LogCopies())
 
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
         """As `Replicator.handle`. That a peer is lost is told once, by the replicator of the snapshots."""
         effects = super().handle(event, now_s=now_s)
         return [_of_a_log(e) for e in effects if not (isinstance(e, Note) and e.kind == _PEER_LOST)]
-
-    def _needed(self, target: Target) -> list[SlotRecord]:
-        """Everything that is here."""
-        return [self._local[iteration] for iteration in sorted(self._local)]
-
-    def _doubt_newer(self, target: Target, record: SlotRecord) -> None:
-        """Nothing: a host gives away what is older than the primary's oldest, never what is newer."""
 
 
 def as_sent(records: Iterable[SlotRecord]) -> tuple[SlotRecord, ...]:

@@ -18,7 +18,8 @@ from ckptd.client.worlds.units import UnitIndex, operator_units
 from ckptd.elastic.worlds import BUFFER, ExpertLayers, HeldImage, NodeHeld, Unit
 from ckptd.errors import SegmentError
 from ckptd.memory.ring import SlotRecord, SlotState
-from ckptd.memory.segment_format import FILE_ENDS, REPLICA_ENDS, Kind, SlotHeader
+from ckptd.memory.segment_format import SlotHeader
+from ckptd.memory.segment_names import FILE_ENDS, REPLICA_ENDS, Kind
 from ckptd.recovery.holdings import header_record
 from ckptd.storage.image import ImageError, ImageView
 

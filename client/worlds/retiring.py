@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptd.client.slot_file import SlotFile
 from ckptd.client.worlds.inventory import run_of_world, world_of_run
 from ckptd.errors import DaemonUnavailable, SegmentError
-from ckptd.memory.segment_format import FILE_ENDS
+from ckptd.memory.segment_names import FILE_ENDS
 from ckptd.transport.messages import Done, Forget
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 

@@ -127,7 +127,7 @@ def start_world(here: Here | Exception, wishes: Wishes, rank: int, meet: Exchang
     raise DaemonUnavailable(
         f"no plan held after {_PLANS} attempts",
         operation="start a world",
-        hint="`ckptctl events` names the images that are damaged; nothing was lost: start again",
+        hint="The ranks' logs name the images that are damaged; nothing was freed: start again",
     )
 
 

@@ -35,6 +35,11 @@ SUBJECTS = [
         },
     ),
     (
+        "traces",
+        ["--most-nodes", "4", "--seeds", "1"],
+        {"growing_part", "g4dn_ours_goodput", "p2_lazarus_alone_rollbacks", "p2_ours_pause"},
+    ),
+    (
         "stall",
         ["--rounds", "1", "--state-mib", "8", "--tokens", "8", "--settle", "6", "--no-process"],
         {"stall_vs_best_peer", "snapshot_bytes_vs_dense"},
@@ -114,7 +119,16 @@ SUBJECTS = [
 
 
 # Each of these takes longer than all others together.
-SLOW = {"localized", "overhead", "persist", "sharing", "logging", "replication", "recovery"}
+SLOW = {
+    "traces",
+    "localized",
+    "overhead",
+    "persist",
+    "sharing",
+    "logging",
+    "replication",
+    "recovery",
+}
 
 
 def _run(subject: str, options: list[str]) -> dict[str, Any]:

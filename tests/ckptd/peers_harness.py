@@ -20,15 +20,13 @@ import numpy as np
 
 from ckptd.client.identity import Identity
 from ckptd.client.memory import RankMemory
-from ckptd.client.replay import SnapshotImage
 from ckptd.client.segment import MappedSegment
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.memory.ring import SlotState, choose_slot, slots_for_window
-from ckptd.memory.segment_format import (
-    SlotHeader,
-    parse_replica_file_name,
-    parse_segment_file_name,
-)
-from ckptd.storage.image import ImageLayout, TensorEntry
+from ckptd.memory.segment_format import SlotHeader
+from ckptd.memory.segment_names import parse_replica_file_name, parse_segment_file_name
+from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.image_layout import ImageLayout
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.running import eventually
 from tests.ckptd.snapshots import IMAGE_BYTES, Snapshot, content_of, sealed_in

@@ -21,7 +21,6 @@ from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import (
     OWNER_LOCK_BYTE,
-    Kind,
     SegmentDescriptor,
     SlotHeader,
     encode_descriptor,
@@ -29,8 +28,10 @@ from ckptd.memory.segment_format import (
     slot_view,
     write_slot_header,
 )
+from ckptd.memory.segment_names import Kind
 from ckptd.memory.segments import Segment, open_segment
-from ckptd.storage.image import ImageLayout, TensorEntry
+from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.image_layout import ImageLayout
 from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
 from ckptd.transport.wire import ControlClient
 

@@ -12,7 +12,9 @@ import numpy as np
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader
 from ckptd.memory.segments import open_segment
-from ckptd.storage.image import ImageLayout, ImageView, TensorEntry, seal
+from ckptd.storage.image import ImageView, seal
+from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.image_layout import ImageLayout
 
 __all__ = [
     "IMAGE_BYTES",

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from ckptd.daemon import default_digest_threads
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segments import open_segment
 from ckptd.transport import messages as m
@@ -50,6 +51,13 @@ def kinds(client: ControlClient) -> list[str]:
 def messages_of(client: ControlClient, kind: str) -> list[str]:
     events = client.ask(m.GetEvents(), m.Events).events
     return [event.message for event in events if event.kind == kind]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "threads"), [(1, 1), (2, 1), (4, 2), (8, 4), (16, 4), (64, 8), (208, 16)]
+)
+def test_digest_threads_grow_with_the_machine(cpus: int, threads: int) -> None:
+    assert default_digest_threads(cpus) == threads
 
 
 def test_a_slot_is_sealed_after_it_was_announced() -> None:

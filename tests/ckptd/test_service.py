@@ -16,13 +16,13 @@ from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.ring import SlotState
 from ckptd.memory.sealer import Verdict, seal_slot
 from ckptd.memory.segment_format import (
-    Kind,
     SegmentDescriptor,
     SlotHeader,
     encode_descriptor,
     pack_slot_header,
     write_slot_header,
 )
+from ckptd.memory.segment_names import Kind
 from ckptd.memory.segments import Segment, SegmentStore
 from ckptd.peers.peering import Peering
 from ckptd.service import Service
@@ -421,3 +421,28 @@ def test_a_dead_trainers_half_filled_log_is_freed(setting: Setting) -> None:
     (session,) = setting.service.sessions
     setting.service.trainer_gone(session, "a test says so")
     assert state_of(log, 0) is SlotState.FREE
+
+
+@pytest.mark.parametrize("message", [m.Detach(final=True), m.Forget("job", "run")])
+def test_a_told_placement_is_kept_while_its_run_is(setting: Setting, message: m.Message) -> None:
+    """A refused message changes nothing: neither a trainer's that is not attached, nor a request to forget a run that is."""
+    told = m.TellElastic(m.Elastic(((1,),), (m.ElasticNode("here", 1),)))
+    assert isinstance(setting.ask(told), m.Refused)
+    assert setting.ask(m.GetElastic()) == m.SeenElastic(())
+    setting.attach()
+    setting.reserve()
+    setting.service.handle(b"t", told, setting.answers.append)
+    assert not setting.answers, "it is not answered"
+    assert isinstance(setting.ask(m.Forget("job", "run")), m.Refused)
+
+    def seen() -> list[m.Elastic]:
+        reply = setting.ask(m.GetElastic("job", ""))
+        assert isinstance(reply, m.SeenElastic)
+        return [one.elastic for one in reply.told]
+
+    assert seen() == [told.elastic]
+    if isinstance(message, m.Forget):
+        setting.ask(m.Detach())
+        assert seen() == [told.elastic]
+    assert isinstance(setting.ask(message), m.Done)
+    assert seen() == []

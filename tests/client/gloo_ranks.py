@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+import tests.forked  # noqa: F401 - says what the ranks begin with
+
 __all__ = ["run_in_ranks"]
 
-# Importing torch in each takes most of it; on a machine with other work, minutes.
+# On a machine with other work.
 _PATIENCE_S = 400.0
 
 
@@ -26,7 +28,11 @@ def run_in_ranks(work: Callable[..., None], world_size: int, folder: Path, *args
         folder: where the ranks meet; nobody met there before.
     """
     context = start_processes(
-        _rank, (work, world_size, str(folder), args), world_size, join=False, start_method="spawn"
+        _rank,
+        (work, world_size, str(folder), args),
+        world_size,
+        join=False,
+        start_method="forkserver",
     )
     try:
         deadline = time.monotonic() + _PATIENCE_S

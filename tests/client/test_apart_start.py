@@ -21,20 +21,22 @@ from ckptd.client.fed_logs import FedLogs
 from ckptd.client.memory import RankMemory
 from ckptd.client.park_memory import parked_records
 from ckptd.client.parked_copy import CopiedImage, ParkedCopy
-from ckptd.client.replay import SnapshotImage
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.cuda.engine import HostMemory
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.ring import SlotState
-from ckptd.memory.segment_format import HINT_APART, HINT_APART_AGAIN
+from ckptd.memory.segment_hints import HINT_APART, HINT_APART_AGAIN
 from ckptd.recovery.localized import LocalizedPlan, RankKind
 from ckptd.recovery.plan import Piece, Source
-from ckptd.storage.image import ImageLayout, ImageView, TensorEntry
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.image_layout import ImageLayout
 from ckptd.transport.messages import SegmentInfo
 from tests.ckptd.nodes import Net
 from tests.ckptd.running import MIB, eventually, fill
 from tests.client.meeting import outcomes
 from tests.client.test_memory import attached, events, record
-from tests.client.test_recovery import payload, two_ranks
+from tests.client.test_recovery import payload
 
 __all__: list[str] = []
 
@@ -61,8 +63,8 @@ def park(
     segment.seal(0)
 
 
-def recorded(ranks: list[RankMemory]) -> None:
-    """A suffix up to where the step was cut off."""
+def recorded(ranks: list[RankMemory], *, parked: Sequence[RankMemory] = ()) -> None:
+    """A suffix up to where the step was cut off; some were parked there."""
     outcomes([memory.recover for memory in ranks])
     for memory in ranks:
         memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
@@ -72,6 +74,8 @@ def recorded(ranks: list[RankMemory]) -> None:
             header = segment.header(iteration % 4)
             assert header is not None
             segment.write_header(iteration % 4, replace(header, phase=iteration % 2))
+    for memory in parked:
+        park(memory, CUT_OFF)
 
 
 def log(memory: RankMemory, facts: Facts) -> None:
@@ -114,7 +118,7 @@ def two_nodes() -> Iterator[tuple[str, str]]:
 def run(endpoint: str, request: pytest.FixtureRequest) -> str:
     """A run whose two ranks are replicas; rank 0 was parked, in the phase that a test may say, rank 1 was killed in the same step."""
     run = uuid.uuid4().hex[:8]
-    with two_ranks(endpoint, run) as memories:
+    with living_on(run, endpoint, endpoint) as memories:
         recorded(memories)
         park(memories[0], CUT_OFF, getattr(request, "param", 0))
     return run
@@ -122,7 +126,7 @@ def run(endpoint: str, request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def ranks(endpoint: str, run: str) -> Iterator[list[RankMemory]]:
-    with two_ranks(endpoint, run) as memories:
+    with living_on(run, endpoint, endpoint) as memories:
         yield memories
 
 
@@ -166,9 +170,7 @@ def test_ranks_that_changed_their_nodes_take_their_parked_states_along(
     """The launcher has numbered them anew. A snapshot comes with each, or nothing could be recorded after."""
     run, (first, second) = uuid.uuid4().hex[:8], two_nodes
     with living_on(run, first, second) as ranks:
-        recorded(ranks)
-        for memory in ranks:
-            park(memory, CUT_OFF)
+        recorded(ranks, parked=ranks)
     with living_on(run, second, first) as ranks:
         starts = started(begin(ranks))
         assert kinds(starts) == [RankKind.MOVED] * 2
@@ -208,9 +210,7 @@ def test_what_is_damaged_here_is_taken_from_another_twin(endpoint: str) -> None:
     """Of three replicas one was killed, and the state of another is damaged: both take the third one's."""
     run = uuid.uuid4().hex[:8]
     with living_on(run, *[endpoint] * 3) as ranks:
-        recorded(ranks)
-        for memory in ranks[:2]:
-            park(memory, CUT_OFF)
+        recorded(ranks, parked=ranks[:2])
         damage(ranks[0])
     with living_on(run, *[endpoint] * 3) as ranks:
         starts = started(begin(ranks, ((1, 2), (0, 2), (0, 1))))
@@ -226,9 +226,7 @@ def test_what_is_damaged_on_the_other_node_is_taken_from_another_twin(
 ) -> None:
     run, (first, second) = uuid.uuid4().hex[:8], two_nodes
     with living_on(run, first, second) as ranks:
-        recorded(ranks)
-        for memory in ranks:
-            park(memory, CUT_OFF)
+        recorded(ranks, parked=ranks)
         damage(ranks[1])
     with living_on(run, second, first) as ranks:
         starts = started(begin(ranks))
@@ -267,9 +265,8 @@ def test_where_all_that_was_parked_is_damaged_all_recover_together(endpoint: str
     """At the first start, not at the next: the trial ends with the recovery of all ranks."""
     run = uuid.uuid4().hex[:8]
     with living_on(run, endpoint, endpoint) as ranks:
-        recorded(ranks)
+        recorded(ranks, parked=ranks)
         for memory in ranks:
-            park(memory, CUT_OFF)
             damage(memory)
     with living_on(run, endpoint, endpoint) as ranks:
         assert begin(ranks) == [None, None]
@@ -356,7 +353,7 @@ def test_a_start_that_fails_in_the_end_gives_back_what_it_had(
 
 def test_a_hint_does_not_outlive_what_was_parked(endpoint: str) -> None:
     """Else the next localized recovery, which may be right, would be the last attempt."""
-    with two_ranks(endpoint, uuid.uuid4().hex[:8]) as memories:
+    with living_on(uuid.uuid4().hex[:8], endpoint, endpoint) as memories:
         outcomes([memory.recover for memory in memories])
         memories[1].reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
         memories[1].leave_hint(HINT_APART)
@@ -376,7 +373,7 @@ def test_what_a_dead_trainer_parked_and_nobody_has_sealed_yet_is_waited_for(endp
 def test_after_two_that_came_to_no_end_all_recover_together(endpoint: str, run: str) -> None:
     hints = []
     for _ in range(3):
-        with two_ranks(endpoint, run) as memories:
+        with living_on(run, endpoint, endpoint) as memories:
             found = begin(memories)
             hints.append([memory.hint for memory in memories])
     assert found == [None, None]

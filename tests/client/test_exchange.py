@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 import traceback
@@ -18,10 +17,9 @@ from ckptd.client import exchange as module
 from ckptd.client.exchange import exchange, meet_at
 from ckptd.client.identity import Identity
 from ckptd.errors import DaemonUnavailable
+from tests.forked import FORKED
 
 WORLD = 3
-_FORK = multiprocessing.get_context("forkserver")
-_FORK.set_forkserver_preload(["ckptd.client.exchange"])
 
 
 def said_by(rank: int, turn: int) -> bytes:
@@ -63,7 +61,7 @@ def _in_rank(work: Callable[[int], None], rank: int, folder: str) -> None:
 @pytest.mark.parametrize("work", [turns, one_stays_away])
 def test_in_a_process_group(work: Callable[[int], None], tmp_path: Path) -> None:
     ranks = [
-        _FORK.Process(target=_in_rank, args=(work, rank, str(tmp_path))) for rank in range(WORLD)
+        FORKED.Process(target=_in_rank, args=(work, rank, str(tmp_path))) for rank in range(WORLD)
     ]
     for process in ranks:
         process.start()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -19,6 +18,7 @@ from ckptd.client.layout import Source
 from ckptd.client.operators import Member, Operator
 from ckptd.client.sharing import EVERY_RANK, Replicas, Sharing
 from ckptd.schedules.schedule import OperatorKind
+from tests.client.gloo_ranks import run_in_ranks
 from tests.client.meeting import outcomes
 
 NAMES = ("a", "b", "c", "d")
@@ -95,8 +95,7 @@ PARTS: dict[str, list[tuple[Source, Tensor]]] = {
 }
 
 
-def handed(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+def handed(rank: int) -> None:
     handing._CHUNK_BYTES = 100  # several chunks, and a part that is larger than one
     sharing = Sharing(dict.fromkeys(NAMES, Replicas((0, 1, 2), dist.group.WORLD)))
 
@@ -140,7 +139,7 @@ def _of(owner: int, owners: list[int], parts: Any) -> list[tuple[Source, Tensor]
 @pytest.mark.slow
 def test_bytes_arrive_as_they_were_sent(tmp_path: Path) -> None:
     """Slices, other dtypes, a scalar, an empty tensor, a negative zero, nothing at all; on three real ranks."""
-    mp.spawn(handed, (str(tmp_path / "three"),), 3)  # type: ignore[attr-defined]
+    run_in_ranks(handed, 3, tmp_path)
 
 
 @pytest.mark.parametrize(

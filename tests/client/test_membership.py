@@ -127,32 +127,8 @@ def test_a_daemon_that_is_away_is_every_ranks_error() -> None:
     assert all(isinstance(error, DaemonUnavailable) for error in found)
 
 
-def test_a_node_that_tells_what_cannot_be_is_every_ranks_error() -> None:
-    slot = HeldSlot(0, bytes(112), b"")
-    wrong = HeldSegment(
-        name="s",
-        rank=0,
-        own=True,
-        origin="",
-        generation=0,
-        world_size=2,
-        window=1,
-        num_operators=1,
-        operators_id="t",
-        slot_bytes=1,
-        num_slots=1,
-        slots=(slot,),
-    )
-    lies = RunSeen((Holdings("b", (wrong,)),), ())
-    first, second = views(Asks(NodeCard("a"), seen("a")), Asks(NodeCard("b"), lies))
-    assert isinstance(first, DaemonUnavailable)
-    assert "rank 1 on node b: plan recovery [node=b" in str(first)
-    assert isinstance(second, RemoteProtocolError)
-
-
-def segment_of(rank: int, name: str, iteration: int, facts: bytes = b"") -> HeldSegment:
-    """With one sealed slot."""
-    header = SlotHeader(state=SlotState.SEALED, iteration=iteration, sequence=1)
+def segment_of(rank: int, name: str, slot_header: bytes, facts: bytes = b"") -> HeldSegment:
+    """With one slot."""
     return HeldSegment(
         name=name,
         rank=rank,
@@ -165,16 +141,28 @@ def segment_of(rank: int, name: str, iteration: int, facts: bytes = b"") -> Held
         operators_id="t",
         slot_bytes=1,
         num_slots=1,
-        slots=(HeldSlot(0, pack_slot_header(header), b""),),
+        slots=(HeldSlot(0, slot_header, b""),),
         facts=facts,
     )
+
+
+def sealed(iteration: int) -> bytes:
+    return pack_slot_header(SlotHeader(state=SlotState.SEALED, iteration=iteration, sequence=1))
+
+
+def test_a_node_that_tells_what_cannot_be_is_every_ranks_error() -> None:
+    lies = RunSeen((Holdings("b", (segment_of(0, "s", bytes(112)),)),), ())
+    first, second = views(Asks(NodeCard("a"), seen("a")), Asks(NodeCard("b"), lies))
+    assert isinstance(first, DaemonUnavailable)
+    assert "rank 1 on node b: plan recovery [node=b" in str(first)
+    assert isinstance(second, RemoteProtocolError)
 
 
 def test_a_log_tells_the_facts_of_a_rank_that_has_lost_its_own() -> None:
     """Rank 1 trained elsewhere before. With whom it has all operators alike counts as it is built now, too."""
     a, b, alike = NodeCard("a"), NodeCard("b"), (0, 1)
     told = facts_to_wire({1: RankFacts((0,), (1,), (1, 2))})
-    log, state = segment_of(1, "log", 8, told), segment_of(0, "parked", 9)
+    log, state = segment_of(1, "log", sealed(8), told), segment_of(0, "parked", sealed(9))
     here = RunSeen((Holdings("a", (), logs=(log,), parked=(state,)),), ())
     own = RankFacts((1,), (0,), (0,))
     notes = [RankNote(facts=own), RankNote(alike=alike)]

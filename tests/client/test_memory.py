@@ -13,8 +13,8 @@ import pytest
 from ckptd.client.agreement import Exchange
 from ckptd.client.identity import Identity
 from ckptd.client.memory import RankMemory
-from ckptd.client.replay import SnapshotImage
 from ckptd.client.segment import MappedSegment
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.ring import SlotState

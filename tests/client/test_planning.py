@@ -10,15 +10,9 @@ from torch import nn
 
 from ckptd.client.binding import Binding
 from ckptd.client.operators import discover_operators
-from ckptd.client.planning import (
-    Plan,
-    TrainingSpeed,
-    make_plan,
-    plan_alike,
-    plan_from_payload,
-    signature,
-    signature_difference,
-)
+from ckptd.client.plan import Plan, plan_from_payload
+from ckptd.client.planning import TrainingSpeed, make_plan, plan_alike
+from ckptd.client.signature import signature, signature_difference
 from ckptd.memory.segment_format import plan_geometry
 from ckptd.schedules.schedule import OperatorKind, Ordering
 

@@ -24,7 +24,7 @@ from ckptd.client.sharing import NOTHING_SHARED
 from ckptd.cuda.engine import CopyEngine
 from ckptd.cuda.select import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.memory.segment_format import HINT_DROP_GRADIENTS
+from ckptd.memory.segment_hints import HINT_DROP_GRADIENTS
 from ckptd.schedules.schedule import Ordering
 from tests.ckptd.running import MIB
 from tests.client.meeting import outcomes

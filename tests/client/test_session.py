@@ -13,6 +13,7 @@ import zmq
 from ckptd.client.session import Session
 from ckptd.errors import DaemonUnavailable
 from ckptd.transport import messages as m
+from ckptd.transport import wire
 from ckptd.transport.wire import decode, encode
 
 PIECE = m.FetchPiece(bytes(112), (m.FetchSource("there", "segment", 0),))
@@ -28,6 +29,7 @@ class Answers:
             m.Attach: m.Attached((), 0, 0),
             m.Ping: m.Pong("", attached=True),
         }
+        self._heard: list[type] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -36,6 +38,11 @@ class Answers:
         self._over.set()
         self._thread.join()
 
+    @property
+    def heard(self) -> list[type]:
+        """Types of the messages that came, in order."""
+        return list(self._heard)
+
     def _serve(self) -> None:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
             router.bind(self.endpoint)
@@ -43,6 +50,7 @@ class Answers:
                 if router.poll(20):
                     who, *frames = router.recv_multipart()
                     envelope, message = decode(frames)
+                    self._heard.append(type(message))
                     said = self.says.get(type(message), m.Done())
                     router.send_multipart([who, *encode(envelope.id, said)])
 
@@ -90,3 +98,24 @@ def test_who_is_welcomed_with_something_else_is_not_attached(answers: Answers) -
     answers.says[m.Attach] = m.Done()
     with pytest.raises(DaemonUnavailable, match="answered Attach with Done"):
         attached(answers)
+
+
+def test_a_placement_too_large_to_be_told_does_not_lose_the_daemon(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = m.ElasticNode("here", 1)
+    session = attached(answers)
+    try:
+        with monkeypatch.context() as small:
+            small.setattr(wire, "MAX_BODY_BYTES", 2000)
+            session.tell_elastic(m.Elastic(((1,) * 3000,), (node,)))
+            assert session.tell("info", "kind", "next", timeout_s=5)
+        assert "was not told of the placement" in caplog.text
+        assert m.TellElastic not in answers.heard
+        session.tell_elastic(m.Elastic(((1,),), (node,)))
+        assert session.tell("info", "kind", "next", timeout_s=5)
+        assert m.TellElastic in answers.heard
+        assert session.connected
+        assert session.outages == 0
+    finally:
+        session.close()

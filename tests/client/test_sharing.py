@@ -23,14 +23,8 @@ from ckptd.client.binding import Binding
 from ckptd.client.changes import table_digest
 from ckptd.client.layout import parse_entry_name
 from ckptd.client.operators import Member, Operator, discover_operators
-from ckptd.client.planning import (
-    Plan,
-    captured_once,
-    make_plan,
-    most_pieces,
-    operator_costs,
-    plan_from_payload,
-)
+from ckptd.client.plan import Plan, captured_once, operator_costs, plan_from_payload
+from ckptd.client.planning import make_plan, most_pieces
 from ckptd.client.sharing import (
     EVERY_RANK,
     NOTHING_SHARED,

@@ -351,7 +351,7 @@ class TestCudaEngine(EngineTests):
         self, engine: CopyEngine, memory: Memory
     ) -> None:
         """The runtime remembers a refusal, and would raise it at the trainer's next kernel."""
-        with pytest.raises(RuntimeError, match="cudaHostRegister of .* bytes failed with code"):
+        with pytest.raises(RuntimeError, match="bytes failed with code"):
             engine.register(memory, [(0, SIZE // 2)])  # it is registered already
         assert torch.ones(4, device=self.device).mul(2).sum().item() == 8.0
         assert memory.tensor[SLOT : SLOT + 64].is_pinned()

@@ -57,6 +57,17 @@ def test_large_dense_tensors_go_directly_and_small_ones_of_a_run_together() -> N
     through(items, found)
 
 
+def test_large_tensors_make_way_for_the_copies_of_others() -> None:
+    """At most the pack's length at a stretch, whether of one tensor or of several."""
+    items = [item(random(n), 16_384 * i) for i, n in enumerate((3000, 100, 200, 4000))]
+    found = plan(items, pack_bytes=1024)
+    lengths = [sum(t.numel() for t in found.direct[part]) for part in found.stretches]
+    assert sum(lengths) == 4 * 7300
+    assert max(lengths) == 1024
+    assert len(found.stretches) == 30
+    through(items, found)
+
+
 def test_a_gap_ends_a_run() -> None:
     items = [item(random(3), 0), item(random(3), 12), item(random(3), 28)]
     assert [(p.offset, p.nbytes) for p in plan(items).packs] == [(0, 24), (28, 12)]

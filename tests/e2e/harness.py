@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -22,13 +21,11 @@ import msgspec
 from ckptd.launch import answers
 from ckptd.transport.messages import Events, GetEvents, Request
 from ckptd.transport.wire import ControlClient
+from tests.forked import FORKED
 
 __all__ = ["DaemonProcess", "Jobs", "own_daemon"]
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.e2e.job", "tests.e2e.preload"])
 
 
 def _run(arguments: list[str], log: str, environment: dict[str, str]) -> None:
@@ -60,7 +57,7 @@ class Jobs:
         self._count += 1
         out = self.folder / f"{name or case}-{self._count}.pt"
         arguments = [case, "--out", str(out), "--daemon", daemon or self.endpoint, *options]
-        process = _CONTEXT.Process(
+        process = FORKED.Process(
             target=_run,
             args=(arguments, str(out.with_suffix(".log")), environment or {}),
             daemon=False,

@@ -20,11 +20,11 @@ from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 from tests.e2e.parallel.logged import CASES
 from tests.e2e.ranks import Ranks
-from tests.long import LONG
+from tests.long import long_since
 
 WINDOW, KILL_AT, TOTAL = 4, 11, 15
 QUICK = ("one_f_one_b", "by_hand")
-long = pytest.mark.skipif(not LONG, reason="two cases stand for it: CKPTD_LONG=1 runs it")
+long = long_since("two cases stand for it")
 
 Key = tuple[str, int, int, int]
 

@@ -12,7 +12,7 @@ from tests.e2e.parallel.checks import assert_exact_through_a_kill, assert_notice
 from tests.e2e.parallel.pipeline import CASES
 from tests.e2e.parallel.registry import Case
 from tests.e2e.ranks import Ranks
-from tests.long import LONG
+from tests.long import long_since
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_a_norm_that_is_not_recorded_is_noticed_and_the_next_start_computes_it(j
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not LONG, reason="ZeRO's and DDP's stand for it: CKPTD_LONG=1 runs it")
+@long_since("ZeRO's and DDP's stand for it")
 def test_what_is_left_out_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
     """The negative control: a frozen weight of the first stage is missing."""
     assert_noticed_when_left_out(jobs, daemon, CASES.cases["interleaved"], "frozen weights")

@@ -18,9 +18,10 @@ import torch
 
 from ckptd.client.binding import Binding
 from ckptd.client.freeze import Tape
-from ckptd.client.planning import plan_from_payload
-from ckptd.client.replay import Replay, SnapshotImage
+from ckptd.client.plan import plan_from_payload
+from ckptd.client.replay import Replay
 from ckptd.client.sharing import NOTHING_SHARED
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.ctl.main import main as ckptctl
 from ckptd.cuda.engine import CpuEngine, HostMemory
 from ckptd.memory.ring import SlotState
@@ -28,8 +29,9 @@ from ckptd.memory.segments import open_segment
 from ckptd.storage.image import ImageView, verify
 from ckptd.transport.messages import GetSnapshots, RankSnapshots, Snapshots
 from tests.ckptd.running import eventually
-from tests.e2e.harness import _CONTEXT, DaemonProcess
+from tests.e2e.harness import DaemonProcess
 from tests.e2e.parking_job import READY, Job, Plot, act, unlike
+from tests.forked import FORKED
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +44,7 @@ class Life:
         folder.mkdir(exist_ok=True)
         told = Plot(folder, self.run, daemon.endpoint, **plot)
         self.ranks: list[BaseProcess] = [
-            _CONTEXT.Process(target=act, args=(replace(told, rank=rank),))
+            FORKED.Process(target=act, args=(replace(told, rank=rank),))
             for rank in range(told.world_size)
         ]
         for process in self.ranks:
@@ -168,7 +170,7 @@ def test_what_is_asked_for_or_overdue_is_parked_and_training_goes_on(
 ) -> None:
     """And a worker that is forked, and ended with SIGTERM, parks nothing and ends nobody."""
     options = {"park_after_s": 1.0}
-    plot = {"wait_at": READY + 1, "fork_at": READY, "total": 400, "options": options}
+    plot = {"wait_at": READY + 1, "fork_at": READY, "total": 200, "options": options}
     with Life(daemon, tmp_path, world_size=2, **plot) as life:
         life.reach(READY)
         eventually(lambda: (tmp_path / "child").exists(), "the worker has ended")

@@ -71,7 +71,7 @@ class Slot:
 
 
 class Hint(NamedTuple):
-    """What the daemon wrote beside a primary's slots: see `ckptd.memory.segment_format.RingHint`."""
+    """What the daemon wrote beside a primary's slots: see `ckptd.memory.segment_hints.RingHint`."""
 
     floor: int = -1
     horizon: int = -1

@@ -15,7 +15,7 @@ import pytest
 from ckptd.replication.replicas import Admit, Deny, Promise, admit
 from tests.simulation.replication_world import WorldConfig, play
 
-SEEDS = int(os.environ.get("CKPTD_SIM_REPLICATION_SEEDS", "200"))
+SEEDS = int(os.environ.get("CKPTD_SIM_REPLICATION_SEEDS", "60"))
 # Whatever of this never occurred was not tested.
 TROUBLE = (
     "began anew", "busy", "cut off", "daemon crashed", "destroyed", "digest", "fetched", "floor moved",

@@ -6,7 +6,9 @@ import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckptd.storage.image import ImageLayout, ImageView, TensorEntry, seal
+from ckptd.storage.image import ImageView, seal
+from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.image_layout import ImageLayout
 from ckptd.storage.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.objects import ObjectStore
 from ckptd.storage.run_identity import RunIdentity

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.storage.image import TensorEntry
+from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.manifest import (
     Extent,
     ManifestError,

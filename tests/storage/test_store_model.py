@@ -21,7 +21,7 @@ import pytest
 
 from ckptd.storage.catalog import Catalog, CheckpointState
 from ckptd.storage.commit import see
-from ckptd.storage.image import TensorEntry
+from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.names import CheckpointId, ObjectName, parse
 from ckptd.storage.objects import ObjectMissing

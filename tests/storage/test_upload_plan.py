@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.storage.headers import HeaderError, parse_header, render_header, tag_of
-from ckptd.storage.image import DTYPE_SIZE, ImageTensor, TensorEntry
+from ckptd.storage.image_format import DTYPE_SIZE, ImageTensor, TensorEntry
 from ckptd.storage.manifest import StoredSnapshot
 from ckptd.storage.names import ObjectName, parse
 from ckptd.storage.upload_plan import (

@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from ckptd.storage.headers import parse_header, render_header, tag_of
-from ckptd.storage.image import TensorEntry
+from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.manifest import Extent, RankManifest
 from ckptd.storage.names import ManifestName, ObjectName, parse
 from ckptd.storage.object_check import StreamBuffers, check_tensors

@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from ckptd.client.elastic.telling import PlacementTeller, Placing
+from ckptd.ctl.main import main
 from ckptd.ctl.peers import ask_whereabouts
+from ckptd.elastic.types import Cluster, Placement
 from ckptd.transport.wire import ControlClient
 from tests.ckptd.exporting.samples import entries, segment_folder, snapshot
 from tests.ckptd.exporting.shared import Op, client_payload
@@ -43,7 +47,7 @@ def as_json(node: Node, *args: str, code: int = 0) -> Any:
 
 
 @pytest.fixture(scope="module")
-def net() -> Iterator[Net]:
+def job() -> Iterator[Job]:
     """A rank on each node, n2 alone in its rack; one replica each."""
     racks = {f"n{i}": {"labels": f"rack={'AAB'[i]}"} for i in range(3)}
     with Net(3, of=racks).up() as found:
@@ -56,8 +60,13 @@ def net() -> Iterator[Net]:
             lambda: all(r["floor"] == LAST for r in as_json(found[0], "peers")["ranks"]),
             "the floor is known",
         )
-        yield found
+        yield job
         job.end()
+
+
+@pytest.fixture(scope="module")
+def net(job: Job) -> Net:
+    return job.net
 
 
 def test_peers_says_what_is_replicated_where(net: Net) -> None:
@@ -143,3 +152,37 @@ def test_where_a_rank_trains_is_told_where_nobody_has_its_snapshot(net: Net) -> 
         found = ask_whereabouts(client, "job", "run", LAST)
         assert {rank: set(nodes) for rank, nodes in found.items()}[0] == {"n0", "n2"}
         assert ask_whereabouts(client, "job", "other", LAST) == {}
+
+
+def test_elastic_whatif_knows_which_experts_come_from_replicated_snapshots(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Expert 0 is on n1 alone; its rank's snapshots are on n2, too, until that is lost as well."""
+
+    def ask(*args: str, code: int = 0) -> Any:
+        found = main(["elastic", *args, "--json", "--endpoint", job.net[0].endpoint])
+        captured = capsys.readouterr()
+        assert found == code, captured.err
+        return json.loads(captured.out)
+
+    cluster = Cluster.uniform(3, 2)
+    held = Placement(np.array([[[0, 2], [1, 0], [0, 1]]]))
+    names = tuple(node.name for node in job.homes)
+    for trainer in job.trainers:
+        teller = PlacementTeller(trainer.memory.session.tell_elastic)
+        teller.placed(LAST, Placing(held, cluster, names, [[100, 100]], 2), [[40, 60]])
+        assert trainer.memory.session.tell("info", "kind", "read in order", timeout_s=10)
+    found = ask("whatif", "--lose", "node=n1")
+    assert found["lost_experts"] == [[0, 0]]
+    assert found["recoverable"]
+    (lost,) = (rank for rank in found["snapshots"]["ranks"] if rank["home_lost"])
+    assert lost["sources"] == ["n2"]
+    fetches = found["planned"]["move"]["fetches"]
+    assert [(one["receiver"], one["source"], one["bytes"]) for one in fetches] == [
+        ("n0", "", 100),
+        ("n2", "", 100),
+    ]
+    gone = ask("whatif", "--lose", "node=n1,node=n2", code=1)
+    assert gone["recoverable"] is False
+    kept = ask("whatif", "--lose", "node=n0")
+    assert (kept["recoverable"], kept["lost_experts"]) == (True, [])

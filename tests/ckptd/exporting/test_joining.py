@@ -9,7 +9,7 @@ from ckptd.exporting.errors import ExportError
 from ckptd.exporting.joining import Joined, RankImage, join, lacking
 from ckptd.exporting.plan import Share, SnapshotFacts, plan_export
 from ckptd.exporting.source import facts_of
-from ckptd.storage.image import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 
 
 def image(*names: str, rows: int = 6, dtype: str = "F32") -> list[ImageTensor]:

@@ -15,7 +15,7 @@ from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.exporting.exports import ExportReport, export_file
 from ckptd.exporting.read_ahead import plan_spans
 from ckptd.exporting.stored import open_stored
-from ckptd.storage.image import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 from ckptd.storage.objects import ObjectStore
 from ckptd.storage.open_store import open_store
 from tests.ckptd.exporting.samples import DENSE, client_part, entries, stored_window

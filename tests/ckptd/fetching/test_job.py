@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ckptd.client.replay import SnapshotImage
+from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.errors import DaemonUnavailable
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job

@@ -27,7 +27,8 @@ from ckptd.recovery.held import HeldRecords
 from ckptd.recovery.holdings import held_from_segments
 from ckptd.recovery.log_facts import facts_told_by_logs
 from ckptd.recovery.pieces import Piece, Source
-from ckptd.storage.image import ImageLayout, TensorEntry
+from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.image_layout import ImageLayout
 from ckptd.transport.messages import RunSeen, SeeRun
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job, Trainer

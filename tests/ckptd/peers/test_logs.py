@@ -12,12 +12,12 @@ import pytest
 from ckptd.memory.ring import SlotState
 from ckptd.memory.sealer import Verdict, seal_slot
 from ckptd.memory.segment_format import (
-    Kind,
     decode_descriptor,
     encode_descriptor,
     origin_of,
     unpack_slot_header,
 )
+from ckptd.memory.segment_names import Kind
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.recovery.facts import RankFacts, facts_from_wire
 from ckptd.replication.replicas import Promise

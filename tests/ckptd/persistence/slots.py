@@ -11,7 +11,9 @@ from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SegmentDescriptor, SlotHeader, write_slot_header
 from ckptd.memory.segments import Segment, SegmentStore
 from ckptd.persistence.wire import SnapshotId
-from ckptd.storage.image import ImageLayout, TensorEntry, seal
+from ckptd.storage.image import seal
+from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.image_layout import ImageLayout
 
 WINDOW = 2
 FROZEN_BYTES, FRESH_BYTES = 300_000, 100_000

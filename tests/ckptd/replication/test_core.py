@@ -14,7 +14,6 @@ from ckptd.replication.events import (
     Abort,
     Begin,
     BeginRefused,
-    Effect,
     Granted,
     Open,
     Opened,
@@ -30,6 +29,7 @@ from ckptd.replication.events import (
     Targets,
 )
 from ckptd.replication.target import Interval, Phase, ReplicationConfig
+from tests.ckptd.replication.driven import Driven
 
 W = 2
 CONFIG = ReplicationConfig()
@@ -55,38 +55,14 @@ def key(iteration: int) -> SnapshotKey:
     return key_of(snapshot(iteration))
 
 
-class Driven:
-    """A replicator whose peers do at once what they are asked, unless ``refuse`` names them."""
+def driven_to(*nodes: str) -> Driven:
+    """A replicator of snapshots whose peers answer at once."""
+    return Driven(Replicator(CONFIG), *nodes)
 
-    def __init__(self, *nodes: str) -> None:
-        self.core = Replicator(CONFIG)
-        self.now_s = 0.0
-        self.sent: list[tuple[str, int]] = []
-        self.refuse: set[str] = set()
-        self.held: dict[str, tuple[SlotRecord, ...]] = {}
-        self.feed(Targets(nodes))
 
-    def feed(self, event: object) -> list[Effect]:
-        """The effects of the event; those that a willing peer answers are answered."""
-        effects = self.core.handle(event, now_s=self.now_s)  # type: ignore[arg-type]
-        for effect in effects:
-            self.answer(effect)
-        return effects
-
-    def answer(self, effect: Effect) -> None:
-        match effect:
-            case Open(node, generation) if node not in self.refuse:
-                self.feed(Opened(node, generation, 1, self.held.get(node, ())))
-            case Begin(node, wanted) if node not in self.refuse:
-                self.feed(Granted(node, wanted, "grant"))
-            case Put(node, wanted):
-                self.feed(PutEnded(node, wanted, True, ""))
-            case Seal(node, wanted):
-                self.sent.append((node, wanted.iteration))
-                self.feed(SealedThere(node, wanted))
-
-    def table(self, *iterations: int) -> None:
-        self.feed(Slots(tuple(snapshot(i) for i in iterations), W))
+def table(*iterations: int) -> Slots:
+    """The local ring holds the snapshots of these iterations."""
+    return Slots(tuple(snapshot(i) for i in iterations), W)
 
 
 def opened(*nodes: str, table: tuple[int, ...] = (3, 4)) -> Replicator:
@@ -113,19 +89,19 @@ class TestOrder:
         assert core.handle(SealedThere("a", key(3)), now_s=3) == []
 
     def test_a_fresh_target_gets_the_newest_suffix_first_then_what_is_newer(self) -> None:
-        driven = Driven("a")
-        driven.table(2, 3, 4, 5)
+        driven = driven_to("a")
+        driven.feed(table(2, 3, 4, 5))
         assert driven.sent == [("a", 4), ("a", 5)]
         assert driven.core.replicated == Interval(5, 5)
-        driven.table(3, 4, 5, 6)
+        driven.feed(table(3, 4, 5, 6))
         assert driven.sent[2:] == [("a", 6)]
         assert driven.core.replicated == Interval(5, 6)
 
     def test_a_target_that_is_behind_goes_on_in_order(self) -> None:
-        driven = Driven("a")
-        driven.table(2, 3)
+        driven = driven_to("a")
+        driven.feed(table(2, 3))
         driven.sent.clear()
-        driven.table(3, 4, 5, 6, 7)
+        driven.feed(table(3, 4, 5, 6, 7))
         assert driven.sent == [("a", i) for i in (4, 5, 6, 7)]
         assert driven.core.replicated == Interval(3, 7)
 
@@ -148,25 +124,25 @@ class TestOrder:
 
     def test_a_target_whose_next_snapshot_is_gone_begins_with_the_newest_suffix(self) -> None:
         """And the interval says that it holds no suffix that ends between."""
-        driven = Driven("a")
-        driven.table(2, 3)
+        driven = driven_to("a")
+        driven.feed(table(2, 3))
         driven.sent.clear()
-        driven.table(6, 7, 8)
+        driven.feed(table(6, 7, 8))
         assert driven.sent == [("a", 7), ("a", 8)]
         assert driven.core.replicated == Interval(8, 8)
 
     def test_a_broken_chain_begins_another_interval(self) -> None:
-        driven = Driven("a")
-        driven.table(2, 3)
+        driven = driven_to("a")
+        driven.feed(table(2, 3))
         broken = (snapshot(2), snapshot(3), snapshot(5, linked=False), snapshot(6))
         driven.feed(Slots(broken, W))
         assert driven.sent == [("a", i) for i in (2, 3, 5, 6)]
         assert driven.core.replicated == Interval(6, 6)
 
     def test_targets_do_not_wait_for_each_other(self) -> None:
-        driven = Driven("a", "b")
-        driven.refuse = {"b"}
-        driven.table(2, 3)
+        driven = driven_to("a", "b")
+        driven.deaf = {"b"}
+        driven.feed(table(2, 3))
         assert driven.sent == [("a", 2), ("a", 3)]
         assert driven.core.current_up_to("a") == 3
         assert driven.core.replicated_up_to == -1
@@ -174,23 +150,23 @@ class TestOrder:
         assert driven.core.lag("a") == (0, 0)
 
     def test_what_a_target_holds_already_is_not_sent_again(self) -> None:
-        driven = Driven("a")
-        driven.held["a"] = (snapshot(1), snapshot(2), snapshot(3))
-        driven.table(2, 3, 4)
+        driven = driven_to("a")
+        driven.keeps("a", map(snapshot, (1, 2, 3)))
+        driven.feed(table(2, 3, 4))
         assert driven.sent == [("a", 4)]
         assert driven.core.replicated == Interval(2, 4)
 
     def test_a_span_wider_than_the_window_asks_for_more_snapshots(self) -> None:
         """All ranks need a common start, so a narrow window must keep what a wide one needs."""
-        driven = Driven("a")
+        driven = driven_to("a")
         driven.feed(Joined(0, -1, span=3))
-        driven.table(2, 3, 4, 5)
+        driven.feed(table(2, 3, 4, 5))
         assert driven.sent == [("a", 3), ("a", 4), ("a", 5)]
         assert driven.core.replicated == Interval(5, 5)
 
     def test_a_new_generation_opens_another_replica(self) -> None:
-        driven = Driven("a")
-        driven.table(2, 3)
+        driven = driven_to("a")
+        driven.feed(table(2, 3))
         new = replace(snapshot(4), generation=1)
         effects = driven.feed(Slots((snapshot(2), snapshot(3), new), W))
         assert effects == [Open("a", 1)]
@@ -259,8 +235,8 @@ class TestRefusals:
 
     def test_who_does_not_know_the_lease_holds_nothing_until_it_tells(self) -> None:
         """It was restarted, perhaps on a machine that has nothing of what it told before."""
-        driven = Driven("a")
-        driven.table(2, 3, 4)
+        driven = driven_to("a")
+        driven.feed(table(2, 3, 4))
         assert driven.core.current_up_to("a") == 4
         driven.core.handle(Slots(tuple(snapshot(t) for t in range(2, 6)), W), now_s=0)
         driven.core.handle(BeginRefused("a", key(5), "unknown", "restarted"), now_s=0)
@@ -391,9 +367,8 @@ class TestStaleAnswers:
 class TestEpochs:
     def test_another_epoch_asks_every_target_what_it_holds(self) -> None:
         """What it was believed to hold may be of the abandoned history, and was given away there."""
-        driven = Driven("a")
-        driven.table(2, 3, 4)
-        driven.held["a"] = (snapshot(2), snapshot(3), snapshot(4))
+        driven = driven_to("a")
+        driven.feed(table(2, 3, 4))
         driven.feed(Joined(1, 3))
         assert driven.core.current_up_to("a") == 3
         driven.sent.clear()
@@ -402,9 +377,9 @@ class TestEpochs:
         assert driven.core.replicated_up_to == 4
 
     def test_the_same_epoch_again_changes_nothing(self) -> None:
-        driven = Driven("a")
+        driven = driven_to("a")
         driven.feed(Joined(1, 3))
-        driven.table(2, 3)
+        driven.feed(table(2, 3))
         assert driven.feed(Joined(1, 3)) == []
         assert driven.core.replicated_up_to == 3
 
@@ -428,9 +403,9 @@ def test_without_targets_the_primary_is_the_promised_copy() -> None:
 
 def test_thousands_of_snapshots_leave_no_more_behind_than_ten() -> None:
     sizes = []
-    driven = Driven("a", "b")
+    driven = driven_to("a", "b")
     for iteration in range(1, 2000):
-        driven.table(*range(max(0, iteration - 5), iteration + 1))
+        driven.feed(table(*range(max(0, iteration - 5), iteration + 1)))
         held = [state.held for state in driven.core.states(now_s=0)]
         sizes.append(max(held))
     assert max(sizes[100:]) <= max(sizes[:10]) <= 6

@@ -8,23 +8,11 @@ from dataclasses import replace
 import pytest
 
 from ckptd.memory.ring import SlotRecord, SlotState
-from ckptd.memory.snapshot_events import Joined, Note, SnapshotKey, key_of
+from ckptd.memory.snapshot_events import Joined, key_of
 from ckptd.replication.events import (
-    Begin,
-    BeginRefused,
-    Effect,
-    Granted,
-    Open,
-    Opened,
-    OpenRefused,
     PeerBack,
     PeerLost,
-    Put,
-    PutEnded,
-    Seal,
-    SealedThere,
     Slots,
-    Targets,
 )
 from ckptd.replication.logs import (
     LogReplicator,
@@ -35,6 +23,7 @@ from ckptd.replication.logs import (
     why_log_removable,
 )
 from ckptd.replication.replicas import Admit, Deny
+from tests.ckptd.replication.driven import Driven
 
 SLOTS = 6
 
@@ -60,69 +49,38 @@ def logs(iterations: Iterable[int]) -> list[SlotRecord]:
     return [logged(iteration) for iteration in iterations]
 
 
-class Driven:
-    """Peers do at once what they are asked; they keep what they were sent."""
+def driven_to(*nodes: str) -> Driven:
+    """A replicator of logs whose peers answer at once."""
+    driven = Driven(LogReplicator(), *nodes)
+    driven.feed(Joined(0, -1, 1))
+    return driven
 
-    def __init__(self, *nodes: str) -> None:
-        self.core = LogReplicator()
-        self.begun: list[int] = []
-        self.sent: list[tuple[str, int]] = []
-        self.held: dict[str, dict[SnapshotKey, SlotRecord]] = {node: {} for node in nodes}
-        self.notes: list[str] = []
-        self.refuse = ""
-        self.feed(Joined(0, -1, 1))
-        self.feed(Targets(nodes))
 
-    def feed(self, event: object, now_s: float = 0.0) -> None:
-        for effect in self.core.handle(event, now_s=now_s):  # type: ignore[arg-type]
-            self.answer(effect)
-
-    def answer(self, effect: Effect) -> None:
-        if isinstance(effect, Begin):
-            self.begun.append(effect.key.iteration)
-        match effect:
-            case Open(node, generation) if self.refuse:
-                self.feed(OpenRefused(node, generation, self.refuse, "said the test"))
-            case Open(node, generation):
-                self.feed(Opened(node, generation, 1, tuple(self.held[node].values())))
-            case Begin(node, key, _) if key in self.held[node]:
-                self.feed(BeginRefused(node, key, "held", "it is here"))
-            case Begin(node, key, record):
-                self.held[node][key] = record
-                self.feed(Granted(node, key, "grant"))
-            case Put(node, key):
-                self.feed(PutEnded(node, key, True, ""))
-            case Seal(node, key):
-                self.sent.append((node, key.iteration))
-                self.feed(SealedThere(node, key))
-            case Note(_, kind, message):
-                self.notes.append(kind)
-                assert message.startswith("boundary log: ")
-
-    def table(self, iterations: Iterable[int], now_s: float = 0.0) -> None:
-        self.feed(Slots(as_sent(logs(iterations)), 1), now_s)
+def primary_holds(iterations: Iterable[int]) -> Slots:
+    """The primary holds the logs of these iterations."""
+    return Slots(as_sent(logs(iterations)), 1)
 
 
 class TestSending:
     def test_all_that_is_here_goes_to_a_new_target_oldest_first(self) -> None:
         """Of snapshots it would be the newest suffix; a rank that replays from 4 on is fed what was sent in 4."""
-        driven = Driven("a")
-        driven.table(range(4, 9))
+        driven = driven_to("a")
+        driven.feed(primary_holds(range(4, 9)))
         assert driven.sent == [("a", n) for n in range(4, 9)]
-        driven.table(range(5, 10))
+        driven.feed(primary_holds(range(5, 10)))
         assert driven.sent[5:] == [("a", 9)]
         assert driven.core.current_up_to("a") == 9
         assert driven.core.lag("a").iterations == 0
 
     def test_a_gap_in_the_log_holds_nothing_up(self) -> None:
-        driven = Driven("a")
-        driven.table([4, 5])
-        driven.table([4, 5, 8, 9])
+        driven = driven_to("a")
+        driven.feed(primary_holds([4, 5]))
+        driven.feed(primary_holds([4, 5, 8, 9]))
         assert driven.sent == [("a", n) for n in (4, 5, 8, 9)]
 
     def test_what_a_target_lost_is_sent_again_and_what_it_has_is_not(self) -> None:
-        driven = Driven("a")
-        driven.table(range(4, 8))
+        driven = driven_to("a")
+        driven.feed(primary_holds(range(4, 8)))
         del driven.held["a"][key_of(logged(5))]
         driven.begun.clear()
         driven.feed(PeerLost("a", "restarted"))
@@ -134,12 +92,16 @@ class TestSending:
         )
 
     def test_a_target_without_memory_is_told_of_once_and_holds_nobody_back(self) -> None:
-        driven = Driven("a")
+        driven = driven_to("a")
         driven.refuse = "quota"
-        driven.table([4])
-        driven.table([4, 5], now_s=100.0)
-        driven.table([4, 5, 6], now_s=300.0)
-        assert driven.notes == ["replication_refused"]
+        driven.feed(primary_holds([4]))
+        driven.now_s = 100.0
+        driven.feed(primary_holds([4, 5]))
+        driven.now_s = 300.0
+        driven.feed(primary_holds([4, 5, 6]))
+        (note,) = driven.notes
+        assert note.kind == "replication_refused"
+        assert note.message.startswith("boundary log: ")
         assert driven.core.sole
 
     def test_what_is_not_sealed_or_was_logged_again_is_not_sent(self) -> None:

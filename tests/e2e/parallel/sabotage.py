@@ -13,7 +13,8 @@ from ckptd.client.fed_logs import FedLogs
 from ckptd.client.handing import Handing, Take
 from ckptd.client.layout import Source
 from ckptd.client.parked_copy import CopiedImage
-from ckptd.client.replay import Replay, Rows
+from ckptd.client.replay import Replay
+from ckptd.client.row_ranges import Rows
 from ckptd.memory.boundary import RecordKey, SentKind
 
 __all__ = ["LEAVE_OUT"]

@@ -13,8 +13,7 @@ from ckptd.storage.reader import read_manifest
 from tests.ckptd.running import eventually
 from tests.e2e.bucket import Bucket
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
-from tests.e2e.s3.training import SOON_S, TOTAL, needs_server, resume
-from tests.long import long
+from tests.e2e.s3.training import SOON_S, TOTAL, long, needs_server, resume
 from tests.storage.s3_server import S3Server
 
 pytestmark = [pytest.mark.slow, needs_server]

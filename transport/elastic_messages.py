@@ -1,0 +1,127 @@
+"""What an elastic job tells its daemon of where its experts are, and what `ckptctl elastic` hears of it.
+
+The daemon keeps the last of it for each run and understands nothing in it. `Elastic` is also what a file for
+`ckptctl elastic` holds, as JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from ckptd.transport.message_parts import Count, Iteration, Labels, Name, ShortText, Text
+
+__all__ = [
+    "Elastic",
+    "ElasticNode",
+    "ElasticTold",
+    "ElasticWhen",
+    "GetElastic",
+    "SeenElastic",
+    "TellElastic",
+]
+
+Loads = Annotated[
+    tuple[Annotated[tuple[Count, ...], Meta(max_length=1 << 16)], ...], Meta(max_length=4096)
+]
+
+
+class ElasticNode(Struct, frozen=True, forbid_unknown_fields=True):
+    """A node of an elastic job.
+
+    Args:
+        name: as its daemon is called.
+        slots: replicas of experts that it holds in each layer.
+        ranks: of it, which share the slots.
+        labels: such as ``{"rack": "A"}``; ``Elastic.domain`` names the one that says what fails together.
+        holds: for each layer the experts that it holds now, one entry for each replica; empty: nothing, or not known.
+        bytes_per_s: how fast it sends and gets; 0: not known.
+    """
+
+    name: Name
+    slots: Annotated[int, Meta(ge=1, le=1 << 20)]
+    ranks: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+    labels: Labels = {}
+    holds: Loads = ()
+    bytes_per_s: Count = 0
+
+
+class ElasticWhen(Struct, frozen=True, forbid_unknown_fields=True):
+    """What decides when experts are placed anew, as `ckptd.elastic.when.TimesConfig` has it.
+
+    Args:
+        placed_step: when they were last.
+        expert_s: time of a step that grows with the tokens of the busiest rank; 0: not measured.
+        pause_s: what placing anew costs beside the transfers; 0: not measured.
+        remaining_steps: until the end of training; -1: not told.
+    """
+
+    check_steps: Annotated[int, Meta(ge=1)] = 50
+    every_steps: Count = 0
+    horizon_steps: Annotated[int, Meta(ge=1)] = 1000
+    margin: Annotated[float, Meta(ge=0)] = 0.5
+    placed_step: Iteration = -1
+    expert_s: Annotated[float, Meta(ge=0)] = 0.0
+    pause_s: Annotated[float, Meta(ge=0)] = 0.0
+    remaining_steps: Iteration = -1
+
+
+class Elastic(Struct, frozen=True, forbid_unknown_fields=True):
+    """The nodes of a job, the load of its experts, and who holds which.
+
+    Args:
+        loads: for each layer the tokens routed to each of its experts, in the newest period.
+        nodes: in the order of the plan.
+        step: of which this is told; -1: none.
+        threshold: on how many nodes every expert shall be.
+        max_straggler: bound on the busiest rank over the mean; 0: none.
+        domain: the label whose value fails together; "": each node for itself.
+        expert_bytes: of a replica, for each expert of each layer; or one row with one number that holds for all; empty: not known.
+        layers: their names.
+        history: loads of earlier periods, the oldest first.
+        method, reason: how the placement was found, and why it was made.
+        when: what decides about the next one.
+    """
+
+    loads: Loads
+    nodes: Annotated[tuple[ElasticNode, ...], Meta(min_length=1, max_length=1 << 16)]
+    step: Iteration = -1
+    threshold: Annotated[int, Meta(ge=1, le=1 << 16)] = 2
+    max_straggler: Annotated[float, Meta(ge=0)] = 0.0
+    domain: ShortText = ""
+    expert_bytes: Loads = ()
+    layers: Annotated[tuple[ShortText, ...], Meta(max_length=4096)] = ()
+    history: Annotated[tuple[Loads, ...], Meta(max_length=64)] = ()
+    method: Text = ""
+    reason: Text = ""
+    when: ElasticWhen = ElasticWhen()
+
+
+class TellElastic(Struct, frozen=True, tag=True):
+    """A trainer tells what its job has placed where; the newest of a run counts."""
+
+    elastic: Elastic
+
+
+class GetElastic(Struct, frozen=True, tag=True):
+    """What elastic jobs have told this node; empty names mean all."""
+
+    job: ShortText = ""
+    run: ShortText = ""
+
+
+class ElasticTold(Struct, frozen=True):
+    """What rank ``rank`` of a run told, so many seconds ago."""
+
+    job: str
+    run: str
+    rank: int
+    ago_s: float
+    elastic: Elastic
+
+
+class SeenElastic(Struct, frozen=True, tag=True):
+    """The answer: of every run that was asked for, the last that was told."""
+
+    told: tuple[ElasticTold, ...]
