@@ -15,16 +15,15 @@ from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_format import (
-    RingHint,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
     read_prologue,
-    read_ring_hint,
     read_slot_header,
     slot_lock_byte,
     slot_view,
 )
+from ckptd.memory.segment_hints import RingHint, read_ring_hint
 from ckptd.memory.segment_names import Kind
 
 __all__ = ["SlotFile"]

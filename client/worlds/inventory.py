@@ -21,7 +21,8 @@ from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_format import SlotHeader
 from ckptd.memory.segment_names import FILE_ENDS, REPLICA_ENDS, Kind
 from ckptd.recovery.holdings import header_record
-from ckptd.storage.image import ImageError, ImageView
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["Inventory", "LocalImage", "run_of_world", "settle", "world_of_run"]
 

@@ -46,6 +46,7 @@ from ckptd.client.worlds.retiring import Retiring, floor_of
 from ckptd.client.worlds.shipping import ship
 from ckptd.client.worlds.starting import LOADS, Here, Wishes, meet_daemon, start_world
 from ckptd.client.worlds.summing import DenseGradients
+from ckptd.client.worlds.telling import WorldTeller
 from ckptd.elastic.handover import Handover
 from ckptd.elastic.when import TimesConfig
 from ckptd.elastic.worlds import ExpertLayers
@@ -115,6 +116,7 @@ class ElasticJob:
         self._loader: Loader | None = None
         self._retiring: Retiring | None = None
         self._rebalancing: Rebalancing | None = None
+        self._teller: WorldTeller | None = None
         self._gradients: DenseGradients | None = None
         self.again = False
         self.seconds = {**self._world.seconds, "start_s": time.perf_counter() - began}
@@ -241,6 +243,7 @@ class ElasticJob:
         )
         self.seconds["attach_s"] = time.perf_counter() - began
         self._begin_to_retire()
+        self._begin_to_tell(self._checkpointer)
         if self._when is not None:
             self._rebalancing = Rebalancing(self.plan, self._wishes, self._when, layers, self._meet)
         return self._checkpointer
@@ -302,11 +305,28 @@ class ElasticJob:
                     scalars[target].append(local.scalars(whose))
         return units, scalars
 
+    def _begin_to_tell(self, checkpointer: Checkpointer) -> None:
+        memory = checkpointer._memory
+        if memory is not None and self._speaks:
+            self._teller = WorldTeller(
+                memory.session.tell_elastic,
+                self.plan,
+                self.layers,
+                self._world.chosen,
+                self._world.loads_LE,
+                threshold=self._wishes.threshold,
+                max_straggler=self._wishes.max_straggler,
+            )
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.plan.node_of.index(self.plan.node_of[self.rank]) == self.rank
+
     def _begin_to_retire(self) -> None:
         here = self._here
         assert not isinstance(here, Exception), "the world would not have begun"
-        first = self.plan.node_of.index(self.plan.node_of[self.rank])
-        if here.folder is not None and first == self.rank:
+        if here.folder is not None and self._speaks:
             self._retiring = Retiring(
                 self._endpoint,
                 here.folder,
@@ -346,6 +366,8 @@ class ElasticJob:
                 self._rebalancing.step_over()
             if self._retiring is not None:
                 self._retiring.step_over()
+            if self._teller is not None:
+                self._teller.step_over(step, lambda: self._history.loads)
 
     def _moves(self, step: int, total: int) -> bool:
         """Whether the experts are to be placed anew before this step."""

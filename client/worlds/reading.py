@@ -12,7 +12,8 @@ from ckptd.client import values
 from ckptd.client.worlds.inventory import LocalImage
 from ckptd.client.worlds.units import ParamFacts, UnitIndex
 from ckptd.elastic.worlds import ExpertLayers, Unit
-from ckptd.storage.image import ImageError, ImageView, verify
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["LocalState", "UnitHead", "Unreadable"]
 

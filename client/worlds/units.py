@@ -12,7 +12,8 @@ from ckptd.client import values
 from ckptd.client.host_bytes import DTYPES
 from ckptd.client.layout import SCALARS, STATIC, Source, parse_entry_name
 from ckptd.elastic.worlds import BUFFER, Unit
-from ckptd.storage.image import ImageTensor, ImageView
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import ImageTensor
 
 __all__ = ["ParamFacts", "Part", "UnitIndex", "operator_units"]
 

@@ -94,6 +94,8 @@ def test_an_expert_that_lost_its_only_holder_comes_from_a_snapshot(
     assert_goes_on(first, second, KILL_AT)
     assert "come from snapshots" in second.events("world")[0]["reason"], run.logs
     assert_losses_as_of(undisturbed, run)
+    shown = left[0].ctl("elastic", "show").stdout
+    assert all(name in shown for name in ("blocks.0.moe", "blocks.1.moe")), shown
 
 
 @long
