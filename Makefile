@@ -3,6 +3,7 @@
 #   make demo       watch a training job being killed and come back at the exact bits (minutes)
 #   make demo-nodes watch whole hosts being destroyed and their ranks come back from their peers' memory (minutes)
 #   make demo-pipeline watch workers of a pipeline being lost and only their stages work again (minutes)
+#   make demo-elastic watch hosts vanish and come, and a training go on with those that there are (minutes)
 #   make test       ruff, mypy, layering contracts, pytest
 #   make bench      every benchmark, each against its peers in the same run
 #   make campaign   a few hundred seeded kills (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
@@ -25,7 +26,7 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 CKPTD_KILLS ?= 300
 CKPTD_SCHEDULES ?= 10000
 
-.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-storage bench campaign campaign-storage campaign-matrix simulation clean
+.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage bench campaign campaign-storage campaign-matrix simulation clean
 .DEFAULT_GOAL := help
 
 help:
@@ -64,6 +65,9 @@ demo-nodes: $(STAMP)
 
 demo-pipeline: $(STAMP)
 	$(BIN)/python -m examples.moe_pipeline.demo $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
+
+demo-elastic: $(STAMP)
+	$(BIN)/python -m examples.moe_elastic.demo $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 demo-storage: $(STAMP)
 	$(BIN)/python -m examples.moe_text.storage $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))

@@ -25,7 +25,15 @@ from ckptd.client.identity import Identity
 from ckptd.client.together import job_store
 from ckptd.errors import DaemonUnavailable
 
-__all__ = ["DEADLINE_S", "arrive", "exchange", "gather_bytes", "meet_at", "own_connection"]
+__all__ = [
+    "DEADLINE_S",
+    "arrive",
+    "device_of",
+    "exchange",
+    "gather_bytes",
+    "meet_at",
+    "own_connection",
+]
 
 # As long as torch waits in a collective by default: a rank may be bringing gigabytes from storage meanwhile.
 DEADLINE_S = 1800.0
@@ -176,7 +184,7 @@ def _forget(store: Any, before: str, blocks: int) -> None:
 
 def gather_bytes(payload: bytes, world_size: int, group: Any = None) -> list[bytes]:
     """The payloads of all ranks, in their order; a collective call of the process group (default: that of all)."""
-    device = _device(group)
+    device = device_of(group)
     mine = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     sizes = [int(size) for size in _gathered(mine, world_size, group).flatten().tolist()]
     most = max(sizes)
@@ -200,7 +208,7 @@ def _gathered(mine: Tensor, world_size: int, group: Any) -> Tensor:
     return everything
 
 
-def _device(group: Any) -> torch.device:
+def device_of(group: Any) -> torch.device:
     """A device whose tensors the process group can send."""
     backends = str(dist.get_backend_config(group))
     names = [pair.split(":")[0] for pair in backends.split(",")]

@@ -131,10 +131,14 @@ def _grouped(
 
 @dataclass(frozen=True, slots=True)
 class _ExpertContainer:
-    """A module that holds experts, either as children (``fused`` false) or as rows of its parameters."""
+    """A module that holds experts, either as children (``fused`` false) or as rows of its parameters.
+
+    ``numbers``: which experts of the layer may be here. An expert is named by its number, wherever it is: so replicas on several ranks, and
+    what is recorded of them, go by one name.
+    """
 
     name: str
-    num_experts: int
+    numbers: Sequence[int]
     fused: bool
     gates: tuple[str, ...]
 
@@ -157,7 +161,7 @@ class _ExpertContainer:
 
     def _listed(self, params: Mapping[str, Tensor], taken: set[str]) -> list[Operator]:
         found = []
-        for index in range(self.num_experts):
+        for index in self.numbers:
             prefix = f"{self.name}.{index}."
             names = [n for n in params if n.startswith(prefix) and n not in taken]
             if names:
@@ -179,7 +183,7 @@ class _ExpertContainer:
         names = [
             n
             for n in _own(params, self.name)
-            if n not in taken and _is_fused(params[n], self.num_experts)
+            if n not in taken and _is_fused(params[n], len(self.numbers))
         ]
         held = {n: _experts_held(params[n]) for n in names if rows_allowed(n)}
         taken.update(names)
@@ -201,7 +205,7 @@ class _ExpertContainer:
                 group=self.name,
                 expert=(self.name, index),
             )
-            for index in range(self.num_experts)
+            for index in self.numbers
             if any(index in rows for rows in held.values())
         ]
 
@@ -215,21 +219,48 @@ def _expert_containers(
         leaf = name.rpartition(".")[2].lower()
         gates = _sibling_gates(modules, name)
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            children = list(module.children())
-            if len(children) < 2 or not _same_shapes(children):
-                continue
-            if "expert" in leaf or any(_routes_to(modules[g], len(children)) for g in gates):
-                if isinstance(module, nn.ModuleDict) and list(module) != [
-                    str(i) for i in range(len(children))
-                ]:
-                    continue  # keyed by name: its parts are grouped as dense
-                yield _ExpertContainer(name, len(children), False, gates)
+            numbers = _listed_experts(modules, name, gates)
+            if numbers is not None:
+                yield _ExpertContainer(name, numbers, False, gates)
         elif "expert" in leaf or any(
             "expert" in n for n, _ in module.named_parameters(recurse=False)
         ):
             count = _fused_count(modules, name, gates, [params[n] for n in _own(params, name)])
             if count is not None:
-                yield _ExpertContainer(name, count, True, gates)
+                yield _ExpertContainer(name, range(count), True, gates)
+
+
+def _listed_experts(
+    modules: Mapping[str, nn.Module], name: str, gates: Sequence[str]
+) -> list[int] | None:
+    """The numbers of the experts that are children of this module; None where there is no evidence that they are experts.
+
+    A rank of an elastic layer holds some of them, a single one, or none: then the module above says how many there are.
+    """
+    keys = [key for key, _ in modules[name].named_children()]
+    # Keyed by name, or by what is no number of an expert ("01"): its parts are grouped as dense.
+    if not all(key.isdecimal() and str(int(key)) == key for key in keys):
+        return None
+    numbers = [int(key) for key in keys]
+    stated = _stated_counts(modules.get(name.rpartition(".")[0]))
+    totals = [count for count in stated if len(numbers) < count and max(numbers, default=0) < count]
+    if len(keys) < (0 if totals else 2):
+        return None
+    if keys and not _same_shapes(list(modules[name].children())):
+        return None
+    if "expert" in name.rpartition(".")[2].lower():
+        return numbers
+    routed = any(_routes_to(modules[g], count) for g in gates for count in (len(keys), *totals))
+    return numbers if routed else None
+
+
+def _stated_counts(module: nn.Module | None) -> list[int]:
+    """How many experts a module says that there are."""
+    return [
+        int(value)
+        for attribute in _COUNT_ATTRIBUTES
+        if isinstance(value := getattr(module, attribute, None), int)
+    ]
 
 
 def _fused_count(
@@ -238,12 +269,7 @@ def _fused_count(
     """How many experts the parameters of this module are fused over; None where there is no evidence of fusion."""
     leading = {p.shape[0] for p in own if p.ndim >= 3}
     parent = modules.get(name.rpartition(".")[0])
-    stated = [
-        int(value)
-        for holder in (modules[name], parent)
-        for attribute in _COUNT_ATTRIBUTES
-        if isinstance(value := getattr(holder, attribute, None), int)
-    ]
+    stated = _stated_counts(modules[name]) + _stated_counts(parent)
     for count in stated:
         if count >= 2 and count in leading:
             return count
@@ -272,7 +298,11 @@ def _is_fused(param: Tensor, num_experts: int) -> bool:
 
 
 def _sibling_gates(modules: Mapping[str, nn.Module], name: str) -> tuple[str, ...]:
+    """Beside it; or, where the module above is a layer of experts and nothing else (as of an elastic mixture), beside that."""
     parent = name.rpartition(".")[0]
+    above = modules.get(parent)
+    if above is not None and _stated_counts(above) and list(above.children()) == [modules[name]]:
+        parent = parent.rpartition(".")[0]
     prefix = parent + "." if parent else ""
     return tuple(g for leaf in sorted(_GATE_NAMES) if (g := prefix + leaf) in modules and g != name)
 

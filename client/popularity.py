@@ -64,8 +64,8 @@ class TokenCounter:
             module = modules.get(name)
             if isinstance(module, nn.ModuleList | nn.ModuleDict):
                 self._listed[name] = [0.0] * size
-                for index, child in enumerate(module.children()):
-                    self._count(child, self._count_child(name, index))
+                for key, child in module.named_children():  # of an elastic layer some only
+                    self._count(child, self._count_child(name, int(key)))
             elif module is not None:
                 self._fused[name] = None
                 self._count(module, self._count_fused(name, size))

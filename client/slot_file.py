@@ -23,6 +23,7 @@ from ckptd.memory.segment_format import (
     slot_lock_byte,
     slot_view,
 )
+from ckptd.memory.segment_hints import RingHint, read_ring_hint
 from ckptd.memory.segment_names import Kind
 
 __all__ = ["SlotFile"]
@@ -59,6 +60,11 @@ class SlotFile:
     @property
     def num_slots(self) -> int:
         return self._geometry.num_slots
+
+    @property
+    def ring_hint(self) -> RingHint:
+        """What the daemon has told the trainer of the other ranks."""
+        return read_ring_hint(self._buffer)
 
     def header(self, index: int) -> SlotHeader | None:
         """Of a slot; None if it is damaged."""

@@ -291,3 +291,43 @@ class TestSplitting:
     def test_a_piece_that_cannot_be_cut_stays_larger(self) -> None:
         op = self.dense("c")
         assert self.split(op, 1) == [op]
+
+
+class ElasticLike(nn.Module):
+    """One rank's experts of a layer, by their numbers."""
+
+    def __init__(self, held: list[int], num_experts: int = EXPERTS * 3) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.experts = nn.ModuleDict({str(n): nn.Linear(WIDTH, WIDTH) for n in held})
+
+
+class Routed(nn.Module):
+    def __init__(self, held: list[int]) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS * 3)
+        self.moe = ElasticLike(held)
+
+
+@pytest.mark.parametrize("held", [[3, 7], [5], [0, 1, 2], [8, 2]])
+def test_experts_of_an_elastic_layer_go_by_their_number_in_the_layer(held: list[int]) -> None:
+    """Whichever of them a rank holds: another rank that holds the same expert has it under the same name."""
+    operators = find(Model(Routed(held)))
+    found = {op.name: op for op in operators if op.kind is OperatorKind.EXPERT}
+    assert sorted(found) == sorted(f"layers.0.mlp.moe.experts.{n}" for n in held)
+    assert {op.expert for op in found.values()} == {("layers.0.mlp.moe.experts", n) for n in held}
+    assert names(operators, OperatorKind.GATE) == ["layers.0.mlp.gate"]
+
+
+def test_the_gate_of_an_elastic_layer_is_one_also_where_no_expert_is() -> None:
+    """All ranks have the dense parts alike, under the same names."""
+    operators = find(Model(Routed([])))
+    assert names(operators, OperatorKind.EXPERT) == []
+    assert names(operators, OperatorKind.GATE) == ["layers.0.mlp.gate"]
+
+
+@pytest.mark.parametrize("keys", [("-1", "0"), ("01", "2"), ("a", "b"), ("²", "3")])
+def test_what_is_keyed_by_no_numbers_is_no_layer_of_experts(keys: tuple[str, str]) -> None:
+    model = nn.Module()
+    model.experts = nn.ModuleDict({key: nn.Linear(WIDTH, WIDTH) for key in keys})
+    assert names(find(model), OperatorKind.EXPERT) == []

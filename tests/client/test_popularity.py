@@ -190,3 +190,26 @@ def test_a_model_that_cannot_be_counted_trains_all_the_same(
     assert not any(counting.popularity(operators))
     assert caplog.text.count("not counted any more") == 1
     counting.close()
+
+
+class SomeOfThem(nn.Module):
+    """The experts that a rank of an elastic layer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 9
+        self.experts = nn.ModuleDict({str(n): nn.Linear(4, 4) for n in (3, 7)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.experts["3"](x[:1]), self.experts["7"](x[1:])])
+
+
+def test_experts_count_by_their_number_in_the_layer() -> None:
+    model = SomeOfThem()
+    operators = discover_operators(model, rows_allowed=lambda name: True)
+    counter = TokenCounter(model, operators, Ordering.HARD)
+    model(torch.zeros(5, 4))
+    assert dict(zip([op.name for op in operators], counter.popularity(operators), strict=True)) == {
+        "experts.3": 1.0,
+        "experts.7": 4.0,
+    }

@@ -84,7 +84,9 @@ def kill_processes(marker: str | None, namespace: str | None) -> None:
         TimeoutError: some are still there after `KILL_TIMEOUT_S`.
     """
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while pids := processes_of(marker, namespace):
+    ending: set[int] = set()
+    while pids := processes_of(marker, namespace) | _closing(ending):
+        ending |= pids
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -93,6 +95,23 @@ def kill_processes(marker: str | None, namespace: str | None) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes {sorted(pids)} survive SIGKILL")
         time.sleep(POLL_S)
+
+
+def _closing(pids: set[int]) -> set[int]:
+    """Those of which a thread is not over yet.
+
+    The first thread of a process may be, and with it its environment and namespace, while others still hold the sockets: who takes the network away
+    now does so before the peers are told.
+    """
+    return {pid for pid in pids if any(_runs(task) for task in Path(f"/proc/{pid}/task").glob("*"))}
+
+
+def _runs(task: Path) -> bool:
+    try:
+        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False  # it ended meanwhile
+    return state not in ("Z", "X")
 
 
 class Guardian:

@@ -8,14 +8,13 @@ ranks that nobody disturbed and that know nothing of ckptd.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 import pytest
 
-from ckptd.transport.keys import Keys, trust
-from tests.cluster.daemons import HostDaemon
+from tests.cluster.daemons import provision_keys
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.training import ClusterTraining, undisturbed
 from tests.long import long
@@ -38,7 +37,7 @@ class Run(ClusterTraining):
         )
 
     def __enter__(self) -> Self:
-        exchange_keys_here(self.daemons.values())
+        provision_keys(self.daemons.values())
         return super().__enter__()
 
     # -- looking ---------------------------------------------------------------------------------
@@ -77,16 +76,6 @@ class Run(ClusterTraining):
         print(f"after iteration {newest}: resumed at {ends}, {time.time() - since_s:.1f} s")  # noqa: T201
         assert len(ends) == 1, "all ranks go on from the same iteration"
         assert None not in ends, "the run has started over"
-
-
-def exchange_keys_here(daemons: Iterable[HostDaemon]) -> None:
-    """As `exchange_keys`, without a process for every pair of hosts: those would take a quarter of a test's time."""
-    every = list(daemons)
-    public = {daemon.host.name: Keys.create(daemon.keys_dir).public for daemon in every}
-    for daemon in every:
-        for name, key in public.items():
-            if name != daemon.host.name:
-                trust(daemon.keys_dir, name, key)
 
 
 @pytest.fixture(scope="module")

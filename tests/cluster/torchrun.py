@@ -46,6 +46,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.cluster.hosts import Cluster, Host
 
@@ -93,9 +94,10 @@ class TorchrunJob:
 
     Args:
         command: the worker, as torchrun takes it: `["-m", "package.module", "--flag"]` or `["script.py"]`.
-        nnodes: how many hosts train at a time.
+        nnodes: how many hosts train at a time; or a range, such as ``"2:5"``: then all that are there do.
         folder: where logs go, `<host>.log`; made by the caller.
         env: more environment for the agent of a host (its daemon's folders, say), and so for its worker.
+        settings: options of every agent.
     """
 
     def __init__(
@@ -103,13 +105,14 @@ class TorchrunJob:
         cluster: Cluster,
         command: Sequence[str],
         *,
-        nnodes: int,
+        nnodes: int | str,
         folder: Path,
         env: Callable[[Host], Mapping[str, str]] = lambda host: {},
         run_id: str = "",
+        settings: Mapping[str, str] = MappingProxyType(SETTINGS),
     ) -> None:
         self._cluster, self._command, self._nnodes = cluster, list(command), nnodes
-        self._folder, self._env = folder, env
+        self._folder, self._env, self._settings = folder, env, settings
         self.run_id = run_id or f"run-{secrets.token_hex(4)}"
         self._agents: dict[str, _Agent] = {}
         self._store: subprocess.Popen[bytes] | None = None
@@ -137,7 +140,7 @@ class TorchrunJob:
         """Start an agent on a host that has none: it takes a free place, or waits as a spare."""
         assert host.name not in self._agents or not self.alive(host), f"{host} has an agent"
         log = self._folder / f"{host.name}.log"
-        options = [word for option in SETTINGS.items() for word in option]
+        options = [word for option in self._settings.items() for word in option]
         endpoint = f"{self._cluster.head.address}:{self._port}"
         arguments = [
             *("-m", "torch.distributed.run", *options, "--nnodes", str(self._nnodes)),

@@ -1,0 +1,258 @@
+"""At which iteration a job goes on whose ranks have changed, and what of it lies where.
+
+A *world* is one life of an elastic job: its ranks, and a placement of experts. Each has a run of its own, so what was recorded in it belongs
+to ranks of it; worlds are numbered, later ones higher. At a start every node tells which images of which worlds it holds: parked states, snapshots,
+replicas of other nodes' snapshots. An image covers *units*: whole parameters, or ranges of their rows, with all their optimizer state.
+
+**One iteration for the whole model.** An expert of iteration S does not go with a dense part of iteration T: a state is taken at the newest
+iteration of which everything is held, each unit by some node. After a loss that is where the survivors were parked,
+if every expert has a survivor, or a replica of a lost node's snapshot of that iteration is there. Where an expert can
+only be had at an earlier iteration, all of the model goes back to that one. The units are those bits, whichever node they come from, so it does not
+matter from which.
+
+**Of the newest world** that can be had: a later world went on from an earlier one, which may hold iterations that were abandoned since. A world
+that ended before everything of it was sealed gives way to the one before.
+
+Complexity: the number of images times their units, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.errors import ElasticError
+
+__all__ = ["BUFFER", "Chosen", "ExpertLayers", "HeldImage", "NodeHeld", "Unit", "choose"]
+
+BUFFER = "buffer/"
+"""Before the name of a buffer, where it is a unit: those of experts are."""
+
+_NAMED = 4
+
+
+class Unit(NamedTuple):
+    """A parameter (``stop`` 0), or its rows from ``start`` up to ``stop``."""
+
+    param: str
+    start: int = 0
+    stop: int = 0
+
+    def __str__(self) -> str:
+        """As it is called in messages."""
+        return f"{self.param}[{self.start}:{self.stop}]" if self.stop else self.param
+
+
+class HeldImage(msgspec.Struct, frozen=True, array_like=True):
+    """One complete, sealed image on a node.
+
+    Args:
+        rank: whose state it is, in its world.
+        layout: the number of its list of units in ``NodeHeld.layouts``.
+    """
+
+    world: int
+    rank: int
+    iteration: int
+    parked: bool
+    layout: int
+
+
+class NodeHeld(msgspec.Struct, frozen=True, array_like=True):
+    """What a node tells.
+
+    Args:
+        units: what images there cover, and with how many bytes.
+        layouts: the units of images of one layout, by their numbers.
+        expected: of each world, which units its ranks have, as their segments tell: more than their images cover, where one rank
+            captures for others.
+        worlds: the numbers of all worlds of which it has a trace, images or not.
+    """
+
+    units: tuple[tuple[Unit, int], ...] = ()
+    layouts: tuple[tuple[int, ...], ...] = ()
+    images: tuple[HeldImage, ...] = ()
+    expected: dict[int, tuple[Unit, ...]] = {}
+    worlds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayers:
+    """The mixture layers of a model: the names of their modules, and how many experts each has.
+
+    An expert's parameters are those below ``<layer>.experts.<number>``.
+    """
+
+    names: tuple[str, ...]
+    num_experts: int
+
+    def expert_of(self, param: str) -> tuple[int, int] | None:
+        """The layer and expert that a parameter or buffer belongs to; None: it is dense."""
+        param = param.removeprefix(BUFFER)
+        for layer, name in enumerate(self.names):
+            prefix = f"{name}.experts."
+            if param.startswith(prefix):
+                number = param[len(prefix) :].partition(".")[0]
+                if number.isdecimal() and int(number) < self.num_experts:
+                    return layer, int(number)
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """Where the job goes on.
+
+    Args:
+        holders: the nodes on which each unit lies, ascending.
+        unit_bytes: of each unit.
+        experts_LNE: which nodes hold an expert, in whichever image.
+        parked_LNE: which do so in a parked state.
+        expert_bytes_LE: of one replica.
+        scalars: by rank of that world, the nodes that hold an image of it, and so its step scalars and buffers.
+    """
+
+    world: int
+    iteration: int
+    holders: Mapping[Unit, tuple[int, ...]]
+    unit_bytes: Mapping[Unit, int]
+    experts_LNE: NDArray[np.bool_]
+    parked_LNE: NDArray[np.bool_]
+    expert_bytes_LE: NDArray[np.int64]
+    scalars: Mapping[int, tuple[int, ...]]
+    reason: str
+
+
+class _Found:
+    """What is held of one iteration of one world."""
+
+    def __init__(self) -> None:
+        self.holders: dict[Unit, set[int]] = {}
+        self.parked: dict[Unit, set[int]] = {}
+        self.scalars: dict[int, set[int]] = {}
+        self.bytes: dict[Unit, int] = {}
+
+    def add(self, node: int, told: NodeHeld, image: HeldImage) -> None:
+        self.scalars.setdefault(image.rank, set()).add(node)
+        for number in told.layouts[image.layout]:
+            unit, size = told.units[number]
+            self.bytes[unit] = size
+            self.holders.setdefault(unit, set()).add(node)
+            if image.parked:
+                self.parked.setdefault(unit, set()).add(node)
+
+
+def choose(held: Sequence[NodeHeld], layers: ExpertLayers) -> Chosen | None:
+    """The newest state that can be had as a whole; None: nothing is held, the job begins.
+
+    Args:
+        held: of each node, in the same order on all ranks.
+    Raises:
+        ElasticError: something is held, and of no iteration all; names what is lacking.
+    """
+    by_world: dict[int, dict[int, _Found]] = {}
+    for node, told in enumerate(held):
+        for image in told.images:
+            at = by_world.setdefault(image.world, {}).setdefault(image.iteration, _Found())
+            at.add(node, told, image)
+    lacking = ""
+    for world in sorted(by_world, reverse=True):
+        expected = _expected(held, world)
+        for iteration in sorted(by_world[world], reverse=True):
+            found = by_world[world][iteration]
+            lacks = _lacks(found, expected, layers)
+            if not lacks:
+                return _chosen(world, iteration, found, expected, layers, len(held))
+            lacking = lacking or f"of iteration {iteration} of world {world} {_text(lacks)}"
+    if not by_world:
+        return None
+    raise ElasticError(
+        f"no iteration is held as a whole: {lacking}",
+        operation="find the state to go on from",
+        hint="Nothing was freed: start again when the nodes that took part are back. To begin anew, pass run= a new name",
+    )
+
+
+def _expected(held: Iterable[NodeHeld], world: int) -> frozenset[Unit]:
+    return frozenset(unit for told in held for unit in told.expected.get(world, ()))
+
+
+def _lacks(found: _Found, expected: frozenset[Unit], layers: ExpertLayers) -> list[str]:
+    """What is not held at this iteration, by name: dense units, experts."""
+    known: set[tuple[int, int]] = set()
+    lacks: set[str] = set()
+    for unit in expected | found.holders.keys():
+        owner = layers.expert_of(unit.param)
+        if owner is not None:
+            known.add(owner)
+        if unit not in found.holders:
+            lacks.add(str(unit) if owner is None else _expert_name(layers, *owner))
+    # Of an expert that was lost with all that knew of it, nobody tells any unit.
+    for layer in range(len(layers.names)):
+        for expert in range(layers.num_experts):
+            if (layer, expert) not in known:
+                lacks.add(_expert_name(layers, layer, expert))
+    return sorted(lacks)
+
+
+def _expert_name(layers: ExpertLayers, layer: int, expert: int) -> str:
+    return f"{layers.names[layer]}.experts.{expert}"
+
+
+def _text(lacks: Sequence[str]) -> str:
+    more = len(lacks) - _NAMED
+    names = ", ".join(lacks[:_NAMED])
+    return f"no node holds {names}" + (f" and {more} more" if more > 0 else "")
+
+
+def _chosen(
+    world: int,
+    iteration: int,
+    found: _Found,
+    expected: frozenset[Unit],
+    layers: ExpertLayers,
+    num_nodes: int,
+) -> Chosen:
+    shape = len(layers.names), num_nodes, layers.num_experts
+    units_of: dict[tuple[int, int], list[Unit]] = {}
+    for unit in sorted(expected | found.holders.keys()):
+        if (owner := layers.expert_of(unit.param)) is not None:
+            units_of.setdefault(owner, []).append(unit)
+    experts, parked = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
+    size = np.zeros((shape[0], shape[2]), dtype=np.int64)
+    for (layer, expert), units in units_of.items():
+        size[layer, expert] = sum(found.bytes[unit] for unit in units)
+        for holders, here in ((found.holders, experts), (found.parked, parked)):
+            nodes = set.intersection(*(holders.get(unit, set()) for unit in units))
+            here[layer, sorted(nodes), expert] = True
+    return Chosen(
+        world,
+        iteration,
+        {unit: tuple(sorted(nodes)) for unit, nodes in sorted(found.holders.items())},
+        found.bytes,
+        experts,
+        parked,
+        size,
+        {rank: tuple(sorted(nodes)) for rank, nodes in sorted(found.scalars.items())},
+        _reason(world, iteration, experts, parked, layers),
+    )
+
+
+def _reason(
+    world: int,
+    iteration: int,
+    experts: NDArray[np.bool_],
+    parked: NDArray[np.bool_],
+    layers: ExpertLayers,
+) -> str:
+    alive = int(parked.any(axis=1).sum())
+    total = len(layers.names) * layers.num_experts
+    text = f"iteration {iteration} of world {world}: {alive} of {total} experts are parked on nodes that are left"
+    if alive == total:
+        return text
+    layer, expert = (int(i[0]) for i in np.nonzero(~parked.any(axis=1)))
+    return f"{text}, the others (first {_expert_name(layers, layer, expert)}) come from snapshots"

@@ -1,0 +1,190 @@
+"""What lies on this node of the worlds of a job: files of the daemon's, looked at in place.
+
+Nothing here asks a daemon: whoever may open a segment can read it, and replicas of other nodes' segments are such files, too. An image counts if
+it is sealed and anchors everything that it holds; a sparse one alone is no state.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptd.client.slot_file import SlotFile
+from ckptd.client.worlds.units import UnitIndex, operator_units
+from ckptd.elastic.worlds import BUFFER, ExpertLayers, HeldImage, NodeHeld, Unit
+from ckptd.errors import SegmentError
+from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.memory.segment_format import SlotHeader
+from ckptd.memory.segment_names import FILE_ENDS, REPLICA_ENDS, Kind
+from ckptd.recovery.holdings import header_record
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import ImageError
+
+__all__ = ["Inventory", "LocalImage", "run_of_world", "settle", "world_of_run"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+_KINDS: dict[str, Kind] = {
+    FILE_ENDS["snapshots"]: "snapshots",
+    REPLICA_ENDS["snapshots"]: "snapshots",
+    FILE_ENDS["parked"]: "parked",
+}
+
+
+def run_of_world(run: str, world: int) -> str:
+    """The run under which a world's ranks are attached."""
+    return f"{run}.w{world}"
+
+
+def world_of_run(run: str, name: str) -> int | None:
+    """The number of the world, if this is the name of one of this run's."""
+    found = re.fullmatch(re.escape(run) + r"\.w([0-9]{1,12})", name)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalImage:
+    """A sealed image on this node, and what is told of it."""
+
+    file: SlotFile
+    index: int
+    header: SlotHeader
+    told: HeldImage
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Names this very image: another one in its slot has another sequence."""
+        return self.file.path.name, self.index, self.header.sequence
+
+    @property
+    def record(self) -> SlotRecord:
+        """The slot as it was when it was looked at."""
+        return header_record(self.header, self.file.told.generation, self.index, b"")
+
+
+@dataclass(slots=True)
+class _Table:
+    """What a node tells, while it is put together."""
+
+    units: dict[tuple[Unit, int], int] = field(default_factory=dict)
+    layouts: dict[tuple[int, ...], int] = field(default_factory=dict)
+    expected: dict[int, set[Unit]] = field(default_factory=dict)
+
+    def layout(self, units: Sequence[tuple[Unit, int]]) -> int:
+        numbers = tuple(self.units.setdefault(unit, len(self.units)) for unit in units)
+        return self.layouts.setdefault(numbers, len(self.layouts))
+
+
+class Inventory:
+    """What a segment folder holds of the worlds of a run.
+
+    Args:
+        unusable: images that turned out to be damaged (`LocalImage.key`).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        job: str,
+        run: str,
+        layers: ExpertLayers,
+        unusable: frozenset[tuple[str, int, int]] = frozenset(),
+    ) -> None:
+        self.images: list[LocalImage] = []
+        self._layers, self._unusable = layers, unusable
+        self._table = _Table()
+        self._layouts: dict[tuple[str, int], int | None] = {}
+        worlds: set[int] = set()
+        for world, file in _files(folder, job, run):
+            worlds.add(world)
+            self._look(world, file)
+        self._worlds = tuple(sorted(worlds))
+
+    @property
+    def told(self) -> NodeHeld:
+        """For the other nodes."""
+        table = self._table
+        return NodeHeld(
+            tuple(table.units),
+            tuple(table.layouts),
+            tuple(image.told for image in self.images),
+            {world: tuple(sorted(units)) for world, units in sorted(table.expected.items())},
+            self._worlds,
+        )
+
+    def _look(self, world: int, file: SlotFile) -> None:
+        name = file.path.name
+        try:
+            units = operator_units(file.told.client)
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("%s is not used: its descriptor tells no operators (%r)", name, error)
+            return
+        self._table.expected.setdefault(world, set()).update(units)
+        for index in range(file.num_slots):
+            header = file.header(index)
+            if header is None or header.state is not SlotState.SEALED:
+                continue
+            if (name, index, header.sequence) in self._unusable:
+                continue
+            layout = self._layout_of(file, index, header, units)
+            if layout is not None:
+                parked = file.told.kind == "parked"
+                told = HeldImage(world, file.told.rank, header.iteration, parked, layout)
+                self.images.append(LocalImage(file, index, header, told))
+
+    def _layout_of(
+        self, file: SlotFile, index: int, header: SlotHeader, units: Sequence[Unit]
+    ) -> int | None:
+        """The number of the units that the image covers; None if it is not dense, or cannot be read."""
+        key = file.path.name, header.layout_id
+        if key not in self._layouts:
+            image = file.image(header_record(header, file.told.generation, index, b""))
+            try:
+                view = None if image is None else ImageView(image)
+            except ImageError as error:
+                logger.warning("slot %d of %s is not used: %s", index, file.path.name, error)
+                view = None
+            if view is None:
+                return None
+            dense = view.anchors == (1 << view.num_operators) - 1
+            index_of = UnitIndex(view)
+            # Buffers of an expert go with it; those of the dense part differ between ranks, and go with the step scalars.
+            own = [BUFFER + name for name in index_of.buffers if self._layers.expert_of(name)]
+            covered = index_of.covered([*units, *map(Unit, own)])
+            self._layouts[key] = self._table.layout(covered) if dense else None
+        return self._layouts[key]
+
+
+def settle(folder: Path, job: str, run: str, timeout_s: float) -> None:
+    """Wait until the daemon has sealed, or given up, what trainers that are gone were filling."""
+    deadline = time.monotonic() + timeout_s
+    while _unsealed(folder, job, run) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _unsealed(folder: Path, job: str, run: str) -> bool:
+    states = {
+        header.state
+        for _, file in _files(folder, job, run)
+        for index in range(file.num_slots)
+        if (header := file.header(index)) is not None
+    }
+    return bool(states & {SlotState.FILLING, SlotState.FILLED})
+
+
+def _files(folder: Path, job: str, run: str) -> Iterator[tuple[int, SlotFile]]:
+    """The world of each file, and the file."""
+    for path in sorted(folder.glob(f"{job}~{run}.w*~r*~g*")):
+        kind = _KINDS.get(path.suffix)
+        world = world_of_run(run, path.name.split("~")[1])
+        if kind is None or world is None:
+            continue
+        try:
+            yield world, SlotFile(path, kind)
+        except (OSError, SegmentError) as error:
+            logger.warning("%s is not used: %s", path.name, error)

@@ -1,0 +1,444 @@
+"""``ElasticJob``: training goes on with the ranks that are there, and no step is trained on twice or left out.
+
+    job = ElasticJob({"blocks.0.moe": 8, "blocks.1.moe": 8}, slots=4)
+    model = build(job)  # its mixture layers are made by job.layer(name, make_expert)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt = job.checkpointer(model, optimizer, {"sched": sched})
+    for step in job.steps(total):
+        samples = batches.mine(step, job.rank, job.world_size)
+        ...  # losses divided by the size of the global batch
+        job.sum_gradients()
+        optimizer.step()
+
+A *world* is one life of the job: its ranks, and where their experts are. When ranks go or come the launcher starts all of them again, in a new world:
+its ranks look what their nodes hold (`starting`), plan, read what is there, give each other the rest (`shipping`), and go on at one iteration. Each
+world is a run of its own for the daemons, which keep it until the next one can be had without it (`retiring`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ckptd.client.agreement import all_or_none
+from ckptd.client.binding import Binding
+from ckptd.client.checkpointer import Checkpointer
+from ckptd.client.elastic import ElasticExperts
+from ckptd.client.exchange import exchange
+from ckptd.client.identity import Identity, identify
+from ckptd.client.names import named_modules
+from ckptd.client.probe import unwrap_optimizer
+from ckptd.client.scalars import Stateful
+from ckptd.client.worlds.history import LoadHistory
+from ckptd.client.worlds.inventory import run_of_world
+from ckptd.client.worlds.loading import Loader, check_fits
+from ckptd.client.worlds.planning import Seat
+from ckptd.client.worlds.rebalancing import Rebalancing
+from ckptd.client.worlds.retiring import Retiring, floor_of
+from ckptd.client.worlds.shipping import ship
+from ckptd.client.worlds.starting import LOADS, Here, Wishes, meet_daemon, start_world
+from ckptd.client.worlds.summing import DenseGradients
+from ckptd.client.worlds.telling import WorldTeller
+from ckptd.elastic.handover import Handover
+from ckptd.elastic.when import TimesConfig
+from ckptd.elastic.worlds import ExpertLayers
+from ckptd.launch import ensure_daemon
+
+__all__ = ["ElasticJob"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_RUN = 50  # a world's number follows it, and a run's name has 64 characters at most
+_GIVEN = frozenset({"job", "run", "rank", "world_size", "daemon", "policy", "window", "park", "replicated", "start_from", "topology"})  # fmt: skip
+
+
+class ElasticJob:
+    """One world of an elastic job; making it is a collective call of all its ranks.
+
+    Args:
+        layers: the names of the model's mixture layers (modules of `layer`), each with its number of experts, which is the same for all.
+        slots: how many experts of each layer this rank has room for.
+        threshold: on how many distinct nodes every expert shall be, as far as there are slots.
+        max_straggler: how much more than the mean the busiest rank may have to do; None: survival counts alone.
+        job, run, rank, world_size: who this is; from torchrun's environment where not given.
+        daemon: as for ``Checkpointer``; None: nothing is kept, and every start is the first one.
+        domain: the label of nodes that names what fails together, such as ``"rack"``; empty: each node by itself.
+        when: when experts are placed anew by load while the ranks stay; None: never.
+    Raises:
+        ValueError: on all ranks: they were started with other arguments, or something passed is unusable.
+        ElasticError: on all ranks: there are fewer slots than experts, or what is held of this run is no whole state.
+        DaemonUnavailable: on all ranks: a node has no daemon.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, int],
+        *,
+        slots: int,
+        threshold: int = 2,
+        max_straggler: float | None = 1.1,
+        job: str | None = None,
+        run: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        daemon: str | None = "auto",
+        domain: str = "",
+        when: TimesConfig | None = None,
+    ) -> None:
+        began = time.perf_counter()
+        self._identity = identify(job, run, rank, world_size)
+        # What is wrong here the other ranks hear of when they meet: they would wait for this one.
+        wrong = _wrong(layers, slots, self._identity)
+        counts = tuple(layers.values()) if not wrong else (1,)
+        self.layers = ExpertLayers(tuple(layers), counts[0])
+        self._daemon = daemon
+        self._endpoint: Callable[[], str] = ensure_daemon if daemon == "auto" else lambda: str(daemon)  # fmt: skip
+        self._meet = partial(exchange, self._identity)
+        wishes = Wishes(
+            self._identity.job, self._identity.run, self.layers, threshold, max_straggler, domain
+        )
+        self._here = ValueError(wrong) if wrong else self._find_node(slots, domain)
+        self._world = start_world(self._here, wishes, self.rank, self._meet)
+        self.plan = self._world.plan
+        self._when, self._wishes = when, wishes
+        self._history = LoadHistory(len(self.layers.names), self.layers.num_experts)
+        self._made: dict[str, ElasticExperts] = {}
+        self._layers: list[ElasticExperts] = []
+        self._checkpointer: Checkpointer | None = None
+        self._loader: Loader | None = None
+        self._retiring: Retiring | None = None
+        self._rebalancing: Rebalancing | None = None
+        self._teller: WorldTeller | None = None
+        self._gradients: DenseGradients | None = None
+        self.again = False
+        self.seconds = {**self._world.seconds, "start_s": time.perf_counter() - began}
+        logger.warning("world %d: %s", self.plan.number, self.plan.reason)
+
+    def _find_node(self, slots: int, domain: str) -> Here | Exception:
+        if self._daemon is None:
+            return Here(Seat(f"rank-{self.rank}", f"rank-{self.rank}", slots), None)
+        try:
+            version = importlib.metadata.version("ckptd")
+            return meet_daemon(self._endpoint, version, slots, domain)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, and raise it, too
+            return error
+
+    # -- where this rank is ----------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self._identity.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._identity.world_size
+
+    @property
+    def start(self) -> int:
+        """The step at which this world begins."""
+        return self.plan.start
+
+    @property
+    def floor(self) -> int:
+        """The newest step of this world at whose top all of it is held, with the replicas that were asked for; -1: none yet, and a node that is
+        lost now takes the job back to `start`."""
+        here = self._here
+        if isinstance(here, Exception) or here.folder is None:
+            return -1
+        run = run_of_world(self._identity.run, self.plan.number)
+        return floor_of(here.folder, self._identity.job, run, self.rank)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The number of each rank's node."""
+        return self.plan.node_of
+
+    def replicas(self, layer: str) -> NDArray[Any]:
+        """``[R, E]``: replicas of each expert of a layer on each rank."""
+        found: NDArray[Any] = self.plan.replicas_LRE[self._number(layer)]
+        return found
+
+    def experts(self, layer: str) -> list[int]:
+        """The experts of a layer that this rank holds."""
+        here: list[int] = self.replicas(layer)[self.rank].nonzero()[0].tolist()
+        return here
+
+    def layer(
+        self,
+        name: str,
+        make_expert: Callable[[int], nn.Module],
+        *,
+        reduce: Literal["mean", "sum"] = "sum",
+    ) -> ElasticExperts:
+        """The mixture layer of that name, with this rank's experts; a collective call.
+
+        Args:
+            make_expert: makes an expert of that number. What it is initialised with must follow from the number, so that all replicas
+                begin alike.
+            reduce: as for ``ElasticExperts``; the default goes with losses that are divided by the size of the global batch.
+        """
+        experts = {number: make_expert(number) for number in self.experts(name)}
+        made = ElasticExperts(experts, self.replicas(name), nodes=self.nodes, reduce=reduce)
+        self._made[name] = made
+        return made
+
+    def _number(self, layer: str) -> int:
+        if layer not in self.layers.names:
+            raise ValueError(f"there is no layer {layer!r}: layers= named {list(self.layers.names)}")  # fmt: skip
+        return self.layers.names.index(layer)
+
+    # -- the state -------------------------------------------------------------------------------
+
+    def checkpointer(
+        self, model: nn.Module, optimizer: Any, state: Mapping[str, Stateful] | None = None, **options: Any
+    ) -> Checkpointer:  # fmt: skip
+        """Load what this rank needs of the state, from its node or from other ranks, and protect it from now on; a collective call.
+
+        Snapshots are dense: an expert whose holders are all lost must be had from one snapshot, without a replay by ranks that there no
+        longer are.
+
+        Args:
+            state: as for ``Checkpointer``. What it holds should be alike on all ranks: a rank gets what the rank of its number had, and a rank
+                beyond those that there were what the lowest had.
+            options: further options of ``Checkpointer``.
+        Raises:
+            ValueError: on all ranks: the model is not that of the state, or an option cannot be chosen.
+        """
+        with all_or_none(self._meet, f"rank {self.rank}"):
+            if wrong := sorted(_GIVEN & options.keys()):
+                raise ValueError(f"{wrong[0]}= is the ElasticJob's own: leave it out")
+            if self._checkpointer is not None:
+                raise ValueError("this world has a checkpointer: each world has one")
+            layers = self._layers = self._layers_of(model)
+            optimizers = [unwrap_optimizer(o) for o in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]  # fmt: skip
+            binding = Binding(model, optimizers, options.get("masters"))
+            stateful = {**(state or {}), LOADS: self._history}
+        self._load(binding, stateful)
+        self._history.watch(layers)
+        dense = [name for name in binding.params if self.layers.expert_of(name) is None]
+        self._gradients = DenseGradients([binding.params[name] for name in dense], layers)
+        replicated = {name: dist.group.WORLD for name in dense if not name.startswith("extra/")}
+        began = time.perf_counter()
+        self._checkpointer = Checkpointer(
+            model,
+            optimizer,
+            stateful,
+            job=self._identity.job,
+            run=run_of_world(self._identity.run, self.plan.number),
+            rank=self.rank,
+            world_size=self.world_size,
+            daemon=self._daemon,
+            policy="dense",
+            park=True,
+            replicated=replicated if self.world_size > 1 else None,
+            **options,
+        )
+        self.seconds["attach_s"] = time.perf_counter() - began
+        self._begin_to_retire()
+        self._begin_to_tell(self._checkpointer)
+        if self._when is not None:
+            self._rebalancing = Rebalancing(self.plan, self._wishes, self._when, layers, self._meet)
+        return self._checkpointer
+
+    def _layers_of(self, model: nn.Module) -> list[ElasticExperts]:
+        found = {name: m for name, m in named_modules(model) if isinstance(m, ElasticExperts)}
+        if found.keys() != set(self.layers.names):
+            raise ValueError(
+                f"the model has the mixture layers {sorted(found)}, and layers= named {sorted(self.layers.names)}"
+            )
+        for name, made in self._made.items():
+            if found[name] is not made:
+                raise ValueError(f"the model's layer {name} is not the one that layer({name!r}) made")  # fmt: skip
+        return [found[name] for name in self.layers.names]
+
+    def _load(self, binding: Binding, stateful: Mapping[str, Stateful]) -> None:
+        """What this rank's node holds is read there, the rest comes from other ranks; all ranks or none go on."""
+        local, handover = self._world.local, self.plan.handover
+        if handover is None:
+            return
+        began = time.perf_counter()
+        loader = Loader(binding, stateful)
+        with all_or_none(self._meet, f"rank {self.rank}"):
+            mine = [give.unit for give in handover.gives if give.target == self.rank]
+            check_fits(binding, mine, set(binding.params))
+            loader.clear()
+        with all_or_none(self._meet, f"rank {self.rank}"):
+            units, scalars = self._outgoing(handover)
+        came = ship(units), ship(scalars)
+        self.seconds["ship_s"] = time.perf_counter() - began
+        with all_or_none(self._meet, f"rank {self.rank}"):
+            for give in handover.gives:
+                if give.source == self.rank == give.target:
+                    assert local is not None, "it was verified"
+                    loader.units(b"".join(local.unit(give.unit)))
+            for stream in came[0]:
+                loader.units(stream)
+            loader.scalars(b"".join(came[1]), self.rank)
+            loader.finish()
+        if local is not None:
+            local.close()
+        self._loader = loader
+        self.seconds["load_s"] = time.perf_counter() - began
+        logger.info(
+            "rank %d loaded %d bytes in %.3f s; %d replicas of experts travelled, %d experts come from snapshots alone",
+            self.rank, loader.nbytes, self.seconds["load_s"], handover.expert_moves, handover.from_snapshots,
+        )  # fmt: skip
+
+    def _outgoing(self, handover: Handover) -> tuple[list[list[bytes | memoryview]], list[list[bytes]]]:  # fmt: skip
+        units: list[list[bytes | memoryview]] = [[] for _ in range(self.world_size)]
+        scalars: list[list[bytes]] = [[] for _ in range(self.world_size)]
+        local = self._world.local
+        if local is not None:
+            for give in handover.gives:
+                if give.source == self.rank != give.target:
+                    units[give.target] += local.unit(give.unit)
+            for target, (giver, whose) in enumerate(handover.scalars):
+                if giver == self.rank:
+                    scalars[target].append(local.scalars(whose))
+        return units, scalars
+
+    def _begin_to_tell(self, checkpointer: Checkpointer) -> None:
+        memory = checkpointer._memory
+        if memory is not None and self._speaks:
+            self._teller = WorldTeller(
+                memory.session.tell_elastic,
+                self.plan,
+                self.layers,
+                self._world.chosen,
+                self._world.loads_LE,
+                threshold=self._wishes.threshold,
+                max_straggler=self._wishes.max_straggler,
+            )
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.plan.node_of.index(self.plan.node_of[self.rank]) == self.rank
+
+    def _begin_to_retire(self) -> None:
+        here = self._here
+        assert not isinstance(here, Exception), "the world would not have begun"
+        if here.folder is not None and self._speaks:
+            self._retiring = Retiring(
+                self._endpoint,
+                here.folder,
+                self._identity.job,
+                self._identity.run,
+                self.plan.number,
+                self.plan.start,
+                self.rank,
+            )
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def steps(self, total: int) -> Generator[int, None, None]:
+        """The steps of this world. It ends early with ``again`` set where experts are to be placed anew: make another ``ElasticJob`` then.
+
+        Raises:
+            ValueError: `checkpointer` was not called.
+        """
+        if self._checkpointer is None:
+            raise ValueError("call checkpointer() before steps(): it loads the state")
+        if self._loader is not None:
+            self._loader.begin()
+            self._loader = None
+        steps = self._checkpointer.steps(total, start=self.start)
+        try:
+            yield from self._body(steps, total)
+        finally:
+            steps.close()
+
+    def _body(self, steps: Iterator[int], total: int) -> Iterator[int]:
+        for step in steps:
+            if self._moves(step, total):
+                return  # the step has not begun: leaving the loop parks it
+            yield step
+            self._history.step_over()
+            if self._rebalancing is not None:
+                self._rebalancing.step_over()
+            if self._retiring is not None:
+                self._retiring.step_over()
+            if self._teller is not None:
+                self._teller.step_over(step, lambda: self._history.loads)
+
+    def _moves(self, step: int, total: int) -> bool:
+        """Whether the experts are to be placed anew before this step."""
+        if self._rebalancing is None:
+            return False
+        decision = self._rebalancing.look(step, total, self._history.loads, self.seconds)
+        if decision is None:
+            return False
+        logger.warning("experts are placed anew at step %d: %s", step, decision)
+        self.again = True
+        return True
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of the dense part over all ranks, and those of each expert over its replicas; a collective call.
+
+        For losses that are divided by the size of the global batch: what comes out are gradients of its mean loss. To be called after the last
+        backward of a step, before gradients are clipped.
+
+        Raises:
+            ValueError: `checkpointer` was not called.
+        """
+        if self._gradients is None:
+            raise ValueError("call checkpointer() before sum_gradients()")
+        self._gradients.sum()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As torch's, over all parameters of the job, each of which counts once; after `sum_gradients`. A collective call.
+
+        Returns:
+            The norm of all gradients before, float64, the same on all ranks.
+        Raises:
+            ValueError: `checkpointer` was not called.
+        """
+        if self._gradients is None:
+            raise ValueError("call checkpointer() before clip_grad_norm_()")
+        return self._gradients.clip(max_norm)
+
+    def check_replicas(self) -> None:
+        """Compare the weights of all replicas of all experts, bit for bit; a collective call.
+
+        Raises:
+            CorruptionError: on all ranks, if they differ.
+        """
+        for layer in self._layers:
+            layer.check_replicas()
+
+    def close(self) -> None:
+        """End this world: what it holds stays with the daemons."""
+        if self._rebalancing is not None:
+            self._rebalancing.close()
+        if self._retiring is not None:
+            self._retiring.close()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+        if self._world.local is not None:
+            self._world.local.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _wrong(layers: Mapping[str, int], slots: int, identity: Identity) -> str:
+    """What cannot be used; empty if nothing."""
+    counts = set(layers.values())
+    if not layers or len(counts) != 1 or min(counts) < 1:
+        return f"layers={dict(layers)!r}: name the mixture layers, each with its number of experts, which is the same for all"
+    if slots < 1:
+        return f"slots={slots}: a rank has room for one expert of each layer at least"
+    if len(identity.run) > _MAX_RUN:
+        return f"run={identity.run!r} has more than {_MAX_RUN} characters"
+    return ""

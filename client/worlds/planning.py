@@ -1,0 +1,126 @@
+"""The plan of a world: made by every rank for itself from what all have told, and the same on all of them. Pure.
+
+How many replicas, on which nodes, which machine is which node of the plan, and who gives what to whom (`ckptd.elastic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ckptd.elastic.allocation import allocate
+from ckptd.elastic.balance import straggler_factor
+from ckptd.elastic.handover import Handover, plan_handover
+from ckptd.elastic.mapping import map_nodes
+from ckptd.elastic.placement import place
+from ckptd.elastic.ranks import split_over_ranks
+from ckptd.elastic.types import Cluster, Loads, Placement
+from ckptd.elastic.worlds import Chosen, ExpertLayers
+
+__all__ = ["Seat", "WorldPlan", "nodes_of", "plan_world"]
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """Where a rank sits: its node, that node's failure domain, and its slots for experts in each layer."""
+
+    node: str
+    domain: str
+    slots: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorldPlan:
+    """A world.
+
+    Args:
+        number: of the world, above all before.
+        start: the iteration at which it begins.
+        nodes: their names, in the order in which ``node_of`` and the placement count them.
+        node_of: the node of each rank.
+        replicas_LRE: of each expert on each rank.
+        handover: None where nothing is held: the job begins.
+        reason: where it goes on, and with what guarantee, for the log.
+    """
+
+    number: int
+    start: int
+    nodes: tuple[str, ...]
+    node_of: tuple[int, ...]
+    cluster: Cluster
+    placement: Placement
+    replicas_LRE: NDArray[np.int64]
+    straggler: float
+    handover: Handover | None
+    reason: str
+
+    @property
+    def digest(self) -> str:
+        """Equal on ranks that have made the same plan."""
+        gives = () if self.handover is None else (self.handover.gives, self.handover.scalars)
+        told = repr(
+            (self.number, self.start, self.nodes, self.node_of, self.replicas_LRE.shape, gives)
+        )
+        return xxhash.xxh3_128_hexdigest(told.encode() + self.replicas_LRE.tobytes())  # fmt: skip
+
+
+def nodes_of(seats: Sequence[Seat]) -> tuple[str, ...]:
+    """The nodes, in the order of their first ranks."""
+    return tuple(dict.fromkeys(seat.node for seat in seats))
+
+
+def plan_world(
+    number: int,
+    seats: Sequence[Seat],
+    layers: ExpertLayers,
+    loads_LE: Loads,
+    chosen: Chosen | None,
+    *,
+    threshold: int,
+    max_straggler: float | None,
+) -> WorldPlan:
+    """Place the experts, and share out who gives what.
+
+    Args:
+        seats: of each rank.
+        loads_LE: tokens that were routed to each expert.
+        chosen: where the job goes on, its nodes numbered as `nodes_of` does; None: it begins.
+    Raises:
+        ElasticError: there are fewer slots than experts.
+    """
+    nodes = nodes_of(seats)
+    node_of = tuple(nodes.index(seat.node) for seat in seats)
+    ranks = [[r for r, node in enumerate(node_of) if node == n] for n in range(len(nodes))]
+    cluster = Cluster(
+        np.array([sum(seats[r].slots for r in of) for of in ranks], dtype=np.int64),
+        tuple(seats[of[0]].domain for of in ranks),
+        tuple(map(len, ranks)),
+    )
+    allocation = allocate(loads_LE, cluster, threshold)
+    plan = place(allocation, loads_LE, cluster, max_straggler=max_straggler)
+    placement = plan.placement
+    if chosen is not None:
+        held = Placement(chosen.experts_LNE.astype(np.int32))
+        placement = map_nodes(placement, held, cluster, chosen.expert_bytes_LE).apply(placement)
+    by_node = split_over_ranks(placement, cluster, loads_LE)
+    order = np.array([rank for of in ranks for rank in of])
+    replicas_LRE = np.zeros(by_node.shape, dtype=np.int64)
+    replicas_LRE[:, order] = by_node
+    handover = None if chosen is None else plan_handover(chosen, layers, replicas_LRE, node_of)
+    where = "the job begins" if chosen is None else f"goes on from {chosen.reason}"
+    return WorldPlan(
+        number,
+        0 if chosen is None else chosen.iteration,
+        nodes,
+        node_of,
+        cluster,
+        placement,
+        replicas_LRE,
+        straggler_factor(placement, loads_LE, cluster),
+        handover,
+        f"{where}; {len(seats)} ranks on {len(nodes)} nodes, {allocation.reason}",
+    )

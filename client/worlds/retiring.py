@@ -1,0 +1,87 @@
+"""Worlds that are over give their memory back, once the world that went on from them can be had without them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptd.client.slot_file import SlotFile
+from ckptd.client.worlds.inventory import run_of_world, world_of_run
+from ckptd.errors import DaemonUnavailable, SegmentError
+from ckptd.memory.segment_names import FILE_ENDS
+from ckptd.transport.messages import Done, Forget
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
+
+__all__ = ["Retiring", "floor_of"]
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 10.0
+_LOOK_STEPS = 5
+
+
+def floor_of(folder: Path, job: str, run: str, rank: int) -> int:
+    """The newest iteration at which every rank of a run has what was promised, as this rank's daemon has told; -1: none."""
+    found = -1
+    for path in folder.glob(f"{job}~{run}~r{rank}~g*{FILE_ENDS['snapshots']}"):
+        try:
+            found = max(found, SlotFile(path, "snapshots").ring_hint.floor)
+        except (OSError, SegmentError) as error:
+            logger.info("%s tells no floor: %s", path.name, error)
+    return found
+
+
+class Retiring:
+    """Frees what this node holds of earlier worlds; of the ranks on a node one does so.
+
+    Args:
+        world: the one that goes on.
+        start: where it began: a state of it that every rank has beyond there makes the worlds before needless.
+    """
+
+    def __init__(
+        self, find_endpoint: Callable[[], str], folder: Path, job: str, run: str, world: int, start: int, rank: int
+    ) -> None:  # fmt: skip
+        self._find_endpoint, self._folder = find_endpoint, folder
+        self._job, self._run, self._world, self._start, self._rank = job, run, world, start, rank
+        self._looked = 0
+        self._thread: threading.Thread | None = None
+        self.over = not self.earlier()
+
+    def earlier(self) -> list[str]:
+        """The runs of earlier worlds of which there are files here."""
+        names = {path.name.split("~")[1] for path in self._folder.glob(f"{self._job}~{self._run}.w*~r*")}  # fmt: skip
+        worlds = {world_of_run(self._run, name) for name in names}
+        return [run_of_world(self._run, w) for w in sorted(w for w in worlds if w is not None) if w < self._world]  # fmt: skip
+
+    def step_over(self) -> None:
+        """Look, now and then, whether they are needless; what is to be done then is done beside training."""
+        self._looked += 1
+        if self._looked % _LOOK_STEPS == 0:
+            self._look()
+
+    def close(self) -> None:
+        """Look once more, and wait for what is under way."""
+        self._look()
+        if self._thread is not None:
+            self._thread.join(_TIMEOUT_S)
+
+    def _look(self) -> None:
+        if self.over:
+            return
+        run = run_of_world(self._run, self._world)
+        if floor_of(self._folder, self._job, run, self._rank) > self._start:
+            self.over = True
+            self._thread = threading.Thread(target=self._forget, name="ckptd-retire", daemon=True)
+            self._thread.start()
+
+    def _forget(self) -> None:
+        try:
+            with ControlClient(self._find_endpoint(), _TIMEOUT_S) as client:
+                for run in self.earlier():
+                    client.ask(Forget(self._job, run), Done)
+                    logger.info("what this node held of %s is freed", run)
+        except (RefusedError, RequestTimeout, WireError, DaemonUnavailable, OSError) as error:
+            logger.warning("memory of earlier worlds is not freed: %s; it expires by itself", error)

@@ -1,0 +1,281 @@
+"""What the ranks do together when a world begins: tell what their nodes hold, plan, and make sure that what is to be read can be.
+
+No controller takes part. One rank of each node tells what the daemon's files there hold; all compute the same plan from that, and compare its
+digest. An image that turns out to be damaged is left out, and all plan again. Where a rank vanishes meanwhile, the
+process group fails on the others, the launcher starts the job again, and the next start plans from what is there then: nothing was freed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ckptd.client import values
+from ckptd.client.agreement import Exchange, Failure, raise_together
+from ckptd.client.worlds.inventory import Inventory, settle
+from ckptd.client.worlds.planning import Seat, WorldPlan, nodes_of, plan_world
+from ckptd.client.worlds.reading import LocalState, Unreadable
+from ckptd.elastic.types import Loads
+from ckptd.elastic.worlds import Chosen, ExpertLayers, NodeHeld, choose
+from ckptd.errors import DaemonUnavailable, LocalProtocolError
+from ckptd.transport.messages import Hello, Welcome
+from ckptd.transport.wire import ControlClient, RequestTimeout, WireError
+
+__all__ = ["Here", "Started", "Wishes", "meet_daemon", "start_world"]
+
+logger = logging.getLogger(__name__)
+
+_PLANS = 5
+_SETTLE_S = 5.0
+_ANSWER_S = 10.0
+LOADS = "ckptd.loads"
+"""The name in the user's state under which the load history is recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What must be the same on all ranks.
+
+    Args:
+        domain: the label of a node's card that names its failure domain; empty: each node is one.
+    """
+
+    job: str
+    run: str
+    layers: ExpertLayers
+    threshold: int
+    max_straggler: float | None
+    domain: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This rank's node; ``folder`` is None where there is no daemon, and nothing is held."""
+
+    seat: Seat
+    folder: Path | None
+    endpoint: Callable[[], str] | None = None
+
+
+@dataclass(slots=True)
+class Started:
+    """A world that is planned; ``local`` holds what this rank will read until it is closed."""
+
+    plan: WorldPlan
+    chosen: Chosen | None
+    loads_LE: Loads
+    local: LocalState | None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """What a rank tells first."""
+
+    seat: Seat
+    wishes: str
+    clock_s: int
+    failure: Failure
+
+
+class _Read(msgspec.Struct, frozen=True):
+    """Whether a rank can read what it is to read, or why not; ``again``: not this image, perhaps another."""
+
+    digest: str
+    again: bool = False
+    failure: Failure = Failure()
+
+
+def meet_daemon(find_endpoint: Callable[[], str], version: str, slots: int, domain: str) -> Here:
+    """Ask the daemon of this node who it is.
+
+    Raises:
+        DaemonUnavailable: none answers.
+    """
+    try:
+        with ControlClient(find_endpoint(), _ANSWER_S) as client:
+            welcome = client.ask(Hello(version, os.getpid()), Welcome)
+    except (RequestTimeout, WireError, OSError) as error:
+        raise DaemonUnavailable(str(error), operation="start a world") from error
+    label = "" if welcome.card is None else welcome.card.labels.get(domain, "")
+    seat = Seat(welcome.node_id, label or welcome.node_id, slots)
+    return Here(seat, Path(welcome.segment_dir), find_endpoint)
+
+
+def start_world(here: Here | Exception, wishes: Wishes, rank: int, meet: Exchange) -> Started:
+    """Plan this world; a collective call: it returns on all ranks, or raises on all.
+
+    Args:
+        here: where this rank is; or why that could not be found out, which the others have to hear.
+    Raises:
+        ValueError: ranks have other wishes.
+        ElasticError: fewer slots than experts, or a state that is held in part only.
+        DaemonUnavailable: a rank has no daemon, or cannot read what only its node holds.
+    """
+    unusable: frozenset[tuple[str, int, int]] = frozenset()
+    for _ in range(_PLANS):
+        found = _attempt(here, wishes, rank, meet, unusable)
+        if isinstance(found, Started):
+            return found
+        unusable |= found
+    raise DaemonUnavailable(
+        f"no plan held after {_PLANS} attempts",
+        operation="start a world",
+        hint="The ranks' logs name the images that are damaged; nothing was freed: start again",
+    )
+
+
+def _attempt(
+    here: Here | Exception,
+    wishes: Wishes,
+    rank: int,
+    meet: Exchange,
+    unusable: frozenset[tuple[str, int, int]],
+) -> Started | frozenset[tuple[str, int, int]]:
+    """A world; or what this rank has found to be unusable, where any has found something."""
+    clock = _Clock()
+    inventory, told, held = _look(here, wishes, rank, meet, unusable)
+    clock.lap("inventory_s")
+    seats = [one.seat for one in told]
+    chosen = choose(held, wishes.layers)
+    local = None
+    if chosen is not None and inventory is not None:
+        images = [i for i in inventory.images if (i.told.world, i.told.iteration) == (chosen.world, chosen.iteration)]  # fmt: skip
+        local = LocalState(images, wishes.layers)
+    loads = _loads(local, chosen, seats, wishes.layers, rank, meet)
+    if isinstance(loads, frozenset):
+        return loads
+    number = max(told[0].clock_s, *(1 + world for node in held for world in (-1, *node.worlds)))
+    plan = plan_world(
+        number,
+        seats,
+        wishes.layers,
+        loads,
+        chosen,
+        threshold=wishes.threshold,
+        max_straggler=wishes.max_straggler,
+    )
+    clock.lap("plan_s")
+    bad = _open(local, plan, seats[rank].node, rank, meet)
+    clock.lap("verify_s")
+    if bad is not None:
+        if local is not None:
+            local.close()
+        return bad
+    return Started(plan, chosen, loads, local, clock.laps)
+
+
+class _Clock:
+    """Where the time goes."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+
+def _look(
+    here: Here | Exception,
+    wishes: Wishes,
+    rank: int,
+    meet: Exchange,
+    unusable: frozenset[tuple[str, int, int]],
+) -> tuple[Inventory | None, list[_Told], list[NodeHeld]]:
+    """What lies on this node, where all ranks are, and what lies on all nodes."""
+    inventory, failed = None, here if isinstance(here, Exception) else None
+    seat = Seat("unknown", "", 0) if isinstance(here, Exception) else here.seat
+    try:
+        if not isinstance(here, Exception) and here.folder is not None:
+            settle(here.folder, wishes.job, wishes.run, _SETTLE_S)
+            inventory = Inventory(here.folder, wishes.job, wishes.run, wishes.layers, unusable)
+    except Exception as error:  # noqa: BLE001 - the others wait to hear of it; raised below
+        failed = error
+    mine = _Told(seat, repr(wishes), int(time.time()), Failure.of(seat.node, failed))
+    told = [msgspec.msgpack.decode(data, type=_Told) for data in meet(msgspec.msgpack.encode(mine))]
+    raise_together([one.failure for one in told], failed)
+    for other, one in enumerate(told):
+        if one.wishes != told[0].wishes:
+            raise ValueError(
+                f"rank {other} was started with {one.wishes}, rank 0 with {told[0].wishes}: they must be the same"
+            )
+    # One rank of each node tells what that holds.
+    speaks = [next(r for r, one in enumerate(told) if one.seat.node == n) for n in nodes_of([one.seat for one in told])]  # fmt: skip
+    words = NodeHeld() if inventory is None else inventory.told
+    said = meet(msgspec.msgpack.encode(words) if rank in speaks else b"")
+    return inventory, told, [msgspec.msgpack.decode(said[r], type=NodeHeld) for r in speaks]
+
+
+def _loads(
+    local: LocalState | None,
+    chosen: Chosen | None,
+    seats: Sequence[Seat],
+    layers: ExpertLayers,
+    rank: int,
+    meet: Exchange,
+) -> Loads | frozenset[tuple[str, int, int]]:
+    """The load history, out of the state of the lowest rank that is held: by the first rank on a node that holds it."""
+    shape = len(layers.names), layers.num_experts
+    if chosen is None:
+        return np.zeros(shape, dtype=np.int64)
+    whose = min(chosen.scalars)
+    nodes = nodes_of(seats)
+    reads = next(r for r, seat in enumerate(seats) if nodes.index(seat.node) in chosen.scalars[whose])  # fmt: skip
+    mine, bad = b"", frozenset[tuple[str, int, int]]()
+    if rank == reads:
+        assert local is not None, "its node holds an image"
+        try:
+            mine = local.state(whose).get(LOADS, b"")
+        except Unreadable as error:
+            logger.error("%s; the ranks plan without it", error)
+            mine, bad = b"again", frozenset([error.image.key])
+        except KeyError as error:  # it was given up between two looks at the folder
+            logger.warning("%s any more; the ranks plan again", error)
+            mine = b"again"
+    told = meet(mine)[reads]
+    if told == b"again":
+        return bad
+    loads = np.array(values.unpack(told)["loads"]) if told else np.zeros(shape, dtype=np.int64)
+    return loads if loads.shape == shape else np.zeros(shape, dtype=np.int64)
+
+
+def _open(
+    local: LocalState | None, plan: WorldPlan, node: str, rank: int, meet: Exchange
+) -> frozenset[tuple[str, int, int]] | None:
+    """Hold and verify what this rank is to read; None if all ranks could."""
+    bad, failed, again = frozenset[tuple[str, int, int]](), None, False
+    handover = plan.handover
+    try:
+        if local is not None and handover is not None:
+            units = [give.unit for give in handover.gives if give.source == rank]
+            local.open_for(units, [whose for giver, whose in handover.scalars if giver == rank])
+    except Unreadable as error:
+        logger.error("%s; the ranks plan without it", error)
+        bad, again = frozenset([error.image.key]), True
+    except KeyError as error:  # it was given up between two looks at the folder
+        logger.warning("%s any more; the ranks plan again", error)
+        again = True
+    except Exception as error:  # noqa: BLE001 - the others wait to hear of it; raised below
+        failed = error
+    mine = _Read(plan.digest, again, Failure.of(node, failed))
+    said = [msgspec.msgpack.decode(data, type=_Read) for data in meet(msgspec.msgpack.encode(mine))]
+    raise_together([one.failure for one in said], failed)
+    if any(one.again for one in said):
+        return bad
+    other = [r for r, one in enumerate(said) if one.digest != said[0].digest]
+    if other:
+        raise LocalProtocolError(
+            f"rank {other[0]} has made another plan than rank 0",
+            operation="start a world",
+            hint="Are NumPy and SciPy the same versions on all nodes?",
+        )
+    return None

@@ -1,0 +1,69 @@
+"""What a world tells its node's daemon of its placement and its loads, for `ckptctl elastic`. Nothing depends on it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from ckptd.client.elastic.telling import PlacementTeller, Placing
+from ckptd.client.worlds.planning import WorldPlan
+from ckptd.elastic.types import Loads
+from ckptd.elastic.worlds import Chosen, ExpertLayers
+from ckptd.errors import ElasticError
+from ckptd.transport.messages import Elastic
+
+__all__ = ["WorldTeller"]
+
+logger = logging.getLogger(__name__)
+
+_EVERY_STEPS = 50
+
+
+class WorldTeller:
+    """Tells the placement when it is in use, and the loads now and then.
+
+    Args:
+        send: takes what is told, and does not wait.
+        chosen: tells how large experts are; None: not known before they are trained.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Elastic], None],
+        plan: WorldPlan,
+        layers: ExpertLayers,
+        chosen: Chosen | None,
+        loads_LE: Loads,
+        *,
+        threshold: int,
+        max_straggler: float | None,
+    ) -> None:
+        self._teller = PlacementTeller(send)
+        self._steps = 0
+        sizes = np.zeros_like(loads_LE) if chosen is None else chosen.expert_bytes_LE
+        placing = Placing(
+            plan.placement,
+            plan.cluster,
+            plan.nodes,
+            sizes,
+            threshold,
+            max_straggler,
+            layers.names,
+            reason=plan.reason,
+        )
+        try:
+            self._teller.placed(plan.start, placing, loads_LE)
+        except (ValueError, ElasticError) as error:  # `ckptctl` shows less; training goes on
+            logger.warning("the daemon is not told of the placement: %s", error)
+
+    def step_over(self, step: int, loads_LE: Callable[[], Loads]) -> None:
+        """A step is done."""
+        self._steps += 1
+        if self._steps % _EVERY_STEPS:
+            return
+        try:
+            self._teller.measured(step, loads_LE())
+        except ValueError as error:
+            logger.warning("the daemon is not told of the loads: %s", error)

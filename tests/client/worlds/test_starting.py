@@ -1,0 +1,104 @@
+"""Ranks that plan a world together: all get the same, or all hear what was wrong with any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptd.client.worlds.planning import Seat, nodes_of, plan_world
+from ckptd.client.worlds.starting import Here, Started, Wishes, start_world
+from ckptd.elastic.worlds import ExpertLayers
+from ckptd.errors import DaemonUnavailable, ElasticError
+from tests.client.meeting import outcomes
+
+LAYERS = ExpertLayers(("a", "b"), 6)
+
+
+def wishes(threshold: int = 2) -> Wishes:
+    return Wishes("job", "run", LAYERS, threshold, 1.1)
+
+
+def here(node: str, slots: int = 4) -> Here:
+    return Here(Seat(node, node, slots), None)
+
+
+def started(places: Sequence[Here | Exception], each: Sequence[Wishes] | None = None) -> list[Started | Exception]:  # fmt: skip
+    asked = each or [wishes()] * len(places)
+    work = [partial(start_world, place, asked[rank], rank) for rank, place in enumerate(places)]
+    return outcomes(work)
+
+
+def test_the_first_world_is_the_same_for_all() -> None:
+    found = started([here("x"), here("y"), here("x"), here("z")])
+    plans = [one.plan for one in found if isinstance(one, Started)]
+    assert len(plans) == 4, found
+    assert len({plan.digest for plan in plans}) == 1
+    plan = plans[0]
+    assert (plan.start, plan.nodes, plan.node_of) == (0, ("x", "y", "z"), (0, 1, 0, 2))
+    assert plan.handover is None
+    assert (plan.replicas_LRE.sum(axis=2) <= 4).all(), "no rank has more than its slots"
+    assert (plan.replicas_LRE.sum(axis=1) >= 2).all(), "16 slots hold two of each"
+
+
+def test_other_wishes_are_told_to_all() -> None:
+    found = started([here("x"), here("y"), here("z")], [wishes(), wishes(), wishes(1)])
+    for one in found:
+        assert isinstance(one, ValueError)
+        assert "rank 2 was started with" in str(one)
+
+
+def test_a_rank_without_a_daemon_is_named_to_all() -> None:
+    lost = DaemonUnavailable("nobody answers", operation="start a world")
+    found = started([here("x"), lost, here("z")])
+    assert all(isinstance(one, DaemonUnavailable) for one in found)
+    assert all("rank 1" in str(one) and "nobody answers" in str(one) for one in found)
+
+
+def test_what_a_user_passed_wrongly_is_raised_where_it_was_and_told_to_the_others() -> None:
+    wrong, other = started([ValueError("slots=0: a rank has room"), here("y")])
+    assert isinstance(wrong, ValueError)
+    assert isinstance(other, DaemonUnavailable)
+    assert "slots=0" in str(other)
+
+
+def test_too_few_slots_are_refused_on_all() -> None:
+    found = started([here("x", 2), here("y", 3)])
+    assert all(isinstance(one, ElasticError) for one in found)
+    assert all("5 slots on 2 nodes cannot hold 6 experts" in str(one) for one in found)
+
+
+def test_a_folder_that_cannot_be_read_stops_all(tmp_path: Path) -> None:
+    """Not one of them goes on with less than what there is."""
+    seat = Seat("y", "y", 6)
+    broken = Here(seat, Unlistable(tmp_path))
+    found = started([here("x", 6), broken])
+    assert all(isinstance(one, OSError | DaemonUnavailable) for one in found), found
+    assert "rank 1 on node y" in str(found[0])
+
+
+class Unlistable(type(Path())):  # type: ignore[misc]
+    """A folder whose disk is gone."""
+
+    def glob(self, pattern: str) -> None:
+        raise OSError("input/output error")
+
+
+@pytest.mark.parametrize(
+    "order", [["x", "x", "y", "y"], ["x", "y", "x", "y"], ["y", "x", "x", "y"]]
+)
+def test_experts_of_a_node_are_split_over_its_ranks_wherever_they_stand(order: list[str]) -> None:
+    """Whatever the order of ranks, a node's replicas are on ranks of that node."""
+    seats = [Seat(node, node, 2 if node == "x" else 3) for node in order]
+    loads = np.arange(12, dtype=np.int64).reshape(2, 6)
+    plan = plan_world(7, seats, LAYERS, loads, None, threshold=1, max_straggler=None)
+    assert nodes_of(seats) == plan.nodes
+    for number in range(2):
+        ranks = [rank for rank, node in enumerate(plan.node_of) if node == number]
+        held = plan.replicas_LRE[:, ranks].sum(axis=1)
+        assert np.array_equal(held, plan.placement.counts[:, number])
+    for rank, seat in enumerate(seats):
+        assert (plan.replicas_LRE[:, rank].sum(axis=1) <= seat.slots).all()

@@ -1,0 +1,258 @@
+"""A small elastic training of two mixture layers: what every rank is at the top of each step it writes to a file, for the tests to compare.
+
+In double precision: another number of ranks adds up in another order, and the losses of a run are to be compared with those of another one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ckptd.client.rng import capture_rng
+from tests.e2e.job import let_them_come, let_what_is_beside_come
+
+if TYPE_CHECKING:
+    from ckptd.client import Checkpointer
+    from ckptd.client.worlds import ElasticJob
+
+__all__ = ["EXPERTS", "LAYERS", "Part", "act"]
+
+LAYERS, EXPERTS, WIDTH = 2, 6, 6
+SAMPLES, BATCH = 50, 10
+MAX_NORM = 9.0
+_MEASURED = 4
+_PATIENCE_S = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank of one life is to do.
+
+    Args:
+        out: names its files: ``<out>-<rank>.jsonl`` with what happens, ``<out>-<rank>-<step>.pt`` with its state at the top of a step.
+        die_at: it kills itself in the middle of that step, when every rank's snapshot of its top has its copy; with ``die_sole`` if it is the
+            first rank that alone holds some expert.
+        die_before_loading: it kills itself when the world is planned, and nothing of it loaded.
+        keep: tops that are written.
+    """
+
+    folder: Path
+    out: str
+    run: str
+    rank: int
+    world_size: int
+    total: int
+    daemon: str | None = None
+    slots: int = 3
+    threshold: int = 1
+    die_at: int = -1
+    die_sole: bool = False
+    die_before_loading: bool = False
+    patient_until: int = 0
+    keep: frozenset[int] = frozenset()
+    seed: int = 0
+    step_ms: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Noted(nn.Module):
+    """An expert with a buffer of its own, which belongs to its state."""
+
+    seen: Tensor
+
+    def __init__(self, base: int, number: int) -> None:
+        super().__init__()
+        number += base
+        generator = torch.Generator().manual_seed(1000 + number)
+        self.inner, self.outer = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator) / 2)
+        self.register_buffer("scale", torch.full((1,), 1.0 + number / 100))
+        self.double()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found: Tensor = self.outer(torch.relu(self.inner(rows))) * self.scale
+        return found
+
+
+class Block(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.dense, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.moe = experts
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        inside = torch.tanh(self.dense(tokens))
+        weights, chosen = self.gate(inside).softmax(-1).topk(2)
+        found: Tensor = inside + self.moe(inside, chosen, weights)
+        return found
+
+
+class Model(nn.Module):
+    """Dense parts drawn from one seed, experts from their numbers."""
+
+    def __init__(self, job: ElasticJob, seed: int) -> None:
+        super().__init__()
+        layers = [
+            job.layer(f"blocks.{i}.moe", functools.partial(Noted, 10 * i)) for i in range(LAYERS)
+        ]
+        # After the experts, of which each rank makes others. In a later life nothing right can come from the initialisation.
+        torch.manual_seed(seed if job.start else 11)
+        self.blocks = nn.ModuleList(map(Block, layers))
+        self.head = nn.Linear(WIDTH, 1)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        for block in self.blocks:
+            tokens = block(tokens)
+        found: Tensor = self.head(tokens)
+        return found
+
+
+class Log:
+    def __init__(self, part: Part) -> None:
+        self._path = part.folder / f"{part.out}-{part.rank}.jsonl"
+
+    def write(self, event: str, **told: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"event": event, "time_s": time.time(), **told}) + "\n")
+
+
+def act(part: Part) -> None:
+    """Train as one rank of a life; ends with 0 unless something else was to happen."""
+    log = os.open(
+        part.folder / f"{part.out}-{part.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    )
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    random.seed(part.seed)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{part.folder}/{part.out}-store",
+        rank=part.rank,
+        world_size=part.world_size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    again = True
+    while again:
+        again = _live(part, Log(part))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _live(part: Part, log: Log) -> bool:
+    """One world; whether another is to follow in this process."""
+    from ckptd.client.worlds import ElasticJob, GlobalBatches
+
+    layers = {f"blocks.{i}.moe": EXPERTS for i in range(LAYERS)}
+    job = ElasticJob(
+        layers,
+        slots=part.slots,
+        threshold=part.threshold,
+        job="e2e",
+        run=part.run,
+        rank=part.rank,
+        world_size=part.world_size,
+        daemon=part.daemon,
+        **part.options,
+    )
+    log.write("world", number=job.plan.number, start=job.start, reason=job.plan.reason,
+              held={name: job.experts(name) for name in layers})  # fmt: skip
+    model = Model(job, part.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    if part.die_before_loading:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ckpt = job.checkpointer(model, optimizer, {"scheduler": scheduler})
+    job.check_replicas()
+    log.write("loaded", seconds=job.seconds)
+    data = torch.randn(SAMPLES, 3, WIDTH, generator=torch.Generator().manual_seed(5)).double()
+    batches = GlobalBatches(SAMPLES, BATCH, seed=3)
+    out, name = part.folder, f"{part.out}-{part.rank}"
+    for step in job.steps(part.total):
+        if step in part.keep or step == job.start:
+            torch.save(everything(model, optimizer, scheduler), out / f"{name}-{step}.pt")
+        log.write("top", step=step)
+        time.sleep(part.step_ms / 1e3)
+        if part.daemon is not None and job.start + _MEASURED <= step <= part.patient_until:
+            let_them_come(ckpt)
+            let_what_is_beside_come(ckpt)
+            _keep_pace(ckpt, step)
+        torch.rand(1 + part.rank)  # each rank's generators are its own
+        samples = data[batches.mine(step, part.rank, part.world_size)]
+        loss = (
+            model(samples.flatten(0, 1)).view(-1, 3).sum(1) - samples.sum((1, 2))
+        ).square().sum() / BATCH
+        if step == part.die_at and (not part.die_sole or part.rank == sole_holder(job)):
+            _wait_for_copies(ckpt, step)
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        job.sum_gradients()
+        norm = job.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        log.write("step", step=step, loss=float(total), norm=float(norm))
+    if part.total in part.keep:
+        torch.save(everything(model, optimizer, scheduler), out / f"{name}-{part.total}.pt")
+    job.check_replicas()
+    job.close()
+    log.write("over", again=job.again)
+    return job.again
+
+
+def sole_holder(job: ElasticJob) -> int:
+    """The first rank that alone holds an expert."""
+    for name in job.layers.names:
+        replicas = job.replicas(name) > 0
+        alone = replicas[:, replicas.sum(axis=0) == 1]
+        if alone.any():
+            return int(alone.any(axis=1).argmax())
+    raise AssertionError("every expert has two holders")
+
+
+def _keep_pace(ckpt: Checkpointer, step: int) -> None:
+    """Let the copies of the snapshots before come: steps of milliseconds outrun them, and the next one would find no slot."""
+    until = time.monotonic() + _PATIENCE_S
+    assert ckpt._memory is not None
+    while ckpt.stats()["snapshots"] > 1 and ckpt._memory.table.ring_hint.floor < step - 1:
+        if time.monotonic() > until:
+            return
+        time.sleep(0.005)
+
+
+def _wait_for_copies(ckpt: Checkpointer, step: int) -> None:
+    until = time.monotonic() + _PATIENCE_S
+    assert ckpt._memory is not None
+    while ckpt._memory.table.ring_hint.floor < step:
+        assert time.monotonic() < until, f"no floor at {step}: {ckpt._memory.table.ring_hint}"
+        time.sleep(0.01)
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:  # fmt: skip
+    """All that must be equal wherever it is, by name."""
+    found: dict[str, Any] = {n: t.detach().clone() for n, t in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state[param].items():
+            found[f"{name}/{key}"] = value.detach().clone()
+    found["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]  # fmt: skip
+    found["scheduler"] = scheduler.state_dict()
+    found["rng"] = capture_rng()
+    return found
