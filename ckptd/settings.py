@@ -165,7 +165,7 @@ class DaemonConfig:
     """Limit for what this node uploads, such as 500MB; 0: none."""
 
     digest_threads: int = _key(0, integer_value(0, 64), "0 to 64")
-    """Threads that digest and seal filled slots; 0 means half of the CPUs, 1 to 4."""
+    """Threads that digest and seal filled slots; 0 means half of the CPUs, 1 to 4, or an eighth of them where that is more, up to 16."""
 
     nice: int = _key(10, integer_value(0, 19), "0 to 19")
     """Scheduling niceness of the daemon, so that training comes first."""
