@@ -11,4 +11,4 @@ import multiprocessing
 __all__ = ["FORKED"]
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests.e2e.job", "tests.preload"])
+FORKED.set_forkserver_preload(["tests.e2e.job", "tests.e2e.elastic_job", "tests.preload"])

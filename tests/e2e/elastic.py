@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import signal
 import time
 import uuid
@@ -19,14 +18,10 @@ import torch
 
 from tests.ckptd.nodes import Node
 from tests.e2e.elastic_job import Part, act
+from tests.forked import FORKED
 
 __all__ = ["ElasticRun", "Life"]
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-# The last is what an optimizer of torch's imports when it is made: seconds, of each rank of each life.
-_CONTEXT.set_forkserver_preload(
-    ["tests.e2e.job", "tests.e2e.preload", "tests.e2e.elastic_job", "torch._dynamo"]
-)
 _GRACE_S = 30.0
 _NOBODY: Mapping[int, dict[str, Any]] = MappingProxyType({})
 
@@ -36,7 +31,7 @@ class Life:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = list(parts)
-        self.processes: list[BaseProcess] = [_CONTEXT.Process(target=act, args=(p,)) for p in parts]
+        self.processes: list[BaseProcess] = [FORKED.Process(target=act, args=(p,)) for p in parts]
         for process in self.processes:
             process.start()
 
