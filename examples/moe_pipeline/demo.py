@@ -205,18 +205,35 @@ class PipelineRun:
         return self._output.read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
 
 
-def return_of(loss: Loss, run: PipelineRun) -> Return:
-    """What the logs tell of the life after a loss."""
-    again, back = [], []
-    newest = max(loss.last_steps)
-    for rank, last_step in enumerate(loss.last_steps):
+def back_at(loss: Loss, run: PipelineRun) -> list[tuple[float, float]] | None:
+    """When each rank was attached again, and when it had done an iteration that none had before; None while one has not."""
+    attached, before = list[float](), list(loss.last_steps)
+    for rank in range(run.num_ranks):
         later = [e for e in run.events(rank) if e["time_s"] > loss.time_s]
-        attached = next(e["time_s"] for e in later if e["event"] == "attached")
-        steps = [e for e in later if e["event"] == "step" and e["time_s"] >= attached]
-        fresh = next(e["time_s"] for e in steps if e["step"] > newest)
-        again.append(sum(e["step"] <= last_step and e["time_s"] < fresh for e in steps))
-        back.append(fresh - loss.time_s)
-    return Return(tuple(again), max(back))
+        found = next((e["time_s"] for e in later if e["event"] == "attached"), None)
+        if found is None:
+            return None
+        attached.append(found)
+        # Survivors may have ended a step since the loss was counted.
+        before += [e["step"] for e in later if e["event"] == "step" and e["time_s"] < found]
+    newest, fresh = max(before), list[float]()
+    for rank, since in enumerate(attached):
+        steps = [e for e in run.events(rank) if e["event"] == "step" and e["time_s"] >= since]
+        done = next((e["time_s"] for e in steps if e["step"] > newest), None)
+        if done is None:
+            return None
+        fresh.append(done)
+    return list(zip(attached, fresh, strict=True))
+
+
+def return_of(loss: Loss, run: PipelineRun) -> Return:
+    """What the logs tell of the life after a loss, once all ranks are back."""
+    times, again = back_at(loss, run), []
+    assert times is not None, "until() has seen it"
+    for rank, (last_step, (attached, fresh)) in enumerate(zip(loss.last_steps, times, strict=True)):
+        steps = [e for e in run.events(rank) if e["event"] == "step"]
+        again.append(sum(e["step"] <= last_step and attached <= e["time_s"] < fresh for e in steps))
+    return Return(tuple(again), max(fresh for _, fresh in times) - loss.time_s)
 
 
 def strike(run: PipelineRun, planned: PlannedLoss, num_stages: int, say: Callable[[str], None]) -> Loss:  # fmt: skip
@@ -227,11 +244,7 @@ def strike(run: PipelineRun, planned: PlannedLoss, num_stages: int, say: Callabl
     loss = run.kill(ranks)
     newest = max(loss.last_steps)
     say(f"--> SIGKILL to rank{'s' * (len(ranks) > 1)} {_list(ranks)} after iteration {newest}")
-    for rank in range(run.num_ranks):
-        run.until(
-            lambda rank=rank: run.last_step(rank) > newest,  # type: ignore[misc]
-            f"rank {rank} beyond iteration {newest}",
-        )
+    run.until(lambda: back_at(loss, run) is not None, f"all ranks beyond iteration {newest}")
     found = return_of(loss, run)
     say(f"    back in {found.back_s:.1f} s; iterations done again by rank: {_list(found.again)}")
     return loss
