@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -26,7 +26,7 @@ from ckptd.client.binding import Binding, local
 from ckptd.client.layout import PhasePlan
 from ckptd.client.segment import MappedSegment, SlotTable
 from ckptd.client.sources import LiveSources
-from ckptd.cuda.engine import CopyEngine, CopyItem
+from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList
 from ckptd.memory.ring import SlotState, choose_slot
 from ckptd.memory.segment_format import SlotHeader
 
@@ -87,6 +87,7 @@ class Fill:
         self.versions: list[tuple[Tensor, int, str]] = []
         self.torn = ""
         self.error: BaseException | None = None
+        self.told = False  # the error was counted
         self._lock = threading.Lock()
         self._awaited = awaited
 
@@ -103,6 +104,26 @@ class Fill:
             if tensor._version != version:
                 self.torn = name
                 return
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """One phase's copies: those that run beside training, and those of restless tensors, which do not; kept while they are the same."""
+
+    items: CopyList
+    at_once: set[str]
+    steady: CopyList
+    restless: list[CopyItem]
+    named: list[tuple[Tensor, str]]
+
+    @classmethod
+    def of(cls, items: CopyList, named: list[tuple[Tensor, str]], at_once: set[str]) -> _Split:
+        if not at_once:
+            return cls(items, at_once, items, [], named)
+        addresses = {local(t).data_ptr() for t, n in named if n in at_once}
+        steady = CopyList(i for i in items if i.tensor.data_ptr() not in addresses)
+        restless = [i for i in items if i.tensor.data_ptr() in addresses]
+        return cls(items, at_once, steady, restless, [(t, n) for t, n in named if n not in at_once])
 
 
 class Capture:
@@ -142,6 +163,7 @@ class Capture:
         self._fill: Fill | None = None
         self._sequence = table.next_sequence()
         self._sources: dict[int, LiveSources] = {}
+        self._splits: dict[int, _Split] = {}
         self._state_size = -1
         # Buffers seen to change while they were copied are copied by the training thread instead.
         self._restless = restless
@@ -189,7 +211,7 @@ class Capture:
         # Where the host runs ahead of the device, only the training thread can say whether a source changed too early.
         parties = {"copies", "forward"} | (set() if self._engine.host_waits else {"sources"})
         fill = Fill(segment, index, plan, header, scalars, parties)
-        items, sources = self._items(plan, fill)
+        items, sources, kept = self._items(plan, fill)
         self._fill = fill
         self._claimed = None
         self._engine.begin(
@@ -197,7 +219,7 @@ class Capture:
             segment.memory,
             segment.slot_base(index),
             lambda error: self._copied(fill, error),
-            sources.packed_items,
+            lambda: [*sources.packed_items(), *kept],
         )
         return True
 
@@ -240,11 +262,7 @@ class Capture:
         self._arrive(fill, "forward")
         self._fill = None
         if fill.error is not None:
-            logger.error(
-                "snapshot of step %d failed while copying: %s", fill.header.iteration, fill.error
-            )
-            self._stats.failed += 1
-            self._broken = True
+            self._failed(fill)
         elif fill.torn:
             self._restless.add(fill.torn)
             logger.warning(
@@ -274,8 +292,9 @@ class Capture:
             usable = fill.error is None and not fill.torn and self._write_image(fill)
         except Exception as error:  # noqa: BLE001 - the slot must be given back whatever was wrong with its content
             usable = self._refuse(fill, f"{type(error).__name__}: {error}")
+        if fill.error is not None:
+            self._failed(fill)  # a device may tell of its error only now
         if not usable:
-            self._broken = True  # also where a device told of its error only now
             fill.segment.set_state(fill.index, SlotState.FREE)
         fill.segment.unlock_slot(fill.index)
         if usable:
@@ -286,6 +305,17 @@ class Capture:
                     fill.plan.layout.image_len / self._engine.last_copy_s / 1e9
                 )
             self._filled(fill.segment, fill.index, fill.header.iteration)
+
+    def _failed(self, fill: Fill) -> None:
+        """Count a copy that failed, once: told again after the chain has begun anew, it would break that, too."""
+        if fill.told:
+            return
+        fill.told = True
+        logger.error(
+            "snapshot of step %d failed while copying: %s", fill.header.iteration, fill.error
+        )
+        self._stats.failed += 1
+        self._broken = True
 
     def _write_image(self, fill: Fill) -> bool:
         plan = fill.plan
@@ -360,24 +390,20 @@ class Capture:
 
     # -- sources ---------------------------------------------------------------------------------
 
-    def _items(self, plan: PhasePlan, fill: Fill) -> tuple[list[CopyItem], LiveSources]:
+    def _items(self, plan: PhasePlan, fill: Fill) -> tuple[CopyList, LiveSources, list[CopyItem]]:
+        """What is copied beside training, where it comes from, and copies made here and now of what is restless."""
         sources = self._sources.get(plan.phase)
         if sources is None or sources.plan is not plan:
             sources = self._sources[plan.phase] = LiveSources(self._binding, plan)
         items = sources.items()
         fill.scalars["absent"] = sources.absent
         zero_missing(fill.segment, fill.index, sources)
-        named = sources.named
         at_once = self._restless | self._small
-        if at_once:
-            addresses = {local(t).data_ptr() for t, n in named if n in at_once}
-            items = [
-                replace(i, tensor=i.tensor.clone()) if i.tensor.data_ptr() in addresses else i
-                for i in items
-            ]
-            named = [(t, n) for t, n in named if n not in at_once]
-        fill.versions = [(t, t._version, n) for t, n in named]
-        return items, sources
+        split = self._splits.get(plan.phase)
+        if split is None or split.items is not items or split.at_once != at_once:
+            split = self._splits[plan.phase] = _Split.of(items, sources.named, at_once)
+        fill.versions = [(t, t._version, n) for t, n in split.named]
+        return split.steady, sources, [replace(i, tensor=i.tensor.clone()) for i in split.restless]
 
     def unknown_state(self) -> str:
         """Optimizer state that the current plans do not capture; empty if there is none."""

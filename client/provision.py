@@ -366,6 +366,7 @@ class Provision:
         self._widen_at = step + _RETRY_STEPS
         wide = self._worth_widening(plan)
         if wide is None:
+            self._severe_at = self._widen_at  # to plan again soon would find the same
             return
         if self.changes is not None:
             why = f"copies take too long: window {plan.schedule.window} -> {wide.schedule.window}"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ckptd.client.binding import Binding, local
 from ckptd.client.layout import PhasePlan
-from ckptd.cuda.engine import CopyItem
+from ckptd.cuda.engine import CopyItem, CopyList
 
 __all__ = ["LiveSources"]
 
@@ -33,11 +33,11 @@ class LiveSources:
         self._states: dict[str, dict[str, Any]] = {}
         self._live: list[Tensor | None] = []
         self._addresses: list[int] = []
-        self._items: list[CopyItem] = []
+        self._items = CopyList()
         self.named: list[tuple[Tensor, str]] = []
         self.absent: list[str] = []
 
-    def items(self) -> list[CopyItem]:
+    def items(self) -> CopyList:
         """Copies of everything but packed state; ``named`` and ``absent`` are of the same moment."""
         self._refresh()
         live: list[Tensor | None] = [place.get(key) for place, key in self._places]
@@ -103,9 +103,9 @@ class LiveSources:
 
     def _rebuild(self, live: list[Tensor | None]) -> None:
         self._live = live
-        self._items = [
+        self._items = CopyList(
             self._item(i, tensor) for i, tensor in enumerate(live) if isinstance(tensor, Tensor)
-        ]
+        )
         pairs = list(zip(self.plan.sources, live, strict=True))
         self.named = [(t, s.name) for s, t in pairs if s is not None and isinstance(t, Tensor)]
         self.absent = sorted(

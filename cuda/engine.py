@@ -22,7 +22,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CopyEngine", "CopyItem", "CpuEngine", "HostMemory", "measure_bandwidth"]
+__all__ = ["CopyEngine", "CopyItem", "CopyList", "CpuEngine", "HostMemory", "measure_bandwidth"]
 
 # Below torch's parallel grain (32,768 elements) an operation stays on the calling thread. Above it, it would form a second
 # OpenMP team in this process, and the trainer's threads would sleep at every barrier instead of spinning (65 % slower on two
@@ -43,6 +43,15 @@ class CopyItem:
 
     def view(self) -> Tensor:
         return self.tensor if self.start is None else self.tensor[self.start : self.stop]
+
+
+class CopyList(list[CopyItem]):
+    """Copies that are handed over again, as they are: an engine may keep what it has prepared for them, while the list lives."""
+
+    __slots__ = ("__weakref__",)
+    # The list itself counts, not what is in it.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 class HostMemory:

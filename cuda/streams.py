@@ -9,21 +9,19 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ckptd.cuda.engine import CopyItem, HostMemory
+from ckptd.cuda.engine import CopyItem, CopyList, HostMemory
 from ckptd.cuda.transfers import PACK_BYTES, Transfers, plan_transfers
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["CudaEngine"]
-
-# Lists of copies whose transfers are remembered: the phases of a window and what is parked, of two plans.
-_REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,8 @@ class CudaEngine:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._last: torch.cuda.Event | None = None
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._planned: dict[int, tuple[Sequence[CopyItem], Transfers]] = {}
+        # Weakly: what was prepared holds the tensors, and must not outlive a list whose tensors the trainer has replaced.
+        self._planned: dict[weakref.ref[CopyList], Transfers] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._registered: dict[int, list[int]] = {}
         self._thread = threading.Thread(target=self._watch, name="ckptd-copy", daemon=True)
@@ -149,14 +148,13 @@ class CudaEngine:
         self._thread.join(timeout=30)
 
     def _transfers(self, items: Sequence[CopyItem]) -> Transfers:
-        """Planned once for each list: it is handed over again as long as the tensors are the same ones."""
-        found = self._planned.pop(id(items), None)
-        if found is None or found[0] is not items:
-            found = items, plan_transfers(items, self._pack)
-        self._planned[id(items)] = found
-        if len(self._planned) > _REMEMBERED:
-            self._planned.pop(next(iter(self._planned)))
-        return found[1]
+        """Planned once for a list that is handed over again, which it is as long as the tensors are the same ones."""
+        if not isinstance(items, CopyList):
+            return plan_transfers(items, self._pack)
+        key = weakref.ref(items, lambda gone: self._planned.pop(gone, None))
+        if key not in self._planned:
+            self._planned[key] = plan_transfers(items, self._pack)
+        return self._planned[key]
 
     # -- beside the training thread ------------------------------------------------------------------
 
