@@ -123,7 +123,7 @@ def plan_transfers(
         small_bytes: dense tensors from this size on need no pack.
 
     Raises:
-        RuntimeError, ValueError: an item's bytes do not fit its shape, or overlap another's.
+        RuntimeError, ValueError: an item's bytes do not fit its shape, or those of two dense ones overlap.
     """
     found = Transfers(pack)
     run: list[tuple[_Piece, torch.dtype]] = []
