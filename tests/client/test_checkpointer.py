@@ -547,3 +547,34 @@ def test_a_buffer_that_a_kernel_changes_unseen_is_never_torn(
         (name,) = (n for n in image.view.names() if n.endswith("norm.running_var"))
         found = torch.frombuffer(bytearray(image.view.data(name)), dtype=torch.float32)
         assert torch.equal(found, tops[image.iteration]), image.iteration
+
+
+class LateEngine(engine.CpuEngine):
+    """Plays a device: the training thread does not wait, and of the third copy's error is told when the next one has begun."""
+
+    host_waits = False
+
+    def __init__(self) -> None:
+        super().__init__(inline=True)
+        self.begun = 0
+        self.late: list[Any] = []
+
+    def begin(self, items: Any, memory: Any, base: int, done: Any, late: Any = tuple) -> None:
+        self.begun += 1
+        for tell in self.late:
+            tell(RuntimeError("the device was lost for a moment"))
+        self.late = [done] if self.begun == 3 else []
+        told = (lambda error: None) if self.begun == 3 else done
+        super().begin(items, memory, base, told, late)
+
+
+def test_an_error_that_a_device_tells_late_breaks_the_chain_once(
+    model: MoE, make: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptd.client.checkpointer.make_engine", lambda *a, **k: LateEngine())
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    ckpt = make(model, optimizer, inline_copy=False)
+    train(ckpt, model, optimizer, 20)
+    assert ckpt.stats()["failed"] == 1
+    assert ckpt.stats()["chain_breaks"] == 1
+    assert ckpt.stats()["snapshots"] >= 10
