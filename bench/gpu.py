@@ -15,7 +15,6 @@ import argparse
 import json
 import mmap
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +38,7 @@ from bench.common import (
     parser,
     table,
 )
-from bench.overhead import Job, fraction, pinned_link_gb_per_s
+from bench.overhead import Job, Worker, fraction, pinned_link_gb_per_s
 from ckptd.cuda.engine import CopyItem, HostMemory
 from ckptd.cuda.select import make_engine
 from examples.moe_text.data import load_corpus
@@ -103,37 +102,20 @@ def settle(job: Job, at_least: int) -> None:
         done += 1
 
 
-class Worker:
-    """The other end of ``work``."""
+def worker(args: Any, role: str) -> Worker:
+    command = [sys.executable, "-m", "bench.gpu", "--worker", role]
+    for name in ("width", "layers", "experts", "batch_size", "settle"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    made, begun = Worker(command), time.monotonic()
+    if role != "peers":
+        made.read()
+        print(f"{role.partition('#')[2] or role}: ready after {time.monotonic() - begun:.0f} s")
+    return made
 
-    def __init__(self, args: Any, role: str) -> None:
-        command = [sys.executable, "-m", "bench.gpu", "--worker", role]
-        for name in ("width", "layers", "experts", "batch_size", "settle"):
-            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        begun = time.monotonic()
-        if role != "peers":
-            self._read()
-            print(f"{role.partition('#')[2] or role}: ready after {time.monotonic() - begun:.0f} s")
 
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a worker ended with code {self._process.wait()}")
-        return line
-
-    def block_ms(self, iterations: int) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{iterations}\n")
-        return float(self._read().split()[0])
-
-    def close(self) -> dict[str, Any]:
-        """End it; returns what it says last."""
-        rest, _ = self._process.communicate(timeout=300)
-        return dict(json.loads(rest)) if rest else {}
+def last_words(of: Worker) -> dict[str, Any]:
+    said = of.close()
+    return dict(json.loads(said)) if said else {}
 
 
 def peers(job: Job) -> dict[str, float]:
@@ -250,13 +232,12 @@ def main() -> None:
     with own_daemon(memory_mib=args.memory_gib << 10) as endpoint:
         kinds = {"ckptd": "sliding", "fixed": "fixed", "dense": "dense"}
         roles = {"plain": "plain"} | {name: f"{endpoint}#{kind}" for name, kind in kinds.items()}
-        workers = {name: Worker(args, role) for name, role in roles.items()}
+        workers = {name: worker(args, role) for name, role in roles.items()}
         variants = {
-            name: (lambda worker=worker: worker.block_ms(args.block))
-            for name, worker in workers.items()
+            name: (lambda one=one: one.block_ms(args.block)) for name, one in workers.items()
         }
         samples = interleave(variants, rounds=args.rounds, warmup=2)
-        stats = {name: worker.close() for name, worker in workers.items()}
+        stats = {name: last_words(one) for name, one in workers.items()}
     for name, label in (("ckptd", "cuda"), ("fixed", "cuda_window8"), ("dense", "cuda_dense")):
         told = stats[name]
         print(name, {key: value for key, value in told.items() if value}, flush=True)
@@ -280,7 +261,7 @@ def main() -> None:
         flush=True,
     )
     if not args.no_peers:
-        metrics |= Worker(args, "peers").close()
+        metrics |= last_words(worker(args, "peers"))
     metrics["cores"] = len(os.sched_getaffinity(0))
     emit("gpu", metrics, as_json=args.json)
 

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from examples.moe_text.data import ByteLoader, load_corpus
 from examples.moe_text.model import MoEConfig, MoETransformer
 from examples.moe_text.train import gradients_to_masters, masters_to_model
 
-__all__ = ["Job", "fraction", "main", "pinned_link_gb_per_s"]
+__all__ = ["Job", "Worker", "fraction", "main", "pinned_link_gb_per_s"]
 
 PAUSE_S = 0.3
 LINK_BYTES = 256 << 20
@@ -113,24 +113,16 @@ def work(args: Any) -> None:
 
 
 class Worker:
-    """The other end of ``work``."""
+    """The other end of ``work``: a process of one run, by its command."""
 
-    def __init__(self, args: Any, device: str, endpoint: str) -> None:
-        command = [sys.executable, "-m", "bench.overhead", "--worker", endpoint]
-        for name in ("batch_size", "threads", "settle", "window"):
-            if getattr(args, name) is not None:
-                command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            [*command, "--device", device],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         self.cpu_ms: list[float] = []
-        self._read()
 
-    def _read(self) -> str:
+    def read(self) -> str:
+        """Its next line; the first tells that it is ready."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -138,24 +130,35 @@ class Worker:
         return line
 
     def block_ms(self, iterations: int) -> float:
+        """Milliseconds for each of so many iterations."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{iterations}\n")
-        took_ms, cpu_ms = map(float, self._read().split())
+        took_ms, cpu_ms = map(float, self.read().split())
         self.cpu_ms.append(cpu_ms)
         return took_ms
 
     def close(self) -> str:
         """End it; returns what it says last."""
-        rest, _ = self._process.communicate(timeout=60)
+        rest, _ = self._process.communicate(timeout=300)
         return rest
+
+
+def worker(args: Any, device: str, endpoint: str) -> Worker:
+    command = [sys.executable, "-m", "bench.overhead", "--worker", endpoint]
+    for name in ("batch_size", "threads", "settle", "window"):
+        if getattr(args, name) is not None:
+            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    made = Worker([*command, "--device", device])
+    made.read()
+    return made
 
 
 def compare(
     args: Any, device: str, endpoint: str
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Milliseconds per iteration without and with us, and ckptd's own statistics."""
-    plain = Worker(args, device, "plain")
-    ours = Worker(args, device, endpoint)
+    plain = worker(args, device, "plain")
+    ours = worker(args, device, endpoint)
     variants: dict[str, Callable[[], float]] = {
         "plain": lambda: plain.block_ms(args.block),
         "ckptd": lambda: ours.block_ms(args.block),
