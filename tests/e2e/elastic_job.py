@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.client.rng import capture_rng
+from tests.e2e.elastic_watch import digests, watch
 from tests.e2e.job import let_them_come, let_what_is_beside_come
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Part:
             first rank that alone holds some expert.
         die_before_loading: it kills itself when the world is planned, and nothing of it loaded.
         keep: tops that are written.
+        watched: it tells its phases, each of which takes up to ``phase_ms`` longer, and the digests of all tops, in ``<out>-<rank>.tops``.
     """
 
     folder: Path
@@ -64,6 +66,8 @@ class Part:
     keep: frozenset[int] = frozenset()
     seed: int = 0
     step_ms: float = 0.0
+    watched: bool = False
+    phase_ms: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -123,8 +127,8 @@ class Model(nn.Module):
 
 
 class Log:
-    def __init__(self, part: Part) -> None:
-        self._path = part.folder / f"{part.out}-{part.rank}.jsonl"
+    def __init__(self, part: Part, ends: str = "jsonl") -> None:
+        self._path = part.folder / f"{part.out}-{part.rank}.{ends}"
 
     def write(self, event: str, **told: Any) -> None:
         with self._path.open("a") as file:
@@ -141,6 +145,8 @@ def act(part: Part) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     random.seed(part.seed)
+    if part.watched:
+        watch(Log(part), part.phase_ms, part.seed + part.rank)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{part.folder}/{part.out}-store",
@@ -183,11 +189,15 @@ def _live(part: Part, log: Log) -> bool:
     log.write("loaded", seconds=job.seconds)
     data = torch.randn(SAMPLES, 3, WIDTH, generator=torch.Generator().manual_seed(5)).double()
     batches = GlobalBatches(SAMPLES, BATCH, seed=3)
-    out, name = part.folder, f"{part.out}-{part.rank}"
+    out, name, tops = part.folder, f"{part.out}-{part.rank}", Log(part, "tops")
     for step in job.steps(part.total):
         if step in part.keep or step == job.start:
             torch.save(everything(model, optimizer, scheduler), out / f"{name}-{step}.pt")
-        log.write("top", step=step)
+        if part.watched:
+            tops.write("top", world=job.plan.number, step=step, of=digests(everything(model, optimizer, scheduler)))  # fmt: skip
+            log.write("top", step=step, world=job.plan.number, floor=job.floor)
+        else:
+            log.write("top", step=step)
         time.sleep(part.step_ms / 1e3)
         if part.daemon is not None and job.start + _MEASURED <= step <= part.patient_until:
             let_them_come(ckpt)

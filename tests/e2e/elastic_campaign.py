@@ -1,0 +1,125 @@
+"""Seeded kills of ranks, daemons and whole nodes of elastic jobs, most of all while a world starts.
+
+``python -m tests.e2e.elastic_campaign --kills 60 --seed 7`` prints progress and a table, and fails if a world begins with other bits than the
+ranks before had there, if replicas differ, if a step is left out, if a state that was promised is not found, or if anything hangs.
+
+A *round* is one run on two to four nodes, each with a daemon of its own. Life after life is hurt at a moment drawn by lot; the others are told
+to end, as torchrun does, and sometimes another is killed meanwhile. Lost nodes come back empty, at once or later; killed ones with their memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ckptd.elastic.when import TimesConfig
+from tests.ckptd.nodes import Net
+from tests.e2e.elastic import ElasticRun, Life
+from tests.e2e.elastic_job import EXPERTS
+from tests.e2e.elastic_judge import Judge
+from tests.e2e.elastic_kills import Kill, Killer, Moment, Round, Target
+
+__all__ = ["Moment", "Target", "campaign", "run_round", "table"]
+
+TOTAL = 60
+_STEP_MS = 30.0
+_PHASE_MS = 150.0
+
+
+def reference(folder: Path) -> Life:
+    """One rank with all experts and the whole batch, without ckptd: what it was at every top."""
+    folder.mkdir()
+    alone = ElasticRun(folder).life([None], slots=EXPERTS, total=TOTAL, keep=frozenset(range(TOTAL + 1)))  # fmt: skip
+    alone.ends()
+    return alone
+
+
+def run_round(seed: int, kills: int, folder: Path, alone: Life) -> Round:
+    """Hurt one run up to ``kills`` times, let it end, and look at every life of it."""
+    rng = random.Random(f"elastic {seed}")
+    nodes = rng.choice((2, 3, 3, 4))
+    found = Round(seed, nodes, rng.choice((1, 1, 2)) if nodes == 2 else 1)
+    least = 1 if nodes == 2 else 2
+    slots = EXPERTS // least // found.ranks_per_node
+    eager = TimesConfig(threshold=1, every_steps=15, check_steps=15, margin=0.0)
+    options = {"when": eager} if rng.random() < 0.25 else {}
+    folder.mkdir()
+    run = ElasticRun(
+        folder, total=TOTAL, slots=slots, threshold=rng.choice((1, 2)), step_ms=_STEP_MS, watched=True, phase_ms=_PHASE_MS, options=options
+    )  # fmt: skip
+    with Net(nodes, replicas="1").up() as net:
+        judge = Judge(found, alone, TOTAL)
+        try:
+            Killer(found, net, run, judge, rng, least=least).play(kills)
+        except AssertionError as error:  # something hung, or ended as it should not
+            found.failures.append(str(error))
+        finally:
+            run.close()
+            if found.failures:
+                found.failures.append(run.logs)
+    return found
+
+
+def campaign(
+    kills: int, seed: int, folder: Path, say: Callable[[str], object], *, per_round: int = 5
+) -> list[Round]:
+    """Rounds until at least ``kills`` kills were made."""
+    rounds: list[Round] = []
+    done = 0
+    alone = reference(folder / "alone")
+    while done < kills:
+        number = seed + len(rounds)
+        found = run_round(number, min(per_round, kills - done), folder / f"round-{number}", alone)
+        rounds.append(found)
+        done += max(1, len(found.kills))
+        outcome = "as it has to be" if not found.failures else f"FAILED: {found.failures[0]}"
+        lost = ", lost more than was replicated" if found.lost else ""
+        say(
+            f"[{done}/{kills}] seed {number}: {found.nodes} nodes, {len(found.kills)} kills, worlds began at {found.starts}{lost}, {outcome}\n"
+        )
+    return rounds
+
+
+def table(rounds: Sequence[Round]) -> str:
+    """Kills by moment and target, and the failures."""
+    kills: list[Kill] = [kill for found in rounds for kill in found.kills]
+    counts = Counter((kill.moment, kill.target) for kill in kills)
+    lines = [f"{'killed while':36}" + "".join(f"{target:>9}" for target in Target)]
+    lines += [
+        f"{moment:36}" + "".join(f"{counts[moment, target]:9}" for target in Target)
+        for moment in Moment
+    ]
+    failed = [found for found in rounds if found.failures]
+    repeated = [n for found in rounds for n in found.repeated]
+    lines.append(
+        f"{len(kills)} kills in {len(rounds)} runs, {sum(f.lives for f in rounds)} lives, {sum(len(f.starts) for f in rounds)} worlds; "
+        f"{sum(f.refused_starts for f in rounds)} starts refused for want of a daemon; "
+        f"{sum(f.lost for f in rounds)} runs lost more nodes than they had replicas; "
+        f"{sum(f.compared for f in rounds)} tensors compared; steps done again: {sum(repeated)}, at most {max(repeated, default=0)}; "
+        f"{len(failed)} failed runs"
+    )
+    lines += [f"FAILED seed {f.seed}: {text}" for f in failed for text in f.failures]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a campaign; 1 if anything was not as it has to be."""
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.elastic_campaign")
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 20))
+    args = parser.parse_args(argv)
+    say = sys.stdout.write
+    say(f"seed {args.seed}; --seed {args.seed} repeats the choices\n")
+    with tempfile.TemporaryDirectory(prefix="ckptd-elastic-") as name:
+        rounds = campaign(args.kills, args.seed, Path(name), say)
+    say(table(rounds) + "\n")
+    return 1 if any(found.failures for found in rounds) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
