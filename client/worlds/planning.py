@@ -73,6 +73,17 @@ def nodes_of(seats: Sequence[Seat]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(seat.node for seat in seats))
 
 
+def _check_alike(seats: Sequence[Seat], ranks: Sequence[int]) -> None:
+    """The ranks of a node share its slots evenly: one with less room would get more than it has room for."""
+    first = ranks[0]
+    for rank in ranks:
+        if seats[rank].slots != seats[first].slots:
+            raise ValueError(
+                f"rank {rank} was started with slots={seats[rank].slots}, rank {first} on the same node {seats[first].node} with "
+                f"slots={seats[first].slots}: ranks of one node have as many slots each"
+            )
+
+
 def plan_world(
     number: int,
     seats: Sequence[Seat],
@@ -91,10 +102,13 @@ def plan_world(
         chosen: where the job goes on, its nodes numbered as `nodes_of` does; None: it begins.
     Raises:
         ElasticError: there are fewer slots than experts.
+        ValueError: ranks of one node have room for different numbers of experts.
     """
     nodes = nodes_of(seats)
     node_of = tuple(nodes.index(seat.node) for seat in seats)
     ranks = [[r for r, node in enumerate(node_of) if node == n] for n in range(len(nodes))]
+    for of in ranks:
+        _check_alike(seats, of)
     cluster = Cluster(
         np.array([sum(seats[r].slots for r in of) for of in ranks], dtype=np.int64),
         tuple(seats[of[0]].domain for of in ranks),

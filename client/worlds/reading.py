@@ -43,7 +43,10 @@ class _Opened:
     """An image that is held."""
 
     def __init__(self, image: LocalImage, held: ExitStack) -> None:
-        data = held.enter_context(image.file.held(image.record))
+        try:
+            data = held.enter_context(image.file.held(image.record))
+        except FileNotFoundError as error:
+            raise Unreadable(image, "its file was freed meanwhile") from error
         if data is None:
             raise Unreadable(image, "it has just been overwritten")
         try:

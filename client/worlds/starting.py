@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,12 +77,21 @@ class Started:
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """What a rank tells first."""
+    """What a rank tells first; ``kept``: it has a daemon."""
 
     seat: Seat
     wishes: str
     clock_s: int
+    kept: bool
     failure: Failure
+
+
+class _Loads(msgspec.Struct, frozen=True):
+    """What a rank has read of the loads; ``again``: all are to plan anew."""
+
+    state: bytes = b""
+    again: bool = False
+    failure: Failure = Failure()
 
 
 class _Read(msgspec.Struct, frozen=True):
@@ -148,26 +158,28 @@ def _attempt(
     if chosen is not None and inventory is not None:
         images = [i for i in inventory.images if (i.told.world, i.told.iteration) == (chosen.world, chosen.iteration)]  # fmt: skip
         local = LocalState(images, wishes.layers)
-    loads = _loads(local, chosen, seats, wishes.layers, rank, meet)
-    if isinstance(loads, frozenset):
-        return loads
-    number = max(told[0].clock_s, *(1 + world for node in held for world in (-1, *node.worlds)))
-    plan = plan_world(
-        number,
-        seats,
-        wishes.layers,
-        loads,
-        chosen,
-        threshold=wishes.threshold,
-        max_straggler=wishes.max_straggler,
-    )
-    clock.lap("plan_s")
-    bad = _open(local, plan, seats[rank].node, rank, meet)
-    clock.lap("verify_s")
-    if bad is not None:
+    with ExitStack() as given_up:
         if local is not None:
-            local.close()
-        return bad
+            given_up.callback(local.close)
+        loads = _loads(local, chosen, seats, wishes.layers, rank, meet)
+        if isinstance(loads, frozenset):
+            return loads
+        number = max(told[0].clock_s, *(1 + world for node in held for world in (-1, *node.worlds)))
+        plan = plan_world(
+            number,
+            seats,
+            wishes.layers,
+            loads,
+            chosen,
+            threshold=wishes.threshold,
+            max_straggler=wishes.max_straggler,
+        )
+        clock.lap("plan_s")
+        bad = _open(local, plan, seats[rank].node, rank, meet)
+        clock.lap("verify_s")
+        if bad is not None:
+            return bad
+        given_up.pop_all()  # it is read from until all is loaded
     return Started(plan, chosen, loads, local, clock.laps)
 
 
@@ -200,13 +212,19 @@ def _look(
             inventory = Inventory(here.folder, wishes.job, wishes.run, wishes.layers, unusable)
     except Exception as error:  # noqa: BLE001 - the others wait to hear of it; raised below
         failed = error
-    mine = _Told(seat, repr(wishes), int(time.time()), Failure.of(seat.node, failed))
+    kept = not isinstance(here, Exception) and here.folder is not None
+    mine = _Told(seat, repr(wishes), int(time.time()), kept, Failure.of(seat.node, failed))
     told = [msgspec.msgpack.decode(data, type=_Told) for data in meet(msgspec.msgpack.encode(mine))]
     raise_together([one.failure for one in told], failed)
     for other, one in enumerate(told):
         if one.wishes != told[0].wishes:
             raise ValueError(
                 f"rank {other} was started with {one.wishes}, rank 0 with {told[0].wishes}: they must be the same"
+            )
+        if one.kept != told[0].kept:
+            without = 0 if one.kept else other
+            raise ValueError(
+                f"rank {without} was started with daemon=None, rank {other - without} was not: pass it on all ranks or on none"
             )
     # One rank of each node tells what that holds.
     speaks = [next(r for r, one in enumerate(told) if one.seat.node == n) for n in nodes_of([one.seat for one in told])]  # fmt: skip
@@ -230,21 +248,26 @@ def _loads(
     whose = min(chosen.scalars)
     nodes = nodes_of(seats)
     reads = next(r for r, seat in enumerate(seats) if nodes.index(seat.node) in chosen.scalars[whose])  # fmt: skip
-    mine, bad = b"", frozenset[tuple[str, int, int]]()
-    if rank == reads:
-        assert local is not None, "its node holds an image"
-        try:
-            mine = local.state(whose).get(LOADS, b"")
-        except Unreadable as error:
-            logger.error("%s; the ranks plan without it", error)
-            mine, bad = b"again", frozenset([error.image.key])
-        except KeyError as error:  # it was given up between two looks at the folder
-            logger.warning("%s any more; the ranks plan again", error)
-            mine = b"again"
-    told = meet(mine)[reads]
-    if told == b"again":
+    state, bad, again, failed = b"", frozenset[tuple[str, int, int]](), False, None
+    try:
+        if rank == reads:
+            assert local is not None, "its node holds an image"
+            state = local.state(whose).get(LOADS, b"")
+    except Unreadable as error:
+        logger.error("%s; the ranks plan without it", error)
+        again, bad = True, frozenset([error.image.key])
+    except KeyError as error:  # it was given up between two looks at the folder
+        logger.warning("%s any more; the ranks plan again", error)
+        again = True
+    except Exception as error:  # noqa: BLE001 - the others wait to hear of it; raised below
+        failed = error
+    mine = _Loads(state, again, Failure.of(seats[rank].node, failed))
+    said = [msgspec.msgpack.decode(data, type=_Loads) for data in meet(msgspec.msgpack.encode(mine))]  # fmt: skip
+    raise_together([one.failure for one in said], failed)
+    told = said[reads]
+    if told.again:
         return bad
-    loads = np.array(values.unpack(told)["loads"]) if told else np.zeros(shape, dtype=np.int64)
+    loads = np.array(values.unpack(told.state)["loads"]) if told.state else np.zeros(shape, dtype=np.int64)  # fmt: skip
     return loads if loads.shape == shape else np.zeros(shape, dtype=np.int64)
 
 

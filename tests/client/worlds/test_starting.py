@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from ckptd.client.worlds import starting
 from ckptd.client.worlds.planning import Seat, nodes_of, plan_world
 from ckptd.client.worlds.starting import Here, Started, Wishes, start_world
-from ckptd.elastic.worlds import ExpertLayers
+from ckptd.elastic.worlds import ExpertLayers, HeldImage, NodeHeld, Unit
 from ckptd.errors import DaemonUnavailable, ElasticError
 from tests.client.meeting import outcomes
 
@@ -102,3 +104,62 @@ def test_experts_of_a_node_are_split_over_its_ranks_wherever_they_stand(order: l
         assert np.array_equal(held, plan.placement.counts[:, number])
     for rank, seat in enumerate(seats):
         assert (plan.replicas_LRE[:, rank].sum(axis=1) <= seat.slots).all()
+
+
+class Held:
+    """An inventory that found a whole state, of one rank."""
+
+    def __init__(self, *_: object) -> None:
+        units = tuple(Unit(f"{n}.experts.{e}.w") for n in LAYERS.names for e in range(6))
+        image = HeldImage(5, 0, 9, True, 0)
+        numbers = tuple(range(len(units)))
+        self.told = NodeHeld(tuple((u, 8) for u in units), (numbers,), (image,), {5: units}, (5,))
+        self.images = [SimpleNamespace(told=image, key=("file", 0, 1))]
+
+
+class Torn:
+    """What lies there cannot be read."""
+
+    closed = 0
+
+    def __init__(self, *_: object) -> None: ...
+
+    def state(self, rank: int) -> dict[str, bytes]:
+        raise OSError(f"input/output error, rank {rank}")
+
+    def close(self) -> None:
+        Torn.closed += 1
+
+
+def test_loads_that_cannot_be_read_are_told_to_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only one rank reads them. It raised alone what was neither a damaged nor a vanished image, and the others waited for half an hour."""
+    monkeypatch.setattr(starting, "Inventory", Held)
+    monkeypatch.setattr(starting, "LocalState", Torn)
+    monkeypatch.setattr(Torn, "closed", 0)
+    places = [Here(Seat(node, node, 6), tmp_path) for node in "xy"]
+    reader, other = started(places)
+    assert isinstance(reader, OSError)
+    assert isinstance(other, DaemonUnavailable)
+    assert "input/output error" in str(other)
+    assert Torn.closed == 2, "no slot stays locked"
+
+
+def test_a_rank_that_keeps_nothing_is_told_to_all(tmp_path: Path) -> None:
+    """It would not take part when the others attach, and they would wait for it."""
+    kept = Here(Seat("x", "x", 6), tmp_path)
+    for found in started([kept, here("y", 6)]):
+        assert isinstance(found, ValueError)
+        assert "rank 1 was started with daemon=None, rank 0 was not" in str(found)
+    for found in started([here("y", 6), kept]):
+        assert "rank 0 was started with daemon=None, rank 1 was not" in str(found)
+
+
+def test_ranks_of_a_node_with_other_numbers_of_slots_are_refused_on_all() -> None:
+    """A node's slots are shared evenly over its ranks: the one with room for 2 was given 4 experts of each layer."""
+    for found in started([here("x", 6), here("x", 2), here("y", 4)]):
+        assert isinstance(found, ValueError)
+        assert "rank 1 was started with slots=2, rank 0 on the same node x with slots=6" in str(
+            found
+        )
