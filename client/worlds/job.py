@@ -21,6 +21,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ckptd.client.agreement import all_or_none
+from ckptd.client.arguments import check_state
 from ckptd.client.binding import Binding
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.elastic import ElasticExperts
@@ -101,7 +103,8 @@ class ElasticJob:
         self.layers = ExpertLayers(tuple(layers), counts[0])
         self._daemon = daemon
         self._endpoint: Callable[[], str] = ensure_daemon if daemon == "auto" else lambda: str(daemon)  # fmt: skip
-        self._meet = partial(exchange, self._identity)
+        # Under one name whatever job and run they were given: ranks that were given others meet, and hear of it.
+        self._meet = partial(exchange, replace(self._identity, job="elastic", run="worlds"))
         wishes = Wishes(
             self._identity.job, self._identity.run, self.layers, threshold, max_straggler, domain
         )
@@ -184,8 +187,11 @@ class ElasticJob:
             make_expert: makes an expert of that number. What it is initialised with must follow from the number, so that all replicas
                 begin alike.
             reduce: as for ``ElasticExperts``; the default goes with losses that are divided by the size of the global batch.
+        Raises:
+            ValueError, DaemonUnavailable: on all ranks: there is no such layer, or an expert could not be made on some rank.
         """
-        experts = {number: make_expert(number) for number in self.experts(name)}
+        with all_or_none(self._meet, f"rank {self.rank}"):
+            experts = {number: make_expert(number) for number in self.experts(name)}
         made = ElasticExperts(experts, self.replicas(name), nodes=self.nodes, reduce=reduce)
         self._made[name] = made
         return made
@@ -217,10 +223,12 @@ class ElasticJob:
                 raise ValueError(f"{wrong[0]}= is the ElasticJob's own: leave it out")
             if self._checkpointer is not None:
                 raise ValueError("this world has a checkpointer: each world has one")
+            if LOADS in (state or {}):
+                raise ValueError(f"state[{LOADS!r}] is the ElasticJob's own: take another name")
+            stateful = {**check_state(state), LOADS: self._history}
             layers = self._layers = self._layers_of(model)
             optimizers = [unwrap_optimizer(o) for o in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]  # fmt: skip
             binding = Binding(model, optimizers, options.get("masters"))
-            stateful = {**(state or {}), LOADS: self._history}
         self._load(binding, stateful)
         self._history.watch(layers)
         dense = [name for name in binding.params if self.layers.expert_of(name) is None]
@@ -343,10 +351,15 @@ class ElasticJob:
         """The steps of this world. It ends early with ``again`` set where experts are to be placed anew: make another ``ElasticJob`` then.
 
         Raises:
-            ValueError: `checkpointer` was not called.
+            ValueError: `checkpointer` was not called; on all ranks: they were given other totals, and one would end before the others.
         """
         if self._checkpointer is None:
             raise ValueError("call checkpointer() before steps(): it loads the state")
+        totals = [int(said) for said in self._meet(str(int(total)).encode())]
+        if any(other != totals[0] for other in totals):
+            raise ValueError(
+                f"the ranks were given other totals, {totals}: pass the same to steps() on all"
+            )
         if self._loader is not None:
             self._loader.begin()
             self._loader = None
@@ -435,10 +448,14 @@ class ElasticJob:
 def _wrong(layers: Mapping[str, int], slots: int, identity: Identity) -> str:
     """What cannot be used; empty if nothing."""
     counts = set(layers.values())
-    if not layers or len(counts) != 1 or min(counts) < 1:
+    if not layers or len(counts) != 1 or not _is_count(next(iter(counts))):
         return f"layers={dict(layers)!r}: name the mixture layers, each with its number of experts, which is the same for all"
-    if slots < 1:
-        return f"slots={slots}: a rank has room for one expert of each layer at least"
+    if not _is_count(slots):
+        return f"slots={slots!r}: a rank has room for one expert of each layer at least, and for whole ones"
     if len(identity.run) > _MAX_RUN:
         return f"run={identity.run!r} has more than {_MAX_RUN} characters"
     return ""
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 1
