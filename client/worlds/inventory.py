@@ -24,9 +24,12 @@ from ckptd.recovery.holdings import header_record
 from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageError
 
-__all__ = ["Inventory", "LocalImage", "run_of_world", "settle", "world_of_run"]
+__all__ = ["TOPOLOGY", "Inventory", "LocalImage", "run_of_world", "settle", "world_files"]
 
 logger = logging.getLogger(__name__)
+
+TOPOLOGY = "ckptd.elastic"
+"""What segments of worlds say of themselves: a user's own run may be named as if it were one."""
 
 _POLL_S = 0.02
 _KINDS: dict[str, Kind] = {
@@ -100,7 +103,7 @@ class Inventory:
         self._table = _Table()
         self._layouts: dict[tuple[str, int], int | None] = {}
         worlds: set[int] = set()
-        for world, file in _files(folder, job, run):
+        for world, file in world_files(folder, job, run):
             worlds.add(world)
             self._look(world, file)
         self._worlds = tuple(sorted(worlds))
@@ -143,21 +146,25 @@ class Inventory:
         """The number of the units that the image covers; None if it is not dense, or cannot be read."""
         key = file.path.name, header.layout_id
         if key not in self._layouts:
-            image = file.image(header_record(header, file.told.generation, index, b""))
+            record = header_record(header, file.told.generation, index, b"")
             try:
-                view = None if image is None else ImageView(image)
-            except ImageError as error:
+                # A replica's slot may be filled anew at this moment.
+                with file.held(record) as image:
+                    if image is None:
+                        return None
+                    self._layouts[key] = self._layout(ImageView(image), units)
+            except (ImageError, FileNotFoundError) as error:
                 logger.warning("slot %d of %s is not used: %s", index, file.path.name, error)
-                view = None
-            if view is None:
                 return None
-            dense = view.anchors == (1 << view.num_operators) - 1
-            index_of = UnitIndex(view)
-            # Buffers of an expert go with it; those of the dense part differ between ranks, and go with the step scalars.
-            own = [BUFFER + name for name in index_of.buffers if self._layers.expert_of(name)]
-            covered = index_of.covered([*units, *map(Unit, own)])
-            self._layouts[key] = self._table.layout(covered) if dense else None
         return self._layouts[key]
+
+    def _layout(self, view: ImageView, units: Sequence[Unit]) -> int | None:
+        index_of = UnitIndex(view)
+        # Buffers of an expert go with it; those of the dense part differ between ranks, and go with the step scalars.
+        own = [BUFFER + name for name in index_of.buffers if self._layers.expert_of(name)]
+        covered = index_of.covered([*units, *map(Unit, own)])
+        dense = view.anchors == (1 << view.num_operators) - 1
+        return self._table.layout(covered) if dense else None
 
 
 def settle(folder: Path, job: str, run: str, timeout_s: float) -> None:
@@ -170,21 +177,24 @@ def settle(folder: Path, job: str, run: str, timeout_s: float) -> None:
 def _unsealed(folder: Path, job: str, run: str) -> bool:
     states = {
         header.state
-        for _, file in _files(folder, job, run)
+        for _, file in world_files(folder, job, run)
         for index in range(file.num_slots)
         if (header := file.header(index)) is not None
     }
     return bool(states & {SlotState.FILLING, SlotState.FILLED})
 
 
-def _files(folder: Path, job: str, run: str) -> Iterator[tuple[int, SlotFile]]:
-    """The world of each file, and the file."""
+def world_files(folder: Path, job: str, run: str) -> Iterator[tuple[int, SlotFile]]:
+    """The files of all worlds of a run, by name, each with the number of its world."""
     for path in sorted(folder.glob(f"{job}~{run}.w*~r*~g*")):
         kind = _KINDS.get(path.suffix)
         world = world_of_run(run, path.name.split("~")[1])
         if kind is None or world is None:
             continue
         try:
-            yield world, SlotFile(path, kind)
-        except (OSError, SegmentError) as error:
+            file = SlotFile(path, kind)
+        except (OSError, SegmentError, ValueError) as error:  # ValueError: it is empty
             logger.warning("%s is not used: %s", path.name, error)
+            continue
+        if file.told.topology == TOPOLOGY:
+            yield world, file

@@ -40,11 +40,11 @@ from ckptd.client.names import named_modules
 from ckptd.client.probe import unwrap_optimizer
 from ckptd.client.scalars import Stateful
 from ckptd.client.worlds.history import LoadHistory
-from ckptd.client.worlds.inventory import run_of_world
+from ckptd.client.worlds.inventory import TOPOLOGY, run_of_world
 from ckptd.client.worlds.loading import Loader, check_fits
 from ckptd.client.worlds.planning import Seat
 from ckptd.client.worlds.rebalancing import Rebalancing
-from ckptd.client.worlds.retiring import Retiring, floor_of
+from ckptd.client.worlds.retiring import Retiring, floor_of, forget, needless
 from ckptd.client.worlds.shipping import ship
 from ckptd.client.worlds.starting import LOADS, Here, Wishes, meet_daemon, start_world
 from ckptd.client.worlds.summing import DenseGradients
@@ -235,6 +235,7 @@ class ElasticJob:
         self._gradients = DenseGradients([binding.params[name] for name in dense], layers)
         replicated = {name: dist.group.WORLD for name in dense if not name.startswith("extra/")}
         began = time.perf_counter()
+        self._forget_needless()
         self._checkpointer = Checkpointer(
             model,
             optimizer,
@@ -244,6 +245,7 @@ class ElasticJob:
             rank=self.rank,
             world_size=self.world_size,
             daemon=self._daemon,
+            topology=TOPOLOGY,
             policy="dense",
             park=True,
             replicated=replicated if self.world_size > 1 else None,
@@ -330,6 +332,15 @@ class ElasticJob:
     def _speaks(self) -> bool:
         """Whether this is the first rank of its node."""
         return self.plan.node_of.index(self.plan.node_of[self.rank]) == self.rank
+
+    def _forget_needless(self) -> None:
+        """All ranks have what they need; and this world needs memory."""
+        here, chosen = self._here, self._world.chosen
+        if not isinstance(here, Exception) and here.folder is not None and self._speaks:
+            job, run = self._identity.job, self._identity.run
+            runs = needless(here.folder, job, run, -1 if chosen is None else chosen.world)
+            if runs:
+                forget(self._endpoint, job, runs)
 
     def _begin_to_retire(self) -> None:
         here = self._here

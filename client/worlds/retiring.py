@@ -1,20 +1,22 @@
-"""Worlds that are over give their memory back, once the world that went on from them can be had without them."""
+"""Worlds that are over give their memory back: once the world that went on from them can be had without them, or at once where nothing was
+ever promised of them. Otherwise starts that fail one after the other would fill the memory, and the world that comes through at last would have none.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptd.client.slot_file import SlotFile
-from ckptd.client.worlds.inventory import run_of_world, world_of_run
+from ckptd.client.worlds.inventory import run_of_world, world_files
 from ckptd.errors import DaemonUnavailable, SegmentError
 from ckptd.memory.segment_names import FILE_ENDS
 from ckptd.transport.messages import Done, Forget
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["Retiring", "floor_of"]
+__all__ = ["Retiring", "floor_of", "forget", "needless"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,40 @@ def floor_of(folder: Path, job: str, run: str, rank: int) -> int:
         except (OSError, SegmentError) as error:
             logger.info("%s tells no floor: %s", path.name, error)
     return found
+
+
+def needless(folder: Path, job: str, run: str, chosen: int) -> list[str]:
+    """The runs of worlds that need not be kept while another one begins.
+
+    Kept are the world ``chosen`` from which it goes on (-1: from none), and the newest one that was held as often as it was to be: the first may be
+    parked in one place only, and the loss of that is not to lose what was promised before.
+    """
+    floors: dict[int, int] = {}
+    for world, file in world_files(folder, job, run):
+        own = (
+            file.path.suffix == FILE_ENDS["snapshots"]
+        )  # nobody tells floors to replicas, or to what is parked
+        floors[world] = max(floors.get(world, -1), file.ring_hint.floor if own else -1)
+    promised = max((world for world, floor in floors.items() if floor >= 0), default=-1)
+    return [run_of_world(run, world) for world in sorted(floors) if world not in (chosen, promised)]
+
+
+def forget(find_endpoint: Callable[[], str], job: str, runs: Sequence[str]) -> None:
+    """Free what this node holds of these runs; where the daemon cannot, they expire by themselves."""
+    try:
+        with ControlClient(find_endpoint(), _TIMEOUT_S) as client:
+            for run in runs:
+                _forget_one(client, job, run)
+    except (RequestTimeout, WireError, DaemonUnavailable, OSError) as error:
+        logger.warning("memory of earlier worlds is not freed: %s; it expires by itself", error)
+
+
+def _forget_one(client: ControlClient, job: str, run: str) -> None:
+    try:
+        client.ask(Forget(job, run), Done)
+        logger.info("what this node held of %s is freed", run)
+    except RefusedError as error:  # the others may be freed all the same
+        logger.warning("the memory of %s is not freed: %s; it expires by itself", run, error)
 
 
 class Retiring:
@@ -52,9 +88,8 @@ class Retiring:
 
     def earlier(self) -> list[str]:
         """The runs of earlier worlds of which there are files here."""
-        names = {path.name.split("~")[1] for path in self._folder.glob(f"{self._job}~{self._run}.w*~r*")}  # fmt: skip
-        worlds = {world_of_run(self._run, name) for name in names}
-        return [run_of_world(self._run, w) for w in sorted(w for w in worlds if w is not None) if w < self._world]  # fmt: skip
+        worlds = {world for world, _ in world_files(self._folder, self._job, self._run)}
+        return [run_of_world(self._run, world) for world in sorted(worlds) if world < self._world]
 
     def step_over(self) -> None:
         """Look, now and then, whether they are needless; what is to be done then is done beside training."""
@@ -78,10 +113,4 @@ class Retiring:
             self._thread.start()
 
     def _forget(self) -> None:
-        try:
-            with ControlClient(self._find_endpoint(), _TIMEOUT_S) as client:
-                for run in self.earlier():
-                    client.ask(Forget(self._job, run), Done)
-                    logger.info("what this node held of %s is freed", run)
-        except (RefusedError, RequestTimeout, WireError, DaemonUnavailable, OSError) as error:
-            logger.warning("memory of earlier worlds is not freed: %s; it expires by itself", error)
+        forget(self._find_endpoint, self._job, self.earlier())

@@ -247,7 +247,9 @@ class Killer:
 
     def _draw(self) -> Target:
         """A second node is rarely lost before all of it was replicated again."""
-        targets = [*[Target.RANK] * 3, Target.ALL, *[Target.DAEMON] * 2, *[Target.HOST] * 2]
+        targets = [*[Target.RANK] * 3, Target.ALL, *[Target.HOST] * 2]
+        if len(self._run.lives) > 1:
+            targets.append(Target.DAEMON)
         if not self._judge.exposed or self._rng.random() < 0.1:
             targets += [Target.NODE] * 4
         return self._rng.choice(targets)
