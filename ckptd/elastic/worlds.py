@@ -166,7 +166,13 @@ def choose(held: Sequence[NodeHeld], layers: ExpertLayers) -> Chosen | None:
             found = by_world[world][iteration]
             lacks = _lacks(found, expected, layers)
             if not lacks:
-                return _chosen(world, iteration, found, expected, layers, len(held))
+                newest = max(by_world)
+                left = (
+                    ""
+                    if world == newest
+                    else f"; left out is world {newest}, the newest: {lacking}"
+                )
+                return _chosen(world, iteration, found, expected, layers, len(held), left)
             lacking = lacking or f"of iteration {iteration} of world {world} {_text(lacks)}"
     if not by_world:
         return None
@@ -216,6 +222,7 @@ def _chosen(
     expected: frozenset[Unit],
     layers: ExpertLayers,
     num_nodes: int,
+    left_out: str,
 ) -> Chosen:
     shape = len(layers.names), num_nodes, layers.num_experts
     units_of: dict[tuple[int, int], list[Unit]] = {}
@@ -238,7 +245,7 @@ def _chosen(
         parked,
         size,
         {rank: tuple(sorted(nodes)) for rank, nodes in sorted(found.scalars.items())},
-        _reason(world, iteration, experts, parked, layers),
+        _reason(world, iteration, experts, parked, layers) + left_out,
     )
 
 

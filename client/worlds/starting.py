@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,7 +34,9 @@ __all__ = ["Here", "Started", "Wishes", "meet_daemon", "start_world"]
 
 logger = logging.getLogger(__name__)
 
-_PLANS = 5
+# In each a rank may come upon one more damaged image: after trouble with a host's memory there are many.
+_PLANS = 20
+_DRAWN = 1000
 _SETTLE_S = 5.0
 _ANSWER_S = 10.0
 LOADS = "ckptd.loads"
@@ -77,11 +80,12 @@ class Started:
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """What a rank tells first; ``kept``: it has a daemon."""
+    """What a rank tells first; ``kept``: it has a daemon; ``drawn``: by lot, at least 1."""
 
     seat: Seat
     wishes: str
     clock_s: int
+    drawn: int
     kept: bool
     failure: Failure
 
@@ -164,7 +168,7 @@ def _attempt(
         loads = _loads(local, chosen, seats, wishes.layers, rank, meet)
         if isinstance(loads, frozenset):
             return loads
-        number = max(told[0].clock_s, *(1 + world for node in held for world in (-1, *node.worlds)))
+        number = _number(told[0], held)
         plan = plan_world(
             number,
             seats,
@@ -181,6 +185,14 @@ def _attempt(
             return bad
         given_up.pop_all()  # it is read from until all is loaded
     return Started(plan, chosen, loads, local, clock.laps)
+
+
+def _number(first: _Told, held: Sequence[NodeHeld]) -> int:
+    """Of the new world: higher than all that any node here has seen."""
+    seen = max((world for node in held for world in node.worlds), default=-1)
+    # A clock that is behind does not tell worlds apart: nodes that are away may know of one with the next number, and their images would be
+    # taken for those of this one when they are back.
+    return first.clock_s if first.clock_s > seen else seen + first.drawn
 
 
 class _Clock:
@@ -213,7 +225,14 @@ def _look(
     except Exception as error:  # noqa: BLE001 - the others wait to hear of it; raised below
         failed = error
     kept = not isinstance(here, Exception) and here.folder is not None
-    mine = _Told(seat, repr(wishes), int(time.time()), kept, Failure.of(seat.node, failed))
+    mine = _Told(
+        seat,
+        repr(wishes),
+        int(time.time()),
+        1 + secrets.randbelow(_DRAWN),
+        kept,
+        Failure.of(seat.node, failed),
+    )
     told = [msgspec.msgpack.decode(data, type=_Told) for data in meet(msgspec.msgpack.encode(mine))]
     raise_together([one.failure for one in told], failed)
     for other, one in enumerate(told):

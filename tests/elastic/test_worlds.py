@@ -139,6 +139,10 @@ def test_a_world_that_is_held_in_part_gives_way_to_the_one_before() -> None:
     """It ended before everything of it was sealed."""
     found = chosen(node((5, 0, 30, True, ALL), (6, 0, 33, False, [*DENSE, *experts(0)])))
     assert (found.world, found.iteration) == (5, 30)
+    assert (
+        "left out is world 6, the newest: of iteration 33 of world 6 no node holds a.moe"
+        in found.reason
+    )
 
 
 def test_what_is_missing_everywhere_is_named() -> None:

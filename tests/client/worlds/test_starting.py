@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
 from ckptd.client.worlds import starting
 from ckptd.client.worlds.planning import Seat, nodes_of, plan_world
+from ckptd.client.worlds.reading import Unreadable
 from ckptd.client.worlds.starting import Here, Started, Wishes, start_world
 from ckptd.elastic.worlds import ExpertLayers, HeldImage, NodeHeld, Unit
 from ckptd.errors import DaemonUnavailable, ElasticError
@@ -163,3 +166,47 @@ def test_ranks_of_a_node_with_other_numbers_of_slots_are_refused_on_all() -> Non
         assert "rank 1 was started with slots=2, rank 0 on the same node x with slots=6" in str(
             found
         )
+
+
+class Damaged(Torn):
+    """One image after the other turns out to be damaged."""
+
+    left = 0
+
+    def state(self, rank: int) -> dict[str, bytes]:
+        return {}
+
+    def open_for(self, units: Sequence[Unit], ranks: Sequence[int]) -> None:
+        if Damaged.left:
+            Damaged.left -= 1
+            image = SimpleNamespace(file=SimpleNamespace(path=Path("file")), index=0, key=("f", Damaged.left, 1))  # fmt: skip
+            raise Unreadable(image, "its digest differs")  # type: ignore[arg-type]
+
+
+def test_many_damaged_images_are_left_out_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each attempt finds one; after five the start was given up, though there was a whole state behind them."""
+    monkeypatch.setattr(starting, "Inventory", Held)
+    monkeypatch.setattr(starting, "LocalState", Damaged)
+    monkeypatch.setattr(Damaged, "left", 9)
+    (found,) = started([Here(Seat("x", "x", 6), tmp_path)])
+    assert isinstance(found, Started), found
+    assert found.plan.start == 9
+
+
+def test_a_clock_that_is_behind_draws_the_number_of_the_world(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was the next one, which nodes that are away may have seen in use: what they hold would have been mixed with what is recorded now."""
+    seen = 2**36
+    told = Held().told
+    monkeypatch.setattr(
+        Held, "told", msgspec.structs.replace(told, worlds=(5, seen)), raising=False
+    )
+    monkeypatch.setattr(Held, "__init__", lambda self, *_: setattr(self, "images", []))
+    monkeypatch.setattr(starting, "Inventory", Held)
+    monkeypatch.setattr(starting, "LocalState", Damaged)
+    monkeypatch.setattr(secrets, "randbelow", lambda below: 41)
+    found = started([Here(Seat(node, node, 6), tmp_path) for node in "xy"])
+    assert [one.plan.number for one in found if isinstance(one, Started)] == [seen + 42] * 2
