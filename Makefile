@@ -9,6 +9,7 @@
 #   make campaign   a few hundred seeded kills (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make demo-storage    watch every host being destroyed at once and the job come back from an S3 server (minutes)
 #   make campaign-storage  seeded kills in the middle of uploads (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
+#   make campaign-elastic  seeded kills of elastic jobs, most of all while a world starts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-matrix   every kind of parallelism, optimizer and precision through a kill, and what make test leaves out (long)
 #   make simulation replication under ten thousand seeded schedules of losses; CKPTD_SCHEDULES=n and CKPTD_SEED=n steer it
 
@@ -26,7 +27,7 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 CKPTD_KILLS ?= 300
 CKPTD_SCHEDULES ?= 10000
 
-.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage bench campaign campaign-storage campaign-matrix simulation clean
+.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage bench campaign campaign-storage campaign-elastic campaign-matrix simulation clean
 .DEFAULT_GOAL := help
 
 help:
@@ -85,6 +86,9 @@ campaign: $(STAMP)
 campaign-storage: $(STAMP)
 	CKPTD_LONG=1 $(BIN)/python -m pytest -q tests/e2e/s3
 	$(BIN)/python -m tests.e2e.storage_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
+
+campaign-elastic: $(STAMP)
+	$(BIN)/python -m tests.e2e.elastic_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 campaign-matrix: $(STAMP)
 	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/e2e tests/cluster tests/bench tests/client tests/elastic tests/cuda

@@ -7,6 +7,7 @@ plays all of it.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -256,3 +257,44 @@ def test_experts_are_placed_anew_while_the_ranks_stay(
     steps = [one["step"] for one in life.events("step")]
     assert steps == list(range(TOTAL))
     assert_losses_as_of(undisturbed, run)
+
+
+@long
+def test_starts_that_fail_do_not_use_up_the_memory(tmp_path: Path) -> None:
+    """Each left a world of its own, until the one that came through got no memory, trained unprotected, and so freed none of them."""
+    with (
+        Net(1, memory="16MiB").up() as net,
+        contextlib.closing(ElasticRun(tmp_path, slots=EXPERTS, total=TOTAL)) as run,
+    ):
+        first = run.life(net.nodes, {0: {"die_at": KILL_AT, "patient_until": KILL_AT}})
+        first.torn_down()
+        for _ in range(4):
+            fails = run.life(net.nodes, step_ms=50.0)
+            until = time.monotonic() + 60
+            while len(fails.events("top")) < 2:
+                assert time.monotonic() < until, run.logs
+                time.sleep(0.01)
+            fails.kill()
+        last = run.life(net.nodes, patient_until=GROW_AT)
+        last.ends()
+        assert last.start() == KILL_AT, run.logs
+        runs = {path.name.split("~")[1] for path in net[0].segment_dir.glob("*~*")}
+        assert runs == {f"{run.run}.w{last.events('world')[0]['number']}"}, run.logs
+
+
+@long
+def test_two_jobs_share_the_nodes(net: Net, run: ElasticRun, tmp_path: Path) -> None:
+    """One is named as if it were a world of the other. Both lose a rank, and each goes on from what is its own."""
+    (tmp_path / "other").mkdir()
+    with contextlib.closing(ElasticRun(tmp_path / "other")) as other:
+        other.run = f"{run.run}.w5"
+        dies = {1: {"die_at": KILL_AT}}
+        both = run, other
+        told = {"total": TOTAL, "patient_until": KILL_AT, "keep": frozenset([KILL_AT])}
+        firsts = [one.life(net.nodes, dies, **told) for one in both]
+        for first in firsts:
+            first.torn_down()
+        seconds = [one.life(net.nodes, total=TOTAL) for one in both]
+        for first, second in zip(firsts, seconds, strict=True):
+            second.ends()
+            assert_goes_on(first, second, KILL_AT)
