@@ -419,11 +419,12 @@ class Run:
         else:
             held = core.replicated.first <= promise.floor <= core.replicated.last
         # A target that counts may yet have to receive the suffix of the floor.
-        sole = (core.sole or not held) and self._together()
-        behind = min(core.behind, _MOST)
-        hint = RingHint(promise.floor, promise.horizon, min(self.span, _MOST), sole, behind, epoch)
+        needed = core.sole or not held
+        together, behind = self._together(), min(core.behind, _MOST)
+        hint = RingHint(promise.floor, promise.horizon, min(self.span, _MOST), False, behind, epoch)
         for segment in self._store.of_rank(self._key(rank)):
-            segment.protect(hint)
+            sole = (needed or segment.descriptor.keeps_floor) and together
+            segment.protect(hint._replace(sole=sole))
 
     def _together(self) -> bool:
         """Whether there are other ranks, and all their nodes can tell how far they are: otherwise no floor can move."""

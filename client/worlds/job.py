@@ -59,7 +59,7 @@ __all__ = ["ElasticJob"]
 logger = logging.getLogger(__name__)
 
 _MAX_RUN = 50  # a world's number follows it, and a run's name has 64 characters at most
-_GIVEN = frozenset({"job", "run", "rank", "world_size", "daemon", "policy", "window", "park", "replicated", "start_from", "topology"})  # fmt: skip
+_GIVEN = frozenset({"job", "run", "rank", "world_size", "daemon", "policy", "window", "park", "replicated", "start_from", "topology", "keep_floor"})  # fmt: skip
 
 
 class ElasticJob:
@@ -247,6 +247,7 @@ class ElasticJob:
             daemon=self._daemon,
             topology=TOPOLOGY,
             policy="dense",
+            keep_floor=True,
             park=True,
             replicated=replicated if self.world_size > 1 else None,
             **options,

@@ -54,9 +54,9 @@ class Node:
             clock=lambda: 0.0,
         )
 
-    def rank(self, rank: int, *, window: int = 2) -> Segment:
+    def rank(self, rank: int, *, window: int = 2, keeps_floor: bool = False) -> Segment:
         told: SegmentDescriptor = msgspec.structs.replace(
-            descriptor(rank=rank, world_size=2), window=window
+            descriptor(rank=rank, world_size=2), window=window, keeps_floor=keeps_floor
         )
         return self.store.create(told, 6, MIB)
 
@@ -233,3 +233,18 @@ def test_after_a_recovery_a_ring_is_hard_until_a_floor_was_heard_of(
     assert not node.run.ranks[0].core.sole
     assert node.run.promise.floor == -1
     assert hint(segment).sole == hard
+
+
+def test_a_ring_that_keeps_the_floor_is_hard_whatever_its_targets_hold(folder: Path) -> None:
+    """The replicas of one rank were behind; the others gave away, for want of slots, what their targets held as well. Then one node was lost, which was such
+    a target and the slow one's own: of no iteration was all left (elastic campaign, seeds 202 and 205)."""
+    node, here = Node(folder, "away"), Member(NodeCard("here", "tcp://127.0.0.1:2"), (0, 1))
+    keeps, gives = node.rank(0, keeps_floor=True), node.rank(1)
+    other = Member(NodeCard("away", "tcp://127.0.0.1:1"), (2,))
+    for rank, segment in enumerate((keeps, gives)):
+        node.seal(segment, 3, 4)
+        assert node.run.join(RankKey("job", "run", rank), Join(5, -1, (here, other), 1, follows=0)) == ""  # fmt: skip
+    assert [hint(segment).sole for segment in (keeps, gives)] == [True, False]
+    node.run.peer_lost("away", "no answer")
+    node.run.tick()
+    assert not hint(keeps).sole, "no floor can move"
