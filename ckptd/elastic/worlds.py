@@ -28,10 +28,23 @@ from numpy.typing import NDArray
 
 from ckptd.errors import ElasticError
 
-__all__ = ["BUFFER", "Chosen", "ExpertLayers", "HeldImage", "NodeHeld", "Unit", "choose"]
+__all__ = [
+    "BUFFER",
+    "FEW_STEPS",
+    "Chosen",
+    "ExpertLayers",
+    "HeldImage",
+    "NodeHeld",
+    "Unit",
+    "choose",
+]
 
 BUFFER = "buffer/"
 """Before the name of a buffer, where it is a unit: those of experts are."""
+
+FEW_STEPS = 10
+"""A job that ended within its first steps has parts of a state, if a rank died before it had a snapshot: whoever was left is parked. To do these few steps
+again costs less than somebody who has to look at it."""
 
 _NAMED = 4
 
@@ -147,7 +160,7 @@ class _Found:
 
 
 def choose(held: Sequence[NodeHeld], layers: ExpertLayers) -> Chosen | None:
-    """The newest state that can be had as a whole; None: nothing is held, the job begins.
+    """The newest state that can be had as a whole; None: nothing is held, or only parts of a job's first few steps, and the job begins.
 
     Args:
         held: of each node, in the same order on all ranks.
@@ -174,7 +187,8 @@ def choose(held: Sequence[NodeHeld], layers: ExpertLayers) -> Chosen | None:
                 )
                 return _chosen(world, iteration, found, expected, layers, len(held), left)
             lacking = lacking or f"of iteration {iteration} of world {world} {_text(lacks)}"
-    if not by_world:
+    reached = max((image.iteration for told in held for image in told.images), default=-1)
+    if reached <= FEW_STEPS:
         return None
     raise ElasticError(
         f"no iteration is held as a whole: {lacking}",

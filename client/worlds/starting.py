@@ -158,6 +158,8 @@ def _attempt(
     clock.lap("inventory_s")
     seats = [one.seat for one in told]
     chosen = choose(held, wishes.layers)
+    if chosen is None and any(node.images for node in held):
+        logger.warning("what is held is no whole state, of the job's first steps: it begins anew")
     local = None
     if chosen is not None and inventory is not None:
         images = [i for i in inventory.images if (i.told.world, i.told.iteration) == (chosen.world, chosen.iteration)]  # fmt: skip

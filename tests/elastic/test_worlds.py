@@ -145,11 +145,19 @@ def test_a_world_that_is_held_in_part_gives_way_to_the_one_before() -> None:
     )
 
 
+def test_a_job_that_ended_in_its_first_steps_begins_anew() -> None:
+    """A rank died before it had a snapshot, the others were parked: the job could not be started any more, though nothing was lost (elastic campaign)."""
+    parts = [*DENSE, *experts(0, 1, 2)]
+    assert choose([node((5, 0, 10, True, parts)), NodeHeld()], LAYERS) is None
+    with pytest.raises(ElasticError, match="of iteration 11"):
+        choose([node((5, 0, 10, True, parts), (5, 1, 11, True, parts))], LAYERS)
+
+
 def test_what_is_missing_everywhere_is_named() -> None:
-    held = [node((5, 0, 9, True, [*DENSE, *experts(0, 1, 2)]))]
-    with pytest.raises(ElasticError, match=r"of iteration 9 of world 5 no node holds a\.moe\.experts\.3, b\.moe\.experts\.3"):  # fmt: skip
+    held = [node((5, 0, 19, True, [*DENSE, *experts(0, 1, 2)]))]
+    with pytest.raises(ElasticError, match=r"of iteration 19 of world 5 no node holds a\.moe\.experts\.3, b\.moe\.experts\.3"):  # fmt: skip
         choose(held, LAYERS)
-    held = [node((5, 0, 9, False, [*DENSE[1:], *experts(0, 1, 2, 3)]), knows=DENSE)]
+    held = [node((5, 0, 19, False, [*DENSE[1:], *experts(0, 1, 2, 3)]), knows=DENSE)]
     with pytest.raises(ElasticError, match=r"no node holds dense\[0:3\]"):
         choose(held, LAYERS)
 
@@ -160,7 +168,7 @@ def test_a_part_of_an_expert_is_none() -> None:
     with pytest.raises(
         ElasticError, match=r"no node holds a\.moe\.experts\.2$|no node holds a\.moe\.experts\.2\."
     ):
-        choose([node((5, 0, 9, True, covered), knows=ALL)], LAYERS)
+        choose([node((5, 0, 19, True, covered), knows=ALL)], LAYERS)
 
 
 def test_what_nodes_tell_survives_the_wire() -> None:
