@@ -42,7 +42,7 @@ class UnitHead(msgspec.Struct, frozen=True, array_like=True):
 class _Opened:
     """An image that is held."""
 
-    def __init__(self, image: LocalImage, held: ExitStack) -> None:
+    def __init__(self, image: LocalImage, layers: ExpertLayers, held: ExitStack) -> None:
         data = held.enter_context(image.file.held(image.record))
         if data is None:
             raise Unreadable(image, "it has just been overwritten")
@@ -52,7 +52,7 @@ class _Opened:
         except ImageError as error:
             raise Unreadable(image, str(error)) from error
         self.data = data
-        self.index = UnitIndex(self.view)
+        self.index = UnitIndex(self.view, layers, image.told.rank)
         self.facts = ParamFacts(self.view)
 
 
@@ -136,5 +136,5 @@ class LocalState:
 
     def _open(self, image: LocalImage) -> _Opened:
         if image.key not in self._opened:
-            self._opened[image.key] = _Opened(image, self._held)
+            self._opened[image.key] = _Opened(image, self._layers, self._held)
         return self._opened[image.key]

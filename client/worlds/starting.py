@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from ckptd.client.agreement import Exchange, Failure, raise_together
 from ckptd.client.worlds.inventory import Inventory, settle
 from ckptd.client.worlds.planning import Seat, WorldPlan, nodes_of, plan_world
 from ckptd.client.worlds.reading import LocalState, Unreadable
+from ckptd.client.worlds.shard_shapes import SHAPES, numels_of
 from ckptd.elastic.types import Loads
 from ckptd.elastic.worlds import Chosen, ExpertLayers, NodeHeld, choose
 from ckptd.errors import DaemonUnavailable, LocalProtocolError
@@ -72,6 +74,8 @@ class Started:
     chosen: Chosen | None
     loads_LE: Loads
     local: LocalState | None
+    # Of the experts whose shards are in the state (`ShardShapes`); None: it has none.
+    shapes: Mapping[str, Any] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -148,9 +152,11 @@ def _attempt(
     if chosen is not None and inventory is not None:
         images = [i for i in inventory.images if (i.told.world, i.told.iteration) == (chosen.world, chosen.iteration)]  # fmt: skip
         local = LocalState(images, wishes.layers)
-    loads = _loads(local, chosen, seats, wishes.layers, rank, meet)
-    if isinstance(loads, frozenset):
-        return loads
+    recorded = _recorded(local, chosen, seats, rank, meet)
+    if isinstance(recorded, frozenset):
+        return recorded
+    loads = _loads(recorded, wishes.layers)
+    shapes = values.unpack(recorded[SHAPES]) if SHAPES in recorded else None
     number = max(told[0].clock_s, *(1 + world for node in held for world in (-1, *node.worlds)))
     plan = plan_world(
         number,
@@ -160,6 +166,7 @@ def _attempt(
         chosen,
         threshold=wishes.threshold,
         max_straggler=wishes.max_straggler,
+        numels=numels_of(shapes, wishes.layers),
     )
     clock.lap("plan_s")
     bad = _open(local, plan, seats[rank].node, rank, meet)
@@ -168,7 +175,7 @@ def _attempt(
         if local is not None:
             local.close()
         return bad
-    return Started(plan, chosen, loads, local, clock.laps)
+    return Started(plan, chosen, loads, local, shapes, clock.laps)
 
 
 class _Clock:
@@ -215,18 +222,17 @@ def _look(
     return inventory, told, [msgspec.msgpack.decode(said[r], type=NodeHeld) for r in speaks]
 
 
-def _loads(
+def _recorded(
     local: LocalState | None,
     chosen: Chosen | None,
     seats: Sequence[Seat],
-    layers: ExpertLayers,
     rank: int,
     meet: Exchange,
-) -> Loads | frozenset[tuple[str, int, int]]:
-    """The load history, out of the state of the lowest rank that is held: by the first rank on a node that holds it."""
-    shape = len(layers.names), layers.num_experts
+) -> dict[str, bytes] | frozenset[tuple[str, int, int]]:
+    """What a plan needs of the state of the lowest rank that is held, read by the first rank on a node that holds it: the load history, and
+    the shapes of experts of which there are shards, each packed."""
     if chosen is None:
-        return np.zeros(shape, dtype=np.int64)
+        return {}
     whose = min(chosen.scalars)
     nodes = nodes_of(seats)
     reads = next(r for r, seat in enumerate(seats) if nodes.index(seat.node) in chosen.scalars[whose])  # fmt: skip
@@ -234,7 +240,9 @@ def _loads(
     if rank == reads:
         assert local is not None, "its node holds an image"
         try:
-            mine = local.state(whose).get(LOADS, b"")
+            state = local.state(whose)
+            found = {name: state[name] for name in (LOADS, SHAPES) if name in state}
+            mine = values.pack(found, "what a plan needs")
         except Unreadable as error:
             logger.error("%s; the ranks plan without it", error)
             mine, bad = b"again", frozenset([error.image.key])
@@ -244,7 +252,16 @@ def _loads(
     told = meet(mine)[reads]
     if told == b"again":
         return bad
-    loads = np.array(values.unpack(told)["loads"]) if told else np.zeros(shape, dtype=np.int64)
+    recorded: dict[str, bytes] = values.unpack(told)
+    return recorded
+
+
+def _loads(recorded: Mapping[str, bytes], layers: ExpertLayers) -> Loads:
+    """The load history; zeros, where none was recorded that fits."""
+    shape = len(layers.names), layers.num_experts
+    if LOADS not in recorded:
+        return np.zeros(shape, dtype=np.int64)
+    loads = np.array(values.unpack(recorded[LOADS])["loads"])
     return loads if loads.shape == shape else np.zeros(shape, dtype=np.int64)
 
 
