@@ -44,22 +44,16 @@ from ckptd.client.scalars import Stateful
 from ckptd.client.worlds.history import LoadHistory
 from ckptd.client.worlds.inventory import run_of_world
 from ckptd.client.worlds.loading import Loader, check_fits
-from ckptd.client.worlds.planning import Seat, replicas_by_load
+from ckptd.client.worlds.planning import Seat, placement_of, replicas_by_load
 from ckptd.client.worlds.rebalancing import Rebalancing
 from ckptd.client.worlds.retiring import Retiring, floor_of
 from ckptd.client.worlds.shard_shapes import SHAPES, ShardShapes
-from ckptd.client.worlds.sharding import (
-    check_state_of_shards,
-    check_strategy,
-    firsts_of,
-    same_call,
-    with_shards,
-)
-from ckptd.client.worlds.shipping import ship
+from ckptd.client.worlds.sharding import check_strategy, firsts_of, same_call, with_shards
 from ckptd.client.worlds.starting import LOADS, Here, Wishes, meet_daemon, start_world
 from ckptd.client.worlds.summing import DenseGradients
+from ckptd.client.worlds.taking_over import take_over
 from ckptd.client.worlds.telling import WorldTeller
-from ckptd.elastic.handover import Handover
+from ckptd.elastic.types import Placement
 from ckptd.elastic.when import TimesConfig
 from ckptd.elastic.worlds import ExpertLayers
 from ckptd.launch import ensure_daemon
@@ -195,6 +189,12 @@ class ElasticJob:
         )
         return dict(zip(self.layers.names, found, strict=True))
 
+    def _placement(self) -> Placement:
+        """Where the experts are now, by node."""
+        if self._shards is None:
+            return self.plan.placement
+        return placement_of(self.plan, [self.replicas(name) for name in self.layers.names])
+
     def experts(self, layer: str) -> list[int]:
         """The experts of a layer that this rank holds."""
         here: list[int] = self.replicas(layer)[self.rank].nonzero()[0].tolist()
@@ -250,11 +250,10 @@ class ElasticJob:
             if self._shards is not None or self._checkpointer is not None:
                 raise ValueError("call shards() once in a world, and before checkpointer()")
             layers = dict(zip(self.layers.names, self._layers_of(model), strict=True))
-        made = ExpertShards(layers, make_optimizer, masters=masters, make_expert=make_expert)
-        with all_or_none(self._meet, f"rank {self.rank}"):
-            check_state_of_shards(made)
-        self._shards = made
-        return made
+        self._shards = ExpertShards(
+            layers, make_optimizer, masters=masters, make_expert=make_expert
+        )
+        return self._shards
 
     def checkpointer(
         self, model: nn.Module, optimizer: Any, state: Mapping[str, Stateful] | None = None, **options: Any
@@ -327,51 +326,17 @@ class ElasticJob:
 
     def _load(self, binding: Binding, stateful: Mapping[str, Stateful]) -> None:
         """What this rank's node holds is read there, the rest comes from other ranks; all ranks or none go on."""
-        local, handover = self._world.local, self.plan.handover
-        if handover is None:
+        if self.plan.handover is None:
             return
-        began = time.perf_counter()
         firsts = firsts_of(binding, self._shards, self.layers, self.rank, self.world_size)
         loader = Loader(binding, stateful, firsts)
         with all_or_none(self._meet, f"rank {self.rank}"):
             check_strategy(self._world.shapes, self._shards, self.layers)
-            mine = [give.unit for give in handover.gives if give.target == self.rank]
+            mine = [give.unit for give in self.plan.handover.gives if give.target == self.rank]
             check_fits(binding, mine, set(binding.params))
             loader.clear()
-        with all_or_none(self._meet, f"rank {self.rank}"):
-            units, scalars = self._outgoing(handover)
-        came = ship(units), ship(scalars)
-        self.seconds["ship_s"] = time.perf_counter() - began
-        with all_or_none(self._meet, f"rank {self.rank}"):
-            for give in handover.gives:
-                if give.source == self.rank == give.target:
-                    assert local is not None, "it was verified"
-                    loader.units(b"".join(local.unit(give.unit)))
-            for stream in came[0]:
-                loader.units(stream)
-            loader.scalars(b"".join(came[1]), self.rank)
-            loader.finish()
-        if local is not None:
-            local.close()
+        self.seconds |= take_over(self._world, loader, self.rank, self.world_size, self._meet)
         self._loader = loader
-        self.seconds["load_s"] = time.perf_counter() - began
-        logger.info(
-            "rank %d loaded %d bytes in %.3f s; %d replicas of experts travelled, %d experts come from snapshots alone",
-            self.rank, loader.nbytes, self.seconds["load_s"], handover.expert_moves, handover.from_snapshots,
-        )  # fmt: skip
-
-    def _outgoing(self, handover: Handover) -> tuple[list[list[bytes | memoryview]], list[list[bytes]]]:  # fmt: skip
-        units: list[list[bytes | memoryview]] = [[] for _ in range(self.world_size)]
-        scalars: list[list[bytes]] = [[] for _ in range(self.world_size)]
-        local = self._world.local
-        if local is not None:
-            for give in handover.gives:
-                if give.source == self.rank != give.target:
-                    units[give.target] += local.unit(give.unit)
-            for target, (giver, whose) in enumerate(handover.scalars):
-                if giver == self.rank:
-                    scalars[target].append(local.scalars(whose))
-        return units, scalars
 
     def _begin_to_tell(self, checkpointer: Checkpointer) -> None:
         memory = checkpointer._memory
@@ -435,13 +400,15 @@ class ElasticJob:
             if self._retiring is not None:
                 self._retiring.step_over()
             if self._teller is not None:
-                self._teller.step_over(step, lambda: self._history.loads)
+                self._teller.step_over(step, self._placement, lambda: self._history.loads)
 
     def _moves(self, step: int, total: int) -> bool:
         """Whether the experts are to be placed anew before this step."""
         if self._rebalancing is None:
             return False
-        decision = self._rebalancing.look(step, total, self._history.loads, self.seconds)
+        decision = self._rebalancing.look(
+            step, total, self._placement(), self._history.loads, self.seconds
+        )
         if decision is None:
             return False
         logger.warning("experts are placed anew at step %d: %s", step, decision)

@@ -23,7 +23,7 @@ from ckptd.elastic.ranks import split_over_ranks
 from ckptd.elastic.types import Cluster, Loads, Placement
 from ckptd.elastic.worlds import Chosen, ExpertLayers
 
-__all__ = ["Seat", "WorldPlan", "nodes_of", "plan_world", "replicas_by_load"]
+__all__ = ["Seat", "WorldPlan", "nodes_of", "placement_of", "plan_world", "replicas_by_load"]
 
 _NO_SHARDS: Mapping[str, int] = MappingProxyType({})
 
@@ -138,6 +138,15 @@ def replicas_by_load(
     allocation = allocate(loads_LE, plan.cluster, threshold)
     placed = place(allocation, loads_LE, plan.cluster, max_straggler=max_straggler)
     return _on_ranks(placed.placement, plan.cluster, loads_LE, plan.node_of)
+
+
+def placement_of(plan: WorldPlan, replicas_LRE: Sequence[NDArray[np.int64]]) -> Placement:
+    """What the nodes of a world hold where its ranks hold these replicas."""
+    on_ranks = np.stack(replicas_LRE)
+    counts_LNE = np.zeros((len(on_ranks), len(plan.nodes), on_ranks.shape[2]), dtype=np.int32)
+    for rank, node in enumerate(plan.node_of):
+        counts_LNE[:, node] += on_ranks[:, rank].astype(np.int32)
+    return Placement(counts_LNE)
 
 
 def _on_ranks(

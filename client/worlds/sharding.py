@@ -15,12 +15,12 @@ from torch import nn
 from ckptd.client.agreement import Exchange
 from ckptd.client.binding import Binding
 from ckptd.client.elastic import ExpertShards
-from ckptd.client.probe import probe_optimizer, unwrap_optimizer
+from ckptd.client.probe import unwrap_optimizer
 from ckptd.client.worlds.shard_shapes import ShardShapes, numels_of
 from ckptd.elastic.shards import shard_length
 from ckptd.elastic.worlds import SHARDS, ExpertLayers
 
-__all__ = ["check_state_of_shards", "check_strategy", "firsts_of", "same_call", "with_shards"]
+__all__ = ["check_strategy", "firsts_of", "same_call", "with_shards"]
 
 _MODEL, _SHARDS = "model", SHARDS.partition(".")[0]
 
@@ -57,22 +57,6 @@ def same_call(meet: Exchange, call: str) -> None:
             f"rank 0 called {said[0]}, rank {other[0]} {said[other[0]]}: either all ranks have their experts' optimizer on shards, and call "
             "shards() before checkpointer(), or none does"
         )
-
-
-def check_state_of_shards(shards: ExpertShards) -> None:
-    """What the optimizer keeps of a shard can be cut: it is as long as the shard, or a number.
-
-    Raises:
-        ValueError: it keeps something else.
-    """
-    optimizer, shard = shards.optimizer, next(shards.parameters())
-    for group in optimizer.param_groups:
-        found = probe_optimizer(optimizer, group, ndim=1, dtype=shard.dtype, device=shard.device)
-        if strange := [spec.key for spec in found.state if spec.kind == "tensor"]:
-            raise ValueError(
-                f"{type(optimizer).__name__} keeps {strange[0]!r}, which is neither a number nor as long as a shard: it cannot be cut for another "
-                "number of ranks. Use an optimizer that keeps numbers and tensors like its parameters"
-            )
 
 
 def check_strategy(

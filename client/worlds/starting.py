@@ -74,9 +74,9 @@ class Started:
     chosen: Chosen | None
     loads_LE: Loads
     local: LocalState | None
+    seconds: dict[str, float] = field(default_factory=dict)
     # Of the experts whose shards are in the state (`ShardShapes`); None: it has none.
     shapes: Mapping[str, Any] | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -175,7 +175,7 @@ def _attempt(
         if local is not None:
             local.close()
         return bad
-    return Started(plan, chosen, loads, local, shapes, clock.laps)
+    return Started(plan, chosen, loads, local, clock.laps, shapes)
 
 
 class _Clock:

@@ -20,7 +20,7 @@ from tests.ckptd.nodes import Node
 from tests.e2e.elastic_job import Part, act
 from tests.forked import FORKED
 
-__all__ = ["ElasticRun", "Life"]
+__all__ = ["ElasticRun", "Life", "same"]
 
 _GRACE_S = 30.0
 _NOBODY: Mapping[int, dict[str, Any]] = MappingProxyType({})

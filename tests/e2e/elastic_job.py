@@ -51,6 +51,7 @@ class Part:
         sharded: the experts' optimizer is on shards, and the experts have no buffers.
         masters: with ``sharded``: experts in bfloat16, shards in float32.
         place_every: with ``sharded``: after so many steps the experts are placed by load; 0: never.
+        die_sending: with ``sharded``: the one that is to die does so when its shards are updated, and the others wait for their weights.
         spoil: with ``sharded``: rank 0 forgets, of one shard, a moment of what it has loaded.
     """
 
@@ -73,6 +74,7 @@ class Part:
     sharded: bool = False
     masters: bool = False
     place_every: int = 0
+    die_sending: bool = False
     spoil: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -221,7 +223,10 @@ def _live(part: Part, log: Log) -> bool:
         ).square().sum() / BATCH
         if step == part.die_at and (not part.die_sole or part.rank == sole_holder(job)):
             _wait_for_copies(ckpt, step)
-            os.kill(os.getpid(), signal.SIGKILL)
+            if part.die_sending and shards is not None:
+                shards.optimizer.register_step_post_hook(_die)
+            else:
+                _die()
         loss.backward()
         job.sum_gradients()
         norm = job.clip_grad_norm_(MAX_NORM)
@@ -245,10 +250,15 @@ def _live(part: Part, log: Log) -> bool:
 
 def _shards_of(job: ElasticJob, model: Model, part: Part) -> ExpertShards:
     if part.masters:
-        for block in model.blocks:
-            block.moe.experts.bfloat16()
+        for _, module in model.named_modules():
+            if isinstance(module, Noted):
+                module.bfloat16()
     masters = torch.float32 if part.masters else None
     return job.shards(model, lambda shards: torch.optim.AdamW(shards, lr=0.02), masters=masters)
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def sole_holder(job: ElasticJob) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from ckptd.elastic.when import TimesConfig
 from tests.ckptd.nodes import Net, Node
-from tests.e2e.elastic import ElasticRun, Life
+from tests.e2e.elastic import ElasticRun, Life, same
 from tests.e2e.elastic_job import EXPERTS
 from tests.e2e.test_elastic import (
     GROW_AT,
@@ -24,7 +24,6 @@ from tests.e2e.test_elastic import (
     assert_goes_on,
     assert_losses_as_of,
     damaged,
-    same,
 )
 from tests.long import long
 
@@ -111,6 +110,20 @@ def test_three_two_three(net: Net, run: ElasticRun, undisturbed: Life) -> None:
     now.pop("rng of rank 2")
     assert was.keys() == now.keys()
     assert [name for name in now if not same(was[name], now[name])] == []
+    assert_losses_as_of(undisturbed, run)
+
+
+@long
+def test_a_loss_while_weights_are_sent_goes_back_to_the_top_of_the_step(
+    net: Net, run: ElasticRun, undisturbed: Life
+) -> None:
+    """All shards are updated already, and nothing can be parked: what goes on are the snapshots of the top, and the step is done again."""
+    first, left = loses_a_node(run, net, die_sending=True)
+    second = run.life(left, total=TOTAL)
+    second.ends()
+    assert_goes_on(first, second, KILL_AT)
+    reason = second.events("world")[0]["reason"]
+    assert "the shards of 0 of 3 ranks are parked" in reason, run.logs
     assert_losses_as_of(undisturbed, run)
 
 
@@ -205,8 +218,8 @@ def test_the_other_strategy_is_refused_on_all_ranks(
     for part in refused.parts:
         log = (part.folder / f"{part.out}-{part.rank}.log").read_text()
         assert words in log, run.logs
-    run.lives.remove(refused)
     second = run.life(left, total=TOTAL, sharded=sharded)
+    run.lives.remove(refused)
     second.ends()
     assert_goes_on(first, second, KILL_AT)
     assert_losses_as_of(undisturbed, run)
