@@ -71,9 +71,13 @@ def shard_gives(
         )
     found: list[ShardGive] = []
     travelling: list[tuple[int, Unit, int, tuple[int, ...]]] = []
+    rows: dict[int, list[tuple[int, int, int, int]]] = {}  # the same for all parameters of a length
     for param in sorted({unit.param for unit in chosen.shards}):
-        length = shard_length(numels[param], chosen.ranks)
-        for owner, target, start, stop in common_rows(numels[param], chosen.ranks, len(node_of)):
+        numel = numels[param]
+        length = shard_length(numel, chosen.ranks)
+        if numel not in rows:
+            rows[numel] = list(common_rows(numel, chosen.ranks, len(node_of)))
+        for owner, target, start, stop in rows[numel]:
             unit = Unit(param, start, stop)
             whole = Unit(param, owner * length, (owner + 1) * length)
             nodes = chosen.holders[whole]
@@ -81,11 +85,11 @@ def shard_gives(
                 found.append((target, target, unit))
             else:
                 size = chosen.unit_bytes[whole] * (stop - start) // max(1, length)
-                travelling.append((size, unit, target, nodes))
+                travelling.append((-size, unit, target, nodes))
     here: dict[tuple[int, ...], list[int]] = {}
-    for size, unit, target, nodes in sorted(travelling, key=lambda t: (-t[0], t[1], t[2])):
+    for size, unit, target, nodes in sorted(travelling):
         givers = here.setdefault(nodes, [r for r, node in enumerate(node_of) if node in nodes])
         giver = min(givers, key=lambda rank: (sent[rank], rank))
-        sent[giver] += size
+        sent[giver] -= size
         found.append((giver, target, unit))
     return found

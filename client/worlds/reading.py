@@ -71,6 +71,7 @@ class LocalState:
         self._layers = layers
         self._held = ExitStack()
         self._opened: dict[tuple[str, int, int], _Opened] = {}
+        self._indices: dict[tuple[str, int, int], UnitIndex | None] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -81,6 +82,7 @@ class LocalState:
     def close(self) -> None:
         """Let go of all images."""
         self._opened.clear()
+        self._indices.clear()
         self._held.close()
 
     def open_for(self, units: Sequence[Unit], ranks: Sequence[int]) -> None:
@@ -123,10 +125,22 @@ class LocalState:
 
     def _of(self, unit: Unit) -> _Opened:
         for image in self._images:
-            opened = self._open(image)
-            if opened.index.covered([unit]):
-                return opened
+            index = self._index(image)
+            if index is not None and index.covered([unit]):
+                return self._open(image)
         raise KeyError(f"{unit} is in no image here")
+
+    def _index(self, image: LocalImage) -> UnitIndex | None:
+        """What is in an image by its header as it stands, so that only those are verified that are read; None if it was overwritten."""
+        if image.key not in self._indices:
+            data = image.file.image(image.record)
+            try:
+                view = None if data is None else ImageView(data)
+            except ImageError as error:
+                raise Unreadable(image, str(error)) from error
+            rank = image.told.rank
+            self._indices[image.key] = None if view is None else UnitIndex(view, self._layers, rank)
+        return self._indices[image.key]
 
     def _of_rank(self, rank: int) -> _Opened:
         for image in self._images:

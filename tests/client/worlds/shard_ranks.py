@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ckptd.client.elastic import ExpertShards
+from ckptd.client.elastic import ExpertShards, full_state_dict
 from ckptd.client.worlds import ElasticJob
 
 __all__ = ["RANKS", "WORK", "run_all"]
@@ -166,7 +166,9 @@ def trained(run: str, rank: int) -> Found:
         assert job.experts("moe") == sorted(model.moe.held_experts())
     job.check_replicas()
     job.close()
+    full = full_state_dict(model)
     return {
+        "full": {name: tensor.clone() for name, tensor in full.items()},
         "norms": norms,
         "placements": placements,
         "gate": model.gate.weight.detach(),

@@ -71,6 +71,8 @@ def test_the_norm_counts_each_element_once_and_the_steps_are_those_of_one_place(
         assert torch.allclose(one["trained"]["gate"], gate.weight, rtol=1e-10)
         for number, weight in one["trained"]["experts"].items():
             assert torch.allclose(weight, experts[number].up.weight, rtol=1e-10), number
+            full = found[0]["trained"]["full"]
+            assert torch.equal(full[f"moe.{number}.up.weight"], weight), "a model file has it"
 
 
 def test_experts_are_where_they_were_last_placed(found: list[Found]) -> None:
