@@ -50,7 +50,7 @@ def same_call(meet: Exchange, call: str) -> None:
     Raises:
         ValueError: on all ranks: some have not.
     """
-    said = [word.decode() for word in meet(call.encode())]
+    said = [word.decode(errors="replace") for word in meet(call.encode())]
     other = [rank for rank, word in enumerate(said) if word != said[0]]
     if other:
         raise ValueError(

@@ -72,7 +72,7 @@ def test_a_lost_ranks_shards_come_from_its_snapshot(
 ) -> None:
     """Three, two: of each expert a third of the state is nowhere but in a replica of the lost rank's snapshot."""
     first, left = loses_a_node(run, net, place_every=4)
-    second = run.life(left, total=TOTAL, place_every=4)
+    second = run.life(left, total=KILL_AT + 5, place_every=4)
     second.ends()
     assert_goes_on(first, second, KILL_AT)
     assert_all_is_there(first, KILL_AT)
@@ -111,6 +111,26 @@ def test_three_two_three(net: Net, run: ElasticRun, undisturbed: Life) -> None:
     assert was.keys() == now.keys()
     assert [name for name in now if not same(was[name], now[name])] == []
     assert_losses_as_of(undisturbed, run)
+
+
+@long
+def test_a_node_has_several_ranks(tmp_path: Path, undisturbed: Life) -> None:
+    """Two nodes with two ranks each; one goes, with both: half of every expert."""
+    with (
+        Net(2, replicas="1").up() as net,
+        contextlib.closing(ElasticRun(tmp_path, sharded=True)) as run,
+    ):
+        seats = [net[0], net[0], net[1], net[1]]
+        dies = {rank: {"die_at": KILL_AT} for rank in (2, 3)}
+        keep = frozenset([KILL_AT])
+        first = run.life(seats, dies, total=TOTAL, patient_until=KILL_AT, keep=keep)
+        first.torn_down()
+        net[1].lose()
+        second = run.life(seats[:2], total=TOTAL)
+        second.ends()
+        assert_goes_on(first, second, KILL_AT)
+        assert "the shards of 2 of 4 ranks are parked" in second.events("world")[0]["reason"]
+        assert_losses_as_of(undisturbed, run)
 
 
 @long
