@@ -133,13 +133,15 @@ class LocalState:
     def _index(self, image: LocalImage) -> UnitIndex | None:
         """What is in an image by its header as it stands, so that only those are verified that are read; None if it was overwritten."""
         if image.key not in self._indices:
-            data = image.file.image(image.record)
+            index = None
             try:
-                view = None if data is None else ImageView(data)
-            except ImageError as error:
+                # Held: a slot may be filled anew at this moment.
+                with image.file.held(image.record) as data:
+                    if data is not None:
+                        index = UnitIndex(ImageView(data), self._layers, image.told.rank)
+            except (ImageError, FileNotFoundError) as error:
                 raise Unreadable(image, str(error)) from error
-            rank = image.told.rank
-            self._indices[image.key] = None if view is None else UnitIndex(view, self._layers, rank)
+            self._indices[image.key] = index
         return self._indices[image.key]
 
     def _of_rank(self, rank: int) -> _Opened:

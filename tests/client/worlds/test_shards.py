@@ -21,16 +21,17 @@ from ckptd.client.rng import capture_rng
 from ckptd.client.scalars import gather_groups, python_state
 from ckptd.client.worlds.inventory import Inventory
 from ckptd.client.worlds.loading import Loader, check_fits
-from ckptd.client.worlds.reading import LocalState
+from ckptd.client.worlds.reading import LocalState, Unreadable
 from ckptd.client.worlds.sharding import same_call
 from ckptd.elastic.handover import Handover, plan_handover
 from ckptd.elastic.shards import shard_length
 from ckptd.elastic.worlds import SHARDS, ExpertLayers, choose
 from ckptd.memory.sealer import seal_slot
-from ckptd.memory.segments import SegmentStore
-from tests.ckptd.exporting.samples import NAMES, raw, segment_folder
+from ckptd.memory.segments import SegmentStore, open_segment
+from tests.ckptd.exporting.samples import raw, segment_folder
 from tests.ckptd.running import MIB, descriptor, fill
 from tests.client.meeting import outcomes
+from tests.e2e.test_bad_input import flip
 
 LAYERS = ExpertLayers(("moe",), 2)
 # One and two elements: with three ranks some shards are padding only.
@@ -252,13 +253,29 @@ def test_states_of_different_steps_are_not_put_together() -> None:
             load(Rank(0, 1, seed=1), local, plan)
 
 
+def test_what_a_rank_does_not_read_is_not_verified_by_it() -> None:
+    """Another rank's image on the node is damaged: who reads its own is not held up, and who reads that one hears of it."""
+    with segment_folder() as folder:
+        for rank in range(2):
+            sealed(folder, Rank(rank, 2, seed=1), 7, 0)
+        (path,) = folder.glob("*~r0~*")
+        segment = open_segment(path)
+        for index, header in segment.headers():
+            flip(segment, index, header)
+        segment.close()
+        local, plan = handed_over(folder, 2)
+        with local:
+            for give in plan.gives:
+                if give.unit.param in NUMELS and 0 < give.unit.start < give.unit.stop:
+                    local.open_for([give.unit], [1])
+            first = next(g.unit for g in plan.gives if g.unit.param in NUMELS and not g.unit.start)
+            with pytest.raises(Unreadable, match="~r0~"):
+                local.open_for([first], [])
+
+
 def test_ranks_that_call_different_methods_hear_of_it() -> None:
     calls = ["checkpointer()", "shards()", "checkpointer()"]
     found = outcomes([lambda meet, call=call: same_call(meet, call) for call in calls])  # type: ignore[misc]
     for one in found:
         assert isinstance(one, ValueError)
         assert "rank 0 called checkpointer(), rank 1 shards()" in str(one)
-
-
-def test_dtypes_of_the_test_are_those_of_images() -> None:
-    assert NAMES[torch.float32] == "F32"
