@@ -280,6 +280,10 @@ class ElasticJob:
             optimizer = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
             stateful = {**(state or {}), LOADS: self._history}
             if self._shards is not None:
+                if SHAPES in stateful:
+                    raise ValueError(
+                        f"state[{SHAPES!r}] is the ElasticJob's own: take another name"
+                    )
                 model, optimizer = with_shards(model, optimizer, self._shards)
                 stateful[SHAPES] = ShardShapes(self._shards.layers)
             binding = Binding(model, [unwrap_optimizer(o) for o in optimizer], options.get("masters"))  # fmt: skip
