@@ -21,6 +21,7 @@ from ckptd.client.planning import make_plan
 from ckptd.client.recovery import Recovery, Resumption
 from ckptd.client.scalars import Stateful
 from ckptd.client.sharing import NOTHING_SHARED
+from ckptd.client.subject import Subject
 from ckptd.cuda.engine import CopyEngine
 from ckptd.cuda.select import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
@@ -97,18 +98,15 @@ def find(
 
     def work(rank: int, exchange: Exchange) -> Resumption | None:
         exchanges[rank] = exchange
-        return Recovery(
+        subject = Subject(
             bound(widths[rank]),
-            engine,
-            identity=Identity("job", "run", rank, 2),
-            stateful=NO_STATE,
-            tape=Tape(),
-            freezing="inputs",
-            freezing_reason="",
-            on_mismatch="raise",
-            sharing=NOTHING_SHARED,
-            operators=[],
-        ).find(memories[rank])
+            NO_STATE,
+            Identity("job", "run", rank, 2),
+            ("inputs", ""),
+            [],
+            NOTHING_SHARED,
+        )
+        return Recovery(subject, engine, Tape(), on_mismatch="raise").find(memories[rank])
 
     monkeypatch.setattr(recovery, "exchange", lambda identity, said: exchanges[identity.rank](said))
     return outcomes([lambda e, r=r: work(r, e) for r in range(2)])  # type: ignore[misc]
