@@ -43,9 +43,9 @@ from ckptd.client.park_signals import park_on_sigterm
 from ckptd.client.parking import Parking
 from ckptd.client.placement import placement_lines
 from ckptd.client.plan import Plan, operator_costs
+from ckptd.client.planner import Options
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
-from ckptd.client.provision import Options
 from ckptd.client.recorder import Recorder
 from ckptd.client.recovery import Recovery, newest_window
 from ckptd.client.restoring import restore

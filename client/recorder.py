@@ -28,9 +28,10 @@ from ckptd.client.operators import Operator
 from ckptd.client.pace import Pace
 from ckptd.client.parking import Parking
 from ckptd.client.plan import Plan
+from ckptd.client.planner import Options
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
-from ckptd.client.provision import Options, Provision
+from ckptd.client.provision import Provision
 from ckptd.client.rng import capture_rng
 from ckptd.client.scalars import Stateful, gather_groups, gather_state, grad_flags, python_state
 from ckptd.client.segment import MappedSegment
