@@ -1,6 +1,6 @@
 """The start of a localized recovery: who keeps a parked state, who copies one, who replays apart; and all of it had here, or no plan.
 
-``begin_apart`` is tried before the recovery of all ranks together (``RankMemory.recover``). What one rank lacks changes the plan of all, so
+``begin_apart`` is tried before the recovery of all ranks together (``ckptd.client.joint_start``). What one rank lacks changes the plan of all, so
 a plan counts when every rank has what it needs. Where no plan holds, or localized recoveries have not come to their end
 twice in a row, all ranks recover together: that is always possible while there are snapshots.
 """

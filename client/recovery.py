@@ -16,6 +16,7 @@ from ckptd.client.apart_start import ApartStart, begin_apart
 from ckptd.client.exchange import exchange
 from ckptd.client.freeze import Tape
 from ckptd.client.handing import Handing, arrange
+from ckptd.client.joint_start import recover_together
 from ckptd.client.memory import RankMemory
 from ckptd.client.plan import Plan, captured_once, plan_from_payload
 from ckptd.client.replay import Replay, ReplayMismatch
@@ -109,7 +110,9 @@ class Recovery:
         with all_or_none(meet, memory.session.node_id):
             memory.settle_filled(_SEAL_WAIT_S)
         apart = self._apart(memory, meet)
-        found = (apart.images, apart.plan.reason) if apart is not None else memory.recover(meet)
+        found = (
+            recover_together(memory, meet) if apart is None else (apart.images, apart.plan.reason)
+        )
         if isinstance(found, str):
             memory.forget_everything()
             return None

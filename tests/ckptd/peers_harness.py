@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from ckptd.client.identity import Identity
+from ckptd.client.joint_start import recover_together
 from ckptd.client.memory import RankMemory
 from ckptd.client.segment import MappedSegment
 from ckptd.client.snapshot_image import SnapshotImage
@@ -191,7 +192,7 @@ class Job:
     def recover(self) -> list[tuple[list[SnapshotImage], str] | str]:
         """What each rank's memory says; collective."""
         meeting = _Meeting(self.net, [node.name for node in self.homes])
-        return self.together(lambda t: t.memory.recover(meeting.exchange_of(t.rank)))
+        return self.together(lambda t: recover_together(t.memory, meeting.exchange_of(t.rank)))
 
     def start(self) -> None:
         """Attach, find nothing to recover, reserve."""
