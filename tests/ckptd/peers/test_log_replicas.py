@@ -20,8 +20,8 @@ from ckptd.client.fed_logs import FedLogs
 from ckptd.ctl.main import main as ckptctl
 from ckptd.memory.boundary import RecordKey, SentKind, record_name
 from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.memory.segment_file import open_segment
 from ckptd.memory.segment_format import SlotHeader
-from ckptd.memory.segments import open_segment
 from ckptd.recovery.facts import RankFacts
 from ckptd.recovery.held import HeldRecords
 from ckptd.recovery.holdings import held_from_segments
