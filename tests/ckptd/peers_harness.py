@@ -56,14 +56,19 @@ class Trainer:
         self.last = -1
 
     def reserve(self) -> MappedSegment:
-        job = self.job
-        return self.memory.reserve(
-            job.slot_bytes,
-            job.num_slots,
-            window=self.window,
-            num_operators=self.window,
-            payload=b"\x80",
-        )
+        """Waits for the memory as long as it takes: on a busy machine it is not there when the client stops waiting."""
+        job, session = self.job, self.memory.session
+        while True:
+            try:
+                return self.memory.reserve(
+                    job.slot_bytes,
+                    job.num_slots,
+                    window=self.window,
+                    num_operators=self.window,
+                    payload=b"\x80",
+                )
+            except TimeoutError:
+                eventually(lambda: not session.reserving, f"memory for rank {self.rank}")
 
     def record(self, iteration: int, *, size: int = IMAGE_BYTES) -> Snapshot:
         """Fill a slot as the recorder does, and wait until it is sealed."""

@@ -238,7 +238,7 @@ def state_of(segment: Segment, index: int) -> SlotState | None:
     return None if header is None else header.state
 
 
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Wait, bounded, until the condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

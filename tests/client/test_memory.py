@@ -57,7 +57,11 @@ def attached(endpoint: str, run: str, rank: int = 0, world_size: int = 1) -> Ite
 
 
 def reserved(memory: RankMemory) -> MappedSegment:
-    return memory.reserve(MIB, 4, window=2, num_operators=2, payload=b"\x80")
+    while True:
+        try:
+            return memory.reserve(MIB, 4, window=2, num_operators=2, payload=b"\x80")
+        except TimeoutError:  # on a busy machine
+            eventually(lambda: not memory.session.reserving, "its memory is made")
 
 
 @contextmanager
