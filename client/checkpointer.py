@@ -340,7 +340,7 @@ class Checkpointer:
         if isinstance(log, BoundaryLog):
             self._cleanup.enter_context(self._pipeline.listen_to(found, log))
             if self._loop.recorder is not None:
-                self._loop.recorder.stages += found
+                self._loop.recorder.scalars.stages += found
         return log
 
     def boundary_log(self, *, limit_bytes: int | None = None, replicate: bool = False) -> SilentLog:
