@@ -14,7 +14,7 @@ import msgspec
 
 from ckptd.client.agreement import Exchange
 from ckptd.client.arrival import Arrivals
-from ckptd.client.facts import Facts
+from ckptd.client.facts import LogFacts
 from ckptd.client.generations import Generations
 from ckptd.client.identity import Identity
 from ckptd.client.membership import RankNote, RunView, see_run
@@ -65,7 +65,7 @@ class RankMemory:
         self.logs = Generations()  # of the boundary log: no snapshot is in them
         self.parks = Generations()  # of parked state
         # With whom this rank communicates, where that was told on another node, by an earlier trainer.
-        self.brought_facts: Facts | None = None
+        self.brought_facts: LogFacts | None = None
         self._stats = stats or Stats()
         self._needed_bytes = needed_bytes
         begun = time.perf_counter()

@@ -17,7 +17,7 @@ import pytest
 from ckptd.client import apart_start, values
 from ckptd.client.agreement import Exchange
 from ckptd.client.apart_start import ApartStart, begin_apart, come_together
-from ckptd.client.facts import Facts, log_payload
+from ckptd.client.facts import LogFacts, log_payload
 from ckptd.client.fed_logs import FedLogs
 from ckptd.client.joint_start import recover_together
 from ckptd.client.memory import RankMemory
@@ -80,7 +80,7 @@ def recorded(ranks: list[RankMemory], *, parked: Sequence[RankMemory] = ()) -> N
         park(memory, CUT_OFF)
 
 
-def log(memory: RankMemory, facts: Facts) -> None:
+def log(memory: RankMemory, facts: LogFacts) -> None:
     """A sealed boundary log of the iterations before, which tells these facts."""
     asked = memory.reserve_beside("log", MIB, 2, log_payload(4096, facts))
     segment: Any = memory.add_beside(asked.result(60))
@@ -193,7 +193,7 @@ def record_at(memory: RankMemory, iteration: int) -> bool:
 def test_ranks_that_changed_their_nodes_are_who_they_were(two_nodes: tuple[str, str]) -> None:
     """Each tells with whom it communicates, as its log did on the other node. Else both were one domain, and would replay together."""
     run, (first, second) = uuid.uuid4().hex[:8], two_nodes
-    facts = [Facts((1,), (0,)), Facts((0,), (1,))]
+    facts = [LogFacts((1,), (0,)), LogFacts((0,), (1,))]
     with living_on(run, first, second) as ranks:
         recorded(ranks)
         for memory, told in zip(ranks, facts, strict=True):
