@@ -210,7 +210,7 @@ class Checkpointer:
             if park:
                 self._begin_parking()
             self._restore(self._memory)
-            self._loop.install(model, self._cleanup)
+            self._loop.install(model, self._cleanup, self)
             atexit.register(_close, weakref.ref(self))
         except BaseException:
             self.close()

@@ -54,6 +54,7 @@ class LoopSide:
         self._stats = stats
         self._guard: Guard | None = None
         self._memory: RankMemory | None = None
+        self._owner: object = None
         self._updated = False
         self._rehearses = self._verifies = False
         self.tape = Tape()
@@ -90,8 +91,13 @@ class LoopSide:
             found.plan, last=found.replay.end, phase=found.phase, sharing=found.sharing
         )
 
-    def install(self, model: nn.Module, keep: contextlib.ExitStack) -> None:
-        """Put hooks and taps in; closing ``keep`` undoes it."""
+    def install(self, model: nn.Module, keep: contextlib.ExitStack, owner: object) -> None:
+        """Put hooks and taps in; closing ``keep`` undoes it.
+
+        Args:
+            owner: lives as long as the hooks, though the user may have dropped it: it is to be closed at the interpreter's end.
+        """
+        self._owner = owner
         for optimizer in self._binding.optimizers:
             keep.callback(optimizer.register_step_pre_hook(self._before_optimizer_step).remove)
             keep.callback(optimizer.register_step_post_hook(self._after_optimizer_step).remove)
@@ -280,4 +286,4 @@ class LoopSide:
         if self.recorder is not None:
             self.recorder.close()
             self.recorder = None
-        self._memory = None
+        self._memory = self._owner = None
