@@ -69,7 +69,7 @@ class Provision:
         scalars_sample: Callable[[], dict[str, Any]],
         switched: Callable[[bool], None],
     ) -> None:
-        self._binding, self._operators, self._memory = binding, list(operators), memory
+        self._binding, self._memory = binding, memory
         self._stats, self._options, self._counter = stats, options, counter
         self._pace, self._switched = pace, switched
         self.plan: Plan | None = None
@@ -157,14 +157,6 @@ class Provision:
         )
 
     # -- plans -----------------------------------------------------------------------------------
-
-    def _replan(self, why: str, step: int, *, window: int | None = None) -> bool:
-        """Make a new plan and ask for its memory; False if there can be none now."""
-        plan = self._try_plan(why, step, window=window)
-        if plan is None:
-            return False
-        self._slots.ask(plan, step, why)
-        return True
 
     def _try_plan(self, why: str, step: int, *, window: int | None) -> Plan | None:
         if step < self._slots.retry_at or not self._memory.session.connected:
@@ -275,8 +267,10 @@ class Provision:
         if self.changes is not None:
             self._replan_alike(found, step)
         elif not self._slots.coming:
-            dense = self._planner.dense
-            self._replan(found, step, window=None if dense else self.plan.schedule.window)
+            window = None if self._planner.dense else self.plan.schedule.window
+            plan = self._try_plan(found, step, window=window)
+            if plan is not None:
+                self._slots.ask(plan, step, found)
         return not self._uncaptured
 
     def _replan_alike(self, why: str, step: int) -> None:
