@@ -20,8 +20,8 @@ from typing import Any
 import xxhash
 
 from ckptd.errors import SegmentError
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import decode_descriptor
-from ckptd.memory.segments import Segment
 from ckptd.peers.peer_link import Post
 from ckptd.persistence import wire as w
 from ckptd.persistence.child import AWAY, StoreChild

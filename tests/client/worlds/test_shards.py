@@ -27,7 +27,8 @@ from ckptd.elastic.handover import Handover, plan_handover
 from ckptd.elastic.shards import shard_length
 from ckptd.elastic.worlds import SHARDS, ExpertLayers, choose
 from ckptd.memory.sealer import seal_slot
-from ckptd.memory.segments import SegmentStore, open_segment
+from ckptd.memory.segment_file import open_segment
+from ckptd.memory.segments import SegmentStore
 from tests.ckptd.exporting.samples import raw, segment_folder
 from tests.ckptd.running import MIB, descriptor, fill
 from tests.client.meeting import outcomes
