@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader, pack_slot_header
@@ -32,13 +32,14 @@ from ckptd.storage.reader import (
 )
 from ckptd.storage.resilient import Resilient
 from ckptd.storage.retention import (
+    Deletion,
     References,
     RetentionPolicy,
     plan_retention,
 )
 from ckptd.storage.run_identity import RunIdentity
 
-__all__ = ["Fenced", "RunStore", "Tell"]
+__all__ = ["Fenced", "RunStore", "Tell", "newest_ns"]
 
 _OFFERED = 3  # checkpoints that a recovery is told of: the newest, and what it falls back to
 _BATCH = 500
@@ -287,6 +288,33 @@ class RunStore:
             raise NothingUsable("", text)
         return offered
 
+    def offer(self, end: int, ranks: Iterable[int]) -> list[w.StoredCheckpoint]:
+        """These ranks' part of the committed checkpoint that ends there.
+
+        Raises:
+            NothingUsable: it is not there (any more), or damaged.
+        """
+        why = "it is not committed, or was deleted"
+        for checkpoint in self._look().own.committed:
+            if checkpoint.id.end != end or checkpoint.id in self._passed_over:
+                continue
+            try:
+                return [self._offer(checkpoint, rank) for rank in ranks]
+            except (ManifestError, ObjectMissing) as error:
+                self._passed_over.add(checkpoint.id)
+                why = f"it cannot be used: {error}"
+                text = f"checkpoint {checkpoint.id} of {self.job}/{self.run} cannot be used: {error}"  # fmt: skip
+                self._tell("error", "checkpoint_damaged", text)
+        raise NothingUsable("", f"checkpoint {end} of {self.job}/{self.run}: {why}")
+
+    def offered(self) -> tuple[Catalog, frozenset[CheckpointId]]:
+        """What there is, and which of it is passed over because it was found to be damaged."""
+        return self._look().own, frozenset(self._passed_over)
+
+    def trust_again(self) -> None:
+        """What looked damaged for a while may be read by who asks next."""
+        self._passed_over.clear()
+
     def _offer(self, checkpoint: StoredCheckpoint, rank: int) -> w.StoredCheckpoint:
         if rank not in checkpoint.manifests:
             raise ManifestError(f"it is of {checkpoint.world_size} ranks, without rank {rank}")
@@ -348,26 +376,46 @@ class RunStore:
         Raises:
             StoreError: the store cannot be read, or does not delete; what was begun goes on the next time.
         """
+        listed_s, catalog, verified = self.survey()
+        now_ns = newest_ns(catalog)  # the store's clock, by the newest thing in it
+        plan = plan_retention(
+            catalog, self._policy, verified=verified, references=self.references, now_ns=now_ns
+        )
+        self.delete(plan.manifests, plan.objects, listed_s=listed_s)
+
+    def survey(self) -> tuple[float, Catalog, set[CheckpointId]]:
+        """When the run was listed, what was seen, and which complete checkpoints are whole and not known to be damaged.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
         listed_s, catalog = time.monotonic(), self._look().own
         self._read_all(catalog)
         if time.monotonic() - listed_s > _READ_WITHIN_S:  # what was read is remembered
             listed_s, catalog = time.monotonic(), self._look().own
             self._read_all(catalog)
-        now_ns = max(_times(catalog), default=0)  # the store's clock, by the newest thing in it
         # Its writers saw all of it in the store before they wrote their manifests. It must be there still.
         sizes = {o.info.key: o.info.size for listed in catalog.objects.values() for o in listed}
         complete = [c for c in catalog.checkpoints if c.complete]  # stale ones of another run, too
-        verified = {c.id for c in complete if self._is_whole(c, sizes)} - self._doubted
-        references = {k: References.of(m) for k, m in self._manifests.items()}
-        plan = plan_retention(
-            catalog, self._policy, verified=verified, references=references, now_ns=now_ns
-        )
-        for doomed in (plan.manifests, plan.objects):
+        return listed_s, catalog, {c.id for c in complete if self._is_whole(c, sizes)} - self._doubted  # fmt: skip
+
+    @property
+    def references(self) -> dict[str, References]:
+        """What the manifests say that the last `survey` has read."""
+        return {k: References.of(m) for k, m in self._manifests.items()}
+
+    def delete(self, *plan: Sequence[Deletion], listed_s: float) -> None:
+        """Carry out a plan that was made of what was listed then, part after part.
+
+        Raises:
+            StoreError: the store does not delete; what was begun goes on the next time.
+        """
+        for doomed in plan:
             for begin in range(0, len(doomed), _BATCH):
                 if time.monotonic() - listed_s > _DELETE_WITHIN_S:
                     return  # what was seen is too old to act upon; the next time goes on
                 self._prompt.delete([gone.key for gone in doomed[begin : begin + _BATCH]])
-        gone = (*plan.manifests, *plan.objects)
+        gone = [deletion for doomed in plan for deletion in doomed]
         if gone:
             freed = sum(deletion.size for deletion in gone)
             self._tell(
@@ -402,6 +450,11 @@ class RunStore:
                 if any(sizes.get(stored.key) != stored.size for stored in snapshot.objects):
                     return False
         return True
+
+
+def newest_ns(catalog: Catalog) -> int:
+    """When the newest thing in it was written, by the store's clock; 0 if there is nothing."""
+    return max(_times(catalog), default=0)
 
 
 def _times(catalog: Catalog) -> Iterator[int]:

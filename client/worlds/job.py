@@ -51,6 +51,7 @@ from ckptd.elastic.handover import Handover
 from ckptd.elastic.when import TimesConfig
 from ckptd.elastic.worlds import ExpertLayers
 from ckptd.launch import ensure_daemon
+from ckptd.memory.segment_format import WORLD_TOPOLOGY
 
 __all__ = ["ElasticJob"]
 
@@ -236,6 +237,7 @@ class ElasticJob:
             rank=self.rank,
             world_size=self.world_size,
             daemon=self._daemon,
+            topology=WORLD_TOPOLOGY,
             policy="dense",
             park=True,
             replicated=replicated if self.world_size > 1 else None,
