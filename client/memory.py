@@ -32,7 +32,7 @@ from ckptd.memory.ring import (
     find_suffix,
     truncate,
 )
-from ckptd.memory.segment_format import SegmentDescriptor, encode_descriptor
+from ckptd.memory.segment_format import WORLD_TOPOLOGY, SegmentDescriptor, encode_descriptor
 from ckptd.memory.segment_names import Kind
 from ckptd.recovery.facts import RankFacts
 from ckptd.recovery.held import STORE_NODE, HeldRecords
@@ -205,7 +205,8 @@ class RankMemory:
         recoverable_before = storage = False
         for _ in range(_PLANS):
             view, plan = self._plan(exchange, storage)
-            if isinstance(plan, NoRecovery) and not storage:
+            # A world of an elastic job is a new run. What is durable of those before was looked at when it was planned.
+            if isinstance(plan, NoRecovery) and not storage and self.topology != WORLD_TOPOLOGY:
                 # Every rank comes to the same conclusion, whether or not its own node has a store.
                 recoverable_before |= bool(complete_ranks(view.held))
                 storage = True

@@ -45,7 +45,7 @@ class StoredWorld:
 class WorldPlan:
     """What goes of one world: first ``manifests``, then ``objects``; and where nothing is left, at last its ``names``."""
 
-    run: str
+    world: int
     manifests: tuple[Deletion, ...]
     objects: tuple[Deletion, ...]
     names: tuple[Deletion, ...]
@@ -102,4 +102,4 @@ def _plan(
         run = RunName(catalog.job, catalog.run).key
         sizes = {} if catalog.identity is None else {run: catalog.identity.size}
         names = [Deletion(key, sizes.get(key, 0), why) for key in (run, world.name.key)]
-    return WorldPlan(catalog.run, tuple(manifests), tuple(sorted(objects)), tuple(names))
+    return WorldPlan(world.name.world, tuple(manifests), tuple(sorted(objects)), tuple(names))

@@ -224,7 +224,7 @@ class Keeper:
         for name in waiting.names:
             self.send(w.Settled(name, end, epoch, complete, missing))
         if complete and any(name.rank == 0 for name in waiting.names):
-            run.retain()
+            run.retention.collect()
             self._worlds.retain(run.job, run.run)
 
     def _sweep(self, run: RunStore) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from ckptd.memory.segment_format import WORLD_TOPOLOGY, decode_descriptor
 from ckptd.persistence import wire as w
-from ckptd.persistence.run_store import RunStore, newest_ns
+from ckptd.persistence.run_retention import Surveyed, newest_ns
+from ckptd.persistence.run_store import RunStore
 from ckptd.storage.catalog import Catalog, StoredCheckpoint
 from ckptd.storage.names import WorldName, parse, run_of_world, world_of_run, worlds_prefix
 from ckptd.storage.objects import ObjectStore
@@ -91,15 +92,13 @@ class StoredWorlds:
         runs = {n: self._run_of(job, run_of_world(name.run, n)) for n in numbers if n < name.world}
         if not runs:
             return
-        _, newest = _surveyed(self._run_of(job, run))
-        listed, earlier = {}, {}
-        for number, each in runs.items():
-            listed[each.run], earlier[number] = _surveyed(each)
+        newest = _world(self._run_of(job, run).retention.survey())
+        seen = {number: each.retention.survey() for number, each in runs.items()}
+        earlier = {number: _world(one) for number, one in seen.items()}
         now_ns = max(newest_ns(world.catalog) for world in (newest, *earlier.values()))
-        by_name = {each.run: each for each in runs.values()}
         for plan in plan_worlds(newest, earlier, self._policy, now_ns=now_ns):
-            by_name[plan.run].delete(
-                plan.manifests, plan.objects, plan.names, listed_s=listed[plan.run]
+            runs[plan.world].retention.delete(
+                plan.manifests, plan.objects, plan.names, listed_s=seen[plan.world].listed_s
             )
 
     def _numbers(self, job: str, run: str) -> list[int]:
@@ -120,6 +119,5 @@ def _sizes(catalog: Catalog, checkpoint: StoredCheckpoint) -> list[int]:
     ]
 
 
-def _surveyed(run: RunStore) -> tuple[float, StoredWorld]:
-    listed_s, catalog, verified = run.survey()
-    return listed_s, StoredWorld(catalog, verified, run.references)
+def _world(seen: Surveyed) -> StoredWorld:
+    return StoredWorld(seen.catalog, seen.verified, seen.references)

@@ -76,7 +76,7 @@ class ElasticJob:
     Raises:
         ValueError: on all ranks: they were started with other arguments, or something passed is unusable.
         ElasticError: on all ranks: there are fewer slots than experts, or what is held of this run is no whole state.
-        DaemonUnavailable: on all ranks: a node has no daemon.
+        DaemonUnavailable: on all ranks: a node has no daemon; or the state is to come from storage, which does not answer, or is damaged.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ def world(
 
 def plans(newest: StoredWorld, *earlier: StoredWorld, policy: RetentionPolicy = POLICY) -> dict[str, WorldPlan]:  # fmt: skip
     found = plan_worlds(newest, {w.name.world: w for w in earlier}, policy, now_ns=NOW)
-    return {plan.run: plan for plan in found}
+    return {run_of_world(RUN, plan.world): plan for plan in found}
 
 
 def gone(plan: WorldPlan) -> set[int]:
