@@ -123,12 +123,16 @@ class Bringing:
         if lacking:
             found.fail(f"what rank {min(lacking)} has in it cannot be read by this version")
             return
-        for stored in offered:
-            if not found.over:
-                self._make(found, stored)
+        found.waiting = list(offered)
+        self._make_next(found)
 
     def _not_offered(self, found: _Checkpoint, code: str, reason: str) -> None:
         found.fail(f"{reason} ({code})")
+
+    def _make_next(self, found: _Checkpoint) -> None:
+        """One after the other: the images of those before are read meanwhile."""
+        if found.waiting and not found.over:
+            self._make(found, found.waiting.pop(0))
 
     def _make(self, found: _Checkpoint, stored: StoredCheckpoint) -> None:
         """Memory for one rank's last snapshot, which is all there is of a checkpoint of dense ones."""
@@ -172,6 +176,7 @@ class Bringing:
         source = FetchSource(STORE_NODE, stored.name, last)
         piece = FetchPiece(stored.headers[last], (source,))
         found.jobs[plan.key] = self._fetches.fetch(segment, [piece])
+        self._make_next(found)
 
     def _not_built(self, found: _Checkpoint, plan: SegmentPlan, error: BaseException) -> None:
         self._store.cancel(plan)
@@ -199,6 +204,7 @@ class _Checkpoint:
     def __init__(self, wanted: m.BringStored) -> None:
         self.wanted = wanted
         self.jobs: dict[RankKey, FetchJob] = {}
+        self.waiting: list[StoredCheckpoint] = []  # for which no memory was made yet
         self.over = self._fatal = False
         self._reason = ""
 
@@ -221,5 +227,6 @@ class _Checkpoint:
             state = "refused" if self._fatal else "failed"
         elif len(told) == len(self.wanted.ranks) and all(one.state == "done" for one in told):
             state = "done"
-        done, total = sum(one.bytes_done for one in told), sum(one.bytes_total for one in told)
+        done = sum(one.bytes_done for one in told)
+        total = sum(one.bytes_total for one in told) + sum(s.lengths[-1] for s in self.waiting)
         return m.Brought(state, reason, done, total)

@@ -259,6 +259,12 @@ def _choose(
             _explain(held, wishes, (wanted.world, wanted.iteration))
         storage.bring(wanted, missing, stored, speakers)
         return None
+    if lacking is not None and stored.nodes:
+        raise ElasticError(
+            f"{lacking.message}; and no checkpoint of this run is durable",
+            operation=lacking.operation,
+            hint=lacking.hint,
+        )
     if lacking is not None:
         raise lacking
     if chosen is not None and (chosen.world, chosen.iteration) == storage.brought:

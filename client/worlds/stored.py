@@ -88,7 +88,7 @@ class Storage:
     ) -> None:
         self._find_endpoint, self._node = find_endpoint, node
         self._job, self._run, self._rank, self._meet = job, run, rank, meet
-        self._looked = False
+        self._looked = self._answered = False
         self.brought: tuple[int, int] | None = None
         """World and iteration of what came."""
 
@@ -99,7 +99,8 @@ class Storage:
             speakers: the rank that speaks for each node.
             enough: whether memory holds a whole state: then a store that does not answer stops nobody.
         Raises:
-            DaemonUnavailable: on all ranks: memory is not enough, and no store that is configured answers, or all that is there is damaged.
+            DaemonUnavailable: on all ranks: memory is not enough, and no store that is configured answers, or all that is there is damaged;
+                or one has answered this start before: then it holds what memory does not.
         """
         # What looked damaged to an earlier start is looked at once more; what this one has found stays passed over.
         again, self._looked = self._looked, True
@@ -119,8 +120,9 @@ class Storage:
         told = [said[rank] for rank in speakers]
         able = [n for n, one in enumerate(told) if one.seen.configured]
         silent = [one.failure for one in told if one.failure.text]
-        if silent and not able and not enough:
+        if silent and not able and (self._answered or not enough):
             raise_together([one.failure for one in said], failed)
+        self._answered = bool(able)
         for failure in silent:
             logger.warning("node %s: %s; the ranks go on without its store", failure.node, failure.text)  # fmt: skip
         return self._common([told[n].seen for n in able], able, enough=enough)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.storage.names import run_of_world
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.running import eventually
 from tests.e2e.bucket import Bucket
@@ -71,7 +72,8 @@ def test_all_three_hosts_are_destroyed_and_others_go_on(
     with Net(4, replicas="1", **store.settings).up() as net:
         first = loses_all(elastic, net.nodes[:3], store, checkpoints=1)
         newest = store.committed(elastic.run)[0]
-        second = elastic.life(others(net, left), total=TOTAL, patient_until=TOTAL)
+        nodes = others(net, left)
+        second = elastic.life(nodes, total=TOTAL, patient_until=TOTAL)
         second.ends()
         assert second.start() == newest > 0, elastic.logs
         if left < 3:
@@ -80,6 +82,9 @@ def test_all_three_hosts_are_destroyed_and_others_go_on(
             check_more_ranks(first, second, newest)
         assert "brought from storage" in second.events("world")[0]["reason"]
         assert_losses_as_of(undisturbed, elastic)
+        # What was brought is freed as soon as the new world can be had without it.
+        held = {path.name.split("~")[1] for node in nodes for path in node.segment_dir.glob("*~*")}
+        assert held == {run_of_world(elastic.run, store.worlds(elastic.run)[0])}
         eventually(lambda: store.committed(elastic.run)[0] == TOTAL, "its end is durable", SOON_S)
         for world in store.worlds(elastic.run):
             report = bucket.verify(f"{elastic.run}.w{world}")
