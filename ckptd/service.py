@@ -144,10 +144,8 @@ class Service:
             m.GetSnapshots: lambda _identity, message, _answer: admin.snapshots(message),
             m.GetEvents: lambda _identity, message, _answer: admin.events(message),
             m.GetElastic: self._see_elastic,
-            m.GetDurableWorlds: lambda _identity, message, answer: self._bringing.look(
-                message, answer
-            ),
-            m.BringStored: lambda _identity, message, _answer: self._bringing.bring(message),
+            m.GetDurableWorlds: lambda _identity, message, _: self._bringing.look(message),
+            m.BringStored: lambda _identity, message, _: self._bringing.bring(message),
             m.Park: self._park,
             m.Forget: self._forget,
         }

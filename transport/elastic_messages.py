@@ -133,10 +133,16 @@ class SeenElastic(Struct, frozen=True, tag=True):
 
 
 class GetDurableWorlds(Struct, frozen=True, tag=True):
-    """What is durable of the worlds of an elastic run? ``again``: asked by a start that has found some of it to be damaged."""
+    """What is durable of the worlds of an elastic run? Asked again and again, until the answer is not ``running``.
+
+    Args:
+        asker: names this question: another one looks anew.
+        again: it is of a start that has found some of it to be damaged.
+    """
 
     job: Name
     run: Name
+    asker: ShortText
     again: bool = False
 
 
@@ -149,7 +155,7 @@ class DurableWorld(Struct, frozen=True):
 
 
 class DurableWorlds(Struct, frozen=True, tag=True):
-    """The answer: ``configured`` is false where the daemon has no store.
+    """The answer: ``configured`` is false where the daemon has no store; ``running``: the store has not told yet.
 
     Args:
         worlds: the numbers of all, also of those of which no checkpoint is committed.
@@ -161,6 +167,7 @@ class DurableWorlds(Struct, frozen=True, tag=True):
     worlds: tuple[Count, ...] = ()
     checkpoints: tuple[DurableWorld, ...] = ()
     damaged: tuple[tuple[Count, Iteration], ...] = ()
+    running: bool = False
 
 
 class BringStored(Struct, frozen=True, tag=True):

@@ -33,8 +33,6 @@ __all__ = ["Bringing"]
 
 logger = logging.getLogger(__name__)
 
-Answer = Callable[[m.Reply], None]
-
 
 class Bringing:
     """Serves elastic jobs that start.
@@ -60,34 +58,24 @@ class Bringing:
         self._link, self._store, self._fetches = link, store, fetches
         self._housekeeper, self._events, self._slow = housekeeper, events, slow
         self._memory, self._clock = memory, clock
+        self._looks: dict[tuple[str, str], _Look] = {}
         self._under_way: dict[tuple[str, str], _Checkpoint] = {}
 
-    def look(self, message: m.GetDurableWorlds, answer: Answer) -> m.Reply | None:
-        """What is durable; the answer follows, or that there is no store is returned."""
+    def look(self, message: m.GetDurableWorlds) -> m.Reply:
+        """Begin to look at what is durable, or tell what was seen."""
         if self._link is None:
             return m.DurableWorlds(configured=False)
-
-        def found(reply: FoundWorlds) -> None:
-            answer(
-                m.DurableWorlds(
-                    configured=True,
-                    worlds=tuple(reply.numbers),
-                    checkpoints=tuple(
-                        m.DurableWorld(c.world, c.end, tuple(c.sizes)) for c in reply.checkpoints
-                    ),
-                    damaged=tuple(reply.damaged),
-                )
+        run = message.job, message.run
+        found = self._looks.get(run)
+        if found is None or found.asker != message.asker:
+            found = self._looks[run] = _Look(message.asker)
+            self._link.find_worlds(
+                *run, again=message.again, done=found.saw, failed=partial(found.failed, run)
             )
-
-        def failed(code: str, reason: str) -> None:
-            text = f"what is durable of {message.job}/{message.run} cannot be told: {reason}"
-            hint = "`ckptctl events` and `ckptctl checkpoints` say more; start again when the store answers"
-            answer(m.Refused(RefusalCode.NOT_FOUND, f"{text} ({code})", hint))
-
-        self._link.find_worlds(
-            message.job, message.run, again=message.again, done=found, failed=failed
-        )
-        return None
+        if found.reply is None:
+            return m.DurableWorlds(configured=True, running=True)
+        del self._looks[run]
+        return found.reply
 
     def bring(self, message: m.BringStored) -> m.Reply:
         """Begin, or tell how far it is."""
@@ -196,6 +184,29 @@ class Bringing:
             job.close(why, wanted=False)
             if self._store.get(job.segment.key, job.segment.generation) is job.segment:
                 self._housekeeper.remove(job.segment, why)
+
+
+class _Look:
+    """What was asked of the store, and its answer when it is there."""
+
+    def __init__(self, asker: str) -> None:
+        self.asker = asker
+        self.reply: m.Reply | None = None
+
+    def saw(self, found: FoundWorlds) -> None:
+        self.reply = m.DurableWorlds(
+            configured=True,
+            worlds=tuple(found.numbers),
+            checkpoints=tuple(
+                m.DurableWorld(c.world, c.end, tuple(c.sizes)) for c in found.checkpoints
+            ),
+            damaged=tuple(found.damaged),
+        )
+
+    def failed(self, run: tuple[str, str], code: str, reason: str) -> None:
+        text = f"what is durable of {'/'.join(run)} cannot be told: {reason} ({code})"
+        hint = "`ckptctl events` and `ckptctl checkpoints` say more; start again when the store answers"
+        self.reply = m.Refused(RefusalCode.NOT_FOUND, text, hint)
 
 
 class _Checkpoint:

@@ -9,6 +9,7 @@ if it had always been there.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +36,9 @@ logger = logging.getLogger(__name__)
 # Where memory is enough, a store that is away is not waited for. Where it is not, the daemon gives up before this (`store_deadline_s`).
 _GLANCE_S, _LOOK_S = 30.0, 900.0
 _ANSWER_S = 30.0
-_POLL_S = 0.1
+_POLL_S, _LOOK_POLL_S = 0.1, 0.01
 _TOLD_S = 30.0
-_DAEMON_FAILS = (DaemonUnavailable, RefusedError, RequestTimeout, WireError, OSError)
+_DAEMON_FAILS = (RefusedError, RequestTimeout, WireError, OSError)
 
 
 class _Looked(msgspec.Struct, frozen=True):
@@ -107,9 +108,9 @@ class Storage:
         seen, failed = DurableWorlds(configured=False), None
         if self._find_endpoint is not None and self._rank in speakers:
             try:
-                message = GetDurableWorlds(self._job, self._run, again)
-                with ControlClient(self._find_endpoint(), _GLANCE_S if enough else _LOOK_S) as client:  # fmt: skip
-                    seen = client.ask(message, DurableWorlds)
+                seen = self._see(again=again, timeout_s=_GLANCE_S if enough else _LOOK_S)
+            except DaemonUnavailable as error:
+                failed = error
             except _DAEMON_FAILS as error:
                 failed = DaemonUnavailable(str(error), operation="look for what is durable")
         mine = _Looked(seen, Failure.of(self._node, failed))
@@ -126,6 +127,19 @@ class Storage:
         for failure in silent:
             logger.warning("node %s: %s; the ranks go on without its store", failure.node, failure.text)  # fmt: skip
         return self._common([told[n].seen for n in able], able, enough=enough)
+
+    def _see(self, *, again: bool, timeout_s: float) -> DurableWorlds:
+        """What this node's daemon sees; it is asked until it has heard of its store."""
+        assert self._find_endpoint is not None, "it was looked at"
+        message = GetDurableWorlds(self._job, self._run, secrets.token_hex(8), again)
+        until_s = time.monotonic() + timeout_s
+        with ControlClient(self._find_endpoint(), _ANSWER_S) as client:
+            while (seen := client.ask(message, DurableWorlds)).running:
+                if time.monotonic() > until_s:
+                    text = f"the store has not answered for {timeout_s:.0f} s"
+                    raise DaemonUnavailable(text, operation="look for what is durable")
+                time.sleep(_LOOK_POLL_S)
+        return seen
 
     def _common(self, seen: Sequence[DurableWorlds], able: Sequence[int], *, enough: bool) -> Stored:  # fmt: skip
         """What one node sees, without what any has found to be damaged."""
@@ -165,6 +179,8 @@ class Storage:
             name = run_of_world(self._run, wanted.world)
             try:
                 told = self._await(BringStored(self._job, name, wanted.iteration, ranks))
+            except DaemonUnavailable as error:
+                failed = error
             except _DAEMON_FAILS as error:
                 failed = DaemonUnavailable(str(error), operation="bring what is durable")
             else:

@@ -47,12 +47,11 @@ def trains(run: ElasticRun, nodes: Sequence[Node], store: WorldStore, total: int
 def test_what_two_ranks_left_in_storage_one_rank_goes_on_from(
     store: WorldStore, run: ElasticRun
 ) -> None:
-    """Both hosts are destroyed; a third one has never heard of the job."""
-    with Net(3, replicas="0", **store.settings).up() as net:
-        first = trains(run, net.nodes[:2], store, TOTAL)
-        for node in net.nodes[:2]:
-            node.lose()
-        second = run.life(net.nodes[2:], slots=EXPERTS, total=TOTAL + 1)
+    """Their host is destroyed; the one that comes has never heard of the job."""
+    with Net(2, replicas="0", **store.settings).up() as net:
+        first = trains(run, [net[0], net[0]], store, TOTAL)
+        net[0].lose()
+        second = run.life([net[1]], slots=EXPERTS, total=TOTAL + 1)
         second.ends()
         assert_goes_on(first, second, TOTAL)
         assert "brought from storage" in second.events("world")[0]["reason"], run.logs
