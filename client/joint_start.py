@@ -16,6 +16,7 @@ from ckptd.client.retrieval import Attempt
 from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.errors import DaemonUnavailable
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import WORLD_TOPOLOGY
 from ckptd.recovery.held import STORE_NODE
 from ckptd.recovery.plan import NoRecovery, RecoveryPlan, complete_ranks, plan_recovery
 
@@ -44,7 +45,8 @@ def recover_together(
     recoverable_before = storage = False
     for _ in range(_PLANS):
         view, plan = _plan(memory, exchange, storage)
-        if isinstance(plan, NoRecovery) and not storage:
+        # A world of an elastic job is a new run. What is durable of those before was looked at when it was planned.
+        if isinstance(plan, NoRecovery) and not storage and memory.topology != WORLD_TOPOLOGY:
             # Every rank comes to the same conclusion, whether or not its own node has a store.
             recoverable_before |= bool(complete_ranks(view.held))
             storage = True

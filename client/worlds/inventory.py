@@ -7,7 +7,6 @@ it is sealed and anchors everything that it holds; a sparse one alone is no stat
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,10 @@ from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_format import SlotHeader
 from ckptd.memory.segment_names import FILE_ENDS, REPLICA_ENDS, Kind
 from ckptd.recovery.holdings import header_record
+from ckptd.storage import names
 from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageError
+from ckptd.storage.names import run_of_world
 
 __all__ = ["Inventory", "LocalImage", "run_of_world", "settle", "world_of_run"]
 
@@ -36,15 +37,10 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-def run_of_world(run: str, world: int) -> str:
-    """The run under which a world's ranks are attached."""
-    return f"{run}.w{world}"
-
-
 def world_of_run(run: str, name: str) -> int | None:
     """The number of the world, if this is the name of one of this run's."""
-    found = re.fullmatch(re.escape(run) + r"\.w([0-9]{1,12})", name)
-    return int(found[1]) if found else None
+    found = names.world_of_run(name)
+    return found[1] if found is not None and found[0] == run else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,6 +57,7 @@ from ckptd.elastic.types import Placement
 from ckptd.elastic.when import TimesConfig
 from ckptd.elastic.worlds import ExpertLayers
 from ckptd.launch import ensure_daemon
+from ckptd.memory.segment_format import WORLD_TOPOLOGY
 
 __all__ = ["ElasticJob"]
 
@@ -81,7 +82,7 @@ class ElasticJob:
     Raises:
         ValueError: on all ranks: they were started with other arguments, or something passed is unusable.
         ElasticError: on all ranks: there are fewer slots than experts, or what is held of this run is no whole state.
-        DaemonUnavailable: on all ranks: a node has no daemon.
+        DaemonUnavailable: on all ranks: a node has no daemon; or the state is to come from storage, which does not answer, or is damaged.
     """
 
     def __init__(
@@ -305,6 +306,7 @@ class ElasticJob:
             rank=self.rank,
             world_size=self.world_size,
             daemon=self._daemon,
+            topology=WORLD_TOPOLOGY,
             policy="dense",
             park=True,
             replicated=replicated if self.world_size > 1 else None,
