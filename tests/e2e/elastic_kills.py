@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from typing import Protocol
 
 from ckptd.memory.ring import SlotState
-from ckptd.memory.segments import open_segment
+from ckptd.memory.segment_file import open_segment
 from tests.ckptd.nodes import Net, Node
 from tests.e2e.elastic import ElasticRun, Life
 from tests.e2e.elastic_watch import STACKS, Phase, Tail

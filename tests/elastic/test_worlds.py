@@ -145,14 +145,6 @@ def test_a_world_that_is_held_in_part_gives_way_to_the_one_before() -> None:
     )
 
 
-def test_a_job_that_ended_in_its_first_steps_begins_anew() -> None:
-    """A rank died before it had a snapshot, the others were parked: the job could not be started any more, though nothing was lost (elastic campaign)."""
-    parts = [*DENSE, *experts(0, 1, 2)]
-    assert choose([node((5, 0, 10, True, parts)), NodeHeld()], LAYERS) is None
-    with pytest.raises(ElasticError, match="of iteration 11"):
-        choose([node((5, 0, 10, True, parts), (5, 1, 11, True, parts))], LAYERS)
-
-
 def test_what_is_missing_everywhere_is_named() -> None:
     held = [node((5, 0, 19, True, [*DENSE, *experts(0, 1, 2)]))]
     with pytest.raises(ElasticError, match=r"of iteration 19 of world 5 no node holds a\.moe\.experts\.3, b\.moe\.experts\.3"):  # fmt: skip

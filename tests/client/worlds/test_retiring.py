@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.client.worlds.inventory import TOPOLOGY, Inventory
+from ckptd.client.worlds.inventory import Inventory
 from ckptd.client.worlds.retiring import Retiring, needless
 from ckptd.elastic.worlds import ExpertLayers
+from ckptd.memory.segment_format import WORLD_TOPOLOGY
 from ckptd.memory.segment_hints import RingHint
 from ckptd.memory.segments import SegmentStore
 from tests.ckptd.running import MIB, descriptor
@@ -21,7 +22,7 @@ class Node:
         self.folder = folder
         self._store = SegmentStore(folder, 64 * MIB, "n", mlock="off", hugepages="off")
 
-    def holds(self, run: str, *, floor: int = -1, topology: str = TOPOLOGY) -> None:
+    def holds(self, run: str, *, floor: int = -1, topology: str = WORLD_TOPOLOGY) -> None:
         segment = self._store.create(descriptor("job", run, topology=topology), 2, 1 << 16)
         segment.protect(RingHint(floor, floor, 1, False, 0, 0))
 

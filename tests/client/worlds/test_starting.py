@@ -210,3 +210,22 @@ def test_a_clock_that_is_behind_draws_the_number_of_the_world(
     monkeypatch.setattr(secrets, "randbelow", lambda below: 41)
     found = started([Here(Seat(node, node, 6), tmp_path) for node in "xy"])
     assert [one.plan.number for one in found if isinstance(one, Started)] == [seen + 42] * 2
+
+
+@pytest.mark.parametrize(("iteration", "begins"), [(10, True), (11, False)])
+def test_a_job_that_ended_in_its_first_steps_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, iteration: int, begins: bool
+) -> None:
+    """A rank died before it had a snapshot, the others were parked: the job could not be started any more, though nothing was lost (elastic campaign, seed
+    300)."""
+    image = HeldImage(5, 0, iteration, True, 0)
+    part = NodeHeld(((Unit("dense"), 8),), ((0,),), (image,), {5: (Unit("dense"),)}, (5,))
+    monkeypatch.setattr(Held, "__init__", lambda self, *_: setattr(self, "told", part))
+    monkeypatch.setattr(starting, "Inventory", Held)
+    for found in started([Here(Seat(node, node, 6), tmp_path) for node in "xy"]):
+        if begins:
+            assert isinstance(found, Started), found
+            assert (found.plan.start, found.plan.handover) == (0, None)
+        else:
+            assert isinstance(found, ElasticError)
+            assert "of iteration 11 of world 5" in str(found)
