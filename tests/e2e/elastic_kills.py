@@ -90,6 +90,9 @@ class Looks(Protocol):
     def lose(self, node: str) -> None:
         """A node's memory is lost."""
 
+    def daemon_away(self) -> None:
+        """A daemon is killed while ranks go on."""
+
     def look(self, life: Life) -> bool:
         """At a life that is over; True: there is no way to go on, as it has to be."""
 
@@ -173,6 +176,7 @@ class Killer:
                 self._tear_down(life, kills)
                 return False
             self._daemons_killed += 1
+            self._judge.daemon_away()
             self._restart_daemon()
         return self._ended(life)
 

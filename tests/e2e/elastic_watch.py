@@ -45,7 +45,7 @@ class Writes(Protocol):
 
 def watch(log: Writes, phase_ms: float, seed: int) -> None:
     """Tell each phase when it begins, and make it last a random time longer, so that moments within it are hit."""
-    from ckptd.client.worlds import job, starting
+    from ckptd.client.worlds import job, starting, taking_over
     from ckptd.client.worlds.loading import Loader
     from ckptd.client.worlds.retiring import Retiring
 
@@ -55,7 +55,7 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
         (Phase.LOOKING, starting, "_look"),
         (Phase.PLANNING, starting, "plan_world"),
         (Phase.VERIFYING, starting, "_open"),
-        (Phase.SHIPPING, job, "ship"),
+        (Phase.SHIPPING, taking_over, "ship"),
         (Phase.LOADING, Loader, "scalars"),
         (Phase.ATTACHING, job, "Checkpointer"),
         (Phase.RETIRING, Retiring, "_forget"),
