@@ -78,7 +78,7 @@ class Judge:
         self._first_tops(life, worlds)
         self._go_on(worlds)
         self._losses(life)
-        if worlds and worlds[-1].floor >= 0:
+        if worlds and self._replicates(worlds[-1]):
             self.exposed.clear()  # whatever was lost before is replicated again
             self._lapsed = False
         self._lapsed |= self._lapses_now
@@ -184,8 +184,12 @@ class Judge:
             if steps and steps != list(range(world.start, steps[-1] + 1)):
                 self._fail(f"world {world.number} began at {world.start} and did the steps {steps}")
             self._reached = max([self._reached, *steps])
-            if world.floor >= 0:
+            if self._replicates(world):
                 self._secure = max(self._secure, (world.number, world.floor))
+
+    def _replicates(self, world: _World) -> bool:
+        """Whether it had a floor, and other nodes to hold it: of one node, the floor is in its own ring alone."""
+        return world.floor >= 0 and world.ranks > self._found.ranks_per_node
 
     def _losses(self, life: Life) -> None:
         alone = self._alone.losses()
