@@ -65,7 +65,7 @@ def begin(args: argparse.Namespace, log: Log) -> ElasticJob:
 
 
 def train(args: argparse.Namespace, log: Log) -> None:
-    saves, before = Saves(args.saves), Before()
+    saves, before = Saves(args.saves, log.life), Before()
     job = begin(args, log)
     training = Training(Model(job, seed=7), args)
     came_from = "memory"

@@ -156,7 +156,7 @@ def main() -> None:
 def train(args: argparse.Namespace, log: Log, groups: Groups) -> None:
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    saves = Saves(args.saves)
+    saves = Saves(args.saves, log.life)
     training = Training(Model(groups, seed=7), args)
     step = agreed(saves.newest(), groups.all)
     if step:

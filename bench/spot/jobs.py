@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,9 @@ class Log:
     def __init__(self, folder: Path) -> None:
         life = torch.tensor([time.time_ns()])
         dist.broadcast(life, 0)
-        self._usual = {"life": int(life), "host": os.environ.get(HOST, "alone")}
-        path = folder / f"{self._usual['host']}-{self._usual['life']}.jsonl"
+        self.life = int(life)
+        self._usual = {"life": self.life, "host": os.environ.get(HOST, "alone")}
+        path = folder / f"{self._usual['host']}-{self.life}.jsonl"
         self._file = path.open("a", buffering=1)
         self.write("met")
 
@@ -129,17 +130,20 @@ class Training:
 
 
 class Saves:
-    """States on disk, by the step that comes next: ``<folder>/<step>/<number>.pt``; whole once the marker is there."""
+    """States on disk, by the step that comes next and the life that wrote them: ``<folder>/<step>-<life>/<number>.pt``; whole once the marker is there."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, life: int) -> None:
+        self._folder, self._life = folder, life
 
     def newest(self) -> int:
         """The step of the newest whole state; 0 if there is none."""
-        return max(self._steps(), default=0)
+        return self._whole()[-1][0] if self._whole() else 0
 
-    def _steps(self) -> Sequence[int]:
-        return [int(path.parent.name) for path in self._folder.glob(f"*/{_MARKER}")]
+    def _whole(self) -> list[tuple[int, int, Path]]:
+        """Step, life and folder of each, in their order."""
+        folders = [marker.parent for marker in self._folder.glob(f"*-*/{_MARKER}")]
+        names = [folder.name.split("-") for folder in folders]
+        return sorted((int(n[0]), int(n[1]), f) for n, f in zip(names, folders, strict=True))
 
     def write(
         self, step: int, number: int | None, state: Mapping[str, Any], group: Any = None
@@ -150,18 +154,19 @@ class Saves:
             number: of the part; None: this rank writes none.
         """
         began = time.perf_counter()
-        folder = self._folder / str(step)
+        folder = self._folder / f"{step}-{self._life}"
         folder.mkdir(parents=True, exist_ok=True)
         if number is not None:
             torch.save(state, folder / f"{number}.pt")
         dist.barrier(group)
         if number == 0:
             (folder / _MARKER).touch()
-            for old in sorted(self._steps())[:-2]:
-                shutil.rmtree(self._folder / str(old))
+            for *_, old in self._whole()[:-2]:
+                shutil.rmtree(old)
         return time.perf_counter() - began
 
     def read(self, step: int) -> dict[str, Any]:
-        """All parts of a whole state together."""
-        parts = sorted((self._folder / str(step)).glob("*.pt"))
+        """All parts together of the newest whole state of a step."""
+        *_, folder = [folder for found, _, folder in self._whole() if found == step]
+        parts = sorted(folder.glob("*.pt"))
         return {key: value for part in parts for key, value in torch.load(part).items()}
