@@ -206,7 +206,7 @@ class Pauses:
 
 
 def pauses_of(lives: Sequence[Life], stretch: Trace, *, fewest: int) -> Pauses:
-    """Medians, over the changes that were the only one between two lives and left hosts enough."""
+    """Medians, over the changes that were the only one between two lives and left hosts enough; a start counts if nothing changed before the ranks had met."""
     nodes = [0, *(change.nodes for change in stretch.changes)]
     after: dict[bool, list[float]] = {True: [], False: []}
     trained = [life for life in lives if life.done_s]
@@ -220,7 +220,10 @@ def pauses_of(lives: Sequence[Life], stretch: Trace, *, fewest: int) -> Pauses:
             lost = nodes[between[0] + 1] < nodes[between[0]]
             after[lost].append(_begins_s(life) - stretch.changes[between[0]].at_s)
     middle = {lost: median(found) if found else None for lost, found in after.items()}
-    return Pauses(_begins_s(trained[0]) if trained else None, middle[True], middle[False])
+    start_s = None
+    if trained and not any(0 < change.at_s < trained[0].met_s for change in stretch.changes):
+        start_s = _begins_s(trained[0])
+    return Pauses(start_s, middle[True], middle[False])
 
 
 def _begins_s(life: Life) -> float:

@@ -162,6 +162,8 @@ def test_pauses_are_those_of_single_changes() -> None:
     assert pauses_of(LIVES, came, fewest=1) == Pauses(4, None, 13)
     assert pauses_of(LIVES, lost, fewest=2) == Pauses(4, None, None)
     assert pauses_of((), lost, fewest=1) == Pauses(None, None, None)
+    early = Trace((Change(0, 2), Change(1, 3), Change(10, 2)), 40)
+    assert pauses_of(LIVES, early, fewest=1) == Pauses(None, 13, None)
 
 
 def test_the_simulation_gets_what_was_measured() -> None:
