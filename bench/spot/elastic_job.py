@@ -1,7 +1,7 @@
 """One rank of an elastic training for `bench.spot.real`: an `ElasticJob` that starts again from disk when what its nodes hold is no whole state.
 
-It writes its state to disk itself, every so many steps, and training waits for that. A start from disk is the first world of another run; the steps before it are
-carried in the job's own state.
+It writes its state to disk itself, every so many steps, and training waits for that. A start from disk is the first world of another run; the steps before it
+are carried in the job's own state.
 """
 
 from __future__ import annotations

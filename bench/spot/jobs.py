@@ -1,7 +1,7 @@
 """What the two programs that `bench.spot.real` starts have in common: options, data, a log of events, and states on disk.
 
-Both train `examples.moe_elastic.model` on the same global batches with the same optimizer; a step takes ``sample_ms`` more for each sample of a rank, which stands for
-a device. States go to a folder that all hosts share and outlives them, as a store would: a file for each rank, and a marker when all are there.
+Both train `examples.moe_elastic.model` on the same global batches with the same optimizer; a step takes ``sample_ms`` more for each sample of a rank, which
+stands for a device. States go to a folder that all hosts share and outlives them, as a store would: a file for each rank, and a marker when all are there.
 """
 
 from __future__ import annotations

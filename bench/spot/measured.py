@@ -206,7 +206,10 @@ class Pauses:
 
 
 def pauses_of(lives: Sequence[Life], stretch: Trace, *, fewest: int) -> Pauses:
-    """Medians, over the changes that were the only one between two lives and left hosts enough; a start counts if nothing changed before the ranks had met."""
+    """Medians, over the changes that were the only one between two lives and left hosts enough.
+
+    The start counts if nothing changed before the ranks had met.
+    """
     nodes = [0, *(change.nodes for change in stretch.changes)]
     after: dict[bool, list[float]] = {True: [], False: []}
     trained = [life for life in lives if life.done_s]

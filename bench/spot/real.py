@@ -1,15 +1,16 @@
 """A stretch of a trace with real processes: hosts of this machine are destroyed and come back empty at its times, while a job trains on them.
 
-A host (`tests.cluster`) has an address, memory and processes of its own: a torchrun agent, one rank, and for the elastic strategies a daemon. A loss is SIGKILL of
-everything of it, in the middle of whatever it does. torchrun starts the ranks of what is left again; how long that takes is measured, not assumed.
+A host (`tests.cluster`) has an address, memory and processes of its own: a torchrun agent, one rank, and for the elastic strategies a daemon. A loss is SIGKILL
+of everything of it, in the middle of whatever it does. torchrun starts the ranks of what is left again; how long that takes is measured, not assumed.
 
 Strategies, each with code that trains:
 
 - **ours**: `ElasticJob`; state is parked, and each snapshot has a replica on another host. If too many hosts go at once, it starts again from disk;
-- **lazarus_alone**: the same `ElasticJob` and placement, with daemons that replicate nothing. What survivors hold moves in memory, an expert that lost every replica
-  takes the job back to disk. Lazarus does this without a restart of processes and without daemons; here parked states (and snapshots on their own host, which
-  hold nothing that these do not) stand for the memory of its processes;
-- **fixed_reconfigured**: groups of expert parallelism of a fixed size over plain torch; each change starts it again from disk with as many groups as there are hosts for;
+- **lazarus_alone**: the same `ElasticJob` and placement, with daemons that replicate nothing. What survivors hold moves in memory, an expert that lost every
+  replica takes the job back to disk. Lazarus does this without a restart of processes and without daemons; here parked states (and snapshots on their own
+  host, which hold nothing that these do not) stand for the memory of its processes;
+- **fixed_reconfigured**: groups of expert parallelism of a fixed size over plain torch; each change starts it again from disk with as many groups as there
+  are hosts for;
 - **fixed_checkpoints**: the same, on a fixed number of hosts: with fewer it waits, the others are spares.
 """
 
