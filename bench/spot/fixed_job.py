@@ -1,7 +1,8 @@
 """One rank of a training with expert parallelism of a fixed size for `bench.spot.real`: plain torch, without ckptd.
 
 Groups of ``--group`` ranks share the experts evenly, and the groups share the batch. Ranks that fill no group wait. Every so many steps the state goes to disk,
-while training waits, and every start begins with the newest one. When torchrun asks the ranks to end, because hosts came, they save first: nothing is repeated then.
+while training waits, and every start begins with the newest one. When torchrun asks the ranks to end, because hosts came, they save first: nothing is
+repeated then.
 """
 
 from __future__ import annotations

@@ -246,8 +246,8 @@ def measured_job(
 ) -> Job | None:
     """The simulation's job with what was measured of one strategy: how fast a node trains, how long it pauses, how long it saves.
 
-    What moves is in the pauses, and so is what is read from disk, which the simulation adds again: milliseconds here. All loads are alike, and hosts that come are
-    used at once, as torchrun does.
+    What moves is in the pauses, and so is what is read from disk, which the simulation adds again: milliseconds here. All loads are
+    alike, and hosts that come are used at once, as torchrun does.
 
     Returns:
         None if too few steps were done to tell how long one takes.
