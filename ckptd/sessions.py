@@ -331,8 +331,11 @@ def _stale_notes(key: RankKey, segments: Sequence[SegmentFacts]) -> tuple[str, .
     for found in segments:
         if found.key.job == key.job and found.key.run != key.run:
             runs[found.key.run] = runs.get(found.key.run, 0) + found.total_bytes
-    return tuple(
-        f"{key} does not get the snapshots of run {run!r} of the same job "
-        f"({format_bytes(size)}): another run is another experiment"
-        for run, size in sorted(runs.items())
+    if not runs:
+        return ()
+    largest = sorted(runs, key=lambda run: (-runs[run], run))
+    named = ", ".join(f"{run!r} ({format_bytes(runs[run])})" for run in largest[:8])
+    more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
+    return (
+        f"{key} does not get the snapshots of run {named}{more} of the same job: each run resumes from its own",
     )

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
 
-from ckptd.memory.ring import epoch_table, missing_operators, stale_after
+from ckptd.memory.ring import chain_from, epoch_table, missing_operators, stale_after
 from ckptd.memory.slots import NO_EPOCHS
 from ckptd.recovery.held import HeldRecords, from_wire, to_wire
 from ckptd.recovery.pieces import Piece, Source, Sources
@@ -37,6 +37,7 @@ from ckptd.recovery.spans import (
     between,
     common_ends,
     common_start,
+    covering_starts,
     has_suffix,
     newest_span,
 )
@@ -56,6 +57,7 @@ __all__ = [
 
 _NO_HOMES: Mapping[int, str] = MappingProxyType({})
 _APART = "the ranks share snapshots, but were in different phases of their schedules"
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +166,26 @@ def _no_span(tables: Tables, known: Known) -> str:
             return f"rank {rank}: {_incomplete(groups, known)}"
     ends = common_ends(tables)
     if not ends:
-        shown = sorted(tables)[:8]
+        shown = sorted(tables)[:_SHOWN]
         spans = {r: set(chain.from_iterable(group.newest for group in tables[r])) for r in shown}
         text = ", ".join(f"rank {r}: {min(span)} to {max(span)}" for r, span in spans.items())
         return f"the ranks have no iteration in common ({text})"
     return (
         f"the ranks share iterations up to {ends[0]}, but from none of them back does every rank's "
-        "chain of snapshots anchor all its operators from a common start"
+        f"chain of snapshots anchor all its operators from a common start ({_chains(tables, ends[0])})"
     )
+
+
+def _chains(tables: Tables, end: int) -> str:
+    """How far back each rank's snapshots go from there without a gap, and from where on they anchor everything."""
+    told = []
+    for rank in sorted(tables)[:_SHOWN]:
+        found = [group for group in tables[rank] if end in group.newest]
+        chains = [[r.iteration for r in chain_from(g.newest[end], g.newest)] for g in found]
+        starts = set(chain.from_iterable(covering_starts(group, end) for group in found))
+        whole = f"whole from {max(starts)}" if starts else "not whole"
+        told.append(f"rank {rank}: {min(chain.from_iterable(chains))} to {end}, {whole}")
+    return ", ".join(told)
 
 
 def _incomplete(groups: Sequence[Group], known: Known) -> str:

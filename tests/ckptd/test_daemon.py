@@ -271,6 +271,12 @@ def test_topology_layout_and_stale_runs_are_told_by_name() -> None:
         assert attach(client, run="other").segments == ()
         (note,) = messages_of(client, "stale_run")
         assert "job/other rank 0 does not get the snapshots of run 'run'" in note
+        reserve(client, run="other")
+        client.request(m.Detach())
+        attach(client, run="third")
+        _, note = messages_of(client, "stale_run")  # one for all of them
+        assert "'other'" in note
+        assert "'run'" in note
 
 
 def test_a_quota_that_is_too_small_is_refused_with_numbers() -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _MEASURED = 4  # the first steps, from which the window follows
 _MEMORY_S = 20.0  # what memory may take there
 _LINGER_S = 120.0  # until somebody ends it
+_TOLD_S = 1.0  # until the daemon has heard of a change, from all ranks
 _FLOOR_S = 20.0  # what a floor may take on a busy machine
 
 
@@ -270,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def maybe_die(step: int, point: str) -> None:
         if step == args.kill_at and point == args.kill_point:
+            trace(f"dies {step}")
             time.sleep(args.kill_delay_ms / 1e3)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -306,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 first_window = min(first_window, window)
             steps_since_change += window != first_window
             if steps_since_change > last_change:
+                time.sleep(_TOLD_S)
                 os.kill(os.getpid(), signal.SIGKILL)
         if step == args.linger_at:
             time.sleep(_LINGER_S)

@@ -23,6 +23,7 @@ from tests.e2e.test_bad_input import flip
 __all__ = ["KILL_AT", "TOTAL", "Life", "References", "Story", "Trace", "damage"]
 
 KILL_AT, TOTAL = 14, 19
+_REST_S = 0.5  # in which ranks come as far as they can without one
 _GRACE_S = 30  # torchrun's, between SIGTERM and SIGKILL
 _NOBODY: Mapping[int, tuple[str, ...]] = MappingProxyType({})
 
@@ -40,11 +41,12 @@ def damage(folder: Path, run: str, rank: int, kind: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one rank did in one life: the iterations that it began, those of them that were replayed, and those that it completed."""
+    """What one rank did in one life: the iterations that it began, those of them that were replayed, those that it completed, and where it is to die."""
 
     begun: list[int]
     replayed: list[int]
     completed: list[int]
+    dying: list[int]
 
     @classmethod
     def read(cls, path: Path) -> Trace:
@@ -54,6 +56,7 @@ class Trace:
             [step for step, _ in begun],
             [step for step, replayed in begun if replayed],
             [int(line[1]) for line in lines if line[0] == "end"],
+            [int(line[1]) for line in lines if line[0] == "dies"],
         )
 
 
@@ -85,6 +88,14 @@ class Life:
             assert all(process.is_alive() for process in self.processes), self.ranks.logs
             assert time.monotonic() < deadline, self.ranks.logs
             time.sleep(0.01)
+
+    def kill_with(self, dying: int, *others: int) -> None:
+        """When this rank is where it would die after a delay, and the others have come as far as they can, they die before it: none of them is
+        left to hear of it, and to be parked."""
+        self._until(lambda: bool(self.traces[dying].dying))
+        time.sleep(_REST_S)
+        for rank in (*others, dying):
+            self.processes[rank].kill()
 
     def torn_down(self, *victims: int, timeout_s: float = 150) -> None:
         """Wait until the first of the victims has killed itself; the others are killed with it, survivors get SIGTERM, as of torchrun."""

@@ -430,7 +430,10 @@ def test_a_stage_and_the_node_of_its_logging_neighbour(
         Net(2).up() as net,
         on_two_nodes(net, tmp_path, references, case, second=(1,)) as story,
     ):
-        story.lose(0, 1, 2, point="inside")
+        inside = ("--kill-at", str(KILL_AT), "--kill-point", "inside", "--kill-delay-ms", "20000")
+        life = story.life({1: inside})
+        life.kill_with(1, 0, 2)
+        life.torn_down(0, 1, 2)
         net[1].lose()
         story.endpoints = [net[0].endpoint] * 4
         story.ends_exact()

@@ -123,7 +123,9 @@ def test_the_rank_with_the_longest_window_decides_the_start() -> None:
 
 def test_a_short_rank_must_still_hold_the_common_start() -> None:
     """Rank 0 alone could resume at 9, but rank 1 starts at 6, which rank 0 has no more."""
-    assert "common start" in refused([rank(0, 1, 8, 9), rank(1, 4, 2, 9)], 2)
+    assert "common start (rank 0: 8 to 9, whole from 9, rank 1: 2 to 9, whole from 6)" in refused(
+        [rank(0, 1, 8, 9), rank(1, 4, 2, 9)], 2
+    )
     plan = planned([rank(0, 1, 5, 9, missing=7), rank(1, 2, 2, 9)])
     assert (plan.start, plan.end) == (8, 9)
 
