@@ -206,26 +206,27 @@ class Pauses:
 
 
 def pauses_of(lives: Sequence[Life], stretch: Trace, *, fewest: int) -> Pauses:
-    """Medians, over the changes that were the only one between two lives and left hosts enough.
+    """Medians, over the changes that were the only one since training stood still, or that brought back hosts enough.
 
-    The start counts if nothing changed before the ranks had met.
+    The start is the first of these pauses.
     """
     nodes = [0, *(change.nodes for change in stretch.changes)]
     after: dict[bool, list[float]] = {True: [], False: []}
-    trained = [life for life in lives if life.done_s]
-    for before, life in pairwise(trained):
-        between = [
-            number
-            for number, change in enumerate(stretch.changes)
-            if before.met_s < change.at_s < life.met_s
-        ]
-        if len(between) == 1 and stretch.changes[between[0]].nodes >= fewest:
-            lost = nodes[between[0] + 1] < nodes[between[0]]
-            after[lost].append(_begins_s(life) - stretch.changes[between[0]].at_s)
-    middle = {lost: median(found) if found else None for lost, found in after.items()}
     start_s = None
-    if trained and not any(0 < change.at_s < trained[0].met_s for change in stretch.changes):
-        start_s = _begins_s(trained[0])
+    trained = [life for life in lives if life.done_s]
+    for since_s, life in zip([-1.0, *(life.met_s for life in trained)], trained, strict=False):
+        between = [n for n, c in enumerate(stretch.changes) if since_s < c.at_s < life.met_s]
+        if not between or stretch.changes[between[-1]].nodes < fewest:
+            continue
+        before, now = nodes[between[-1]], nodes[between[-1] + 1]
+        if len(between) > 1 and before >= fewest:
+            continue
+        pause_s = _begins_s(life) - stretch.changes[between[-1]].at_s
+        if life is trained[0]:
+            start_s = pause_s
+        else:
+            after[now < before].append(pause_s)
+    middle = {lost: median(found) if found else None for lost, found in after.items()}
     return Pauses(start_s, middle[True], middle[False])
 
 

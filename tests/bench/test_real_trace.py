@@ -157,6 +157,7 @@ def test_an_iteration_that_the_end_cuts_off_is_training_and_a_silent_job_is_none
 
 def test_pauses_are_those_of_single_changes() -> None:
     assert pauses_of(LIVES, STRETCH, fewest=1) == Pauses(4, None, None)  # two changes at once
+    assert pauses_of(LIVES, STRETCH, fewest=2) == Pauses(4, None, 23 - 14)  # it had halted
     lost, came = Trace((Change(0, 2), Change(10, 1)), 40), Trace((Change(0, 1), Change(10, 2)), 40)
     assert pauses_of(LIVES, lost, fewest=1) == Pauses(4, 13, None)
     assert pauses_of(LIVES, came, fewest=1) == Pauses(4, None, 13)
@@ -164,6 +165,7 @@ def test_pauses_are_those_of_single_changes() -> None:
     assert pauses_of((), lost, fewest=1) == Pauses(None, None, None)
     early = Trace((Change(0, 2), Change(1, 3), Change(10, 2)), 40)
     assert pauses_of(LIVES, early, fewest=1) == Pauses(None, 13, None)
+    assert pauses_of(LIVES, early, fewest=3) == Pauses(4 - 1, None, None)
 
 
 def test_the_simulation_gets_what_was_measured() -> None:
