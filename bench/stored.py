@@ -21,8 +21,9 @@ import numpy as np
 
 from bench.common import MIB
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SlotHeader, encode_descriptor, write_slot_header
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.persistence import wire as w
 from ckptd.storage.image import seal
 from ckptd.storage.image_format import TensorEntry

@@ -10,7 +10,8 @@ import ckptd
 from ckptd.events import EventLog
 from ckptd.memory import inventory, locks
 from ckptd.memory.housekeeping import Housekeeper
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segments import SegmentStore
 from ckptd.peers.peering import Peering
 from ckptd.persistence.tier import StorageTier
 from ckptd.sessions import Session, SessionTable

@@ -30,7 +30,8 @@ from ckptd.config_values import parse_memory
 from ckptd.events import EventLog
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.pages import filesystem_kind, is_in_memory
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segments import SegmentStore
 from ckptd.peers.peering import Peering
 from ckptd.persistence.tier import StorageTier
 from ckptd.runtime_dir import UnusableFolder, claim, node_name, private_folder

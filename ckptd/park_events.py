@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from ckptd.events import EventLog
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SlotHeader
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.sessions import Session
 
 __all__ = ["ParkEvents"]

@@ -12,8 +12,9 @@ from functools import partial
 from ckptd.errors import SegmentError
 from ckptd.events import EventLog
 from ckptd.fetching.descriptor_search import FoundDescriptor
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SegmentDescriptor, decode_descriptor, unpack_slot_header
-from ckptd.memory.segments import CannotReserve, Segment, SegmentPlan, SegmentStore
+from ckptd.memory.segments import CannotReserve, SegmentPlan, SegmentStore
 from ckptd.peers.peering import Peering
 from ckptd.sessions import AttachWish, Session, reject_if_too_large
 from ckptd.transport import messages as m

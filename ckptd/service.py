@@ -19,6 +19,7 @@ import ckptd
 from ckptd.admin import Admin, openers
 from ckptd.elastic_facts import ElasticFacts
 from ckptd.events import EventLog
+from ckptd.fetching.bringing import Bringing
 from ckptd.fetching.for_reading import ForReading
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segments import SegmentStore
@@ -102,6 +103,16 @@ class Service:
             memory=lambda: peering.memory,
             attached=lambda session: self.sessions.of_identity(session.identity) is session,
         )
+        self._bringing = Bringing(
+            None if tier is None else tier.link,
+            store,
+            peering.fetches,
+            housekeeper,
+            events,
+            slow,
+            memory=lambda: peering.memory,
+            clock=clock,
+        )
         peering.keep_room_for(self.sessions.promised)
         self._admin = admin = Admin(
             config, store, self.sessions, events, housekeeper, peering, clock, tier=tier
@@ -133,6 +144,8 @@ class Service:
             m.GetSnapshots: lambda _identity, message, _answer: admin.snapshots(message),
             m.GetEvents: lambda _identity, message, _answer: admin.events(message),
             m.GetElastic: self._see_elastic,
+            m.GetDurableWorlds: lambda _identity, message, _: self._bringing.look(message),
+            m.BringStored: lambda _identity, message, _: self._bringing.bring(message),
             m.Park: self._park,
             m.Forget: self._forget,
         }

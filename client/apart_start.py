@@ -1,6 +1,6 @@
 """The start of a localized recovery: who keeps a parked state, who copies one, who replays apart; and all of it had here, or no plan.
 
-``begin_apart`` is tried before the recovery of all ranks together (``RankMemory.recover``). What one rank lacks changes the plan of all, so
+``begin_apart`` is tried before the recovery of all ranks together (``ckptd.client.joint_start``). What one rank lacks changes the plan of all, so
 a plan counts when every rank has what it needs. Where no plan holds, or localized recoveries have not come to their end
 twice in a row, all ranks recover together: that is always possible while there are snapshots.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ckptd.client.agreement import Exchange, all_or_none, vote
-from ckptd.client.facts import Facts, told_facts
+from ckptd.client.facts import LogFacts, told_facts
 from ckptd.client.fed_logs import FedLogs
 from ckptd.client.membership import RunView
 from ckptd.client.memory import RankMemory
@@ -164,7 +164,7 @@ def _look(
         left_behind = facts_told_by_logs((rank,), view.logs, view.parked).get(rank)
         if left_behind is not None:
             others = tuple(other for other in left_behind.alike if other != rank)
-            memory.brought_facts = Facts(left_behind.neighbours, left_behind.domain, others)
+            memory.brought_facts = LogFacts(left_behind.neighbours, left_behind.domain, others)
     return view
 
 

@@ -10,8 +10,8 @@ from ckptd.client import values
 from ckptd.client.binding import Binding
 from ckptd.client.operators import Grouping, Member, Operator, discover_operators
 from ckptd.client.plan import fixed_bytes, operator_costs
+from ckptd.client.planner import MIN_SCALARS
 from ckptd.client.planning import MAX_WINDOW
-from ckptd.client.provision import MIN_SCALARS
 from ckptd.client.scalars import Stateful
 from ckptd.client.sharing import Sharing
 from ckptd.schedules.schedule import OperatorKind, Ordering

@@ -25,7 +25,7 @@ from ckptd.client.boundary_fill import Comparison, Layouts, LogFill, Room
 from ckptd.client.boundary_memory import LogMemory
 from ckptd.client.communication import Communication
 from ckptd.client.describe import human
-from ckptd.client.facts import Facts, find_facts, told_facts
+from ckptd.client.facts import LogFacts, find_facts, told_facts
 from ckptd.client.layout import SAFETENSORS_DTYPES
 from ckptd.client.memory import RankMemory
 from ckptd.client.plan import Plan
@@ -389,7 +389,7 @@ class BoundaryLog(SilentLog):
         facts = self._facts()
         return [] if facts is None else facts.warnings()
 
-    def _facts(self) -> Facts | None:
+    def _facts(self) -> LogFacts | None:
         """What is known by now; from an earlier trainer, too, who may have seen what happens rarely."""
         rank = self._memory.identity.rank
         return find_facts(rank, self._communication, self._alike, self._known)

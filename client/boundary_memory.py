@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ckptd.client.beside import RETRY_STEPS, BesideMemory
 from ckptd.client.boundary_fill import Room, header_room
 from ckptd.client.describe import human
-from ckptd.client.facts import Facts, data_offset_of, facts_of, log_payload
+from ckptd.client.facts import LogFacts, data_offset_of, facts_of, log_payload
 from ckptd.client.memory import RankMemory
 from ckptd.client.plan import Plan
 from ckptd.client.segment import MappedSegment, SlotTable
@@ -75,7 +75,7 @@ class LogMemory(BesideMemory):
         super().__init__(memory, memory.logs, engine)
         self._stats, self._limit_bytes, self._replicate = stats, limit_bytes, replicate
         self._asked = LogSize(0, Room())
-        self._facts: Facts | None = None  # what is asked for tells them
+        self._facts: LogFacts | None = None  # what is asked for tells them
         self._misleading = False  # what is there tells less, and nothing else is to be had
         for segment in memory.logs:
             try:
@@ -92,7 +92,7 @@ class LogMemory(BesideMemory):
 
     # -- size ------------------------------------------------------------------------------------
 
-    def fit(self, plan: Plan, room: Room, step: int, facts: Facts | None = None) -> None:
+    def fit(self, plan: Plan, room: Room, step: int, facts: LogFacts | None = None) -> None:
         """Ask for a log in which ``room`` fits, as many times as ``plan`` may have to replay, and which tells ``facts``.
 
         Where it is there, nothing is done.
@@ -155,7 +155,7 @@ class LogMemory(BesideMemory):
                 self._give_back(segment)
                 self._tell()
 
-    def _behind(self, facts: Facts | None) -> bool:
+    def _behind(self, facts: LogFacts | None) -> bool:
         """Whether the newest log tells less than ``facts``: ranks would be taken to recover apart that cannot."""
         if self.newest is None or facts is None:
             return False

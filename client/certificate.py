@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
+from ckptd.client.freeze import Tape
+from ckptd.client.replay import Replay
 from ckptd.client.rng import capture_rng, restore_rng
 from ckptd.client.scalars import Stateful, apply_groups, gather_groups, reproducible
 
-__all__ = ["Certificate", "DenseState"]
+__all__ = ["Certificate", "DenseState", "certify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,54 @@ class DenseState:
             item.load_state_dict(values.unpack(self._packed_state[name]))
         apply_groups(binding, self._groups)
         restore_rng(self.rng)
+
+
+def certify(
+    replay: Replay,
+    live: DenseState,
+    tape: Tape,
+    run_step: Callable[[int], Any],
+    *,
+    until: int,
+    window: int,
+    playing: Callable[[Replay], AbstractContextManager[None]],
+    rewind: Callable[[], None],
+) -> Certificate:
+    """Run a replay up to ``until`` and compare; the live state is put back, whatever happens.
+
+    Args:
+        window: how many snapshots are replayed.
+        playing: in its body the loop's hooks are those of the replay.
+        rewind: data goes on from where its restored state says.
+    """
+    kept = tape.take()
+    try:
+        with playing(replay):
+            replay.load_state()
+            replay.load_tensors()
+            rewind()
+            replay.begin_first_step()
+            for step in range(replay.start, until):
+                if step == replay.next_iteration:
+                    replay.advance()
+                run_step(step)
+            if until == replay.next_iteration:
+                replay.advance()
+            differences = [*replay.mismatches, *live.differences()]
+    finally:
+        tape.take()
+        tape.put_back(kept)
+        live.restore()
+        rewind()
+    return Certificate(
+        replay.start,
+        until,
+        window,
+        replay.freezing,
+        len(live.tensors) + replay.compared,
+        live.nbytes,
+        tuple(differences),
+    )
 
 
 def _owners(binding: Binding) -> list[Tensor]:

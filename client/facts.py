@@ -14,7 +14,7 @@ from ckptd.client import values
 from ckptd.client.communication import Communication
 
 __all__ = [
-    "Facts",
+    "LogFacts",
     "data_offset_of",
     "facts_of",
     "find_facts",
@@ -24,8 +24,8 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """Of one rank; all ranks are numbers in the job, sorted.
+class LogFacts:
+    """Of one rank, with the reasons that its log tells people (plans go by ``RankFacts``); all ranks are numbers in the job, sorted.
 
     Attributes:
         neighbours: with whom it exchanges what is logged.
@@ -40,7 +40,7 @@ class Facts:
     alike: tuple[int, ...] = ()
     reasons: tuple[str, ...] = ()
 
-    def same_as(self, other: Facts) -> bool:
+    def same_as(self, other: LogFacts) -> bool:
         """Whether both mean the same for a recovery, whatever their reasons are."""
         return (self.neighbours, self.domain, self.alike) == (
             other.neighbours,
@@ -63,15 +63,15 @@ class Facts:
 
 
 def find_facts(
-    rank: int, communication: Communication | None, alike: Iterable[int], known: Facts | None
-) -> Facts | None:
+    rank: int, communication: Communication | None, alike: Iterable[int], known: LogFacts | None
+) -> LogFacts | None:
     """What is known by now, together with what an earlier trainer has told; None before a step was seen."""
     if communication is None or not communication.observed:
         return known
-    before = known or Facts()
+    before = known or LogFacts()
     joined = communication.joined
     reasons = dict.fromkeys([*before.reasons, *(joined[rank] for rank in sorted(joined))])
-    return Facts(
+    return LogFacts(
         tuple(sorted({*before.neighbours, *communication.neighbours})),
         tuple(sorted({*before.domain, *joined, rank})),
         tuple(sorted(alike)),
@@ -79,13 +79,13 @@ def find_facts(
     )
 
 
-def told_facts(payloads: Iterable[bytes]) -> Facts | None:
+def told_facts(payloads: Iterable[bytes]) -> LogFacts | None:
     """The facts of a rank whose logs have these payloads, oldest generation first."""
     found = [facts for payload in payloads if (facts := facts_of(payload)) is not None]
     return found[-1] if found else None
 
 
-def log_payload(data_offset: int, facts: Facts | None) -> bytes:
+def log_payload(data_offset: int, facts: LogFacts | None) -> bytes:
     """The ``client`` payload of a log segment; None: nothing is known, and nobody recovers apart."""
     payload: dict[str, Any] = {"data_offset": data_offset}
     if facts is not None:
@@ -103,12 +103,12 @@ def data_offset_of(payload: bytes) -> int:
     return int(values.unpack(payload)["data_offset"])
 
 
-def facts_of(payload: bytes) -> Facts | None:
+def facts_of(payload: bytes) -> LogFacts | None:
     """The facts of a log's payload; None if it was written by a version that kept none."""
     found: dict[str, Any] | None = values.unpack(payload).get("facts")
     if found is None:
         return None
-    return Facts(
+    return LogFacts(
         tuple(found["neighbours"]),
         tuple(found["domain"]),
         tuple(found["alike"]),

@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptd.client.segment import MappedSegment
-from ckptd.memory.ring import SlotRecord
+from ckptd.client.segment import MappedSegment, SlotTable
+from ckptd.memory.ring import NoSuffix, SlotRecord, droppable_generations, find_suffix
 from ckptd.recovery.holdings import operators_id
 from ckptd.recovery.plan import Piece
 
@@ -76,6 +76,30 @@ class Generations:
         newer = self._segments[self._segments.index(used) + 1 :]
         return [segment for segment in newer if made_for(segment) != made_for(used)]
 
+    def unneeded(
+        self, table: SlotTable, num_operators: int, *, connected: bool
+    ) -> list[MappedSegment]:
+        """Those that no suffix needs, neither one of this rank nor one to which the ranks may have to go back together.
+
+        Args:
+            table: of the newest, and those that have its operator table.
+            connected: whether the daemon can tell how far the other ranks are.
+        """
+        records, epochs = table.records(), table.epochs
+        hint = SlotTable(list(self._segments)).ring_hint
+        keeps = hint.sole and connected
+        numbers = droppable_generations(
+            records,
+            num_operators,
+            self.current()[-1].generation,
+            protected=table.promised(records, num_operators) if keeps else (),
+            epochs=epochs,
+        )
+        if not isinstance(find_suffix(records, num_operators, epochs=epochs), NoSuffix):
+            older = [s for s in self._segments if s not in table.segments]
+            numbers |= {s.generation for s in older if not (keeps and _holds_from(s, hint.floor))}
+        return [s for s in self._segments if s.generation in numbers]
+
     def own_copy(self, node: str, piece: Piece) -> SlotRecord | None:
         """The record of this rank's own copy of a piece, if it is mapped."""
         by_name = {os.path.basename(segment.path): segment for segment in self._segments}
@@ -98,3 +122,8 @@ class Generations:
 
 def _table_of(segment: MappedSegment) -> tuple[int, str]:
     return segment.descriptor.num_operators, operators_id(segment.descriptor)
+
+
+def _holds_from(segment: MappedSegment, iteration: int) -> bool:
+    """Whether it holds a snapshot of that iteration or a later one."""
+    return any(r.sealed and r.iteration >= iteration for r in SlotTable([segment]).records())

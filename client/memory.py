@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from itertools import count
 
 import msgspec
 
-from ckptd.client.agreement import Exchange, all_or_none, vote
+from ckptd.client.agreement import Exchange
 from ckptd.client.arrival import Arrivals
-from ckptd.client.facts import Facts
+from ckptd.client.facts import LogFacts
 from ckptd.client.generations import Generations
 from ckptd.client.identity import Identity
 from ckptd.client.membership import RankNote, RunView, see_run
@@ -24,35 +24,18 @@ from ckptd.client.session import Session
 from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
-from ckptd.memory.ring import (
-    NoSuffix,
-    SlotRecord,
-    SlotState,
-    droppable_generations,
-    find_suffix,
-    truncate,
-)
+from ckptd.memory.ring import SlotRecord, SlotState, truncate
 from ckptd.memory.segment_format import SegmentDescriptor, encode_descriptor
 from ckptd.memory.segment_names import Kind
 from ckptd.recovery.facts import RankFacts
-from ckptd.recovery.held import STORE_NODE, HeldRecords
-from ckptd.recovery.pieces import Source
-from ckptd.recovery.plan import NoRecovery, Piece, RecoveryPlan, complete_ranks, plan_recovery
+from ckptd.recovery.held import HeldRecords
+from ckptd.recovery.pieces import Piece, Source
 from ckptd.storage.image import ImageView
-from ckptd.transport.messages import (
-    Attach,
-    Join,
-    Member,
-    SegmentInfo,
-)
+from ckptd.transport.messages import Attach, Join, Member, SegmentInfo
 
 __all__ = ["LAYOUT_VERSION", "RankMemory"]
 
-logger = logging.getLogger(__name__)
-
 LAYOUT_VERSION = 1
-_PLANS = 5  # nodes may come and go while a plan is made
-_NODES_TOLD = 8
 
 
 class RankMemory:
@@ -82,7 +65,7 @@ class RankMemory:
         self.logs = Generations()  # of the boundary log: no snapshot is in them
         self.parks = Generations()  # of parked state
         # With whom this rank communicates, where that was told on another node, by an earlier trainer.
-        self.brought_facts: Facts | None = None
+        self.brought_facts: LogFacts | None = None
         self._stats = stats or Stats()
         self._needed_bytes = needed_bytes
         begun = time.perf_counter()
@@ -181,121 +164,21 @@ class RankMemory:
         Raises:
             DaemonUnavailable: a node's daemon is away; on every rank.
         """
-        begun = time.perf_counter()
         mine = RankNote(
             max(self._needed_bytes, self._segments.total_bytes), self.hint, facts, alike, unusable
         )
         of = (self.identity.job, self.identity.run, self.identity.rank)
-        view = see_run(self.session, *of, exchange, note=mine, storage=storage)
-        self._stats.recover_plan_s += time.perf_counter() - begun
-        return view
+        with self.planning():
+            return see_run(self.session, *of, exchange, note=mine, storage=storage)
 
-    def recover(self, exchange: Exchange) -> tuple[list[SnapshotImage], str] | str:
-        """The newest suffix that every rank can have, from here or from other nodes; or why there is none.
-
-        What lies here is verified before use: a slot that fails its digests is quarantined and reported, and the ranks plan
-        anew without it. What lies elsewhere is being brought here when this returns; its images are waited for when needed.
-        A collective call: it returns on all ranks, or raises on all.
-
-        Raises:
-            AttachRefused: there is no memory for what must be brought here, or the run was recovered again meanwhile.
-            DaemonUnavailable: a daemon is away, or so was refused on another rank, or nodes are missing without which the
-                run would have to begin anew.
-        """
-        recoverable_before = storage = False
-        for _ in range(_PLANS):
-            view, plan = self._plan(exchange, storage)
-            if isinstance(plan, NoRecovery) and not storage:
-                # Every rank comes to the same conclusion, whether or not its own node has a store.
-                recoverable_before |= bool(complete_ranks(view.held))
-                storage = True
-                view, plan = self._plan(exchange, storage)
-            if isinstance(plan, NoRecovery):
-                self._refuse_to_forget(
-                    plan, view, recoverable_before or bool(complete_ranks(view.held))
-                )
-                self._tell_start(plan, view)
-                with all_or_none(exchange, self.session.node_id):
-                    self._begin_epoch_after(view, plan.epoch, -1)
-                return plan.reason
-            recoverable_before = True  # it may be no more, when what is damaged here is quarantined
-            pieces = plan.per_rank[self.identity.rank]
-            attempt = self.attempt(pieces, view)
-            if not self._again(exchange, attempt):
-                with all_or_none(exchange, self.session.node_id):
-                    images = self.resume(pieces, attempt, view, epoch=plan.epoch, end=plan.end)
-                return images, plan.reason
-        # Every rank comes here together. Starting over would free what the others hold safely.
-        raise DaemonUnavailable(
-            f"no plan for the recovery held after {_PLANS} attempts",
-            hint="a node cannot reach the holders of its ranks' snapshots (`ckptctl peers`, `ckptctl events`); nothing was "
-            "lost: start again when it can, or `ckptctl forget` the run to begin anew",
-        )
-
-    def _plan(self, exchange: Exchange, storage: bool) -> tuple[RunView, RecoveryPlan | NoRecovery]:
-        view = self.see(exchange, storage=storage)
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """What the body takes counts as planning of a recovery."""
         begun = time.perf_counter()
-        plan = plan_recovery(
-            view.held, self.identity.world_size, homes=view.homes, epochs=view.epochs
-        )
-        self._stats.recover_plan_s += time.perf_counter() - begun
-        return view, plan
-
-    def _refuse_to_forget(self, plan: NoRecovery, view: RunView, recoverable_before: bool) -> None:
-        """A run that got somewhere does not begin anew because a node is late: what is missing may lie there.
-
-        Raises:
-            DaemonUnavailable: so it is; every rank decides this from the same data.
-        """
-        job, run = self.identity.job, self.identity.run
-        if plan.apart:
-            raise DaemonUnavailable(
-                plan.reason,
-                operation="recover",
-                ids={"job": job, "run": run},
-                hint="Nothing was lost, but no replay of it would be exact. Were the ranks of this run started with different "
-                f"versions of ckptd? `ckptctl forget {job} {run}` on every node, or pass run= a new name, to begin anew",
-            )
-        if STORE_NODE in view.silent:
-            raise DaemonUnavailable(
-                f"{plan.reason}; and the store did not answer, or nothing that it holds of this run can be used",
-                operation="recover",
-                ids={"job": job, "run": run},
-                hint="`ckptctl events` says which. Start again when the store answers. What is damaged is named by "
-                "`ckptctl checkpoints verify`; to begin anew remove it with `ckptctl checkpoints rm`, or pass run= a new name",
-            )
-        if not view.silent or not recoverable_before:
-            return
-        raise DaemonUnavailable(
-            f"{plan.reason}; {_nodes(view.silent)} took part in the run before and did not answer",
-            operation="recover",
-            ids={"job": job, "run": run},
-            hint="Nothing was lost: start again when they are back. If they will not be, "
-            f"`ckptctl forget {job} {run}` on every node, or pass run= a new name, to begin anew",
-        )
-
-    def _tell_start(self, plan: NoRecovery, view: RunView) -> None:
-        """Normal for a new run, worth a word for one of which something was held, an error where there is damage."""
-        damaged = sum(r.state is SlotState.QUARANTINED for r in self.table.records())
-        if not damaged and self.descriptor is None and not view.held:
-            logger.info("starting from the beginning: %s", plan.reason)
-            return
-        why = f"{damaged} slots are damaged; {plan.reason}" if damaged else plan.reason
-        if view.silent:
-            why += f" ({_nodes(view.silent)} did not answer)"
-        text = f"starting over from the beginning: {why}"
-        logger.log(logging.ERROR if damaged else logging.WARNING, "%s", text)
-        self.session.notice("error" if damaged else "warning", "starting_over", text)
-
-    def _again(self, exchange: Exchange, attempt: Attempt) -> bool:
-        """Whether all ranks must plan anew: what one rank lacks changes the plan of all."""
-        again = True
         try:
-            again = vote(exchange, self.session.node_id, again=attempt.again, fatal=attempt.fatal)
+            yield
         finally:
-            if again:
-                self.forsake(attempt)
-        return again
+            self._stats.recover_plan_s += time.perf_counter() - begun
 
     def attempt(self, pieces: Sequence[Piece], view: RunView) -> Attempt:
         """Have the pieces here, or on their way; never raises, since the other ranks wait for our vote."""
@@ -335,7 +218,7 @@ class RankMemory:
         if arriving is not None:
             self._segments.add(arriving)
         # What may be refused comes before what cannot be undone.
-        self._begin_epoch_after(view, epoch, end)
+        self.begin_epoch_after(view, epoch, end)
         self._give_up(unlike)
         self.table = self._table(self._segments.current())
         for record in truncate(self.table.records(), end):
@@ -349,7 +232,12 @@ class RankMemory:
             for piece, own in zip(pieces, attempt.own, strict=True)
         ]
 
-    def _begin_epoch_after(self, view: RunView, highest: int, start: int) -> None:
+    def begin_epoch_after(self, view: RunView, highest: int, start: int) -> None:
+        """Begin the epoch that follows all that any node knows of.
+
+        Raises:
+            AttachRefused: the run was recovered again since the plan was made; nothing has begun.
+        """
         follows = view.last_epoch(highest)
         self.begin_epoch(view.next_epoch(highest), start, view.members, follows=follows)
 
@@ -525,23 +413,10 @@ class RankMemory:
         """Give back generations that no suffix needs; returns them (still mapped) so that an engine can release them."""
         if len(self._segments) < 2:
             return []
-        current = self._segments.current()[-1].generation
-        records = self.table.records()
-        epochs = self.table.epochs
-        hint = SlotTable(list(self._segments)).ring_hint
         # What the other ranks may have to go back to stays (while the daemon is away nobody can tell).
-        keeps = hint.sole and self.session.connected
-        unneeded = droppable_generations(
-            records,
-            self.num_operators,
-            current,
-            protected=self.table.promised(records, self.num_operators) if keeps else (),
-            epochs=epochs,
+        dropped = self._segments.unneeded(
+            self.table, self.num_operators, connected=self.session.connected
         )
-        if not isinstance(find_suffix(records, self.num_operators, epochs=epochs), NoSuffix):
-            older = [s for s in self._segments if s not in self.table.segments]
-            unneeded |= {s.generation for s in older if not (keeps and _holds_from(s, hint.floor))}
-        dropped = [s for s in self._segments if s.generation in unneeded]
         self._give_up(dropped)
         if dropped:
             self.table.segments = self._segments.current()
@@ -565,13 +440,3 @@ class RankMemory:
         self._segments.close()
         self.logs.close()
         self.parks.close()
-
-
-def _nodes(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NODES_TOLD]) + (", …" if len(names) > _NODES_TOLD else "")
-    return f"node {shown}" if len(names) == 1 else f"nodes {shown}"
-
-
-def _holds_from(segment: MappedSegment, iteration: int) -> bool:
-    """Whether it holds a snapshot of that iteration or a later one."""
-    return any(r.sealed and r.iteration >= iteration for r in SlotTable([segment]).records())

@@ -1,77 +1,52 @@
 """What the recorder takes snapshots with: the plan, and the generations of slots that it needs; made once enough was measured.
 
 Planning and reserving happen in the training thread and take milliseconds; memory is made by the daemon meanwhile, and is used
-from the boundary on at which it is there. Several ranks first agree on what their plans follow from (see ``Windows``), so
-that all have one window.
+from the boundary on at which it is there (``NewSlots``). Several ranks first agree on what their plans follow from (see
+``FirstPlan``), so that all have one window, and change it together (``Changes``).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckptd.client import values
-from ckptd.client.binding import Binding, local
+from ckptd.client.binding import Binding
 from ckptd.client.changes import Changes
+from ckptd.client.first_plan import FirstPlan
 from ckptd.client.memory import RankMemory
+from ckptd.client.new_slots import RETRY_STEPS, NewSlots
 from ckptd.client.operators import Operator
 from ckptd.client.pace import Pace
 from ckptd.client.plan import Plan
-from ckptd.client.planning import MAX_WINDOW, TrainingSpeed, make_plan, most_pieces, plan_alike
+from ckptd.client.planner import Options, Planner
+from ckptd.client.planning import MAX_WINDOW
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
-from ckptd.client.sharing import Replicas, Sharing
+from ckptd.client.sharing import Sharing
 from ckptd.client.stats import Stats
-from ckptd.client.windows import Windows
-from ckptd.cuda.engine import CopyEngine, measure_bandwidth
-from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.schedules.calendar import Calendar
-from ckptd.schedules.schedule import Ordering
+from ckptd.cuda.engine import CopyEngine
 from ckptd.schedules.switching import Change
 
-__all__ = ["MIN_SCALARS", "Options", "Provision"]
+__all__ = ["Provision"]
 
 logger = logging.getLogger(__name__)
 
-MIN_SCALARS = 64 << 10
 _MEASURED_STEPS = 3
-_RETRY_STEPS = 50
 # Where much of each step is lost, the next look comes sooner, and the window grows by as much as that asks for, but by this factor at most.
 _SEVERE_STEPS = 8
 _MOST_WIDER = 8.0
 _REORDER_STEPS = 50
-# What one rank has sealed the others hear of a little later: slots for the meantime, where no peers ask for some anyway.
-_RANKS_SLACK = 2
 _MORE_SLOTS = 2
-_NUMBER_BYTES = 5  # msgpack's longest for an operator's number
-# A peer that is behind by more than a window that often in a row, _RETRY_STEPS apart, cannot keep up.
+# A peer that is behind by more than a window that often in a row, RETRY_STEPS apart, cannot keep up.
 _LAGGING_LOOKS = 2
 # A median stall above this share of a step is not noise.
 _TOLERATED_STALL = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the user may set about cadence and size."""
-
-    policy: str = "sliding"
-    window: int | None = None
-    every: int = 1
-    ordering: Ordering = Ordering.HARD
-    capacities: Mapping[str, float] | None = None
-    # On CPU, copies take the trainer's own cores: at most this share of an iteration may go into them.
-    max_overhead: float = 0.01
-    nan_check_every: int = 16
-    # Copy in the training thread (True), beside it (False), or whichever is measured to be faster (None); CPU only.
-    inline_copy: bool | None = None
-
-
 class Provision:
-    """Plans and reserves.
+    """Decides when to plan, and when to ask for slots.
 
     Args:
         scalars_sample: step scalars of the size that they will have.
@@ -94,46 +69,42 @@ class Provision:
         scalars_sample: Callable[[], dict[str, Any]],
         switched: Callable[[bool], None],
     ) -> None:
-        self._binding, self._operators, self._memory, self._engine = (
+        self._binding, self._memory = binding, memory
+        self._stats, self._options, self._counter = stats, options, counter
+        self._pace, self._switched = pace, switched
+        self.plan: Plan | None = None
+        self._planner = Planner(
             binding,
-            list(operators),
+            operators,
+            memory,
+            stats=stats,
+            options=options,
+            counter=counter,
+            precision=precision,
+            pace=pace,
+            sharing=sharing,
+            scalars_sample=scalars_sample,
+        )
+        self._slots = NewSlots(
+            binding,
             memory,
             engine,
+            pace=pace,
+            stats=stats,
+            in_use=lambda: self.plan,
+            use=self._use,
         )
-        self._stats, self._options, self._counter, self._precision = (
-            stats,
-            options,
-            counter,
-            precision,
-        )
-        self._pace, self._scalars_sample, self._switched = pace, scalars_sample, switched
-        self.plan: Plan | None = None
-        self._policy = options.policy
-        self._coming: Plan | None = None
-        self._coming_why, self._coming_slots, self._coming_optional = "", 0, False
-        self._retry_at = self._widen_at = self._severe_at = self._optional_at = 0
-        self._uncaptured = self._announced = ""
-        self._group_key = binding.group_key()
-        self._ranks = memory.identity.world_size
-        self._windows = Windows(memory)
+        self._first = FirstPlan(binding, memory, self._planner, self._slots)
         # Several ranks change their schedule together, or not at all; one by itself, whenever it wants to.
         self.changes = (
             None
-            if self._ranks == 1
+            if memory.identity.world_size == 1
             else Changes(self, binding, memory, engine, counter=counter, pace=pace, stats=stats)
         )
-        self._own_plan: Plan | None = None
-        # The plan that was told to the ranks with which it shares, and whether they have answered. It is kept until it is in
-        # use: what they leave to this rank goes by it.
-        self._shared_plan: Plan | None = None
-        self._settled = False
-        self._sharing = sharing
-        # Of what is shared, after the first update: alike at the start says little.
-        self._values: Mapping[Replicas, str] | None = None
-        self._longest = MAX_WINDOW
+        self._widen_at = self._severe_at = 0
+        self._uncaptured = self._announced = ""
+        self._group_key = binding.group_key()
         self._lagging = 0
-        self._budget: int | None = None
-        self._available: int | None = None
 
     def resume(self, plan: Plan, sharing: Sharing) -> None:
         """Go on with the plan of an earlier life.
@@ -144,11 +115,11 @@ class Provision:
         """
         self.plan = plan
         if plan.shares:
-            self._sharing = sharing
+            self._planner.sharing = sharing
 
     def close(self) -> None:
         """Stop waiting for other ranks."""
-        self._windows.close()
+        self._first.close()
         if self.changes is not None:
             self.changes.close()
 
@@ -156,188 +127,45 @@ class Provision:
 
     def prepare(self, step: int, *, stepped: bool, most_updates: int) -> bool:
         """Choose the window and reserve the ring, once enough was measured; True if snapshots can be taken."""
-        if self._values is None and stepped:
-            self._values = self._sharing.checksums(self._binding)
+        if stepped:
+            self._first.look()
         fixed = self._options.window is not None or self._options.policy == "dense"
         if most_updates > 1:
-            self._policy = (
-                "dense"  # between two updates in a step, frozen operators would have to change
-            )
+            # Between two updates in a step, frozen operators would have to change.
+            self._planner.policy = "dense"
         if (
             self._pace.steps <= (1 if fixed else _MEASURED_STEPS)
-            or step < self._retry_at
+            or step < self._slots.retry_at
             # After the first update the state that the optimizer keeps is there (plain SGD keeps none).
             or not (stepped or any(self._binding.state(n) for n in self._binding.owner))
-            or (self._values is None and self._sharing.replicas)
+            or not self._first.looked
         ):
             return False
-        if self._coming is None and not self._plan_first(step):
-            return False
+        if not self._slots.coming:
+            plan = self._first_plan(step, "no ring yet")
+            if plan is None:
+                return False
+            self._slots.ask(plan, step, "no ring yet")
         return self.plan is not None
 
-    def _plan_first(self, step: int) -> bool:
-        why = "no ring yet"
-        if self._ranks == 1:
-            return self._replan(why, step)
-        if self._shared_plan is not None:
-            connected = self._memory.session.connected
-            return connected and self._share(self._shared_plan, step, why)
-        windows = self._windows
-        if self._budget is None:
-            agreed = windows.limits(self._measured)
-            if agreed is None:
-                windows.waits(step)
-                return False
-            self._budget, self._available, self._longest = agreed
-        if self._own_plan is None:
-            self._own_plan = self._try_plan(why, step, window=None)
-            if self._own_plan is None:
-                return False
-            self._planned_alike(self._own_plan)
-        plan: Plan | None = self._own_plan
-        assert self.changes is not None
-        agreed_on = windows.first(
-            min(self._own_plan.schedule.window, self._longest),
-            dense=self._policy == "dense",
-            stride=self.changes.strides.shortest,
-        )
-        if agreed_on is None:
-            windows.waits(step)
-            return False
-        window, dense, stride = agreed_on
-        self.changes.calendar = Calendar(stride=stride)
-        if dense and self._policy != "dense":
-            logger.info("dense snapshots, since on another rank no others are exact")
-            self._policy, window = "dense", 1
-            plan = self._try_plan(why, step, window=None)
-        elif dense:
-            window = 1
-        elif window != self._own_plan.schedule.window:
-            logger.info("the ranks agreed on a window of %d", window)
-            plan = self._try_plan(why, step, window=window)
-        if plan is None:
-            return False
-        if plan.schedule.window != window:
-            error = ValueError(
-                f"the ranks agreed on {window}, this one can only have {plan.schedule.window}"
-            )
-            self._no_generation(step, why, error)
-            return False
-        return self._share(plan, step, why)
+    def _first_plan(self, step: int, why: str) -> Plan | None:
+        def make(window: int | None) -> Plan | None:
+            return self._try_plan(why, step, window=window)
 
-    def _share(self, plan: Plan, step: int, why: str) -> bool:
-        """Go on with a plan once all with whom it shares have the same; if they have not, with all of it captured here."""
-        self._shared_plan = plan
-        if not self._settled:
-            alike = self._planned_alike(plan)
-            if alike is None:
-                self._windows.waits(step)
-                return False
-            self._settled = True
-            if not alike:
-                self._capture_all(plan)
-        self._begin_generation(plan, step, why)
-        return True
-
-    def _capture_all(self, plan: Plan) -> None:
-        text = "not all ranks have, or plan, alike what they should have in common: each captures all of it"
-        logger.warning("%s", text)
-        self._memory.session.notice("warning", "not_shared", text)
-        # The same operators in the same phases: in another group, ranks that plan alike may rely on this one.
-        plan.capture_all(self._binding)
-        if self._memory.persists:
-            plan.make_room_for_uploads(self._memory.session.available_bytes)
-
-    def _planned_alike(self, plan: Plan) -> bool | None:
-        told = self._sharing.fingerprints(
-            plan.operators, plan.schedule.phases, plan.owners, self._values or {}
-        )
-        return self._windows.planned_alike(plan.schedule.window, told)
-
-    def _measured(self) -> tuple[int, int, int]:
-        budget, available = self._measured_budget(), self._memory.session.available_bytes
-        return budget, available, len(self._operators)
-
-    def _measured_budget(self) -> int:
-        on_cpu = all(local(p).device.type == "cpu" for p in self._binding.params.values())
-        return self.speed().budget_bytes(self._options.max_overhead if on_cpu else None)
-
-    def speed(self) -> TrainingSpeed:
-        """Medians of what was measured so far."""
-        tensors = [local(p) for p in self._binding.params.values()]
-        return TrainingSpeed(
-            copy_window_s=self._pace.copy_window_s,
-            iteration_s=self._pace.iteration_s,
-            bandwidth=measure_bandwidth(tensors),
+        return (
+            make(None) if self.changes is None else self._first.find(step, why, self.changes, make)
         )
 
     # -- plans -----------------------------------------------------------------------------------
 
-    def _replan(self, why: str, step: int, *, window: int | None = None) -> bool:
-        """Make a new plan and ask for its memory; False if there can be none now."""
-        plan = self._try_plan(why, step, window=window)
-        if plan is None:
-            return False
-        self._begin_generation(plan, step, why)
-        return True
-
     def _try_plan(self, why: str, step: int, *, window: int | None) -> Plan | None:
-        if step < self._retry_at or not self._memory.session.connected:
+        if step < self._slots.retry_at or not self._memory.session.connected:
             return None
         try:
-            return self._make_plan(window)
+            return self._planner.make(self.plan, window=window)
         except ValueError as error:
-            self._no_generation(step, why, error)
+            self._slots.failed(step, why, error)
             return None
-
-    def _make_plan(self, window: int | None = None, *, policy: str = "") -> Plan:
-        started = time.perf_counter()
-        options, alone = self._options, self._ranks == 1
-        budget = self._budget
-        if budget is None and not alone and self.plan is not None:  # agreed on in an earlier life
-            budget = self.plan.budget_bytes
-        if budget is None:
-            budget = self._measured_budget()
-        available = self._memory.session.available_bytes
-        if self._available is not None and self.plan is None:
-            available = min(available, self._available)
-        plan = make_plan(
-            self._binding,
-            self._operators,
-            policy=policy or self._policy,
-            window=None if "dense" in (policy, self._policy) else window or options.window,
-            every=options.every,
-            budget_bytes=budget,
-            available_bytes=available,
-            # Each rank counts its own tokens, and all must have one order.
-            popularity=self._counter.popularity(self._operators) if alone else None,
-            ordering=options.ordering,
-            compute_dtypes=self._precision.sufficient(),
-            identity=self._memory.identity.metadata(),
-            scalars_capacity=self._scalars_capacity(),
-            slack=max(self._memory.slack, 0 if alone else _RANKS_SLACK),
-            sharing=self._sharing,
-            before=self.plan,
-        )
-        if self._memory.persists:
-            plan.make_room_for_uploads(available)
-        logger.info(
-            "window W=%d, %d slots of %.1f MiB (dense %.1f MiB); %.1f MiB may be copied per step; %s",
-            plan.schedule.window,
-            plan.num_slots,
-            plan.slot_bytes / 2**20,
-            plan.schedule.dense_bytes / 2**20,
-            budget / 2**20,
-            plan.schedule.reason,
-        )
-        self._note_prepared(started)
-        return plan
-
-    def _scalars_capacity(self) -> int:
-        """Room for step scalars. Each operator's number is in them, of what is shared that of each piece."""
-        packed = len(values.pack(self._scalars_sample(), "step scalars"))
-        pieces = most_pieces(self._sharing, self._operators)
-        return max(MIN_SCALARS, 2 * packed + _NUMBER_BYTES * pieces)
 
     def maybe_reorder(self) -> None:
         """Where a window begins: go one step closer to today's popularity."""
@@ -360,10 +188,10 @@ class Provision:
         soon = self._pace.stalls_severely and step >= self._severe_at
         if not (soon or step >= self._widen_at):
             return
-        if self.reserves() or self._previous_generation_pending():
+        if self._slots.coming or self._slots.pending:
             return
         self._severe_at = step + _SEVERE_STEPS
-        self._widen_at = step + _RETRY_STEPS
+        self._widen_at = step + RETRY_STEPS
         wide = self._worth_widening(plan)
         if wide is None:
             self._severe_at = self._widen_at  # to plan again soon would find the same
@@ -374,7 +202,7 @@ class Provision:
         else:
             logger.info("window %d -> %d", plan.schedule.window, wide.schedule.window)
             self._pace.forget_stalls()
-            self._begin_generation(wide, step, "a wider window", optional=True)
+            self._slots.ask(wide, step, "a wider window", optional=True)
 
     def _worth_widening(self, plan: Plan) -> Plan | None:
         """The plan of a wider window, if there is a reason for one, and it helps."""
@@ -392,7 +220,8 @@ class Provision:
         window = plan.schedule.window
         wider = max(window + max(1, window // 2), math.ceil(window * factor))
         try:
-            wide = self._make_plan(min(wider, MAX_WINDOW, self._longest))
+            longest = min(MAX_WINDOW, self._first.longest)
+            wide = self._planner.make(plan, window=min(wider, longest))
         except ValueError as error:
             logger.warning("%s, but the window stays: %s", why, error)
             return None
@@ -422,24 +251,26 @@ class Provision:
         if key != self._group_key:
             found = "a parameter group"
             self._binding.refresh()
-        if self._policy != "dense" and most_updates > 1:
+        if not self._planner.dense and most_updates > 1:
             # Frozen operators would need the weights between the two updates, which no snapshot holds.
-            found, self._policy = (
-                "a second update by one optimizer within a step (only dense snapshots can be exact)",
-                "dense",
+            found = (
+                "a second update by one optimizer within a step (only dense snapshots can be exact)"
             )
+            self._planner.policy = "dense"
         if not found:
             return True
         if found != self._announced:
             self._announced = found
-            self._coming = None  # what is on its way was planned without it
+            self._slots.forget()  # what is on its way was planned without it
             logger.warning("found %s after the snapshots were planned: planning anew", found)
         self._uncaptured, self._group_key = found, key
         if self.changes is not None:
             self._replan_alike(found, step)
-        elif self._coming is None:
-            dense = self._policy == "dense"
-            self._replan(found, step, window=None if dense else self.plan.schedule.window)
+        elif not self._slots.coming:
+            window = None if self._planner.dense else self.plan.schedule.window
+            plan = self._try_plan(found, step, window=window)
+            if plan is not None:
+                self._slots.ask(plan, step, found)
         return not self._uncaptured
 
     def _replan_alike(self, why: str, step: int) -> None:
@@ -447,29 +278,21 @@ class Provision:
         plan, changes = self.plan, self.changes
         assert plan is not None
         assert changes is not None
-        if self._policy == "dense" and plan.policy_name != "dense":
+        if self._planner.dense and plan.policy_name != "dense":
             changes.wish(Change(why, dense=True))
             return
         if changes.open:
             changes.unable(f"a rank must plan anew: {why}")
             return
-        if self._coming is None and step >= self._retry_at and self._memory.session.connected:
-            alike = plan_alike(
-                plan,
-                self._binding,
-                self._scalars_capacity(),
-                changes.calendar.orders,
-                self._sharing,
-            )
-            if self._memory.persists:
-                alike.make_room_for_uploads(self._memory.session.available_bytes)
-            self._begin_generation(alike, step, why)
+        slots = self._slots
+        if not slots.coming and step >= slots.retry_at and self._memory.session.connected:
+            slots.ask(self._planner.make_alike(plan, changes.calendar.orders), step, why)
 
     # -- together with the other ranks (see `ckptd.client.changes.Plans`) --------------------------
 
     def reserves(self) -> bool:
         """Whether memory for something else is on its way."""
-        return self._coming is not None
+        return self._slots.coming
 
     def plan_for(self, change: Change) -> Plan:
         """A plan with another window, or of dense snapshots.
@@ -477,30 +300,31 @@ class Provision:
         Raises:
             ValueError: there can be none.
         """
-        return self._make_plan(change.window or None, policy="dense" if change.dense else "")
+        policy = "dense" if change.dense else ""
+        return self._planner.make(self.plan, window=change.window or None, policy=policy)
 
     def adopt(self, plan: Plan) -> None:
         """All ranks go over to this plan; its memory is the newest generation."""
-        self.plan, self._policy = plan, plan.policy_name
-        self._coming, self._uncaptured, self._announced = None, "", ""
+        self.plan, self._planner.policy = plan, plan.policy_name
+        self._slots.forget()
+        self._uncaptured = self._announced = ""
         self._pace.forget_stalls()
         self._switched(True)
 
     def only_dense(self, why: str) -> None:
         """From the next plan on: no sparse snapshot could be exact."""
-        if self._policy != "dense":
-            self._policy, self._uncaptured = "dense", why
+        if not self._planner.dense:
+            self._planner.policy, self._uncaptured = "dense", why
 
     # -- generations -----------------------------------------------------------------------------
 
     def missed(self, step: int, reason: str) -> None:
         """No slot was free. With a new generation the old suffix can stay while a new one is built."""
-        if self.reserves() or self._making_room() or self._previous_generation_pending():
-            return
-        if step < self._retry_at:
+        slots = self._slots
+        if slots.coming or self._making_room() or slots.pending or step < slots.retry_at:
             return
         assert self.plan is not None
-        self._begin_generation(self.plan, step, reason)
+        slots.ask(self.plan, step, reason)
 
     def maybe_grow(self, step: int, *, crowded: bool) -> None:
         """More slots, before there are too few, where this ring must hold more than its own suffix.
@@ -514,16 +338,16 @@ class Provision:
         plan = self.plan
         if (
             plan is None
-            or step < self._optional_at
+            or step < self._slots.optional_at
             or plan.policy_name == "dense"
-            or self._ranks == 1
+            or self.changes is None
         ):
             return
         needed = self._memory.table.ring_hint.span + 2 + plan.slack
         longer = needed > self._memory.table.segments[-1].geometry.num_slots
-        if not (longer or crowded) or self._coming is not None or self._making_room():
+        if not (longer or crowded) or self._slots.coming or self._making_room():
             return
-        if self._previous_generation_pending():
+        if self._slots.pending:
             return
         # Never more than two suffixes need: a floor that is further behind is stuck, and a further generation helps then.
         most = max(plan.num_slots, 2 * plan.schedule.window + 2 + plan.slack)
@@ -531,93 +355,19 @@ class Provision:
         why = "another rank's window is longer" if longer else "another rank lags behind"
         logger.info("%s: a ring of %d slots", why, slots)
         self._stats.grown += 1
-        self._begin_generation(plan, step, why, slots=slots, optional=True)
+        self._slots.ask(plan, step, why, slots=slots, optional=True)
 
     def collect(self, step: int) -> None:
         """Go over to the generation that was asked for, if it is there."""
-        if self._coming is None or self._memory.session.reserving:
-            return
-        coming = self._coming
-        try:
-            self._reserve(coming)
-        except TimeoutError as error:
-            logger.info("new slots come later: %s", error)
-            return
-        except (AttachRefused, DaemonUnavailable) as error:
-            self._refused(coming, step, error)
-            return
-        self._coming, self._uncaptured, self._announced = None, "", ""
+        self._slots.collect(step)
 
-    def _refused(self, coming: Plan, step: int, error: Exception) -> None:
-        self._coming = None
-        if isinstance(error, AttachRefused) and coming.upload_slots:
-            slots = self._coming_slots - coming.upload_slots
-            coming.leave_no_room_for_uploads()
-            logger.warning("no memory for slots that wait to be uploaded: %s", error)
-            self._begin_generation(
-                coming, step, self._coming_why, slots=slots, optional=self._coming_optional
-            )
-        elif self._coming_optional:
-            self._optional_at = step + _RETRY_STEPS
-            logger.info("%s: no memory for more slots (%s)", self._coming_why, error)
-        else:
-            self._no_generation(step, self._coming_why, error)
-
-    def _begin_generation(
-        self, plan: Plan, step: int, why: str, *, slots: int | None = None, optional: bool = False
-    ) -> None:
-        """Ask for a further generation of slots; it is used from the boundary on at which it is there.
-
-        Args:
-            slots: how many, if not as many as the plan has.
-            optional: snapshots go on without it.
-        """
-        self._coming, self._coming_why = plan, why
-        self._coming_slots, self._coming_optional = slots or plan.num_slots, optional
-        self.collect(step)
-
-    def _reserve(self, plan: Plan) -> None:
-        started = time.perf_counter()
-        segment = self._memory.reserve(
-            plan.slot_bytes,
-            self._coming_slots,
-            patient=self.plan is None,
-            window=plan.schedule.window,
-            num_operators=len(plan.operators),
-            payload=plan.payload(self._binding),
-        )
-        self._engine.register(segment.memory, segment.regions())
+    def _use(self, plan: Plan) -> None:
+        """A generation of this plan is there."""
         other = plan is not self.plan
-        self.plan, plan.num_slots = plan, self._coming_slots
+        self.plan = plan
+        self._uncaptured = self._announced = ""
         self._switched(other)
-        self._note_prepared(started)
-        logger.info("protected once %d snapshots from here on are sealed", plan.policy.window)
-
-    def _no_generation(self, step: int, why: str, error: Exception) -> None:
-        """No memory for new slots: what is complete stays recoverable, what comes is not protected."""
-        # A daemon that went away is worth another try as soon as it is back; a refusal is not.
-        self._retry_at = step + (1 if isinstance(error, DaemonUnavailable) else _RETRY_STEPS)
-        kept = (
-            "the last complete suffix is kept, newer steps are not protected"
-            if self.plan is not None
-            else "nothing is protected yet"
-        )
-        text = f"no slots ({why}): {error}; {kept}; trying again at step {self._retry_at}"
-        logger.error("%s", text)
-        self._memory.session.notice("error", "not_protected", text)
 
     def _making_room(self) -> bool:
         """Whether memory for a change of the schedule is on its way: one request at a time."""
         return self.changes is not None and self.changes.reserving
-
-    def _previous_generation_pending(self) -> bool:
-        """Whether there are as many generations as may be.
-
-        With several ranks one may hold what they agreed on, one what they may agree on next, and one the chain that is built.
-        """
-        return len(self._memory.table.segments) >= (2 if self._ranks == 1 else 3)
-
-    def _note_prepared(self, started: float) -> None:
-        took = time.perf_counter() - started
-        self._pace.prepared(took)
-        self._stats.prepare_ms += took * 1e3

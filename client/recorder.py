@@ -14,9 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ckptd.client.binding import Binding
 from ckptd.client.buckets import Buckets
 from ckptd.client.capture import Capture
@@ -28,15 +25,17 @@ from ckptd.client.operators import Operator
 from ckptd.client.pace import Pace
 from ckptd.client.parking import Parking
 from ckptd.client.plan import Plan
+from ckptd.client.planner import Options
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
-from ckptd.client.provision import Options, Provision
+from ckptd.client.provision import Provision
+from ckptd.client.restless import RestlessBuffers
 from ckptd.client.rng import capture_rng
-from ckptd.client.scalars import Stateful, gather_groups, gather_state, grad_flags, python_state
+from ckptd.client.scalars import Stateful
 from ckptd.client.segment import MappedSegment
 from ckptd.client.sharing import Sharing
-from ckptd.client.stage_shapes import StageShapes, shapes_of
 from ckptd.client.stats import Stats
+from ckptd.client.step_scalars import StepScalars
 from ckptd.cuda.engine import CopyEngine, CpuEngine
 
 __all__ = ["Recorder"]
@@ -82,11 +81,8 @@ class Recorder:
             memory,
             engine,
         )
-        self._stateful, self._tape, self._stats, self._options = stateful, tape, stats, options
-        self._counter, self._precision, self._buckets = counter, precision, buckets
-        # Stages of a pipeline whose boundaries are logged: what they find out is kept, too.
-        self.stages: list[Any] = []
-        self.stage_shapes: Mapping[int, StageShapes] = {}  # from the life before
+        self._tape, self._stats, self._options = tape, stats, options
+        self.scalars = StepScalars(binding, stateful, tape, buckets)
         self._capture: Capture | None = None
         # Which snapshot of the schedule this is. One rank counts its clean boundaries; several ranks, which must be in the same
         # phase, take it from the number of the iteration (`ckptd.schedules.calendar`).
@@ -96,9 +92,7 @@ class Recorder:
         self._stepped = False
         self._pace = Pace()
         self._reported_at = 0.0
-        # Buffers that a forward changes cannot be copied beside it: found while measuring.
-        self._watched: list[_WatchedBuffer] = []
-        self._restless: set[str] = set()
+        self._restless = RestlessBuffers(binding)
         self._last = _Taken()
         self._chooser = CopyModeChooser() if options.inline_copy is None else None
         self._updates: dict[int, int] = {}
@@ -114,7 +108,7 @@ class Recorder:
             precision=precision,
             pace=self._pace,
             sharing=sharing,
-            scalars_sample=self._scalars_sample,
+            scalars_sample=lambda: self.scalars.sample(len(self._operators)),
             switched=self._switched,
         )
         self._changes = self._provision.changes
@@ -124,7 +118,7 @@ class Recorder:
     @property
     def restless(self) -> set[str]:
         """Names of the buffers that are known to change before the optimizer's step; it grows."""
-        return self._restless
+        return self._restless.names
 
     @property
     def plan(self) -> Plan | None:
@@ -195,15 +189,9 @@ class Recorder:
         """The optimizer is about to change what is being copied."""
         if self._capture is not None:
             self._settle(self._capture)
-        self._note_restless()
+        self._restless.look()
         if self._pace.steps and not self._stepped:
             self._pace.optimizer_begins(time.perf_counter())
-
-    def _note_restless(self) -> None:
-        if self._watched:
-            now = self._binding.buffers()
-            self._restless |= {w.name for w in self._watched if w.changed(now.get(w.name))}
-            self._watched = []
 
     def after_optimizer_step(self, optimizer: int) -> None:
         """Optimizer number ``optimizer`` has updated its parameters."""
@@ -274,7 +262,7 @@ class Recorder:
 
     def watch(self) -> None:
         """The top of a step without a snapshot: see which buffers change before the optimizer's step."""
-        self._watched = [_WatchedBuffer(n, b) for n, b in self._binding.buffers().items()]
+        self._restless.watch()
 
     # -- taking ----------------------------------------------------------------------------------
 
@@ -384,24 +372,9 @@ class Recorder:
         self._provision.missed(step, reason)
 
     def _scalars(self, plan: Plan) -> dict[str, Any]:
-        return {
-            "rng": capture_rng(),
-            "groups": gather_groups(self._binding),
-            "state": gather_state(self._stateful),
-            "python": python_state(self._binding),
-            "grads": grad_flags(self._binding),
-            "tape": [list(pair) for pair in self._tape.take()],
-            "buckets": self._buckets.layouts(),
-            "senders": self._buckets.senders(),
-            "phases": [list(p) for p in plan.schedule.phases],
-            "stride": 1 if self._changes is None else self._changes.calendar.stride,
-            "stages": self._stage_shapes(),
-        }
-
-    def _stage_shapes(self) -> dict[int, StageShapes | None]:
-        """Of each stage, as it has found out in this life, or in the one before."""
-        indices = {int(stage.stage_index): stage for stage in self.stages}
-        return {i: shapes_of(stage) or self.stage_shapes.get(i) for i, stage in indices.items()}
+        return self.scalars.gather(
+            plan, 1 if self._changes is None else self._changes.calendar.stride
+        )
 
     # -- getting ready ---------------------------------------------------------------------------
 
@@ -411,16 +384,6 @@ class Recorder:
         most_updates = max(self._updates.values(), default=0)
         ready = self._provision.prepare(step, stepped=self._stepped, most_updates=most_updates)
         return ready and self._capture is not None
-
-    def _scalars_sample(self) -> dict[str, Any]:
-        return {
-            "rng": [capture_rng()] * 2,
-            "groups": gather_groups(self._binding),
-            "state": gather_state(self._stateful),
-            "python": python_state(self._binding),
-            "buckets": [list(range(len(self._binding.params)))],
-            "phases": list(range(len(self._operators) * 2)),
-        }
 
     def _switched(self, other_plan: bool) -> None:
         """A further generation is in use."""
@@ -446,7 +409,7 @@ class Recorder:
             drain=session.flush,
             filled=self._was_filled,
             connected=lambda: session.connected,
-            restless=self._restless,
+            restless=self._restless.names,
         )
 
     # -- beside training -------------------------------------------------------------------------
@@ -491,18 +454,3 @@ class Recorder:
             self._reported_at = now
             self._stats.daemon_outages = self._memory.session.outages
             self._memory.session.report(step, self._stats.as_dict())
-
-
-class _WatchedBuffer:
-    """A buffer as it was at the top of a step.
-
-    Its version counter is not enough: batch norm's kernel updates the running statistics without counting them up.
-    """
-
-    def __init__(self, name: str, buffer: Tensor) -> None:
-        self.name, self._buffer, self._version = name, buffer, buffer._version
-        self._was = buffer.detach().clone()
-
-    def changed(self, now: Tensor | None) -> bool:
-        same = now is self._buffer and self._buffer._version == self._version
-        return not same or not torch.equal(self._was, self._buffer)

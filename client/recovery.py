@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -13,19 +13,17 @@ import torch
 from ckptd.client import values
 from ckptd.client.agreement import Exchange, all_or_none
 from ckptd.client.apart_start import ApartStart, begin_apart
-from ckptd.client.binding import Binding
 from ckptd.client.exchange import exchange
 from ckptd.client.freeze import Tape
 from ckptd.client.handing import Handing, arrange
-from ckptd.client.identity import Identity
+from ckptd.client.joint_start import recover_together
 from ckptd.client.memory import RankMemory
-from ckptd.client.operators import Operator
 from ckptd.client.plan import Plan, captured_once, plan_from_payload
 from ckptd.client.replay import Replay, ReplayMismatch
-from ckptd.client.scalars import Stateful
 from ckptd.client.sharing import Sharing
 from ckptd.client.signature import signature, signature_difference
 from ckptd.client.snapshot_image import SnapshotImage
+from ckptd.client.subject import Subject
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused
 from ckptd.memory.ring import NoSuffix, Suffix, find_suffix
@@ -85,32 +83,18 @@ class Recovery:
     """Makes replays of this rank's snapshots.
 
     Args:
-        freezing: ``drop`` or ``inputs``; falls back to ``drop`` where an earlier trainer left that hint.
-        freezing_reason: why, for ``describe()``.
+        subject: as it is built now. What several ranks have alike is given to all of them by a replay, whether or not they have
+            the same values now. Its freezing falls back to ``drop`` where an earlier trainer left that hint.
         on_mismatch: ``raise`` or ``warn``.
-        sharing: what several ranks have alike, whether or not they have the same values now: a replay gives them these.
-        operators: of this model, as it is built now.
     """
 
     def __init__(
-        self,
-        binding: Binding,
-        engine: CopyEngine,
-        *,
-        identity: Identity,
-        stateful: Mapping[str, Stateful],
-        tape: Tape,
-        freezing: str,
-        freezing_reason: str,
-        on_mismatch: str,
-        sharing: Sharing,
-        operators: Sequence[Operator],
+        self, subject: Subject, engine: CopyEngine, tape: Tape, *, on_mismatch: str
     ) -> None:
-        self._operators = operators
-        self._binding, self._engine, self._identity = binding, engine, identity
-        self._stateful, self._tape, self._on_mismatch = stateful, tape, on_mismatch
-        self.freezing, self.freezing_reason = freezing, freezing_reason
-        self._sharing = sharing
+        self._binding, self._engine, self._identity = subject.binding, engine, subject.identity
+        self._stateful, self._tape, self._on_mismatch = subject.stateful, tape, on_mismatch
+        self._operators, self._sharing = subject.operators, subject.sharing
+        self.freezing, self.freezing_reason = subject.freezing
 
     def find(self, memory: RankMemory) -> Resumption | None:
         """The newest state that every rank can be brought back to; None to start from the beginning. A collective call.
@@ -126,7 +110,9 @@ class Recovery:
         with all_or_none(meet, memory.session.node_id):
             memory.settle_filled(_SEAL_WAIT_S)
         apart = self._apart(memory, meet)
-        found = (apart.images, apart.plan.reason) if apart is not None else memory.recover(meet)
+        found = (
+            recover_together(memory, meet) if apart is None else (apart.images, apart.plan.reason)
+        )
         if isinstance(found, str):
             memory.forget_everything()
             return None

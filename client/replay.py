@@ -29,21 +29,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client import values
+from ckptd.client.activity import Activity
 from ckptd.client.binding import Binding, local
 from ckptd.client.comparing import describe, live_tensor, same_bits, scalar_differences
 from ckptd.client.freeze import BackwardLimiter, Tape
 from ckptd.client.handing import Handing, Piece
-from ckptd.client.host_bytes import DTYPES
 from ckptd.client.layout import Source
 from ckptd.client.operators import Operator
+from ckptd.client.optimizer_state import load_scalar_state, round_frozen_masters, state_tensor
 from ckptd.client.rng import restore_rng
-from ckptd.client.row_ranges import Rows, common, merge, rows_of_piece, rows_within
-from ckptd.client.scalars import (
-    Stateful,
-    apply_groups,
-    apply_packed,
-    zero_grads,
-)
+from ckptd.client.row_ranges import Rows, common, rows_of_piece, rows_within
+from ckptd.client.scalars import Stateful, apply_groups, zero_grads
 from ckptd.client.sharing import checksum
 from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.cuda.engine import CopyEngine, CopyItem
@@ -87,10 +83,9 @@ class Replay:
         self._images, self._stateful, self._tape = list(images), stateful, tape
         self.freezing, self.on_mismatch = freezing, on_mismatch
         self._position = 0
-        self._active = 0
-        self._frozen_rows: Rows = {}
+        self._activity = Activity(binding, operators)
         self._known_scalars: dict[int, dict[str, Any]] = {}
-        self._limiter = BackwardLimiter(self._split_params)
+        self._limiter = BackwardLimiter(self._activity.split_params)
         self._first_forward_done = False
         self.compared = 0
         self.mismatches: list[str] = []
@@ -183,7 +178,7 @@ class Replay:
         if self.dense:
             return
         for name, held in self._binding.named_held():
-            if self._is_frozen(name):
+            if self._activity.is_frozen(name):
                 held.grad = None
 
     def after_optimizer_step(self, optimizer: int) -> None:
@@ -197,7 +192,7 @@ class Replay:
         owner = self._binding.owner
         frozen = {
             n: rows
-            for n, rows in self._frozen_rows.items()
+            for n, rows in self._activity.frozen_rows.items()
             if n in owner and owner[n][0] == optimizer
         }
         items = [
@@ -207,16 +202,17 @@ class Replay:
             for piece, live in self._targets(image, source, entry, {}, frozen, set(), False)
         ]
         self._engine.restore(items, image.memory, image.base)
-        everything = (1 << len(self._operators)) - 1
         owned = frozenset(n for n in owner if owner[n][0] == optimizer)
         # Only what it updates: an optimizer of this rank's own may step when those of other ranks do not.
         stepped = frozenset(
             i for i, op in enumerate(self._operators) if any(m.param in owned for m in op.members)
         )
         self._handing.hand(
-            lambda of: self._to_hand(image, of, 0, everything, owned), self._take, among=stepped
+            lambda of: self._to_hand(image, of, 0, self._activity.everything, owned),
+            self._take,
+            among=stepped,
         )
-        self._frozen_masters()
+        round_frozen_masters(self._binding, self._activity.frozen_rows)
 
     def advance(self) -> None:
         """The top of the next step: compare, load, activate. After the last snapshot the state is dense.
@@ -256,30 +252,28 @@ class Replay:
 
     def _load(self, image: SnapshotImage, scalars: dict[str, Any], *, everything: bool) -> None:
         """Load anchors of operators not yet active, compute weights of those still frozen."""
-        anchors = image.view.anchors
-        fresh = anchors & ~self._active
-        wanted = self._rows_of(fresh)
+        activity = self._activity
+        fresh = activity.activate(image.view.anchors)
+        wanted = activity.rows_of(fresh)
         if everything:
-            wanted.update(self._never_frozen())
-        self._active |= anchors
-        self._note_frozen()
+            wanted.update(activity.never_frozen())
         absent = set(scalars["absent"])
         items = [
             self._item(image, piece, source, entry, live)
             for source, entry in image.sources()
             for piece, live in self._targets(
-                image, source, entry, wanted, self._frozen_rows, absent, everything
+                image, source, entry, wanted, activity.frozen_rows, absent, everything
             )
         ]
         self._engine.restore(items, image.memory, image.base)
         self.bytes_loaded += sum(i.nbytes for i in items)
         absent |= self._handing.hand(
-            lambda of: self._to_hand(image, of, fresh, ~self._active, None), self._take
+            lambda of: self._to_hand(image, of, fresh, ~activity.active, None), self._take
         )
-        self._frozen_masters()
+        round_frozen_masters(self._binding, self._activity.frozen_rows)
         kept = self._binding.owner.keys() - self._binding.elsewhere
         names = [n for n in wanted if n in kept and n not in absent]
-        self._scalar_state(image, scalars, names)
+        load_scalar_state(self._binding, image, scalars, names)
         zero_grads(self._binding, scalars["grads"], wanted)
 
     def _to_hand(
@@ -292,12 +286,12 @@ class Replay:
     ) -> tuple[list[Piece], set[str]]:
         """What an image holds of some operators, for the ranks that have them too: of ``fresh`` ones anchors, of ``frozen`` ones
         compute weights (bitmaps over operators); and which parameters have no optimizer state."""
-        mask = sum(1 << i for i in operators)
-        wanted, also = self._rows_of(fresh & mask), self._rows_of(frozen & mask & ~fresh)
+        mask, rows_of = sum(1 << i for i in operators), self._activity.rows_of
+        wanted, also = rows_of(fresh & mask), rows_of(frozen & mask & ~fresh)
         if only is not None:
             also = {name: rows for name, rows in also.items() if name in only}
         # What of a parameter is frozen by its own operators only; the other rows are not ours to hand over.
-        also = {n: common(rows, self._frozen_rows.get(n, [])) for n, rows in also.items()}
+        also = {n: common(rows, self._activity.frozen_rows.get(n, [])) for n, rows in also.items()}
         absent: list[str] = [] if only is not None else self._absent_of(image)
         pieces: list[Piece] = []
         for source, entry in image.sources():
@@ -321,7 +315,7 @@ class Replay:
         """Put what another rank has recorded into the live tensors."""
         binding = self._binding
         if piece.kind == "optim":
-            live = self._state_tensor(piece, data)
+            live = state_tensor(binding, piece, data)
         else:
             live = (binding.params if piece.kind == "param" else binding.masters)[piece.name]
         with torch.no_grad():
@@ -351,7 +345,7 @@ class Replay:
             return [(p, binding.masters[source.name]) for p in pieces]
         if source.kind == "optim" and source.name not in absent:
             pieces = self._pieces(source, wanted, {})
-            return [(p, self._state_tensor(source, image.tensor(entry))) for p in pieces]
+            return [(p, state_tensor(binding, source, image.tensor(entry))) for p in pieces]
         return []
 
     def _item(
@@ -368,7 +362,7 @@ class Replay:
 
     def _pieces(self, source: Source, wanted: Rows, also: Rows) -> list[Source]:
         """The parts of an entry that cover wanted rows."""
-        total = self._num_rows(source.name)
+        total = self._binding.num_rows(source.name)
         low, high = source.range(total)
         pieces = []
         for a, b in (*wanted.get(source.name, ()), *also.get(source.name, ())):
@@ -380,113 +374,15 @@ class Replay:
                 pieces.append(replace(source, start=rows[0], stop=rows[1]))
         return pieces
 
-    def _state_tensor(self, source: Source, recorded: Tensor) -> Tensor:
-        """The live optimizer state tensor for a recorded one, created (zero) where it does not exist yet."""
-        binding = self._binding
-        held = binding.held(source.name)
-        state = binding.keeper(source.name).state[held]
-        if not isinstance(state.get(source.key), Tensor):
-            # All rows of a whole tensor are about to be loaded: zeros would be written for nothing.
-            if source.start is not None:
-                state[source.key] = torch.zeros_like(
-                    held, dtype=recorded.dtype, requires_grad=False
-                )
-            elif recorded.shape == local(held).shape:
-                state[source.key] = torch.empty_like(
-                    held, dtype=recorded.dtype, requires_grad=False
-                )
-            else:
-                state[source.key] = torch.empty_like(recorded, device=held.device)
-        found: Tensor = state[source.key]
-        return found
-
-    def _scalar_state(
-        self, image: SnapshotImage, scalars: dict[str, Any], names: Sequence[str]
-    ) -> None:
-        """0-dimensional and plain state of newly activated parameters; the key order is the optimizer's own."""
-        binding = self._binding
-        layout = image.state_layout()
-        packed = {
-            s.dtype: image.tensor(entry) for s, entry in image.sources() if s.kind == "packed"
-        }
-        for name in names:
-            held = binding.held(name)
-            keeper = binding.keeper(name)
-            state = keeper.state[held]
-            for key, (dtype, on_host) in layout["scalars"].get(name, {}).items():
-                if not isinstance(state.get(key), Tensor):
-                    state[key] = torch.zeros(
-                        (), dtype=DTYPES[dtype], device="cpu" if on_host else held.device
-                    )
-            for key, value in scalars["python"].get(name, {}).items():
-                state[key] = value
-            ordered = {k: state[k] for k in layout["keys"].get(name, ()) if k in state}
-            ordered.update({k: v for k, v in state.items() if k not in ordered})
-            keeper.state[held] = ordered
-        apply_packed(binding, packed, names, layout["packed"])
-
-    def _frozen_masters(self) -> None:
-        """A frozen master holds the rounded weight: the user's own copy-back then leaves the weight as recorded."""
-        with torch.no_grad():
-            for name, ranges in self._frozen_rows.items():
-                if name in self._binding.masters and name not in self._binding.elsewhere:
-                    master, param = (
-                        local(self._binding.masters[name]),
-                        local(self._binding.params[name]),
-                    )
-                    for a, b in ranges:
-                        rows = slice(a, b) if param.ndim else slice(None)
-                        (master[rows] if param.ndim else master).copy_(
-                            param[rows] if param.ndim else param
-                        )
-
-    # -- which rows are frozen -------------------------------------------------------------------
-
-    def _num_rows(self, name: str) -> int:
-        return self._binding.num_rows(name)
-
-    def _rows_of(self, mask: int) -> Rows:
-        rows: Rows = {}
-        for i, op in enumerate(self._operators):
-            if mask >> i & 1:
-                for m in op.members:
-                    rows.setdefault(m.param, []).append(m.range(self._num_rows(m.param)))
-        return {name: merge(ranges) for name, ranges in rows.items()}
-
-    def _note_frozen(self) -> None:
-        everything = (1 << len(self._operators)) - 1
-        self._frozen_rows = self._rows_of(everything & ~self._active)
-        for name in self._binding.elsewhere:
-            self._frozen_rows[name] = [(0, self._num_rows(name))]
-        for name in self._never_frozen():
-            self._frozen_rows.pop(name, None)
-
-    def _never_frozen(self) -> Rows:
-        """What every snapshot anchors, whatever operators it names (see ``Binding.inseparable``)."""
-        return {n: [(0, self._num_rows(n))] for n in self._binding.inseparable}
-
-    def _is_frozen(self, name: str) -> bool:
-        """Whether all of this parameter is frozen (partly frozen fused tensors are stepped and overwritten)."""
-        ranges = self._frozen_rows.get(name, [])
-        return ranges == [(0, self._num_rows(name))]
-
-    def _split_params(self) -> tuple[list[Tensor], list[Tensor]]:
-        active: list[Tensor] = []
-        frozen: list[Tensor] = []
-        for name, param in self._binding.params.items():
-            if param.requires_grad and param.is_leaf:
-                (frozen if self._is_frozen(name) else active).append(param)
-        return active, frozen
-
     # -- comparing -------------------------------------------------------------------------------
 
     def _compare(self, image: SnapshotImage, scalars: dict[str, Any]) -> list[str]:
         found = []
         active_rows = {
             name: rows
-            for name, rows in self._rows_of(self._active).items()
+            for name, rows in self._activity.rows_of(self._activity.active).items()
             if name not in self._binding.elsewhere
-        } | self._never_frozen()
+        } | self._activity.never_frozen()
         for source, entry in image.sources():
             live = live_tensor(self._binding, source)
             if live is None or source.kind == "packed":
@@ -501,7 +397,7 @@ class Replay:
         return found
 
     def _checksum(self, operators: frozenset[int]) -> str:
-        names = self._rows_of(sum(1 << i for i in operators))
+        names = self._activity.rows_of(sum(1 << i for i in operators))
         return checksum(self._binding, [n for n in self._binding.params if n in names])
 
     def _report(self, found: list[str], iteration: int) -> None:

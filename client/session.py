@@ -1,24 +1,23 @@
 """The trainer's conversation with its daemon, on threads of its own; training never waits for it.
 
-Two lanes, so that a daemon that hangs holds up nothing but the conversation: the *link* owns the connection and may wait for
-an answer; the *desk* finishes snapshots (and seals them while the daemon is away) and never waits for anybody.
+Two lanes, so that a daemon that hangs holds up nothing but the conversation: that of the *link* (``Link``), which owns the connection and
+may wait for an answer; the *desk* finishes snapshots (and seals them while the daemon is away) and never waits for anybody.
 
-States: connected; lost (the daemon does not answer: snapshots go on, sealed here, while the thread keeps trying);
-closed. All traffic after the attach is one-way from the training thread's point of view.
+While the daemon does not answer snapshots go on, sealed here, and the link keeps trying. All traffic after the attach is one-way from the training thread's point of view.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from ckptd.client.lanes import LOOK_S, Lane
+from ckptd.client.link import ANSWER_S, FAILURES, Link
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.transport.messages import (
     Attach,
@@ -32,7 +31,6 @@ from ckptd.transport.messages import (
     FetchState,
     Filled,
     GetFetch,
-    Hello,
     Join,
     NodeCard,
     Notice,
@@ -50,20 +48,15 @@ from ckptd.transport.messages import (
     TellElastic,
     Welcome,
 )
-from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
+from ckptd.transport.wire import RequestTimeout, WireError
 
 __all__ = ["Session"]
 
 logger = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
 
-_PING_S = 1.0
-_ANSWER_S = 5.0
-_RANK_PATIENCE_S = 5.0
 _RESERVE_WAIT_S = 2.0
 _RESERVE_LIMIT_S = 600.0
 _STORE_S = 900.0
-_FAILURES = (RequestTimeout, WireError, DaemonUnavailable, OSError)
 
 
 class Session:
@@ -90,18 +83,22 @@ class Session:
         held: Callable[[], tuple[int, ...]],
         timeout_s: float = 30.0,
     ) -> None:
-        self._find_endpoint, self._attach, self._version = find_endpoint, attach, version
-        self._while_lost, self._held = while_lost, held
-        self._client: ControlClient | None = None
+        self._attach, self._while_lost = attach, while_lost
         self._closed = threading.Event()
-        self._link = Lane("ckptd-link", self._look_for_daemon, self._link_failed, self._closed)
+        self.link = Link(
+            find_endpoint,
+            attach,
+            version=version,
+            held=held,
+            follows=self,
+            closed=self._closed,
+        )
+        self._lane = self.link.lane
         self._desk = Lane("ckptd-desk", self._look_at_slots, lambda error: None, self._closed)
-        self._next_ping = self._next_try = self._next_look = 0.0
+        self._next_look = 0.0
         self._reserving: tuple[Reserve, Future[SegmentInfo]] | None = None
         self._joined: Join | None = None
         self._join_again = False
-        self.connected = False
-        self.outages = 0
         self.node_id = self.segment_dir = ""
         self.card = NodeCard("nobody")
         self.slack, self.persists = 0, False
@@ -112,9 +109,19 @@ class Session:
         self.on_park: Callable[[int], None] | None = None
         self._park_asked = 0
         self.quota_bytes = self.available_bytes = 0
-        self._open_within(timeout_s)
-        self._link.start()
+        self.link.open_within(timeout_s)
+        self._lane.start()
         self._desk.start()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the daemon answers."""
+        return self.link.connected
+
+    @property
+    def outages(self) -> int:
+        """How often it was lost."""
+        return self.link.outages
 
     # -- called from any thread ------------------------------------------------------------------
 
@@ -124,26 +131,26 @@ class Session:
 
     def filled(self, generation: int, slot: int, iteration: int) -> None:
         """Tell the daemon that a slot waits to be sealed."""
-        self._link.submit(lambda: self._send(Filled(generation, slot, iteration)))
+        self._lane.submit(lambda: self.link.send(Filled(generation, slot, iteration)))
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
-        self._link.submit(lambda: self._send(Report(step, metrics)))
+        self._lane.submit(lambda: self.link.send(Report(step, metrics)))
 
     def notice(self, level: str, kind: str, message: str) -> None:
-        self._link.submit(lambda: self._send(Notice(level, kind, message[:4000])))
+        self._lane.submit(lambda: self.link.send(Notice(level, kind, message[:4000])))
 
     def tell(self, level: str, kind: str, message: str, timeout_s: float) -> bool:
         """As `notice`, and wait until the daemon has it, as before the end of this process; whether it has."""
 
         def say() -> None:
-            self._send(Notice(level, kind, message[:4000]))
-            self._request(
+            self.link.send(Notice(level, kind, message[:4000]))
+            self.link.request(
                 Ping(), Pong, timeout_s
             )  # answered in order: then it has read what came before
 
         try:
-            self._link.call(say, timeout_s)
-        except (AttachRefused, TimeoutError, *_FAILURES) as error:
+            self._lane.call(say, timeout_s)
+        except (AttachRefused, TimeoutError, *FAILURES) as error:
             logger.info("the daemon may not have heard of %s: %s", kind, error)
             return False
         return True
@@ -151,18 +158,18 @@ class Session:
     def park_outcome(self, number: int, iteration: int, reason: str) -> None:
         """Answer a request to park."""
         outcome = ParkOutcome(number, iteration, reason[:4000])
-        self._link.submit(lambda: self._send(outcome))
+        self._lane.submit(lambda: self.link.send(outcome))
 
     def tell_elastic(self, elastic: Elastic) -> None:
         """Tell the daemon what this elastic job has placed where, for `ckptctl elastic`; one that is away is not told."""
 
         def say() -> None:
             try:
-                self._send(TellElastic(elastic))
+                self.link.send(TellElastic(elastic))
             except WireError as error:  # too large: no reason to take the daemon for lost
                 logger.warning("the daemon was not told of the placement: %s", error)
 
-        self._link.submit(say)
+        self._lane.submit(say)
 
     @property
     def reserving(self) -> bool:
@@ -185,7 +192,7 @@ class Session:
         patience_s = 0.0
         if self._reserving is None:
             patience_s = _RESERVE_WAIT_S if patient else 0.0
-            self._reserving = wanted, self._link.begin(lambda: self._ask_for_memory(wanted))
+            self._reserving = wanted, self._lane.begin(lambda: self._ask_for_memory(wanted))
         asked, future = self._reserving
         try:
             found = future.result(patience_s)
@@ -211,7 +218,7 @@ class Session:
             DaemonUnavailable: not even the question can be asked.
         """
         wanted = ReserveBeside(slot_bytes, num_slots, descriptor)
-        return self._link.begin(lambda: self._ask_for_memory(wanted))
+        return self._lane.begin(lambda: self._ask_for_memory(wanted))
 
     def see_run(
         self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False
@@ -224,8 +231,8 @@ class Session:
             DaemonUnavailable: the daemon is away.
         """
         # A store may take its time; the daemon gives up on it by itself.
-        patience_s = _STORE_S if storage else 2 * _ANSWER_S
-        return self._ask_now(SeeRun(job, run, known, storage), RunSeen, "see run", patience_s)
+        patience_s = _STORE_S if storage else 2 * ANSWER_S
+        return self.link.ask(SeeRun(job, run, known, storage), RunSeen, "see run", patience_s)
 
     def join(self, message: Join) -> None:
         """Tell the daemon who takes part in the run, now and after each of its restarts.
@@ -237,7 +244,7 @@ class Session:
         """
         self._joined = message
         try:
-            self._link.call(self._join, 2 * _ANSWER_S)
+            self._lane.call(self._join, 2 * ANSWER_S)
         except (DaemonUnavailable, TimeoutError) as error:  # the link is busy
             self._join_later(error)
 
@@ -249,7 +256,7 @@ class Session:
             DaemonUnavailable: the daemon is away.
         """
         wanted = Fetch(pieces, cards)
-        return self._ask_now(wanted, Reserved, "fetch", _RESERVE_LIMIT_S).segment
+        return self.link.ask(wanted, Reserved, "fetch", _RESERVE_LIMIT_S).segment
 
     def fetch_for_reading(
         self, rank: int, kind: str, pieces: tuple[FetchPiece, ...], cards: tuple[NodeCard, ...] = ()
@@ -263,7 +270,7 @@ class Session:
             DaemonUnavailable: not even the question can be asked.
         """
         wanted = Fetch(pieces, cards, kind, rank)
-        return self._link.begin(lambda: self._ask_for_memory(wanted))
+        return self._lane.begin(lambda: self._ask_for_memory(wanted))
 
     @property
     def run(self) -> tuple[str, str]:
@@ -277,18 +284,18 @@ class Session:
             AttachRefused: the daemon knows nothing of it (it was restarted).
             DaemonUnavailable: the daemon is away.
         """
-        return self._ask_now(GetFetch(generation), FetchState, "fetch")
+        return self.link.ask(GetFetch(generation), FetchState, "fetch")
 
     def drop(self, generation: int) -> None:
         """Tell the daemon that a generation is no longer needed."""
 
         def ask() -> None:
             try:
-                self._request(Drop(generation), Done, _ANSWER_S)
-            except (AttachRefused, *_FAILURES) as error:
+                self.link.request(Drop(generation), Done, ANSWER_S)
+            except (AttachRefused, *FAILURES) as error:
                 logger.warning("generation %d was not dropped: %s", generation, error)
 
-        self._link.submit(ask)
+        self._lane.submit(ask)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything submitted so far is done; False if that takes longer."""
@@ -306,16 +313,16 @@ class Session:
         def last() -> None:
             self._closed.set()  # first: no ping after the detach may take us for lost
             if self.connected:
-                self._request(Detach(final), Done, _ANSWER_S)
+                self.link.request(Detach(final), Done, ANSWER_S)
 
         try:
-            self.flush(_ANSWER_S)
-            self._link.call(last, 15)
-        except (AttachRefused, TimeoutError, *_FAILURES) as error:
+            self.flush(ANSWER_S)
+            self._lane.call(last, 15)
+        except (AttachRefused, TimeoutError, *FAILURES) as error:
             logger.warning("detaching from the daemon: %s", error)
         self._closed.set()
-        self._link.join(_ANSWER_S)
-        self._desk.join(_ANSWER_S)
+        self._lane.join(ANSWER_S)
+        self._desk.join(ANSWER_S)
 
     # -- at the desk -----------------------------------------------------------------------------
 
@@ -327,60 +334,30 @@ class Session:
 
     # -- on the link -----------------------------------------------------------------------------
 
-    def _look_for_daemon(self) -> None:
-        now = time.monotonic()
-        if self._closed.is_set():
-            if self._client is not None:
-                self._client.close()
-                self._client = None
-        elif self.connected and now >= self._next_ping:
-            self._next_ping = now + _PING_S
-            self._ping()
-        elif not self.connected and now >= self._next_try:
-            self._next_try = now + LOOK_S
-            self._try_again()
-
-    def _link_failed(self, error: Exception) -> None:
-        if isinstance(error, _FAILURES):
-            self._lose(str(error))
-
     def _ask_for_memory(self, wanted: Reserve | ReserveBeside | Fetch) -> SegmentInfo:
         try:
-            reply = self._request(wanted, Reserved, _RESERVE_LIMIT_S, alive_s=_ANSWER_S)
+            reply = self.link.request(wanted, Reserved, _RESERVE_LIMIT_S, alive_s=ANSWER_S)
         except (RequestTimeout, WireError, OSError) as error:
-            self._lose(str(error))
+            self.link.lose(str(error))
             raise DaemonUnavailable(str(error), operation="reserve") from error
         return reply.segment
-
-    def _ask_now(
-        self, message: Any, answer: type[Answer], operation: str, timeout_s: float = _ANSWER_S
-    ) -> Answer:
-        """Ask on the link and wait here for the answer."""
-
-        def ask() -> Answer:
-            return self._request(message, answer, timeout_s, alive_s=_ANSWER_S)
-
-        try:
-            return self._link.call(ask, timeout_s + _ANSWER_S)
-        except (RequestTimeout, WireError, OSError, TimeoutError) as error:
-            raise DaemonUnavailable(str(error), operation=operation) from error
 
     def _join(self) -> None:
         """Raises AttachRefused if it never will be welcome; anything else is tried again."""
         if self._joined is None:
             return
         try:
-            self._request(self._joined, Done, _ANSWER_S)
+            self.link.request(self._joined, Done, ANSWER_S)
             self._join_again = False
         except AttachRefused as error:
             if error.code == RefusalCode.STALE_EPOCH:
                 self._joined, self._join_again = None, False
                 text = f"snapshots are not replicated: {error}"
                 logger.error("%s", text)
-                self._send(Notice("error", str(RefusalCode.STALE_EPOCH), text[:4000]))
+                self.link.send(Notice("error", str(RefusalCode.STALE_EPOCH), text[:4000]))
                 raise
             self._join_later(error)
-        except _FAILURES as error:
+        except FAILURES as error:
             self._join_later(error)
 
     def _join_later(self, error: Exception) -> None:
@@ -392,48 +369,25 @@ class Session:
         with contextlib.suppress(AttachRefused):  # logged there
             self._join()
 
-    def _send(self, message: Filled | Report | Notice | ParkOutcome | TellElastic) -> None:
-        if self.connected and self._client is not None and not self._client.send(message):
-            self._lose("it takes no messages")
+    def opened(self, welcome: Welcome, attached: Attached) -> None:
+        """What the daemon says when it is attached to; to be called by the link."""
+        self.node_id, self.segment_dir = welcome.node_id, welcome.segment_dir
+        self.card = welcome.card or NodeCard(welcome.node_id)
+        self.slack, self.persists = attached.replication_slack, attached.persists
+        self.segments, self.logs = attached.segments, attached.logs
+        self.parked, self._park_asked = attached.parked, 0
+        self.quota_bytes, self.available_bytes = attached.quota_bytes, attached.available_bytes
 
-    def _request(
-        self,
-        message: Any,
-        answer: type[Answer],
-        timeout_s: float,
-        *,
-        alive_s: float | None = None,
-    ) -> Answer:
-        """Raises, besides what its callers tell, WireError if the daemon answers something else (it may be of another version)."""
-        if self._client is None or not self.connected:
-            raise DaemonUnavailable("request", hint="the daemon is away; it is being looked for")
-        try:
-            found = self._client.request(message, timeout_s=timeout_s, alive_s=alive_s)
-        except RefusedError as error:
-            if error.code == RefusalCode.NO_SESSION:
-                # Restarted since our last look: for who asks, that is as if it were away for a moment.
-                self._lose("it was restarted")
-                raise DaemonUnavailable(
-                    "it was restarted and is being attached to again", operation="request"
-                ) from error
-            raise AttachRefused(error.code, error.message, error.hint) from error
-        if not isinstance(found, answer):
-            what = f"{type(message).__name__} was answered with {type(found).__name__}"
-            raise WireError("unexpected", what)
-        return found
+    def back(self) -> None:
+        """The daemon was away, and is there again; to be called by the link."""
+        logger.warning("ckptd is back (node %s)", self.node_id)
+        self._rejoin()
 
-    def _ping(self) -> None:
-        try:
-            pong = self._request(Ping(), Pong, _ANSWER_S)
-        except (AttachRefused, *_FAILURES) as error:
-            self._lose(str(error))
-            return
-        if not pong.attached:
-            self._lose("it was restarted")
-        else:
-            if self._join_again:
-                self._rejoin()
-            self._heed(pong.park)
+    def answered(self, pong: Pong) -> None:
+        """The daemon is there; to be called by the link."""
+        if self._join_again:
+            self._rejoin()
+        self._heed(pong.park)
 
     def _heed(self, number: int) -> None:
         """Somebody asks this trainer to park (0: nobody does); asked again with each ping until it has answered."""
@@ -442,81 +396,6 @@ class Session:
         self._park_asked = number
         if self.on_park is None:
             why = "this trainer does not park: pass park=True, or log boundaries"
-            self._send(ParkOutcome(number, -1, why))
+            self.link.send(ParkOutcome(number, -1, why))
         else:
             self.on_park(number)
-
-    def _lose(self, why: str) -> None:
-        if not self.connected:
-            return
-        self.connected = False
-        self.outages += 1
-        logger.warning("ckptd is away (%s): training and snapshots go on; looking for it", why)
-
-    def _try_again(self) -> None:
-        try:
-            self._open()
-        except (AttachRefused, *_FAILURES) as error:
-            logger.debug("still no daemon: %s", error)
-            return
-        logger.warning("ckptd is back (node %s)", self.node_id)
-        self._rejoin()
-
-    def _open_within(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        patient_until = time.monotonic() + min(timeout_s, _RANK_PATIENCE_S)
-        while True:
-            try:
-                self._open()
-                return
-            except AttachRefused as error:
-                # A killed trainer owns its rank until the kernel is done with it: restarts are quicker than that.
-                if error.code != RefusalCode.RANK_TAKEN or time.monotonic() >= patient_until:
-                    raise
-            except _FAILURES as error:
-                other_version = isinstance(error, WireError) and error.code == "protocol"
-                if time.monotonic() >= deadline or other_version:
-                    if isinstance(error, DaemonUnavailable):
-                        raise
-                    raise DaemonUnavailable(
-                        f"attach: {error}",
-                        hint="start one with `ckptd run`, or pass daemon='auto'; `ckptctl doctor` looks for causes",
-                    ) from error
-            time.sleep(0.2)
-
-    def _open(self) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
-        client = ControlClient(self._find_endpoint(), timeout_s=_ANSWER_S)
-        try:
-            welcome = client.ask(Hello(self._version, os.getpid()), Welcome)
-            attached = client.ask(_with_held(self._attach, self._held()), Attached)
-        except RefusedError as error:
-            client.close()
-            raise AttachRefused(error.code, error.message, error.hint) from error
-        except BaseException:
-            client.close()
-            raise
-        self._client, self.node_id = client, welcome.node_id
-        self.segment_dir = welcome.segment_dir
-        self.card = welcome.card or NodeCard(welcome.node_id)
-        self.slack, self.persists = attached.replication_slack, attached.persists
-        self.segments, self.logs = attached.segments, attached.logs
-        self.parked, self._park_asked = attached.parked, 0
-        self.quota_bytes, self.available_bytes = attached.quota_bytes, attached.available_bytes
-        self.connected = True
-
-
-def _with_held(attach: Attach, held: tuple[int, ...]) -> Attach:
-    return Attach(
-        attach.job,
-        attach.run,
-        attach.rank,
-        attach.world_size,
-        attach.topology,
-        attach.layout_version,
-        attach.needed_bytes,
-        attach.needed_text,
-        held,
-    )

@@ -21,6 +21,7 @@ from ckptd.storage.names import (
     ObjectName,
     PinName,
     RunName,
+    WorldName,
     parse,
     run_prefix,
 )
@@ -168,7 +169,7 @@ class _Found:
             self.pins.append(name)
         elif isinstance(name, RunName):
             self.identity = info
-        else:
+        elif not isinstance(name, WorldName):  # of other runs' names, and of no checkpoint
             self.foreign.append(info.key)
 
 

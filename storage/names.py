@@ -18,21 +18,27 @@ __all__ = [
     "MAX_ITERATION",
     "MAX_RANKS",
     "MAX_SEQUENCE",
+    "MAX_WORLD",
     "CheckpointId",
     "ManifestName",
     "ObjectName",
     "PinName",
     "RunName",
     "StoredName",
+    "WorldName",
     "check_name",
     "parse",
+    "run_of_world",
     "run_prefix",
+    "world_of_run",
+    "worlds_prefix",
 ]
 
 MAX_ITERATION = 10**12 - 1
 MAX_EPOCH = 2**32 - 1
 MAX_SEQUENCE = 2**63 - 1
 MAX_RANKS = 99_999
+MAX_WORLD = 10**12 - 1
 
 _LABEL = r"[A-Za-z0-9._-]{1,64}"
 _OURS = rf"(?!\.{{1,2}}/|{re.escape(RESERVED)})({_LABEL})"  # not a path, nor a store's own
@@ -52,6 +58,8 @@ _MANIFEST = re.compile(
 )
 _PIN = re.compile(rf"{_OURS}/{_OURS}/pins/([0-9]{{12}})\.({_COUNT})\.({_HASH})")
 _RUN = re.compile(rf"{_OURS}/{_OURS}/run\.json")
+_WORLD = re.compile(rf"{_OURS}/{_OURS}/worlds/([0-9]{{12}})")
+_WORLD_RUN = re.compile(rf"({_LABEL})\.w([0-9]{{1,12}})")
 
 
 class CheckpointId(NamedTuple):
@@ -152,7 +160,21 @@ class PinName(NamedTuple):
         return f"{prefix}pins/{self.end:012d}.{self.epoch}.{self.agreement}"
 
 
-StoredName = RunName | ObjectName | ManifestName | PinName
+class WorldName(NamedTuple):
+    """The mark of a world of an elastic run: that `run_of_world` of it is one, and not a run that happens to be called so."""
+
+    job: str
+    run: str
+    world: int
+
+    @property
+    def key(self) -> str:
+        """Where it lies; ValueError if a fact is out of its range."""
+        _check_range("world", self.world, MAX_WORLD)
+        return f"{worlds_prefix(self.job, self.run)}{self.world:012d}"
+
+
+StoredName = RunName | ObjectName | ManifestName | PinName | WorldName
 
 
 def parse(key: str) -> StoredName | None:
@@ -161,12 +183,32 @@ def parse(key: str) -> StoredName | None:
         return _object(key)
     if key.endswith("/run.json"):
         return _run(key)
-    return _manifest(key) if key.endswith(".json") else _pin(key)
+    if key.endswith(".json"):
+        return _manifest(key)
+    return _pin(key) or _world(key)
 
 
 def run_prefix(job: str, run: str) -> str:
     """Below which everything of a run lies; ValueError if one of them is no name."""
     return f"{check_name(job, 'job')}/{check_name(run, 'run')}/"
+
+
+def worlds_prefix(job: str, run: str) -> str:
+    """Below which the marks of an elastic run's worlds lie."""
+    return f"{run_prefix(job, run)}worlds/"
+
+
+def run_of_world(run: str, world: int) -> str:
+    """The run under which the ranks of a world of an elastic run are attached, and stored."""
+    return f"{run}.w{world}"
+
+
+def world_of_run(name: str) -> tuple[str, int] | None:
+    """The elastic run and the number of the world, if this may be the name of one."""
+    found = _WORLD_RUN.fullmatch(name)
+    if found is None or run_of_world(found[1], int(found[2])) != name:
+        return None
+    return found[1], int(found[2])
 
 
 def check_name(name: str, what: str) -> str:
@@ -222,6 +264,11 @@ def _pin(key: str) -> PinName | None:
 def _run(key: str) -> RunName | None:
     found = _RUN.fullmatch(key)
     return None if found is None else RunName(found[1], found[2])
+
+
+def _world(key: str) -> WorldName | None:
+    found = _WORLD.fullmatch(key)
+    return None if found is None else WorldName(found[1], found[2], int(found[3]))
 
 
 def _check_range(what: str, value: int, most: int, *, least: int = 0) -> None:

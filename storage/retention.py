@@ -34,6 +34,7 @@ __all__ = [
     "choose_checkpoints",
     "plan_retention",
     "run_of",
+    "wanted_by",
 ]
 
 
@@ -122,7 +123,7 @@ def choose_checkpoints(
     committed = catalog.committed
     settled = [c for c in committed if now_ns - c.modified_ns >= policy.settle_ns]
     anchor = next((c for c in settled if c.id in verified), None)
-    wanted = _wanted(committed, policy, now_ns)
+    wanted = wanted_by(policy, committed, now_ns, last=policy.keep_last)
     kept: dict[CheckpointId, str] = {}
     doomed: dict[CheckpointId, str] = {}
     for checkpoint in catalog.checkpoints:
@@ -229,14 +230,19 @@ def _committed_ns(run: Catalog) -> int:
     return -1 if run.newest is None else run.newest.modified_ns
 
 
-def _wanted(
-    committed: Iterable[StoredCheckpoint], policy: RetentionPolicy, now_ns: int
+def wanted_by(
+    policy: RetentionPolicy, committed: Iterable[StoredCheckpoint], now_ns: int, *, last: int
 ) -> dict[CheckpointId, str]:
-    """The committed checkpoints that the policy names."""
+    """The committed checkpoints that the policy names.
+
+    Args:
+        committed: newest first.
+        last: how many of the newest stay because they are.
+    """
     wanted: dict[CheckpointId, str] = {}
     firsts: dict[int, CheckpointId] = {}
     for number, checkpoint in enumerate(committed):
-        if number < policy.keep_last:
+        if number < last:
             wanted[checkpoint.id] = f"one of the last {policy.keep_last}"
         elif now_ns - checkpoint.modified_ns < policy.keep_younger_than_ns:
             wanted[checkpoint.id] = "young"

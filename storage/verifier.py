@@ -13,7 +13,7 @@ from ckptd.storage.catalog import Catalog, CheckpointState, StoredCheckpoint
 from ckptd.storage.checkpoint_check import Checker
 from ckptd.storage.findings import Finding, Progress, Report, Severity, is_whole
 from ckptd.storage.manifest import ManifestError
-from ckptd.storage.names import CheckpointId, RunName, parse
+from ckptd.storage.names import CheckpointId, RunName, WorldName, parse
 from ckptd.storage.objects import ObjectStore, TooLarge
 from ckptd.storage.reader import MapFunction, read_catalog, read_identity
 
@@ -78,7 +78,7 @@ def verify_store(
         name = parse(info.key)
         if name is None:
             foreign.append(info.key)
-        else:
+        elif not isinstance(name, WorldName):  # what it names is a run of its own
             runs.add((name.job, name.run))
     outside = [key for key in foreign if tuple(key.split("/")[:2]) not in runs]
     reports = [_run(store, job, run, full, map_fn, told) for job, run in sorted(runs)]

@@ -1,4 +1,4 @@
-"""What an elastic job tells its daemon of where its experts are, and what `ckptctl elastic` hears of it.
+"""What an elastic job tells its daemon of where its experts are, and what `ckptctl elastic` hears of it; and what is durable of its worlds.
 
 The daemon keeps the last of it for each run and understands nothing in it. `Elastic` is also what a file for
 `ckptctl elastic` holds, as JSON.
@@ -10,13 +10,18 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from ckptd.transport.message_parts import Count, Iteration, Labels, Name, ShortText, Text
+from ckptd.transport.message_parts import Count, Iteration, Labels, Name, Rank, ShortText, Text
 
 __all__ = [
+    "BringStored",
+    "Brought",
+    "DurableWorld",
+    "DurableWorlds",
     "Elastic",
     "ElasticNode",
     "ElasticTold",
     "ElasticWhen",
+    "GetDurableWorlds",
     "GetElastic",
     "SeenElastic",
     "TellElastic",
@@ -125,3 +130,62 @@ class SeenElastic(Struct, frozen=True, tag=True):
     """The answer: of every run that was asked for, the last that was told."""
 
     told: tuple[ElasticTold, ...]
+
+
+class GetDurableWorlds(Struct, frozen=True, tag=True):
+    """What is durable of the worlds of an elastic run? Asked again and again, until the answer is not ``running``.
+
+    Args:
+        asker: names this question: another one looks anew.
+        again: it is of a start that has found some of it to be damaged.
+    """
+
+    job: Name
+    run: Name
+    asker: ShortText
+    again: bool = False
+
+
+class DurableWorld(Struct, frozen=True):
+    """A committed checkpoint of a world: ``sizes`` are about the bytes of each of its ranks."""
+
+    world: Count
+    iteration: Iteration
+    sizes: tuple[Count, ...]
+
+
+class DurableWorlds(Struct, frozen=True, tag=True):
+    """The answer: ``configured`` is false where the daemon has no store; ``running``: the store has not told yet.
+
+    Args:
+        worlds: the numbers of all, also of those of which no checkpoint is committed.
+        checkpoints: the newest ones of the latest worlds, newest first.
+        damaged: world and iteration of those that this node has found to be.
+    """
+
+    configured: bool
+    worlds: tuple[Count, ...] = ()
+    checkpoints: tuple[DurableWorld, ...] = ()
+    damaged: tuple[tuple[Count, Iteration], ...] = ()
+    running: bool = False
+
+
+class BringStored(Struct, frozen=True, tag=True):
+    """Bring what these ranks have in the committed checkpoint of a run into this node's memory, unless that is under way.
+
+    Asked again and again, until it is over: the answer is `Brought`. Nobody has to be attached as these ranks.
+    """
+
+    job: Name
+    run: Name
+    iteration: Iteration
+    ranks: Annotated[tuple[Rank, ...], Meta(min_length=1, max_length=1 << 20)]
+
+
+class Brought(Struct, frozen=True, tag=True):
+    """``state`` is running, done, failed (``reason`` says why; an older checkpoint may do), or refused: there is no memory for any."""
+
+    state: str
+    reason: str
+    bytes_done: int
+    bytes_total: int

@@ -53,10 +53,15 @@ from ckptd.transport.ctl_messages import (
     TargetStatus,
 )
 from ckptd.transport.elastic_messages import (
+    BringStored,
+    Brought,
+    DurableWorld,
+    DurableWorlds,
     Elastic,
     ElasticNode,
     ElasticTold,
     ElasticWhen,
+    GetDurableWorlds,
     GetElastic,
     SeenElastic,
     TellElastic,
@@ -108,6 +113,8 @@ __all__ = [
     "Attach",
     "Attached",
     "Blob",
+    "BringStored",
+    "Brought",
     "Count",
     "Detach",
     "Done",
@@ -116,6 +123,8 @@ __all__ = [
     "Drop",
     "DurableRank",
     "DurableStatus",
+    "DurableWorld",
+    "DurableWorlds",
     "Elastic",
     "ElasticNode",
     "ElasticTold",
@@ -129,6 +138,7 @@ __all__ = [
     "Filled",
     "Forget",
     "Generation",
+    "GetDurableWorlds",
     "GetElastic",
     "GetEvents",
     "GetFetch",
@@ -209,6 +219,8 @@ Request = (
     | GetSnapshots
     | GetEvents
     | GetElastic
+    | GetDurableWorlds
+    | BringStored
     | Park
     | Forget
 )
@@ -229,5 +241,7 @@ Reply = (
     | Parks
     | Events
     | SeenElastic
+    | DurableWorlds
+    | Brought
 )
 Message = Request | OneWay | Reply

@@ -8,7 +8,14 @@ from ckptd.ctl.store_access import OpenedStore, StoreProblem
 from ckptd.ctl.store_views import Manifests, is_whole, matching, runs_in
 from ckptd.storage.catalog import Catalog, CheckpointState, StoredCheckpoint, build_catalog
 from ckptd.storage.manifest import ManifestError, RankManifest
-from ckptd.storage.names import CheckpointId, PinName
+from ckptd.storage.names import (
+    CheckpointId,
+    PinName,
+    WorldName,
+    parse,
+    run_of_world,
+    worlds_prefix,
+)
 from ckptd.storage.objects import ObjectInfo, ObjectMissing, TooLarge
 from ckptd.storage.reader import read_catalog, read_manifest
 from ckptd.storage.retention import References
@@ -40,13 +47,16 @@ def find_catalog(opened: OpenedStore, job: str, run: str) -> Catalog:
 
 
 def catalogs_of(opened: OpenedStore, job: str | None, run: str | None) -> list[Catalog]:
-    """What is stored of one run, of all runs of a job, or of all.
+    """What is stored of one run, of all runs of a job, or of all; of an elastic run, of all its worlds, the latest first.
 
     Raises:
         StoreProblem: a job or run is named of which nothing is stored.
     """
     if job is not None and run is not None:
-        return [find_catalog(opened, job, run)]
+        worlds = _worlds_of(opened, job, run)
+        if not worlds:
+            return [find_catalog(opened, job, run)]
+        return [read_catalog(opened.store, job, run_of_world(run, world)) for world in worlds]
     by_run: dict[tuple[str, str], list[ObjectInfo]] = {}
     for info in opened.store.list("" if job is None else f"{job}/"):
         first, _, rest = info.key.partition("/")
@@ -55,6 +65,12 @@ def catalogs_of(opened: OpenedStore, job: str | None, run: str | None) -> list[C
     if job is not None and not known:
         raise _nothing(opened, f"of job {job}")
     return [build_catalog(by_run[names], *names) for names in known]
+
+
+def _worlds_of(opened: OpenedStore, job: str, run: str) -> list[int]:
+    """The worlds of an elastic run, the latest first; none if it is no elastic run."""
+    names = [parse(info.key) for info in opened.store.list(worlds_prefix(job, run))]
+    return sorted((n.world for n in names if isinstance(n, WorldName)), reverse=True)
 
 
 def read_manifests_of(opened: OpenedStore, checkpoints: Iterable[StoredCheckpoint]) -> Manifests:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ckptd.storage.catalog import Catalog, StoredCheckpoint
 from ckptd.storage.manifest import RankManifest, StoredSnapshot
-from ckptd.storage.names import CheckpointId, ObjectName, PinName, parse
+from ckptd.storage.names import CheckpointId, ObjectName, PinName, WorldName, parse
 from ckptd.storage.objects import ObjectInfo
 
 __all__ = [
@@ -136,9 +136,10 @@ class CheckpointShown:
 
 
 def runs_in(listing: Iterable[ObjectInfo]) -> list[tuple[str, str]]:
-    """The jobs and runs that something in a listing belongs to."""
+    """The jobs and runs that something in a listing belongs to; each world of an elastic run is one."""
     names = (parse(info.key) for info in listing)
-    return sorted({(name.job, name.run) for name in names if name is not None})
+    real = (name for name in names if name is not None and not isinstance(name, WorldName))
+    return sorted({(name.job, name.run) for name in real})
 
 
 def matching(

@@ -3,6 +3,7 @@
 What a rank needs and its own node holds, it reads there. The rest comes from ranks on nodes that hold it:
 
 - experts: as `ckptd.elastic.transfers` shares them out, so that the busiest sender is done as early as possible;
+- shards of experts: range by range, as `ckptd.elastic.shards` cuts them; the weights of the replicas follow from them;
 - dense units: largest first, each from the rank that has least to send so far;
 - step scalars: rank r gets those of rank r of the world before, if there are any, or else those of the lowest rank of which there are some.
 
@@ -13,18 +14,22 @@ Complexity: that of `plan_transfers`, and O(units * ranks^2) for the dense part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ckptd.elastic.shards import shard_gives
 from ckptd.elastic.transfers import SNAPSHOT, plan_transfers
 from ckptd.elastic.types import Cluster, Placement
 from ckptd.elastic.worlds import Chosen, ExpertLayers, Unit
 from ckptd.errors import LocalProtocolError
 
 __all__ = ["Give", "Handover", "plan_handover"]
+
+_NO_SHARDS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,7 +50,7 @@ class Handover:
         scalars: for each rank, which rank reads the step scalars for it, and of which rank of the world before they are.
         sent_bytes: of each rank, to others.
         expert_moves: how many replicas of experts travel.
-        from_snapshots: how many of the experts no node holds in a parked state.
+        from_snapshots: how many of the experts no node holds in a parked state, or not all of their shards.
     """
 
     gives: tuple[Give, ...]
@@ -60,13 +65,36 @@ def plan_handover(
     layers: ExpertLayers,
     replicas_LRE: ArrayLike,
     node_of: Sequence[int],
+    numels: Mapping[str, int] = _NO_SHARDS,
 ) -> Handover:
     """Decide who gives what; see the module.
 
     Args:
         replicas_LRE: the new placement.
         node_of: the node of each rank, as numbered in what was chosen.
+        numels: how many elements each parameter has of which there are shards.
     """
+    if chosen.shards:
+        sent = [0] * len(node_of)
+        gives = [Give(*give) for give in shard_gives(chosen, numels, node_of, sent)]
+        moves, from_snapshots = 0, 0 if chosen.all_parked else chosen.expert_bytes_LE.size
+    else:
+        gives, sent, moves = _moving_experts(chosen, layers, replicas_LRE, node_of)
+        from_snapshots = int((~chosen.parked_LNE.any(axis=1)).sum())
+    gives += _dense_gives(chosen, layers, node_of, sent)
+    return Handover(
+        tuple(sorted(gives)),
+        tuple(_scalars_of(rank, chosen, node_of) for rank in range(len(node_of))),
+        tuple(sent),
+        moves,
+        from_snapshots,
+    )
+
+
+def _moving_experts(
+    chosen: Chosen, layers: ExpertLayers, replicas_LRE: ArrayLike, node_of: Sequence[int]
+) -> tuple[list[Give], list[int], int]:
+    """Who gives which expert, what each rank sends for that, and how many replicas travel."""
     wanted = Placement(np.asarray(np.asarray(replicas_LRE) > 0, dtype=np.int32))
     nodes = np.array(node_of, dtype=np.int64)
     held = Placement(chosen.experts_LNE[:, nodes].astype(np.int32))
@@ -86,15 +114,7 @@ def plan_handover(
             moves.layer.tolist(), moves.expert.tolist(), moves.receiver.tolist(), moves.source.tolist(), strict=True
         )
     }  # fmt: skip
-    gives = _expert_gives(chosen, layers, wanted.counts, source)
-    gives += _dense_gives(chosen, layers, node_of, sent)
-    return Handover(
-        tuple(sorted(gives)),
-        tuple(_scalars_of(rank, chosen, node_of) for rank in range(len(node_of))),
-        tuple(sent),
-        len(source),
-        int((~chosen.parked_LNE.any(axis=1)).sum()),
-    )
+    return _expert_gives(chosen, layers, wanted.counts, source), sent, len(source)
 
 
 def _expert_gives(
@@ -118,7 +138,8 @@ def _dense_gives(
     chosen: Chosen, layers: ExpertLayers, node_of: Sequence[int], sent: list[int]
 ) -> list[Give]:
     """``sent`` is added to."""
-    dense = [unit for unit in chosen.holders if layers.expert_of(unit.param) is None]
+    experts = {unit for unit in chosen.holders if layers.expert_of(unit.param)} | set(chosen.shards)
+    dense = [unit for unit in chosen.holders if unit not in experts]
     found = []
     for unit in sorted(dense, key=lambda u: (-chosen.unit_bytes[u], u)):
         here = [rank for rank, node in enumerate(node_of) if node in chosen.holders[unit]]

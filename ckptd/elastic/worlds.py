@@ -28,16 +28,22 @@ from numpy.typing import NDArray
 
 from ckptd.errors import ElasticError
 
-__all__ = ["BUFFER", "Chosen", "ExpertLayers", "HeldImage", "NodeHeld", "Unit", "choose"]
+__all__ = ["BUFFER", "SHARDS", "Chosen", "ExpertLayers", "HeldImage", "NodeHeld", "Unit", "choose"]
 
 BUFFER = "buffer/"
 """Before the name of a buffer, where it is a unit: those of experts are."""
+SHARDS = "expert_shards.shards."
+"""Before the names of the experts' shards: what follows is the layer, the expert and the parameter."""
 
 _NAMED = 4
 
 
 class Unit(NamedTuple):
-    """A parameter (``stop`` 0), or its rows from ``start`` up to ``stop``."""
+    """A parameter (``stop`` 0), or its rows from ``start`` up to ``stop``.
+
+    Of a parameter of which each rank has a shard, rows are the elements of all shards, one after the other: those of rank r's,
+    which are ``length``, begin at ``r * length``.
+    """
 
     param: str
     start: int = 0
@@ -72,6 +78,7 @@ class NodeHeld(msgspec.Struct, frozen=True, array_like=True):
         expected: of each world, which units its ranks have, as their segments tell: more than their images cover, where one rank
             captures for others.
         worlds: the numbers of all worlds of which it has a trace, images or not.
+        ranks: how many each world had.
     """
 
     units: tuple[tuple[Unit, int], ...] = ()
@@ -79,13 +86,14 @@ class NodeHeld(msgspec.Struct, frozen=True, array_like=True):
     images: tuple[HeldImage, ...] = ()
     expected: dict[int, tuple[Unit, ...]] = {}
     worlds: tuple[int, ...] = ()
+    ranks: dict[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayers:
     """The mixture layers of a model: the names of their modules, and how many experts each has.
 
-    An expert's parameters are those below ``<layer>.experts.<number>``.
+    An expert's parameters are those below ``<layer>.experts.<number>``, its shards those below ``expert_shards.shards.<layer>.<number>``.
     """
 
     names: tuple[str, ...]
@@ -93,9 +101,16 @@ class ExpertLayers:
 
     def expert_of(self, param: str) -> tuple[int, int] | None:
         """The layer and expert that a parameter or buffer belongs to; None: it is dense."""
-        param = param.removeprefix(BUFFER)
-        for layer, name in enumerate(self.names):
-            prefix = f"{name}.experts."
+        return self._below(param.removeprefix(BUFFER), [f"{name}.experts." for name in self.names])
+
+    def shard_of(self, param: str) -> tuple[int, int] | None:
+        """The layer and expert of which each rank has a shard by this name; None: it is none."""
+        if not param.startswith(SHARDS):
+            return None
+        return self._below(param, [f"{SHARDS}{name}." for name in self.names])
+
+    def _below(self, param: str, prefixes: Sequence[str]) -> tuple[int, int] | None:
+        for layer, prefix in enumerate(prefixes):
             if param.startswith(prefix):
                 number = param[len(prefix) :].partition(".")[0]
                 if number.isdecimal() and int(number) < self.num_experts:
@@ -114,6 +129,9 @@ class Chosen:
         parked_LNE: which do so in a parked state.
         expert_bytes_LE: of one replica.
         scalars: by rank of that world, the nodes that hold an image of it, and so its step scalars and buffers.
+        ranks: how many that world had.
+        shards: of the units, those that are shards of experts; empty: each replica of an expert has its own optimizer state.
+        all_parked: whether each of these is in a parked state.
     """
 
     world: int
@@ -125,6 +143,9 @@ class Chosen:
     expert_bytes_LE: NDArray[np.int64]
     scalars: Mapping[int, tuple[int, ...]]
     reason: str
+    ranks: int
+    shards: tuple[Unit, ...] = ()
+    all_parked: bool = False
 
 
 class _Found:
@@ -162,11 +183,12 @@ def choose(held: Sequence[NodeHeld], layers: ExpertLayers) -> Chosen | None:
     lacking = ""
     for world in sorted(by_world, reverse=True):
         expected = _expected(held, world)
+        ranks = max(told.ranks.get(world, 0) for told in held)
         for iteration in sorted(by_world[world], reverse=True):
             found = by_world[world][iteration]
-            lacks = _lacks(found, expected, layers)
+            lacks = _lacks(found, expected, layers, ranks)
             if not lacks:
-                return _chosen(world, iteration, found, expected, layers, len(held))
+                return _chosen(world, iteration, found, expected, layers, len(held), ranks)
             lacking = lacking or f"of iteration {iteration} of world {world} {_text(lacks)}"
     if not by_world:
         return None
@@ -181,10 +203,9 @@ def _expected(held: Iterable[NodeHeld], world: int) -> frozenset[Unit]:
     return frozenset(unit for told in held for unit in told.expected.get(world, ()))
 
 
-def _lacks(found: _Found, expected: frozenset[Unit], layers: ExpertLayers) -> list[str]:
-    """What is not held at this iteration, by name: dense units, experts."""
-    known: set[tuple[int, int]] = set()
-    lacks: set[str] = set()
+def _lacks(found: _Found, expected: frozenset[Unit], layers: ExpertLayers, ranks: int) -> list[str]:
+    """What is not held at this iteration, by name: dense units, experts, shards of experts."""
+    known, lacks = _missing_shards(found, layers, ranks)
     for unit in expected | found.holders.keys():
         owner = layers.expert_of(unit.param)
         if owner is not None:
@@ -197,6 +218,29 @@ def _lacks(found: _Found, expected: frozenset[Unit], layers: ExpertLayers) -> li
             if (layer, expert) not in known:
                 lacks.add(_expert_name(layers, layer, expert))
     return sorted(lacks)
+
+
+def _missing_shards(
+    found: _Found, layers: ExpertLayers, ranks: int
+) -> tuple[set[tuple[int, int]], set[str]]:
+    """The experts of which there are shards, and whose shards are not held, by name.
+
+    A rank that is lost with all that was held of it tells of none: how many there were, any of the others tells.
+    """
+    known: set[tuple[int, int]] = set()
+    starts: dict[tuple[str, int], set[int]] = {}
+    for unit in found.holders:
+        owner = layers.shard_of(unit.param)
+        if owner is not None:
+            known.add(owner)
+            starts.setdefault((unit.param, unit.stop - unit.start), set()).add(unit.start)
+    lost = {
+        rank
+        for (_, length), there in starts.items()
+        for rank in range(ranks)
+        if rank * length not in there
+    }
+    return known, {f"the shards of rank {rank}" for rank in lost}
 
 
 def _expert_name(layers: ExpertLayers, layer: int, expert: int) -> str:
@@ -216,6 +260,7 @@ def _chosen(
     expected: frozenset[Unit],
     layers: ExpertLayers,
     num_nodes: int,
+    ranks: int,
 ) -> Chosen:
     shape = len(layers.names), num_nodes, layers.num_experts
     units_of: dict[tuple[int, int], list[Unit]] = {}
@@ -229,6 +274,13 @@ def _chosen(
         for holders, here in ((found.holders, experts), (found.parked, parked)):
             nodes = set.intersection(*(holders.get(unit, set()) for unit in units))
             here[layer, sorted(nodes), expert] = True
+    shards = tuple(unit for unit in sorted(found.holders) if layers.shard_of(unit.param))
+    lost = sorted({unit.start // (unit.stop - unit.start) for unit in shards if unit.stop and unit not in found.parked})  # fmt: skip
+    reason = (
+        _reason_of_shards(world, iteration, ranks, lost)
+        if shards
+        else _reason(world, iteration, experts, parked, layers)
+    )
     return Chosen(
         world,
         iteration,
@@ -238,8 +290,16 @@ def _chosen(
         parked,
         size,
         {rank: tuple(sorted(nodes)) for rank, nodes in sorted(found.scalars.items())},
-        _reason(world, iteration, experts, parked, layers),
+        reason,
+        ranks,
+        shards,
+        bool(shards) and not lost,
     )
+
+
+def _reason_of_shards(world: int, iteration: int, ranks: int, lost: Sequence[int]) -> str:
+    text = f"iteration {iteration} of world {world}: the shards of {ranks - len(lost)} of {ranks} ranks are parked on nodes that are left"
+    return f"{text}, the others (first of rank {lost[0]}) come from snapshots" if lost else text
 
 
 def _reason(

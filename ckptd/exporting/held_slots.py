@@ -12,8 +12,8 @@ from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.exporting.joining import RankImage
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.memory.segment_format import SlotHeader, slot_lock_byte
-from ckptd.memory.segments import Segment, open_segment
 from ckptd.storage.image import ImageView, verify
 from ckptd.storage.image_format import ImageError
 

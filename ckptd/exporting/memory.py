@@ -25,7 +25,7 @@ from ckptd.exporting.ranks_here import (
 )
 from ckptd.exporting.source import CHUNK_BYTES, Origin, facts_of
 from ckptd.exporting.wording import ranges
-from ckptd.memory.segments import Segment
+from ckptd.memory.segment_file import Segment
 from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageTensor
 

@@ -16,9 +16,9 @@ from ckptd.exporting.held_slots import (
 )
 from ckptd.exporting.plan import Share
 from ckptd.exporting.wording import first_of, named_ranks, ranges
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SlotHeader
 from ckptd.memory.segment_names import parse_replica_file_name
-from ckptd.memory.segments import Segment
 from ckptd.sessions import RankKey
 from ckptd.storage.image import ImageView
 

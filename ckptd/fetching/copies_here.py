@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import unpack_slot_header
-from ckptd.memory.segments import Segment
 from ckptd.sessions import RankKey
 from ckptd.transport.messages import FetchPiece, FetchSource
 

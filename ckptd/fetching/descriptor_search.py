@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptd.errors import SegmentError
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SegmentDescriptor, decode_descriptor
-from ckptd.memory.segments import Segment
 from ckptd.recovery.holder import Holder
 from ckptd.sessions import RankKey
 from ckptd.transport import peer_messages as p

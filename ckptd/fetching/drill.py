@@ -17,8 +17,9 @@ from ckptd.errors import RemoteProtocolError
 from ckptd.fetching.descriptor_search import FoundDescriptor
 from ckptd.fetching.job import FetchJob
 from ckptd.memory import locks
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import slot_lock_byte
-from ckptd.memory.segments import Segment, SegmentPlan, SegmentStore
+from ckptd.memory.segments import SegmentPlan, SegmentStore
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.recovery.holdings import fetch_piece, held_from_segments
 from ckptd.recovery.plan import NoRecovery, Piece, RecoveryPlan, plan_recovery

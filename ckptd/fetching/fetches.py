@@ -12,7 +12,8 @@ from ckptd.fetching.drill import DrillRun
 from ckptd.fetching.job import FetchJob
 from ckptd.fetching.reading_copies import ReadingCopies
 from ckptd.fetching.tools import Doubt
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segments import SegmentStore
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.recovery.holder import Holder
 from ckptd.sessions import RankKey

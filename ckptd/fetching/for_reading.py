@@ -15,8 +15,9 @@ from functools import partial
 from ckptd.events import EventLog
 from ckptd.fetching.descriptor_search import FoundDescriptor
 from ckptd.fetching.fetches import Fetches
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SegmentDescriptor, unpack_slot_header
-from ckptd.memory.segments import CannotReserve, Segment, SegmentPlan, SegmentStore
+from ckptd.memory.segments import CannotReserve, SegmentPlan, SegmentStore
 from ckptd.sessions import MemoryFacts, RankKey, Session, reject_if_too_large
 from ckptd.transport import messages as m
 from ckptd.transport.messages import RefusalCode

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from ckptd.memory import locks
 from ckptd.memory.pages import copy_bytes
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SlotHeader, slot_lock_byte
-from ckptd.memory.segments import Segment
 from ckptd.recovery.striping import Part
 from ckptd.storage.image import MapFunction, Mismatch, mismatches
 

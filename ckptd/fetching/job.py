@@ -13,8 +13,8 @@ from ckptd.events import EventLog
 from ckptd.fetching.descriptor_search import LocalSource
 from ckptd.fetching.piece import FetchedPiece
 from ckptd.fetching.tools import Doubt, FetchTools, Job
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import unpack_slot_header
-from ckptd.memory.segments import Segment
 from ckptd.recovery.holder import Holder
 from ckptd.storage.image import MapFunction
 from ckptd.transport.messages import FetchPiece, FetchState

@@ -23,13 +23,13 @@ from ckptd.fetching.stored_copies import find_stored
 from ckptd.fetching.tools import FetchTools, Job
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import (
     SlotHeader,
     set_slot_state,
     slot_lock_byte,
     write_slot_header,
 )
-from ckptd.memory.segments import Segment
 from ckptd.recovery.held import STORE_NODE
 from ckptd.recovery.striping import Part, Stripes
 from ckptd.transport.messages import FetchSource

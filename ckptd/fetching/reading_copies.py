@@ -18,8 +18,9 @@ import itertools
 import secrets
 from dataclasses import dataclass, replace
 
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SegmentDescriptor, encode_descriptor, plan_geometry
-from ckptd.memory.segments import Segment, SegmentPlan, SegmentStore
+from ckptd.memory.segments import SegmentPlan, SegmentStore
 from ckptd.sessions import AttachWish, RankKey, SegmentFacts
 
 __all__ = ["ReadingCopies"]

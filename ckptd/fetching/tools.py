@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptd.events import EventLog
 from ckptd.fetching.descriptor_search import LocalSource
-from ckptd.memory.segments import Segment
+from ckptd.memory.segment_file import Segment
 from ckptd.recovery.holder import Holder
 from ckptd.storage.image import MapFunction
 from ckptd.workers import Workers

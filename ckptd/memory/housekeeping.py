@@ -17,7 +17,8 @@ from functools import partial
 from ckptd.events import EventLog
 from ckptd.memory.ring import SlotState
 from ckptd.memory.sealer import Outcome, Verdict, scrub_slot, seal_slot
-from ckptd.memory.segments import Segment, SegmentStore, settle
+from ckptd.memory.segment_file import Segment, settle
+from ckptd.memory.segments import SegmentStore
 from ckptd.settings import DaemonConfig
 from ckptd.units import format_age, format_bytes
 from ckptd.workers import Workers

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from ckptd.memory.ring import NoSuffix, SlotRecord, SlotState, find_suffix
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import (
     SegmentDescriptor,
     SlotHeader,
     origin_of,
     pack_slot_header,
 )
-from ckptd.memory.segments import Segment
 from ckptd.recovery.facts import facts_of_log, facts_to_wire
 from ckptd.recovery.holdings import header_record, operators_id
 from ckptd.storage.image import ImageView

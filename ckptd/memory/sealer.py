@@ -13,13 +13,13 @@ from enum import StrEnum
 
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import (
     SlotHeader,
     set_slot_state,
     slot_lock_byte,
     write_slot_header,
 )
-from ckptd.memory.segments import Segment
 from ckptd.storage.image import DigestMismatch, MapFunction, seal, verify
 from ckptd.storage.image_format import ImageError
 

@@ -47,6 +47,7 @@ __all__ = [
     "SLOT_HEADER_BYTES",
     "SLOT_HEADER_LEN",
     "SLOT_MAGIC",
+    "WORLD_TOPOLOGY",
     "SegmentDescriptor",
     "SegmentGeometry",
     "SlotHeader",
@@ -75,6 +76,8 @@ SLOT_MAGIC = 0x544F4C53
 SLOT_HEADER_BYTES = PAGE_BYTES
 SLOT_HEADER_LEN = 112  # what of that page is used
 OWNER_LOCK_BYTE = 0
+WORLD_TOPOLOGY = "ckptd.elastic-world"
+"""The topology of ranks whose run is a world of an elastic job."""
 
 _FIRST_SLOT_LOCK_BYTE = 16
 _MAX_SLOTS = 1 << 16

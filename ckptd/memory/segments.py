@@ -9,8 +9,7 @@ come upon one: iterating, `of_rank` and `of_run` leave them out; `everything` an
 who look after memory, whatever is in it. Generations of a rank are counted over all kinds.
 
 `reserve` and `enter` are quick and belong to the daemon's loop thread, `build` may take seconds
-(it touches every page) and belongs to a worker. Slot states are changed here only under the
-slot's lock, or where no trainer can be writing.
+(it touches every page) and belongs to a worker.
 """
 
 from __future__ import annotations
@@ -19,54 +18,27 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from ckptd.errors import SegmentError
-from ckptd.memory import locks
 from ckptd.memory.pages import allocate, populate, try_mlock
-from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.memory.segment_format import (
-    OWNER_LOCK_BYTE,
-    SLOT_HEADER_LEN,
     SegmentDescriptor,
     SegmentGeometry,
-    SlotHeader,
     encode_descriptor,
-    last_filled,
-    origin_of,
     plan_geometry,
-    read_prologue,
-    read_slot_header,
-    set_slot_state,
-    slot_lock_byte,
-    slot_view,
     write_prologue,
-    write_slot_header,
 )
-from ckptd.memory.segment_hints import QUIET_OFFSET, RingHint, read_ring_hint, write_ring_hint
-from ckptd.memory.segment_names import (
-    FILE_ENDS,
-    REPLICA_ENDS,
-    parse_replica_file_name,
-    parse_segment_file_name,
-    segment_file_name,
-)
+from ckptd.memory.segment_names import FILE_ENDS, segment_file_name
 from ckptd.sessions import MemoryFacts, RankKey, SegmentFacts
 from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
 
-__all__ = [
-    "CannotReserve",
-    "Segment",
-    "SegmentPlan",
-    "SegmentStore",
-    "SettleReport",
-    "open_segment",
-    "settle",
-]
+__all__ = ["CannotReserve", "SegmentPlan", "SegmentStore"]
 
 
 class CannotReserve(RuntimeError):
@@ -75,109 +47,6 @@ class CannotReserve(RuntimeError):
     def __init__(self, code: RefusalCode, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.code, self.message, self.hint = code, message, hint
-
-
-@dataclass(slots=True, eq=False)
-class Segment:
-    """One mapped segment file. `fd` asks about locks and never takes one."""
-
-    path: Path
-    descriptor: SegmentDescriptor
-    geometry: SegmentGeometry
-    buffer: memoryview
-    fd: int
-    file_bytes: int
-    mlocked: bool = False
-    detached_at_s: float | None = None  # monotonic; None while a trainer owns it
-    damaged: set[int] = field(default_factory=set)  # slots whose bad header was reported
-
-    @property
-    def key(self) -> RankKey:
-        """Whose it is."""
-        return RankKey(self.descriptor.job, self.descriptor.run, self.descriptor.rank)
-
-    @property
-    def generation(self) -> int:
-        """Which of its rank's segments it is; newer is higher."""
-        return self.descriptor.generation
-
-    @property
-    def is_log(self) -> bool:
-        """Whether it is a boundary log."""
-        return self.descriptor.is_log
-
-    @property
-    def holds_snapshots(self) -> bool:
-        """Whether it is part of a ring."""
-        return self.descriptor.holds_snapshots
-
-    def in_place(self) -> bool:
-        """Is our file still the one with this name? False if somebody removed or replaced it."""
-        try:
-            return self.path.stat().st_ino == os.fstat(self.fd).st_ino
-        except FileNotFoundError:
-            return False
-
-    def owned(self) -> bool:
-        """Does a live process hold the owner lock?"""
-        return locks.is_locked(self.fd, OWNER_LOCK_BYTE, exclusive=True)
-
-    def header(self, index: int) -> SlotHeader | None:
-        """Header of a slot; None if it is damaged."""
-        return read_slot_header(self.buffer, self.geometry, index)
-
-    def headers(self) -> Iterator[tuple[int, SlotHeader]]:
-        """The undamaged slot headers."""
-        for index in range(self.geometry.num_slots):
-            if (header := self.header(index)) is not None:
-                yield index, header
-
-    def last_filled(self) -> tuple[tuple[int, int], int]:
-        """By what a rank's segments are put into the order of their use."""
-        return last_filled(header for _, header in self.headers()), self.generation
-
-    @property
-    def ring_hint(self) -> RingHint:
-        """What whoever fills slots was told."""
-        return read_ring_hint(self.buffer) if self.fd >= 0 else RingHint()
-
-    def protect(self, hint: RingHint) -> None:
-        """Tell whoever fills slots which sealed snapshots to keep."""
-        if self.fd >= 0 and self.ring_hint != hint:
-            write_ring_hint(self.buffer, hint)
-
-    @property
-    def quiet(self) -> bool:
-        """Whether its trainer asks to leave the network alone."""
-        return bool(self.buffer[QUIET_OFFSET])
-
-    def end_quiet(self) -> None:
-        """Its trainer is gone."""
-        if self.fd >= 0:
-            self.buffer[QUIET_OFFSET] = 0
-
-    def raw_header(self, index: int) -> bytes:
-        """The bytes of a slot header, as they travel to peers."""
-        at = self.geometry.header_offset(index)
-        return bytes(self.buffer[at : at + SLOT_HEADER_LEN])
-
-    def raw_descriptor(self) -> bytes:
-        """The descriptor, as it travels to peers."""
-        return encode_descriptor(self.descriptor)
-
-    def image(self, index: int, header: SlotHeader) -> memoryview:
-        """The bytes of a slot's image, as long as its header says (at most the slot)."""
-        return slot_view(self.buffer, self.geometry, index)[: header.image_len]
-
-    def close(self) -> None:
-        """Give up the file and the mapping (that goes when the last view of a slot does).
-
-        Unmapping the last mapping of an unlinked file frees its pages, which may take long.
-        """
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-            self.buffer.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +66,6 @@ class SegmentPlan:
     def temporary(self) -> Path:
         """Its file until it is complete."""
         return self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-
-
-@dataclass(frozen=True, slots=True)
-class SettleReport:
-    """What `settle` found in one segment, by slot index."""
-
-    freed: tuple[int, ...]
-    to_seal: tuple[int, ...]
-    damaged: tuple[int, ...]
 
 
 class SegmentStore:
@@ -448,71 +308,6 @@ class SegmentStore:
         )
 
 
-def open_segment(path: Path, *, readonly: bool = False) -> Segment:
-    """Map an existing segment file and check all that can be checked without its slots.
-
-    Raises:
-        SegmentError: its content cannot be believed.
-        ValueError: its name contradicts its content, or it is not a file of this user.
-        OSError: it cannot be opened.
-    """
-    flags = (os.O_RDONLY if readonly else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(path, flags)
-    try:
-        size = os.fstat(fd).st_size
-        if not readonly and os.fstat(fd).st_uid != os.getuid():
-            raise ValueError(f"it belongs to user {os.fstat(fd).st_uid}")
-        if size == 0:
-            raise SegmentError("it is empty", operation="read segment")
-        access = mmap.ACCESS_READ if readonly else mmap.ACCESS_WRITE
-        buffer = memoryview(mmap.mmap(fd, size, access=access))
-        geometry, descriptor = read_prologue(buffer)
-        _check_file_name(path.name, descriptor)
-    except BaseException:
-        os.close(fd)
-        raise
-    return Segment(path, descriptor, geometry, buffer, fd, size)
-
-
-def _check_file_name(name: str, descriptor: SegmentDescriptor) -> None:
-    told: tuple[object, ...] = (
-        descriptor.job,
-        descriptor.run,
-        descriptor.rank,
-        descriptor.generation,
-    )
-    replica_end = REPLICA_ENDS.get(descriptor.kind)
-    if replica_end is not None and name.endswith(replica_end):
-        told = (*told, origin_of(descriptor))
-        named: tuple[object, ...] = tuple(parse_replica_file_name(name, descriptor.kind))
-    else:
-        named = tuple(parse_segment_file_name(name, descriptor.kind))
-    if told != named:
-        raise ValueError(f"its descriptor says {told}, its name says {named}")
-
-
-def settle(segment: Segment) -> SettleReport:
-    """Bring the slots of a segment whose trainer is gone (or not yet known) to rest.
-
-    A slot that was being filled is freed if nobody holds its lock; a damaged header is replaced
-    by a free one. Filled slots are only reported: digesting them takes time.
-    """
-    freed: list[int] = []
-    to_seal: list[int] = []
-    damaged: list[int] = []
-    for index in range(segment.geometry.num_slots):
-        header = segment.header(index)
-        if header is None:
-            if _free_under_lock(segment, index):
-                damaged.append(index)
-        elif header.state is SlotState.FILLING:
-            if _free_under_lock(segment, index):
-                freed.append(index)
-        elif header.state is SlotState.FILLED:
-            to_seal.append(index)
-    return SettleReport(tuple(freed), tuple(to_seal), tuple(damaged))
-
-
 def _facts(
     descriptor: SegmentDescriptor, total_bytes: int, owned: bool, ready: bool
 ) -> SegmentFacts:
@@ -526,21 +321,6 @@ def _facts(
         owned=owned,
         ready=ready,
     )
-
-
-def _free_under_lock(segment: Segment, index: int) -> bool:
-    """Free a filling or damaged slot if nobody is writing it; looks again under the lock."""
-    with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=True) as taken:
-        if not taken:
-            return False
-        header = segment.header(index)
-        if header is None:
-            write_slot_header(segment.buffer, segment.geometry, index, SlotHeader())
-        elif header.state is SlotState.FILLING:
-            set_slot_state(segment.buffer, segment.geometry, index, SlotState.FREE)
-        else:
-            return False
-        return True
 
 
 def _allocated(plan: SegmentPlan) -> int:

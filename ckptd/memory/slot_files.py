@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from ckptd.memory.segments import Segment
+from ckptd.memory.segment_file import Segment
 from ckptd.transport.peer_messages import PeerRefused, ReadOpened, RegionFile, SlotGranted
 from ckptd.transport.short_cut import is_being_filled
 from ckptd.transport.verbs import FileRange, Region, RegionKey

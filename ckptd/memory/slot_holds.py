@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import slot_lock_byte
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.memory.snapshot_events import SnapshotKey
 from ckptd.sessions import RankKey
 

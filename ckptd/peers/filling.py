@@ -16,13 +16,13 @@ from ckptd.events import EventLog
 from ckptd.memory import locks
 from ckptd.memory.inventory import log_records
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import (
     SlotHeader,
     slot_lock_byte,
     unpack_slot_header,
     write_slot_header,
 )
-from ckptd.memory.segments import Segment
 from ckptd.memory.slot_files import file_told, left_behind, lend_slot, slot_file
 from ckptd.peers.leasing import Leasing
 from ckptd.peers.lending import Lending, Loan

@@ -19,8 +19,9 @@ from ckptd.events import EventLog
 from ckptd.memory import locks
 from ckptd.memory.inventory import held_segment, log_records
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import set_slot_state, slot_lock_byte
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.peers.filling import Filling
 from ckptd.peers.leasing import Leasing
 from ckptd.peers.lending import Lending

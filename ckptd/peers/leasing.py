@@ -16,8 +16,9 @@ from functools import partial
 from ckptd.errors import SegmentError
 from ckptd.events import EventLog
 from ckptd.memory.inventory import held_slots
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SegmentDescriptor, decode_descriptor
-from ckptd.memory.segments import CannotReserve, Segment, SegmentPlan, SegmentStore
+from ckptd.memory.segments import CannotReserve, SegmentPlan, SegmentStore
 from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.replica_store import ReplicaStore, same_primary
 from ckptd.transport import peer_messages as p

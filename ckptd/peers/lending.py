@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import set_slot_state
-from ckptd.memory.segments import Segment
 from ckptd.transport.verbs import Region
 from ckptd.workers import Workers
 

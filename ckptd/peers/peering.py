@@ -20,7 +20,8 @@ from ckptd.events import EventLog
 from ckptd.fetching.fetches import Fetches
 from ckptd.fetching.tools import Doubt
 from ckptd.memory.ring import SlotState
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segments import SegmentStore
 from ckptd.peers.fabric import make_fabric, static_peers
 from ckptd.peers.hosting import Host, local_holdings
 from ckptd.peers.neighbours import NeighbourEvents, Neighbours

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptd.memory.segments import Segment
+from ckptd.memory.segment_file import Segment
 
 __all__ = ["QuietGate"]
 

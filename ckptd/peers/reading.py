@@ -8,8 +8,8 @@ from functools import partial
 
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import slot_lock_byte
-from ckptd.memory.segments import Segment
 from ckptd.memory.slot_files import file_told, lend_slot, slot_file
 from ckptd.peers.filling import SLOWEST_BYTES_PER_S
 from ckptd.peers.lending import Lending, Loan

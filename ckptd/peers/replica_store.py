@@ -21,6 +21,7 @@ import msgspec
 from ckptd.errors import SegmentError
 from ckptd.memory.inventory import slot_record
 from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.memory.segment_format import (
     SegmentDescriptor,
     SlotHeader,
@@ -32,7 +33,7 @@ from ckptd.memory.segment_format import (
     write_slot_header,
 )
 from ckptd.memory.segment_names import REPLICA_ENDS, replica_file_name
-from ckptd.memory.segments import Segment, SegmentPlan, SegmentStore, open_segment
+from ckptd.memory.segments import SegmentPlan, SegmentStore
 from ckptd.recovery.holdings import operators_id
 from ckptd.sessions import MemoryFacts, RankKey, room_beside_ranks
 from ckptd.units import format_bytes

@@ -26,6 +26,7 @@ from ckptd.persistence.pacer import Pacer
 from ckptd.persistence.rank_store import Overtaken, UnknownSnapshot
 from ckptd.persistence.run_store import Fenced, RunStore
 from ckptd.persistence.slot_source import SlotFiles, SlotLost
+from ckptd.persistence.worlds import StoredWorlds
 from ckptd.storage.manifest import ManifestError
 from ckptd.storage.objects import Damaged, ObjectMissing, StoreError
 from ckptd.storage.open_store import open_store
@@ -101,6 +102,7 @@ class Keeper:
             url=configure.url,
             told=self._circuit_told,
         )
+        self._worlds = StoredWorlds(self._store, self._run, self._policy)
 
     def handle(self, message: Any) -> None:
         """Begin what is asked; the answer follows from another thread."""
@@ -113,6 +115,10 @@ class Keeper:
                 self._submit(self._reads, message.id, partial(self._commit, message))
             case w.FindStored():
                 self._submit(self._reads, message.id, partial(self._find, message))
+            case w.FindWorlds():
+                self._submit(self._reads, message.id, partial(self._worlds.find, message))
+            case w.OfferStored():
+                self._submit(self._reads, message.id, partial(self._offer, message))
             case w.ReadRange():
                 self._submit(self._reads, message.id, partial(self._read, message))
             case w.DoubtStored():
@@ -151,6 +157,8 @@ class Keeper:
         rank = run.rank(name.rank)
         if rank is None:
             raise UnknownSnapshot(f"rank {name.rank} of {name.job}/{name.run} was not opened")
+        if name.rank == 0:
+            self._worlds.mark(name.job, name.run, message.descriptor)
         manifest = rank.commit(message)
         epoch = manifest.checkpoint.epoch
         self._aside.submit(self._guarded, partial(self._settle, run, name, message.end, epoch))
@@ -158,6 +166,10 @@ class Keeper:
 
     def _find(self, message: w.FindStored) -> Struct:
         found = self._run(message.job, message.run).find(message.ranks)
+        return w.Found(message.id, found)
+
+    def _offer(self, message: w.OfferStored) -> Struct:
+        found = self._run(message.job, message.run).offer(message.end, message.ranks)
         return w.Found(message.id, found)
 
     def _read(self, message: w.ReadRange) -> Struct:
@@ -212,7 +224,8 @@ class Keeper:
         for name in waiting.names:
             self.send(w.Settled(name, end, epoch, complete, missing))
         if complete and any(name.rank == 0 for name in waiting.names):
-            run.retain()
+            run.retention.collect()
+            self._worlds.retain(run.job, run.run)
 
     def _sweep(self, run: RunStore) -> None:
         """What writers that died left half-finished."""
@@ -226,8 +239,18 @@ class Keeper:
         """An event for the daemon's log."""
         self.send(w.Told(level, kind, text))
 
-    def _run(self, job: str, run: str) -> RunStore:
+    @property
+    def _policy(self) -> RetentionPolicy:
         retain = self._configure.retain
+        return RetentionPolicy(
+            keep_last=retain.last,
+            keep_every=retain.every,
+            keep_younger_than_ns=int(retain.for_s * 1e9),
+            grace_ns=int(_GRACE_S * 1e9),
+            settle_ns=int(self._settle_s * 1e9),
+        )
+
+    def _run(self, job: str, run: str) -> RunStore:
         with self._lock:
             found = self._runs.get((job, run))
             if found is None:
@@ -235,13 +258,7 @@ class Keeper:
                     self._store,
                     job,
                     run,
-                    policy=RetentionPolicy(
-                        keep_last=retain.last,
-                        keep_every=retain.every,
-                        keep_younger_than_ns=int(retain.for_s * 1e9),
-                        grace_ns=int(_GRACE_S * 1e9),
-                        settle_ns=int(self._settle_s * 1e9),
-                    ),
+                    policy=self._policy,
                     read_back=self._configure.read_back,
                     map_fn=self._helpers.map,
                     tell=self.tell,

@@ -6,12 +6,13 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader, pack_slot_header
 from ckptd.persistence import wire as w
 from ckptd.persistence.rank_store import TOOL, RankStore
+from ckptd.persistence.run_retention import RunRetention, Tell
 from ckptd.persistence.shared_look import Seen, SharedLook
 from ckptd.storage.catalog import (
     Catalog,
@@ -31,24 +32,15 @@ from ckptd.storage.reader import (
     read_manifest,
 )
 from ckptd.storage.resilient import Resilient
-from ckptd.storage.retention import (
-    References,
-    RetentionPolicy,
-    plan_retention,
-)
+from ckptd.storage.retention import RetentionPolicy
 from ckptd.storage.run_identity import RunIdentity
 
-__all__ = ["Fenced", "RunStore", "Tell"]
+__all__ = ["Fenced", "RunStore"]
 
 _OFFERED = 3  # checkpoints that a recovery is told of: the newest, and what it falls back to
-_BATCH = 500
-# What was decided is done within half the settle time, 300 s (docs/format.md §7, §8): no attempt begins later than the sum of these,
-# and one that has begun may take three requests' time.
-_DELETE_WITHIN_S = 60.0
-_READ_WITHIN_S = 10.0  # of these
+# What was decided is done within half the settle time, 300 s (docs/format.md §7, §8; `ckptd.persistence.run_retention`): one that has begun
+# may take three requests' time.
 _PROMPT_S = 60.0
-
-Tell = Callable[[str, str, str], None]
 
 
 class Fenced(RuntimeError):
@@ -89,7 +81,7 @@ class RunStore:
     ) -> None:
         self._store, self.job, self.run = store, job, run
         self._prompt = store.within(_PROMPT_S)
-        self._policy, self._read_back, self._map, self._tell = policy, read_back, map_fn, tell
+        self._read_back, self._map, self._tell = read_back, map_fn, tell
         self._wall_ns = wall_ns
         self._lock = threading.Lock()
         self._iterations: dict[int, threading.Lock] = {}
@@ -99,9 +91,19 @@ class RunStore:
         self._shared = SharedLook()
         self._offered: dict[str, RankManifest] = {}
         self._doubted: set[CheckpointId] = set()
-        self._passed_over: set[CheckpointId] = set()  # of them, those that are not offered
+        self._passed_over: set[CheckpointId] = set()  # those that are not offered
         self._complete: deque[tuple[int, int]] = deque(maxlen=16)
-        self._manifests: dict[str, RankManifest] = {}  # of all ranks: for what may go
+        self.retention = RunRetention(
+            store,
+            self._prompt,
+            job,
+            run,
+            policy,
+            look=lambda: self._look().own,
+            doubted=self._doubted,
+            map_fn=map_fn,
+            tell=tell,
+        )
 
     # -- ranks -----------------------------------------------------------------------------------
 
@@ -287,6 +289,33 @@ class RunStore:
             raise NothingUsable("", text)
         return offered
 
+    def offer(self, end: int, ranks: Iterable[int]) -> list[w.StoredCheckpoint]:
+        """These ranks' part of the committed checkpoint that ends there.
+
+        Raises:
+            NothingUsable: it is not there (any more), or damaged.
+        """
+        why = "it is not committed, or was deleted"
+        for checkpoint in self._look().own.committed:
+            if checkpoint.id.end != end or checkpoint.id in self._passed_over:
+                continue
+            try:
+                return [self._offer(checkpoint, rank) for rank in ranks]
+            except (ManifestError, ObjectMissing) as error:
+                self._passed_over.add(checkpoint.id)
+                why = f"it cannot be used: {error}"
+                text = f"checkpoint {checkpoint.id} of {self.job}/{self.run} cannot be used: {error}"  # fmt: skip
+                self._tell("error", "checkpoint_damaged", text)
+        raise NothingUsable("", f"checkpoint {end} of {self.job}/{self.run}: {why}")
+
+    def offered(self) -> tuple[Catalog, frozenset[CheckpointId]]:
+        """What there is, and which of it is passed over because it was found to be damaged."""
+        return self._look().own, frozenset(self._passed_over)
+
+    def trust_again(self) -> None:
+        """What looked damaged for a while may be read by who asks next."""
+        self._passed_over.clear()
+
     def _offer(self, checkpoint: StoredCheckpoint, rank: int) -> w.StoredCheckpoint:
         if rank not in checkpoint.manifests:
             raise ManifestError(f"it is of {checkpoint.world_size} ranks, without rank {rank}")
@@ -339,76 +368,6 @@ class RunStore:
             self._doubted.add(manifest.checkpoint)
             text = f"checkpoint {manifest.checkpoint} of {self.job}/{self.run} is damaged ({name})"
             self._tell("error", "checkpoint_damaged", text)
-
-    # -- what may go -----------------------------------------------------------------------------
-
-    def retain(self) -> None:
-        """Delete what the policy does not keep.
-
-        Raises:
-            StoreError: the store cannot be read, or does not delete; what was begun goes on the next time.
-        """
-        listed_s, catalog = time.monotonic(), self._look().own
-        self._read_all(catalog)
-        if time.monotonic() - listed_s > _READ_WITHIN_S:  # what was read is remembered
-            listed_s, catalog = time.monotonic(), self._look().own
-            self._read_all(catalog)
-        now_ns = max(_times(catalog), default=0)  # the store's clock, by the newest thing in it
-        # Its writers saw all of it in the store before they wrote their manifests. It must be there still.
-        sizes = {o.info.key: o.info.size for listed in catalog.objects.values() for o in listed}
-        complete = [c for c in catalog.checkpoints if c.complete]  # stale ones of another run, too
-        verified = {c.id for c in complete if self._is_whole(c, sizes)} - self._doubted
-        references = {k: References.of(m) for k, m in self._manifests.items()}
-        plan = plan_retention(
-            catalog, self._policy, verified=verified, references=references, now_ns=now_ns
-        )
-        for doomed in (plan.manifests, plan.objects):
-            for begin in range(0, len(doomed), _BATCH):
-                if time.monotonic() - listed_s > _DELETE_WITHIN_S:
-                    return  # what was seen is too old to act upon; the next time goes on
-                self._prompt.delete([gone.key for gone in doomed[begin : begin + _BATCH]])
-        gone = (*plan.manifests, *plan.objects)
-        if gone:
-            freed = sum(deletion.size for deletion in gone)
-            self._tell(
-                "info",
-                "retained",
-                f"{self.job}/{self.run}: {len(gone)} objects deleted, {freed} bytes",
-            )
-
-    def _read_all(self, catalog: Catalog) -> None:
-        """Know every manifest; they never change, so each is read once. Where one cannot be read, no object is deleted."""
-        keys = [info.key for c in catalog.checkpoints for info in c.manifests.values()]
-        known = self._manifests
-        found = zip(
-            keys, self._map(lambda key: known.get(key) or self._manifest(key), keys), strict=True
-        )
-        self._manifests = {key: manifest for key, manifest in found if manifest is not None}
-
-    def _manifest(self, key: str) -> RankManifest | None:
-        try:
-            return read_manifest(self._store, key)
-        except (ManifestError, ObjectMissing) as error:
-            self._tell("warning", "store_damaged", f"{error}; no object of the run is deleted")
-            return None
-
-    def _is_whole(self, checkpoint: StoredCheckpoint, sizes: Mapping[str, int]) -> bool:
-        """Whether every object that its manifests name is listed, with the size that it had."""
-        for info in checkpoint.manifests.values():
-            manifest = self._manifests.get(info.key)
-            if manifest is None:
-                return False
-            for snapshot in manifest.snapshots:
-                if any(sizes.get(stored.key) != stored.size for stored in snapshot.objects):
-                    return False
-        return True
-
-
-def _times(catalog: Catalog) -> Iterator[int]:
-    for checkpoint in catalog.checkpoints:
-        yield checkpoint.modified_ns
-    for listed in catalog.objects.values():
-        yield from (found.info.modified_ns for found in listed)
 
 
 def _slot_header(stored: StoredSnapshot) -> SlotHeader:

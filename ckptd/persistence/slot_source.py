@@ -11,8 +11,8 @@ from pathlib import Path
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.memory.segment_format import SegmentDescriptor, SlotHeader, slot_lock_byte
-from ckptd.memory.segments import Segment, open_segment
 from ckptd.persistence.wire import SnapshotId
 
 __all__ = ["HeldSlot", "SlotFiles", "SlotLost"]

@@ -20,8 +20,8 @@ from typing import Any
 import xxhash
 
 from ckptd.errors import SegmentError
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import decode_descriptor
-from ckptd.memory.segments import Segment
 from ckptd.peers.peer_link import Post
 from ckptd.persistence import wire as w
 from ckptd.persistence.child import AWAY, StoreChild
@@ -140,6 +140,50 @@ class StoreLink:
             epoch = max((c.epoch for c in reply.checkpoints), default=-1)
             done(Holdings(STORE_NODE, tuple(segments), epoch))
 
+        self._ask(
+            lambda: w.FindStored(self._child.next_id(), message.job, message.run, ranks),
+            found,
+            failed,
+        )
+
+    def find_worlds(
+        self,
+        job: str,
+        run: str,
+        *,
+        again: bool,
+        done: Callable[[w.FoundWorlds], None],
+        failed: Callable[[str, str], None],
+    ) -> None:
+        """What is durable of the worlds of an elastic run (`ckptd.persistence.worlds`)."""
+        self._ask(lambda: w.FindWorlds(self._child.next_id(), job, run, again), done, failed)
+
+    def offer(
+        self,
+        job: str,
+        run: str,
+        end: int,
+        ranks: Iterable[int],
+        done: Callable[[list[w.StoredCheckpoint]], None],
+        failed: Callable[[str, str], None],
+    ) -> None:
+        """These ranks' part of a committed checkpoint, whether or not they are attached here; what is offered can be opened and read."""
+        listed = sorted(ranks)
+
+        def found(reply: w.Found) -> None:
+            done([stored for stored in reply.checkpoints if self._held(stored) is not None])
+
+        self._ask(
+            lambda: w.OfferStored(self._child.next_id(), job, run, end, listed), found, failed
+        )
+
+    def _ask(
+        self,
+        question: Callable[[], Any],
+        done: Callable[[Any], None],
+        failed: Callable[[str, str], None],
+    ) -> None:
+        """Ask one keeper after the other, until one has lived long enough to answer."""
         give_up_s = self._clock() + _ASK_FOR_S
 
         def refused(code: str, reason: str) -> None:
@@ -149,8 +193,7 @@ class StoreLink:
                 failed(code, reason)
 
         def ask() -> None:
-            question = w.FindStored(self._child.next_id(), message.job, message.run, ranks)
-            self._child.ask(question, found, refused)
+            self._child.ask(question(), done, refused)
 
         ask()
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 
 from ckptd.config_values import parse_bytes
 from ckptd.events import EventLog
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segments import SegmentStore
 from ckptd.peers.peer_link import Post
 from ckptd.persistence import wire as w
 from ckptd.persistence.cadence import Cadence

@@ -25,8 +25,11 @@ __all__ = [
     "Failed",
     "FailureCode",
     "FindStored",
+    "FindWorlds",
     "Found",
+    "FoundWorlds",
     "FromKeeper",
+    "OfferStored",
     "OpenRank",
     "Opened",
     "Ping",
@@ -42,6 +45,7 @@ __all__ = [
     "StoredSlot",
     "ToKeeper",
     "Told",
+    "WholeWorld",
     "decode_from_keeper",
     "decode_to_keeper",
 ]
@@ -134,6 +138,28 @@ class FindStored(Struct, frozen=True, tag=True):
     ranks: list[int]
 
 
+class FindWorlds(Struct, frozen=True, tag=True):
+    """Which worlds of an elastic run there are, and their committed checkpoints; answered by `FoundWorlds`.
+
+    ``again``: for a start that has found checkpoints to be damaged, which are passed over; one that begins looks at all of them.
+    """
+
+    id: int
+    job: str
+    run: str
+    again: bool
+
+
+class OfferStored(Struct, frozen=True, tag=True):
+    """These ranks' part of the committed checkpoint that ends at ``end``; answered by `Found`."""
+
+    id: int
+    job: str
+    run: str
+    end: int
+    ranks: list[int]
+
+
 class ReadRange(Struct, frozen=True, tag=True):
     """Read bytes of a stored snapshot into a file (a segment's), at an offset; answered by `Answer`."""
 
@@ -157,7 +183,16 @@ class Ping(Struct, frozen=True, tag=True):
 
 
 ToKeeper = (
-    Configure | OpenRank | StoreSlot | CommitRank | FindStored | ReadRange | DoubtStored | Ping
+    Configure
+    | OpenRank
+    | StoreSlot
+    | CommitRank
+    | FindStored
+    | FindWorlds
+    | OfferStored
+    | ReadRange
+    | DoubtStored
+    | Ping
 )
 
 
@@ -228,6 +263,23 @@ class Found(Struct, frozen=True, tag=True):
     checkpoints: list[StoredCheckpoint]
 
 
+class WholeWorld(Struct, frozen=True):
+    """A committed checkpoint of a world; ``sizes`` are the bytes of each rank's own objects of its last iteration."""
+
+    world: int
+    end: int
+    sizes: list[int]
+
+
+class FoundWorlds(Struct, frozen=True, tag=True):
+    """All ``numbers`` that are known, and the newest checkpoints, newest first, without those that are ``damaged`` (world, end)."""
+
+    id: int
+    numbers: list[int]
+    checkpoints: list[WholeWorld]
+    damaged: list[tuple[int, int]]
+
+
 class Settled(Struct, frozen=True, tag=True):
     """What became of a checkpoint after our manifest: every rank has one, or they did not come in time.
 
@@ -262,7 +314,9 @@ class Pong(Struct, frozen=True, tag=True):
     """Yes."""
 
 
-FromKeeper = Opened | StoredSlot | Answer | Failed | Found | Settled | RankFenced | Told | Pong
+FromKeeper = (
+    Opened | StoredSlot | Answer | Failed | Found | FoundWorlds | Settled | RankFenced | Told | Pong
+)
 
 _to_keeper = msgspec.msgpack.Decoder(ToKeeper)
 _from_keeper = msgspec.msgpack.Decoder(FromKeeper)

@@ -19,13 +19,9 @@ from torch import Tensor
 from ckptd.client.elastic.holders import added
 from ckptd.client.elastic.pieces import Held
 from ckptd.client.elastic.swap import all_to_all
+from ckptd.elastic.shards import shard_length
 
 __all__ = ["cut", "joined", "shard_length", "shards_to_holders", "sums_to_owners"]
-
-
-def shard_length(numel: int, ranks: int) -> int:
-    """Elements of a shard, padding included."""
-    return -(-numel // ranks)
 
 
 def cut(flat: Tensor, ranks: int) -> Tensor:

@@ -7,7 +7,6 @@ it is sealed and anchors everything that it holds; a sparse one alone is no stat
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,10 @@ from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_format import SlotHeader
 from ckptd.memory.segment_names import FILE_ENDS, REPLICA_ENDS, Kind
 from ckptd.recovery.holdings import header_record
+from ckptd.storage import names
 from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageError
+from ckptd.storage.names import run_of_world
 
 __all__ = ["Inventory", "LocalImage", "run_of_world", "settle", "world_of_run"]
 
@@ -36,15 +37,10 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-def run_of_world(run: str, world: int) -> str:
-    """The run under which a world's ranks are attached."""
-    return f"{run}.w{world}"
-
-
 def world_of_run(run: str, name: str) -> int | None:
     """The number of the world, if this is the name of one of this run's."""
-    found = re.fullmatch(re.escape(run) + r"\.w([0-9]{1,12})", name)
-    return int(found[1]) if found else None
+    found = names.world_of_run(name)
+    return found[1] if found is not None and found[0] == run else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +70,7 @@ class _Table:
     units: dict[tuple[Unit, int], int] = field(default_factory=dict)
     layouts: dict[tuple[int, ...], int] = field(default_factory=dict)
     expected: dict[int, set[Unit]] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
 
     def layout(self, units: Sequence[tuple[Unit, int]]) -> int:
         numbers = tuple(self.units.setdefault(unit, len(self.units)) for unit in units)
@@ -115,6 +112,7 @@ class Inventory:
             tuple(image.told for image in self.images),
             {world: tuple(sorted(units)) for world, units in sorted(table.expected.items())},
             self._worlds,
+            dict(sorted(table.ranks.items())),
         )
 
     def _look(self, world: int, file: SlotFile) -> None:
@@ -124,6 +122,9 @@ class Inventory:
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("%s is not used: its descriptor tells no operators (%r)", name, error)
             return
+        # Where a rank's shard lies among those of all, its image tells.
+        units = tuple(unit for unit in units if self._layers.shard_of(unit.param) is None)
+        self._table.ranks[world] = file.told.world_size
         self._table.expected.setdefault(world, set()).update(units)
         for index in range(file.num_slots):
             header = file.header(index)
@@ -152,10 +153,10 @@ class Inventory:
             if view is None:
                 return None
             dense = view.anchors == (1 << view.num_operators) - 1
-            index_of = UnitIndex(view)
+            index_of = UnitIndex(view, self._layers, file.told.rank)
             # Buffers of an expert go with it; those of the dense part differ between ranks, and go with the step scalars.
             own = [BUFFER + name for name in index_of.buffers if self._layers.expert_of(name)]
-            covered = index_of.covered([*units, *map(Unit, own)])
+            covered = index_of.covered([*units, *map(Unit, own), *index_of.shards])
             self._layouts[key] = self._table.layout(covered) if dense else None
         return self._layouts[key]
 

@@ -10,6 +10,9 @@
         job.sum_gradients()
         optimizer.step()
 
+Where the experts' optimizer is to be on shards (SwiftMoE) instead of on each replica, ``job.shards(model, make_optimizer)`` comes before the
+optimizer of the rest, and ``shards.step()`` behind its step.
+
 A *world* is one life of the job: its ranks, and where their experts are. When ranks go or come the launcher starts all of them again, in a new world:
 its ranks look what their nodes hold (`starting`), plan, read what is there, give each other the rest (`shipping`), and go on at one iteration. Each
 world is a run of its own for the daemons, which keep it until the next one can be had without it (`retiring`).
@@ -24,6 +27,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, Self
 
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -31,7 +35,7 @@ from torch import Tensor, nn
 from ckptd.client.agreement import all_or_none
 from ckptd.client.binding import Binding
 from ckptd.client.checkpointer import Checkpointer
-from ckptd.client.elastic import ElasticExperts
+from ckptd.client.elastic import ElasticExperts, ExpertShards
 from ckptd.client.exchange import exchange
 from ckptd.client.identity import Identity, identify
 from ckptd.client.names import named_modules
@@ -40,17 +44,20 @@ from ckptd.client.scalars import Stateful
 from ckptd.client.worlds.history import LoadHistory
 from ckptd.client.worlds.inventory import run_of_world
 from ckptd.client.worlds.loading import Loader, check_fits
-from ckptd.client.worlds.planning import Seat
+from ckptd.client.worlds.planning import Seat, placement_of, replicas_by_load
 from ckptd.client.worlds.rebalancing import Rebalancing
 from ckptd.client.worlds.retiring import Retiring, floor_of
-from ckptd.client.worlds.shipping import ship
+from ckptd.client.worlds.shard_shapes import SHAPES, ShardShapes
+from ckptd.client.worlds.sharding import check_strategy, firsts_of, same_call, with_shards
 from ckptd.client.worlds.starting import LOADS, Here, Wishes, meet_daemon, start_world
 from ckptd.client.worlds.summing import DenseGradients
+from ckptd.client.worlds.taking_over import take_over
 from ckptd.client.worlds.telling import WorldTeller
-from ckptd.elastic.handover import Handover
+from ckptd.elastic.types import Placement
 from ckptd.elastic.when import TimesConfig
 from ckptd.elastic.worlds import ExpertLayers
 from ckptd.launch import ensure_daemon
+from ckptd.memory.segment_format import WORLD_TOPOLOGY
 
 __all__ = ["ElasticJob"]
 
@@ -75,7 +82,7 @@ class ElasticJob:
     Raises:
         ValueError: on all ranks: they were started with other arguments, or something passed is unusable.
         ElasticError: on all ranks: there are fewer slots than experts, or what is held of this run is no whole state.
-        DaemonUnavailable: on all ranks: a node has no daemon.
+        DaemonUnavailable: on all ranks: a node has no daemon; or the state is to come from storage, which does not answer, or is damaged.
     """
 
     def __init__(
@@ -118,6 +125,7 @@ class ElasticJob:
         self._rebalancing: Rebalancing | None = None
         self._teller: WorldTeller | None = None
         self._gradients: DenseGradients | None = None
+        self._shards: ExpertShards | None = None
         self.again = False
         self.seconds = {**self._world.seconds, "start_s": time.perf_counter() - began}
         logger.warning("world %d: %s", self.plan.number, self.plan.reason)
@@ -162,9 +170,31 @@ class ElasticJob:
         return self.plan.node_of
 
     def replicas(self, layer: str) -> NDArray[Any]:
-        """``[R, E]``: replicas of each expert of a layer on each rank."""
-        found: NDArray[Any] = self.plan.replicas_LRE[self._number(layer)]
+        """``[R, E]``: replicas of each expert of a layer on each rank; with shards, as they are placed now."""
+        number = self._number(layer)
+        if self._shards is not None:
+            return self._shards.placements[layer]
+        found: NDArray[Any] = self.plan.replicas_LRE[number]
         return found
+
+    def placements_by_load(self) -> dict[str, NDArray[Any]]:
+        """``[R, E]`` by the name of the layer: where the experts of this world would be placed for the tokens that they got so far; the same on all
+        ranks. For ``shards.step(job.placements_by_load())``: with shards another placement costs nothing to send.
+        """
+        wishes = self._wishes
+        found = replicas_by_load(
+            self.plan,
+            self._history.loads,
+            threshold=wishes.threshold,
+            max_straggler=wishes.max_straggler,
+        )
+        return dict(zip(self.layers.names, found, strict=True))
+
+    def _placement(self) -> Placement:
+        """Where the experts are now, by node."""
+        if self._shards is None:
+            return self.plan.placement
+        return placement_of(self.plan, [self.replicas(name) for name in self.layers.names])
 
     def experts(self, layer: str) -> list[int]:
         """The experts of a layer that this rank holds."""
@@ -197,6 +227,35 @@ class ElasticJob:
 
     # -- the state -------------------------------------------------------------------------------
 
+    def shards(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+        *,
+        masters: torch.dtype | None = None,
+        make_expert: Callable[[str, int], nn.Module] | None = None,
+    ) -> ExpertShards:
+        """Put the optimizer of all experts on shards (docs/elastic.md, section 13), instead of on each replica; a collective call, before `checkpointer`.
+
+        The experts leave the model's parameters: make the optimizer of the rest after it. What it returns is stepped beside that:
+        ``shards.step()``, or ``shards.step(placements)`` for other places from now on.
+
+        Args:
+            make_optimizer, masters, make_expert: as for ``ExpertShards``.
+        Raises:
+            ValueError: on all ranks: some call another method; the model has other layers; the experts or the optimizer are not fit for shards;
+                this world has shards, or a checkpointer, already.
+        """
+        same_call(self._meet, "shards()")
+        with all_or_none(self._meet, f"rank {self.rank}"):
+            if self._shards is not None or self._checkpointer is not None:
+                raise ValueError("call shards() once in a world, and before checkpointer()")
+            layers = dict(zip(self.layers.names, self._layers_of(model), strict=True))
+        self._shards = ExpertShards(
+            layers, make_optimizer, masters=masters, make_expert=make_expert
+        )
+        return self._shards
+
     def checkpointer(
         self, model: nn.Module, optimizer: Any, state: Mapping[str, Stateful] | None = None, **options: Any
     ) -> Checkpointer:  # fmt: skip
@@ -208,23 +267,34 @@ class ElasticJob:
         Args:
             state: as for ``Checkpointer``. What it holds should be alike on all ranks: a rank gets what the rank of its number had, and a rank
                 beyond those that there were what the lowest had.
-            options: further options of ``Checkpointer``.
+            options: further options of ``Checkpointer``. With `shards` the names of the model's parameters begin with ``model.`` in them.
         Raises:
-            ValueError: on all ranks: the model is not that of the state, or an option cannot be chosen.
+            ValueError: on all ranks: the model is not that of the state, or has its experts' optimizer elsewhere, or an option cannot be chosen.
         """
+        same_call(self._meet, "checkpointer()")
         with all_or_none(self._meet, f"rank {self.rank}"):
             if wrong := sorted(_GIVEN & options.keys()):
                 raise ValueError(f"{wrong[0]}= is the ElasticJob's own: leave it out")
             if self._checkpointer is not None:
                 raise ValueError("this world has a checkpointer: each world has one")
             layers = self._layers = self._layers_of(model)
-            optimizers = [unwrap_optimizer(o) for o in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]  # fmt: skip
-            binding = Binding(model, optimizers, options.get("masters"))
+            optimizer = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
             stateful = {**(state or {}), LOADS: self._history}
+            if self._shards is not None:
+                if SHAPES in stateful:
+                    raise ValueError(
+                        f"state[{SHAPES!r}] is the ElasticJob's own: take another name"
+                    )
+                model, optimizer = with_shards(model, optimizer, self._shards)
+                stateful[SHAPES] = ShardShapes(self._shards.layers)
+            binding = Binding(model, [unwrap_optimizer(o) for o in optimizer], options.get("masters"))  # fmt: skip
         self._load(binding, stateful)
+        if self._shards is not None:
+            self._shards.send_weights()  # in the first world, too: weights always are the rounded shards
         self._history.watch(layers)
-        dense = [name for name in binding.params if self.layers.expert_of(name) is None]
-        self._gradients = DenseGradients([binding.params[name] for name in dense], layers)
+        owner_of = (self.layers.expert_of, self.layers.shard_of)
+        dense = [name for name in binding.params if not any(of(name) for of in owner_of)]
+        self._gradients = DenseGradients([binding.params[name] for name in dense], layers, self._shards)  # fmt: skip
         replicated = {name: dist.group.WORLD for name in dense if not name.startswith("extra/")}
         began = time.perf_counter()
         self._checkpointer = Checkpointer(
@@ -236,6 +306,7 @@ class ElasticJob:
             rank=self.rank,
             world_size=self.world_size,
             daemon=self._daemon,
+            topology=WORLD_TOPOLOGY,
             policy="dense",
             park=True,
             replicated=replicated if self.world_size > 1 else None,
@@ -261,49 +332,17 @@ class ElasticJob:
 
     def _load(self, binding: Binding, stateful: Mapping[str, Stateful]) -> None:
         """What this rank's node holds is read there, the rest comes from other ranks; all ranks or none go on."""
-        local, handover = self._world.local, self.plan.handover
-        if handover is None:
+        if self.plan.handover is None:
             return
-        began = time.perf_counter()
-        loader = Loader(binding, stateful)
+        firsts = firsts_of(binding, self._shards, self.layers, self.rank, self.world_size)
+        loader = Loader(binding, stateful, firsts)
         with all_or_none(self._meet, f"rank {self.rank}"):
-            mine = [give.unit for give in handover.gives if give.target == self.rank]
+            check_strategy(self._world.shapes, self._shards, self.layers)
+            mine = [give.unit for give in self.plan.handover.gives if give.target == self.rank]
             check_fits(binding, mine, set(binding.params))
             loader.clear()
-        with all_or_none(self._meet, f"rank {self.rank}"):
-            units, scalars = self._outgoing(handover)
-        came = ship(units), ship(scalars)
-        self.seconds["ship_s"] = time.perf_counter() - began
-        with all_or_none(self._meet, f"rank {self.rank}"):
-            for give in handover.gives:
-                if give.source == self.rank == give.target:
-                    assert local is not None, "it was verified"
-                    loader.units(b"".join(local.unit(give.unit)))
-            for stream in came[0]:
-                loader.units(stream)
-            loader.scalars(b"".join(came[1]), self.rank)
-            loader.finish()
-        if local is not None:
-            local.close()
+        self.seconds |= take_over(self._world, loader, self.rank, self.world_size, self._meet)
         self._loader = loader
-        self.seconds["load_s"] = time.perf_counter() - began
-        logger.info(
-            "rank %d loaded %d bytes in %.3f s; %d replicas of experts travelled, %d experts come from snapshots alone",
-            self.rank, loader.nbytes, self.seconds["load_s"], handover.expert_moves, handover.from_snapshots,
-        )  # fmt: skip
-
-    def _outgoing(self, handover: Handover) -> tuple[list[list[bytes | memoryview]], list[list[bytes]]]:  # fmt: skip
-        units: list[list[bytes | memoryview]] = [[] for _ in range(self.world_size)]
-        scalars: list[list[bytes]] = [[] for _ in range(self.world_size)]
-        local = self._world.local
-        if local is not None:
-            for give in handover.gives:
-                if give.source == self.rank != give.target:
-                    units[give.target] += local.unit(give.unit)
-            for target, (giver, whose) in enumerate(handover.scalars):
-                if giver == self.rank:
-                    scalars[target].append(local.scalars(whose))
-        return units, scalars
 
     def _begin_to_tell(self, checkpointer: Checkpointer) -> None:
         memory = checkpointer._memory
@@ -367,13 +406,15 @@ class ElasticJob:
             if self._retiring is not None:
                 self._retiring.step_over()
             if self._teller is not None:
-                self._teller.step_over(step, lambda: self._history.loads)
+                self._teller.step_over(step, self._placement, lambda: self._history.loads)
 
     def _moves(self, step: int, total: int) -> bool:
         """Whether the experts are to be placed anew before this step."""
         if self._rebalancing is None:
             return False
-        decision = self._rebalancing.look(step, total, self._history.loads, self.seconds)
+        decision = self._rebalancing.look(
+            step, total, self._placement(), self._history.loads, self.seconds
+        )
         if decision is None:
             return False
         logger.warning("experts are placed anew at step %d: %s", step, decision)

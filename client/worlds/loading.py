@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from ckptd.elastic.worlds import BUFFER, Unit
 __all__ = ["Loader", "check_fits"]
 
 _TOLD = 4
+_NO_SHARDS: Mapping[str, int] = MappingProxyType({})
 
 
 def check_fits(binding: Binding, held: Sequence[Unit], mine: set[str]) -> None:
@@ -48,10 +50,16 @@ class Loader:
 
     Args:
         stateful: the user's objects by name.
+        firsts: of each parameter of which this rank has a shard: the element with which that begins.
     """
 
-    def __init__(self, binding: Binding, stateful: Mapping[str, Stateful]) -> None:
-        self._binding, self._stateful = binding, stateful
+    def __init__(
+        self,
+        binding: Binding,
+        stateful: Mapping[str, Stateful],
+        firsts: Mapping[str, int] = _NO_SHARDS,
+    ) -> None:
+        self._binding, self._stateful, self._firsts = binding, stateful, firsts
         self._buffers = binding.buffers()
         self._facts: dict[str, dict[str, Any]] = {}
         self._rng: dict[str, Any] | None = None
@@ -71,14 +79,14 @@ class Loader:
         """Load units as they travel (`LocalState.unit`), one after the other.
 
         Raises:
-            ValueError: a tensor has another shape or dtype here.
+            ValueError: a tensor has another shape or dtype here, or shards of one parameter are not of one step.
         """
         view, at = memoryview(stream), 0
         while at < len(view):
             length = int.from_bytes(view[at : at + 4], "little")
             head = msgspec.msgpack.decode(view[at + 4 : at + 4 + length], type=UnitHead)
             at += 4 + length
-            self._facts[head.unit.param] = values.unpack(head.facts)
+            self._tell(head.unit.param, values.unpack(head.facts))
             for kind, key, dtype, shape, nbytes in head.parts:
                 data = _tensor(view[at : at + nbytes], dtype, shape)
                 self._put(head.unit, kind, key, data)
@@ -134,6 +142,15 @@ class Loader:
             drawn = torch.randint(1 << 31, (self._seed,), dtype=torch.int64)[-1].item()
             torch.manual_seed(int(drawn))
 
+    def _tell(self, name: str, facts: dict[str, Any]) -> None:
+        known = self._facts.setdefault(name, facts)
+        if name in self._firsts and not values.equal(known, facts):
+            raise ValueError(
+                f"what the optimizer keeps of {name} beside its elements is not the same in the shards of all ranks: "
+                f"{known} and {facts}; an optimizer of shards must keep the same on each"
+            )
+        self._facts[name] = facts
+
     def _put(self, unit: Unit, kind: str, key: str, data: Tensor) -> None:
         binding, name = self._binding, unit.param
         if kind == "buffer":
@@ -147,8 +164,8 @@ class Loader:
             live = binding.masters[name]
         else:
             live = binding.params[name]
-        whole = local(live)
-        _copy(name, whole[unit.start : unit.stop] if unit.stop else whole, data)
+        whole, first = local(live), self._firsts.get(name, 0)
+        _copy(name, whole[unit.start - first : unit.stop - first] if unit.stop else whole, data)
 
     def _state(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = self._binding.keeper(name).state[self._binding.held(name)]

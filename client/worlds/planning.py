@@ -5,8 +5,9 @@ How many replicas, on which nodes, which machine is which node of the plan, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -22,7 +23,9 @@ from ckptd.elastic.ranks import split_over_ranks
 from ckptd.elastic.types import Cluster, Loads, Placement
 from ckptd.elastic.worlds import Chosen, ExpertLayers
 
-__all__ = ["Seat", "WorldPlan", "nodes_of", "plan_world"]
+__all__ = ["Seat", "WorldPlan", "nodes_of", "placement_of", "plan_world", "replicas_by_load"]
+
+_NO_SHARDS: Mapping[str, int] = MappingProxyType({})
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -82,6 +85,7 @@ def plan_world(
     *,
     threshold: int,
     max_straggler: float | None,
+    numels: Mapping[str, int] = _NO_SHARDS,
 ) -> WorldPlan:
     """Place the experts, and share out who gives what.
 
@@ -89,6 +93,7 @@ def plan_world(
         seats: of each rank.
         loads_LE: tokens that were routed to each expert.
         chosen: where the job goes on, its nodes numbered as `nodes_of` does; None: it begins.
+        numels: how many elements each parameter has of which there are shards.
     Raises:
         ElasticError: there are fewer slots than experts.
     """
@@ -103,14 +108,14 @@ def plan_world(
     allocation = allocate(loads_LE, cluster, threshold)
     plan = place(allocation, loads_LE, cluster, max_straggler=max_straggler)
     placement = plan.placement
-    if chosen is not None:
+    # Of shards the weights of all replicas are sent anew: no placement is nearer than another.
+    if chosen is not None and not chosen.shards:
         held = Placement(chosen.experts_LNE.astype(np.int32))
         placement = map_nodes(placement, held, cluster, chosen.expert_bytes_LE).apply(placement)
-    by_node = split_over_ranks(placement, cluster, loads_LE)
-    order = np.array([rank for of in ranks for rank in of])
-    replicas_LRE = np.zeros(by_node.shape, dtype=np.int64)
-    replicas_LRE[:, order] = by_node
-    handover = None if chosen is None else plan_handover(chosen, layers, replicas_LRE, node_of)
+    replicas_LRE = _on_ranks(placement, cluster, loads_LE, node_of)
+    handover = None
+    if chosen is not None:
+        handover = plan_handover(chosen, layers, replicas_LRE, node_of, numels)
     where = "the job begins" if chosen is None else f"goes on from {chosen.reason}"
     return WorldPlan(
         number,
@@ -124,3 +129,32 @@ def plan_world(
         handover,
         f"{where}; {len(seats)} ranks on {len(nodes)} nodes, {allocation.reason}",
     )
+
+
+def replicas_by_load(
+    plan: WorldPlan, loads_LE: Loads, *, threshold: int, max_straggler: float | None
+) -> NDArray[np.int64]:
+    """``[L, R, E]``: where the experts would be placed on this world's ranks for these loads, whatever has to be sent for it."""
+    allocation = allocate(loads_LE, plan.cluster, threshold)
+    placed = place(allocation, loads_LE, plan.cluster, max_straggler=max_straggler)
+    return _on_ranks(placed.placement, plan.cluster, loads_LE, plan.node_of)
+
+
+def placement_of(plan: WorldPlan, replicas_LRE: Sequence[NDArray[np.int64]]) -> Placement:
+    """What the nodes of a world hold where its ranks hold these replicas."""
+    on_ranks = np.stack(replicas_LRE)
+    counts_LNE = np.zeros((len(on_ranks), len(plan.nodes), on_ranks.shape[2]), dtype=np.int32)
+    for rank, node in enumerate(plan.node_of):
+        counts_LNE[:, node] += on_ranks[:, rank].astype(np.int32)
+    return Placement(counts_LNE)
+
+
+def _on_ranks(
+    placement: Placement, cluster: Cluster, loads_LE: Loads, node_of: Sequence[int]
+) -> NDArray[np.int64]:
+    """``[L, R, E]``: what the nodes hold, split over their ranks, wherever these stand."""
+    by_node = split_over_ranks(placement, cluster, loads_LE)
+    order = sorted(range(len(node_of)), key=lambda rank: (node_of[rank], rank))
+    replicas_LRE = np.zeros(by_node.shape, dtype=np.int64)
+    replicas_LRE[:, order] = by_node
+    return replicas_LRE

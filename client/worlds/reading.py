@@ -42,7 +42,7 @@ class UnitHead(msgspec.Struct, frozen=True, array_like=True):
 class _Opened:
     """An image that is held."""
 
-    def __init__(self, image: LocalImage, held: ExitStack) -> None:
+    def __init__(self, image: LocalImage, layers: ExpertLayers, held: ExitStack) -> None:
         data = held.enter_context(image.file.held(image.record))
         if data is None:
             raise Unreadable(image, "it has just been overwritten")
@@ -52,7 +52,7 @@ class _Opened:
         except ImageError as error:
             raise Unreadable(image, str(error)) from error
         self.data = data
-        self.index = UnitIndex(self.view)
+        self.index = UnitIndex(self.view, layers, image.told.rank)
         self.facts = ParamFacts(self.view)
 
 
@@ -71,6 +71,7 @@ class LocalState:
         self._layers = layers
         self._held = ExitStack()
         self._opened: dict[tuple[str, int, int], _Opened] = {}
+        self._indices: dict[tuple[str, int, int], UnitIndex | None] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -81,6 +82,7 @@ class LocalState:
     def close(self) -> None:
         """Let go of all images."""
         self._opened.clear()
+        self._indices.clear()
         self._held.close()
 
     def open_for(self, units: Sequence[Unit], ranks: Sequence[int]) -> None:
@@ -123,10 +125,24 @@ class LocalState:
 
     def _of(self, unit: Unit) -> _Opened:
         for image in self._images:
-            opened = self._open(image)
-            if opened.index.covered([unit]):
-                return opened
+            index = self._index(image)
+            if index is not None and index.covered([unit]):
+                return self._open(image)
         raise KeyError(f"{unit} is in no image here")
+
+    def _index(self, image: LocalImage) -> UnitIndex | None:
+        """What is in an image by its header as it stands, so that only those are verified that are read; None if it was overwritten."""
+        if image.key not in self._indices:
+            index = None
+            try:
+                # Held: a slot may be filled anew at this moment.
+                with image.file.held(image.record) as data:
+                    if data is not None:
+                        index = UnitIndex(ImageView(data), self._layers, image.told.rank)
+            except (ImageError, FileNotFoundError) as error:
+                raise Unreadable(image, str(error)) from error
+            self._indices[image.key] = index
+        return self._indices[image.key]
 
     def _of_rank(self, rank: int) -> _Opened:
         for image in self._images:
@@ -136,5 +152,5 @@ class LocalState:
 
     def _open(self, image: LocalImage) -> _Opened:
         if image.key not in self._opened:
-            self._opened[image.key] = _Opened(image, self._held)
+            self._opened[image.key] = _Opened(image, self._layers, self._held)
         return self._opened[image.key]

@@ -12,7 +12,7 @@ from ckptd.client.elastic import ElasticExperts
 from ckptd.client.worlds.history import LayerClock, forecast
 from ckptd.client.worlds.planning import WorldPlan
 from ckptd.client.worlds.starting import Wishes
-from ckptd.elastic.types import Loads
+from ckptd.elastic.types import Loads, Placement
 from ckptd.elastic.when import Action, PlacementTimes, StepDone, TimesConfig
 
 __all__ = ["Rebalancing"]
@@ -55,10 +55,18 @@ class Rebalancing:
         """A step is done."""
         self._clock.step_over()
 
-    def look(self, step: int, total: int, loads_LE: Loads, seconds: Mapping[str, float]) -> str | None:  # fmt: skip
+    def look(
+        self,
+        step: int,
+        total: int,
+        placement: Placement,
+        loads_LE: Loads,
+        seconds: Mapping[str, float],
+    ) -> str | None:
         """Why to place anew before this step; None: not now. A collective call at the steps where the load is looked at.
 
         Args:
+            placement: where the experts are now.
             seconds: what the last change has taken: the next one costs about as much.
         """
         if not self._times.wants_forecast(step):
@@ -70,7 +78,7 @@ class Rebalancing:
             for data in self._meet(msgspec.msgpack.encode(mine))
         ]
         coming = forecast(
-            self._plan.placement,
+            placement,
             self._plan.cluster,
             loads_LE,
             threshold=self._wishes.threshold,

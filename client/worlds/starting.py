@@ -3,6 +3,7 @@
 No controller takes part. One rank of each node tells what the daemon's files there hold; all compute the same plan from that, and compare its
 digest. An image that turns out to be damaged is left out, and all plan again. Where a rank vanishes meanwhile, the
 process group fails on the others, the launcher starts the job again, and the next start plans from what is there then: nothing was freed.
+Where storage has a newer state than memory, or memory none, that is brought into memory first, and all plan again (`stored`).
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -22,9 +24,11 @@ from ckptd.client.agreement import Exchange, Failure, raise_together
 from ckptd.client.worlds.inventory import Inventory, settle
 from ckptd.client.worlds.planning import Seat, WorldPlan, nodes_of, plan_world
 from ckptd.client.worlds.reading import LocalState, Unreadable
+from ckptd.client.worlds.shard_shapes import SHAPES, numels_of
+from ckptd.client.worlds.stored import Storage, Stored, missing_ranks, newer_than
 from ckptd.elastic.types import Loads
 from ckptd.elastic.worlds import Chosen, ExpertLayers, NodeHeld, choose
-from ckptd.errors import DaemonUnavailable, LocalProtocolError
+from ckptd.errors import DaemonUnavailable, ElasticError, LocalProtocolError
 from ckptd.transport.messages import Hello, Welcome
 from ckptd.transport.wire import ControlClient, RequestTimeout, WireError
 
@@ -32,7 +36,7 @@ __all__ = ["Here", "Started", "Wishes", "meet_daemon", "start_world"]
 
 logger = logging.getLogger(__name__)
 
-_PLANS = 5
+_PLANS = 8
 _SETTLE_S = 5.0
 _ANSWER_S = 10.0
 LOADS = "ckptd.loads"
@@ -73,6 +77,8 @@ class Started:
     loads_LE: Loads
     local: LocalState | None
     seconds: dict[str, float] = field(default_factory=dict)
+    # Of the experts whose shards are in the state (`ShardShapes`); None: it has none.
+    shapes: Mapping[str, Any] | None = None
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -115,12 +121,13 @@ def start_world(here: Here | Exception, wishes: Wishes, rank: int, meet: Exchang
         here: where this rank is; or why that could not be found out, which the others have to hear.
     Raises:
         ValueError: ranks have other wishes.
-        ElasticError: fewer slots than experts, or a state that is held in part only.
-        DaemonUnavailable: a rank has no daemon, or cannot read what only its node holds.
+        ElasticError: fewer slots than experts, or a state that is held in part only, and not durable either.
+        DaemonUnavailable: a rank has no daemon, or cannot read what only its node holds; or storage is needed, and does not answer.
     """
     unusable: frozenset[tuple[str, int, int]] = frozenset()
+    storage = _storage(here, wishes, rank, meet)
     for _ in range(_PLANS):
-        found = _attempt(here, wishes, rank, meet, unusable)
+        found = _attempt(here, wishes, rank, meet, unusable, storage)
         if isinstance(found, Started):
             return found
         unusable |= found
@@ -137,21 +144,29 @@ def _attempt(
     rank: int,
     meet: Exchange,
     unusable: frozenset[tuple[str, int, int]],
+    storage: Storage,
 ) -> Started | frozenset[tuple[str, int, int]]:
-    """A world; or what this rank has found to be unusable, where any has found something."""
+    """A world; or what this rank has found to be unusable, where any has found something, or something came from storage."""
     clock = _Clock()
     inventory, told, held = _look(here, wishes, rank, meet, unusable)
     clock.lap("inventory_s")
     seats = [one.seat for one in told]
-    chosen = choose(held, wishes.layers)
+    found = _choose(held, wishes, _speakers(seats), storage)
+    clock.lap("storage_s")
+    if found is None:
+        return frozenset()
+    chosen, stored = found
     local = None
     if chosen is not None and inventory is not None:
         images = [i for i in inventory.images if (i.told.world, i.told.iteration) == (chosen.world, chosen.iteration)]  # fmt: skip
         local = LocalState(images, wishes.layers)
-    loads = _loads(local, chosen, seats, wishes.layers, rank, meet)
-    if isinstance(loads, frozenset):
-        return loads
-    number = max(told[0].clock_s, *(1 + world for node in held for world in (-1, *node.worlds)))
+    recorded = _recorded(local, chosen, seats, rank, meet)
+    if isinstance(recorded, frozenset):
+        return recorded
+    loads = _loads(recorded, wishes.layers)
+    shapes = values.unpack(recorded[SHAPES]) if SHAPES in recorded else None
+    known = [world for node in held for world in node.worlds]
+    number = max(told[0].clock_s, *(1 + world for world in (-1, *known, *stored.worlds)))
     plan = plan_world(
         number,
         seats,
@@ -160,6 +175,7 @@ def _attempt(
         chosen,
         threshold=wishes.threshold,
         max_straggler=wishes.max_straggler,
+        numels=numels_of(shapes, wishes.layers),
     )
     clock.lap("plan_s")
     bad = _open(local, plan, seats[rank].node, rank, meet)
@@ -168,7 +184,7 @@ def _attempt(
         if local is not None:
             local.close()
         return bad
-    return Started(plan, chosen, loads, local, clock.laps)
+    return Started(plan, chosen, loads, local, clock.laps, shapes)
 
 
 class _Clock:
@@ -208,25 +224,89 @@ def _look(
             raise ValueError(
                 f"rank {other} was started with {one.wishes}, rank 0 with {told[0].wishes}: they must be the same"
             )
-    # One rank of each node tells what that holds.
-    speaks = [next(r for r, one in enumerate(told) if one.seat.node == n) for n in nodes_of([one.seat for one in told])]  # fmt: skip
+    speaks = _speakers([one.seat for one in told])
     words = NodeHeld() if inventory is None else inventory.told
     said = meet(msgspec.msgpack.encode(words) if rank in speaks else b"")
     return inventory, told, [msgspec.msgpack.decode(said[r], type=NodeHeld) for r in speaks]
 
 
-def _loads(
+def _speakers(seats: Sequence[Seat]) -> list[int]:
+    """The rank of each node that tells what it holds: its first one."""
+    return [next(r for r, seat in enumerate(seats) if seat.node == n) for n in nodes_of(seats)]
+
+
+def _storage(here: Here | Exception, wishes: Wishes, rank: int, meet: Exchange) -> Storage:
+    if isinstance(here, Exception):  # raised on all ranks before storage is looked at
+        return Storage(None, "unknown", wishes.job, wishes.run, rank, meet)
+    endpoint = here.endpoint if here.folder is not None else None
+    return Storage(endpoint, here.seat.node, wishes.job, wishes.run, rank, meet)
+
+
+def _choose(
+    held: Sequence[NodeHeld], wishes: Wishes, speakers: Sequence[int], storage: Storage
+) -> tuple[Chosen | None, Stored] | None:
+    """Where to go on, and what is durable; None: something was brought from storage, or could not be, so all look again.
+
+    Raises:
+        ElasticError: something is held, and of no iteration all; and nothing is durable.
+    """
+    chosen, lacking = None, None
+    try:
+        chosen = choose(held, wishes.layers)
+    except ElasticError as error:  # the same on all ranks; storage may have what is lacking
+        lacking = error
+    stored = storage.look(speakers, enough=chosen is not None)
+    wanted = newer_than(chosen, stored)
+    if wanted is not None:
+        if lacking is not None:
+            logger.warning("%s", lacking.message)
+        missing = missing_ranks(wanted, held)
+        if not missing:
+            _explain(held, wishes, (wanted.world, wanted.iteration))
+        storage.bring(wanted, missing, stored, speakers)
+        return None
+    if lacking is not None and stored.nodes:
+        raise ElasticError(
+            f"{lacking.message}; and no checkpoint of this run is durable",
+            operation=lacking.operation,
+            hint=lacking.hint,
+        )
+    if lacking is not None:
+        raise lacking
+    if chosen is not None and (chosen.world, chosen.iteration) == storage.brought:
+        chosen = replace(chosen, reason=f"{chosen.reason}; it was brought from storage")
+    return chosen, stored
+
+
+def _explain(held: Sequence[NodeHeld], wishes: Wishes, which: tuple[int, int]) -> NoReturn:
+    """All ranks' images of a durable checkpoint are here, and make up no whole state.
+
+    Raises:
+        ElasticError: names what is lacking.
+    """
+    choose(
+        [
+            msgspec.structs.replace(
+                node, images=tuple(i for i in node.images if (i.world, i.iteration) == which)
+            )
+            for node in held
+        ],
+        wishes.layers,
+    )
+    raise LocalProtocolError(f"{which} is whole, and was not chosen", operation="start a world")
+
+
+def _recorded(
     local: LocalState | None,
     chosen: Chosen | None,
     seats: Sequence[Seat],
-    layers: ExpertLayers,
     rank: int,
     meet: Exchange,
-) -> Loads | frozenset[tuple[str, int, int]]:
-    """The load history, out of the state of the lowest rank that is held: by the first rank on a node that holds it."""
-    shape = len(layers.names), layers.num_experts
+) -> dict[str, bytes] | frozenset[tuple[str, int, int]]:
+    """What a plan needs of the state of the lowest rank that is held, read by the first rank on a node that holds it: the load history, and
+    the shapes of experts of which there are shards, each packed."""
     if chosen is None:
-        return np.zeros(shape, dtype=np.int64)
+        return {}
     whose = min(chosen.scalars)
     nodes = nodes_of(seats)
     reads = next(r for r, seat in enumerate(seats) if nodes.index(seat.node) in chosen.scalars[whose])  # fmt: skip
@@ -234,7 +314,9 @@ def _loads(
     if rank == reads:
         assert local is not None, "its node holds an image"
         try:
-            mine = local.state(whose).get(LOADS, b"")
+            state = local.state(whose)
+            found = {name: state[name] for name in (LOADS, SHAPES) if name in state}
+            mine = values.pack(found, "what a plan needs")
         except Unreadable as error:
             logger.error("%s; the ranks plan without it", error)
             mine, bad = b"again", frozenset([error.image.key])
@@ -244,7 +326,16 @@ def _loads(
     told = meet(mine)[reads]
     if told == b"again":
         return bad
-    loads = np.array(values.unpack(told)["loads"]) if told else np.zeros(shape, dtype=np.int64)
+    recorded: dict[str, bytes] = values.unpack(told)
+    return recorded
+
+
+def _loads(recorded: Mapping[str, bytes], layers: ExpertLayers) -> Loads:
+    """The load history; zeros, where none was recorded that fits."""
+    shape = len(layers.names), layers.num_experts
+    if LOADS not in recorded:
+        return np.zeros(shape, dtype=np.int64)
+    loads = np.array(values.unpack(recorded[LOADS])["loads"])
     return loads if loads.shape == shape else np.zeros(shape, dtype=np.int64)
 
 

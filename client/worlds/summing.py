@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from ckptd.client.elastic import ElasticExperts
+from ckptd.client.elastic import ElasticExperts, ExpertShards
 
 __all__ = ["DenseGradients"]
 
@@ -24,17 +24,26 @@ class DenseGradients:
     Args:
         params: the same on all ranks, in the same order.
         layers: whose experts' gradients are summed as well.
+        shards: of these experts, if their optimizer is on shards: their gradients are summed into those.
     """
 
-    def __init__(self, params: Sequence[Tensor], layers: Sequence[ElasticExperts]) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        layers: Sequence[ElasticExperts],
+        shards: ExpertShards | None = None,
+    ) -> None:
         self._params = [param for param in params if param.requires_grad]
-        self._layers = list(layers)
+        self._layers, self._shards = list(layers), shards
 
     @torch.no_grad()
     def sum(self) -> None:
         """Sum them; a collective call."""
-        for layer in self._layers:
-            layer.sync_gradients()
+        if self._shards is not None:
+            self._shards.reduce_gradients()
+        else:
+            for layer in self._layers:
+                layer.sync_gradients()
         if dist.get_world_size() == 1:
             return
         for bucket in self._buckets():
@@ -44,12 +53,12 @@ class DenseGradients:
     def clip(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; the norm before, the same on all ranks. A collective call.
 
-        Every parameter of the job counts once, however many ranks hold a replica of its expert.
+        Every parameter of the job counts once, however many ranks hold a replica of its expert; of shards each element, which one rank has.
         """
-        experts = [p for layer in self._layers for p in layer.experts.parameters()]
+        experts = [p for one in self._trained() for p in one.parameters()]
         device = self._params[0].device if self._params else torch.device("cpu")
         first = torch.zeros((), dtype=torch.float64, device=device)
-        for param in self._of_first_holder():
+        for param in experts if self._shards is not None else self._of_first_holder():
             first += _square(param)
         if dist.get_world_size() > 1:
             dist.all_reduce(first)
@@ -61,6 +70,13 @@ class DenseGradients:
             if param.grad is not None:
                 param.grad.mul_(scale.to(param.grad.dtype))
         return norm
+
+    def _trained(self) -> Iterator[nn.Module]:
+        """What this rank's optimizers update of the experts: shards, or the replicas here."""
+        if self._shards is not None:
+            yield self._shards
+        else:
+            yield from (layer.experts for layer in self._layers)
 
     def _of_first_holder(self) -> Iterator[Tensor]:
         """The parameters of those experts of which this is the lowest rank that has them."""

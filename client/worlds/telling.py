@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from ckptd.client.elastic.telling import PlacementTeller, Placing
 from ckptd.client.worlds.planning import WorldPlan
-from ckptd.elastic.types import Loads
+from ckptd.elastic.types import Loads, Placement
 from ckptd.elastic.worlds import Chosen, ExpertLayers
 from ckptd.errors import ElasticError
 from ckptd.transport.messages import Elastic
@@ -43,7 +44,7 @@ class WorldTeller:
         self._teller = PlacementTeller(send)
         self._steps = 0
         sizes = np.zeros_like(loads_LE) if chosen is None else chosen.expert_bytes_LE
-        placing = Placing(
+        self._placing = Placing(
             plan.placement,
             plan.cluster,
             plan.nodes,
@@ -53,15 +54,25 @@ class WorldTeller:
             layers.names,
             reason=plan.reason,
         )
+        self._tell_placement(plan.start, loads_LE)
+
+    def _tell_placement(self, step: int, loads_LE: Loads) -> None:
         try:
-            self._teller.placed(plan.start, placing, loads_LE)
+            self._teller.placed(step, self._placing, loads_LE)
         except (ValueError, ElasticError) as error:  # `ckptctl` shows less; training goes on
             logger.warning("the daemon is not told of the placement: %s", error)
 
-    def step_over(self, step: int, loads_LE: Callable[[], Loads]) -> None:
-        """A step is done."""
+    def step_over(
+        self, step: int, placement: Callable[[], Placement], loads_LE: Callable[[], Loads]
+    ) -> None:
+        """A step is done. Where the experts are may change in any step with shards: it is told where it is not what was told last."""
         self._steps += 1
         if self._steps % _EVERY_STEPS:
+            return
+        now = placement()
+        if not np.array_equal(now.counts, self._placing.placement.counts):
+            self._placing = replace(self._placing, placement=now)
+            self._tell_placement(step, loads_LE())
             return
         try:
             self._teller.measured(step, loads_LE())

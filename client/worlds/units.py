@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ckptd.client import values
 from ckptd.client.host_bytes import DTYPES
 from ckptd.client.layout import SCALARS, STATIC, Source, parse_entry_name
-from ckptd.elastic.worlds import BUFFER, Unit
+from ckptd.elastic.worlds import BUFFER, ExpertLayers, Unit
 from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageTensor
 
@@ -50,11 +50,16 @@ class Part:
 
 
 class UnitIndex:
-    """The entries of an image by parameter."""
+    """The entries of an image by parameter.
 
-    def __init__(self, view: ImageView) -> None:
+    Args:
+        rank: whose image it is: which of the shards of an expert are in it.
+    """
+
+    def __init__(self, view: ImageView, layers: ExpertLayers, rank: int) -> None:
         self._entries: dict[str, list[tuple[Source, ImageTensor]]] = {}
         self.buffers: dict[str, ImageTensor] = {}
+        self.shards: list[Unit] = []
         for entry in view:
             if entry.name in (SCALARS, STATIC):
                 continue
@@ -63,6 +68,10 @@ class UnitIndex:
                 self.buffers[source.name] = entry
                 self._entries[BUFFER + source.name] = [(source, entry)]
             elif source.kind != "packed":
+                if layers.shard_of(source.name) is not None:
+                    source = _of_whole(source, entry, rank)
+                    if source.kind == "param":
+                        self.shards.append(Unit(source.name, source.start or 0, source.stop or 0))
                 self._entries.setdefault(source.name, []).append((source, entry))
 
     def covered(self, units: Iterable[Unit]) -> list[tuple[Unit, int]]:
@@ -80,6 +89,13 @@ class UnitIndex:
         return [part for part in parts if part is not None]
 
 
+def _of_whole(source: Source, entry: ImageTensor, rank: int) -> Source:
+    """A rank's shard, by its elements among those of all shards."""
+    assert source.start is None, "of shards all is anchored, as one entry"
+    length = entry.shape[0]
+    return replace(source, start=rank * length, stop=(rank + 1) * length) if length else source
+
+
 def _part(unit: Unit, source: Source, entry: ImageTensor) -> Part | None:
     """The rows of the unit, if the entry has all of them."""
     told = source.kind, source.key, entry.dtype
@@ -88,7 +104,7 @@ def _part(unit: Unit, source: Source, entry: ImageTensor) -> Part | None:
         return Part(*told, entry.shape, entry.offset, entry.nbytes) if whole else None
     rows = entry.shape[0] if entry.shape else 1
     first = source.start or 0
-    if not first <= unit.start < unit.stop <= first + rows:
+    if not first <= unit.start <= unit.stop <= first + rows:
         return None
     row_bytes = entry.nbytes // rows
     count = unit.stop - unit.start

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptd.events import EventLog
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segments import SegmentStore
 from ckptd.peers.hosting import Host
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.replication.replicas import Promise

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from ckptd.client.identity import Identity
+from ckptd.client.joint_start import recover_together
 from ckptd.client.memory import RankMemory
 from ckptd.client.segment import MappedSegment
 from ckptd.client.snapshot_image import SnapshotImage
@@ -55,14 +56,19 @@ class Trainer:
         self.last = -1
 
     def reserve(self) -> MappedSegment:
-        job = self.job
-        return self.memory.reserve(
-            job.slot_bytes,
-            job.num_slots,
-            window=self.window,
-            num_operators=self.window,
-            payload=b"\x80",
-        )
+        """Waits for the memory as long as it takes: on a busy machine it is not there when the client stops waiting."""
+        job, session = self.job, self.memory.session
+        while True:
+            try:
+                return self.memory.reserve(
+                    job.slot_bytes,
+                    job.num_slots,
+                    window=self.window,
+                    num_operators=self.window,
+                    payload=b"\x80",
+                )
+            except TimeoutError:
+                eventually(lambda: not session.reserving, f"memory for rank {self.rank}")
 
     def record(self, iteration: int, *, size: int = IMAGE_BYTES) -> Snapshot:
         """Fill a slot as the recorder does, and wait until it is sealed."""
@@ -191,7 +197,7 @@ class Job:
     def recover(self) -> list[tuple[list[SnapshotImage], str] | str]:
         """What each rank's memory says; collective."""
         meeting = _Meeting(self.net, [node.name for node in self.homes])
-        return self.together(lambda t: t.memory.recover(meeting.exchange_of(t.rank)))
+        return self.together(lambda t: recover_together(t.memory, meeting.exchange_of(t.rank)))
 
     def start(self) -> None:
         """Attach, find nothing to recover, reserve."""

@@ -19,6 +19,7 @@ import pytest
 from ckptd.config import endpoint_for
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.memory.segment_format import (
     OWNER_LOCK_BYTE,
     SegmentDescriptor,
@@ -29,7 +30,6 @@ from ckptd.memory.segment_format import (
     write_slot_header,
 )
 from ckptd.memory.segment_names import Kind
-from ckptd.memory.segments import Segment, open_segment
 from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.image_layout import ImageLayout
 from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
@@ -238,7 +238,7 @@ def state_of(segment: Segment, index: int) -> SlotState | None:
     return None if header is None else header.state
 
 
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Wait, bounded, until the condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import open_segment
 from ckptd.memory.segment_format import SlotHeader
-from ckptd.memory.segments import open_segment
 from ckptd.storage.image import ImageView, seal
 from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.image_layout import ImageLayout

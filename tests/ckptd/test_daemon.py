@@ -19,7 +19,7 @@ import zmq
 
 from ckptd.daemon import default_digest_threads
 from ckptd.memory.ring import SlotState
-from ckptd.memory.segments import open_segment
+from ckptd.memory.segment_file import open_segment
 from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, encode
 from tests.ckptd.running import (

@@ -16,7 +16,7 @@ import pytest
 
 from ckptd.config import endpoint_for
 from ckptd.memory.ring import SlotState
-from ckptd.memory.segments import Segment, open_segment
+from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.storage.image import verify
 from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout

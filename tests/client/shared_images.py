@@ -11,7 +11,7 @@ import msgspec
 
 from ckptd.exporting.entry_names import BUFFER, OURS, param_and_key, split_rows
 from ckptd.exporting.held_slots import open_segments, sealed_slots
-from ckptd.memory.segments import Segment
+from ckptd.memory.segment_file import Segment
 from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageTensor
 from ckptd.storage.objects import ObjectStore

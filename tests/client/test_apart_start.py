@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 from ckptd.client import apart_start, values
 from ckptd.client.agreement import Exchange
 from ckptd.client.apart_start import ApartStart, begin_apart, come_together
-from ckptd.client.facts import Facts, log_payload
+from ckptd.client.facts import LogFacts, log_payload
 from ckptd.client.fed_logs import FedLogs
+from ckptd.client.joint_start import recover_together
 from ckptd.client.memory import RankMemory
 from ckptd.client.park_memory import parked_records
 from ckptd.client.parked_copy import CopiedImage, ParkedCopy
@@ -65,7 +67,7 @@ def park(
 
 def recorded(ranks: list[RankMemory], *, parked: Sequence[RankMemory] = ()) -> None:
     """A suffix up to where the step was cut off; some were parked there."""
-    outcomes([memory.recover for memory in ranks])
+    outcomes([partial(recover_together, memory) for memory in ranks])
     for memory in ranks:
         memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
         for iteration in (CUT_OFF - 1, CUT_OFF):
@@ -78,7 +80,7 @@ def recorded(ranks: list[RankMemory], *, parked: Sequence[RankMemory] = ()) -> N
         park(memory, CUT_OFF)
 
 
-def log(memory: RankMemory, facts: Facts) -> None:
+def log(memory: RankMemory, facts: LogFacts) -> None:
     """A sealed boundary log of the iterations before, which tells these facts."""
     asked = memory.reserve_beside("log", MIB, 2, log_payload(4096, facts))
     segment: Any = memory.add_beside(asked.result(60))
@@ -191,7 +193,7 @@ def record_at(memory: RankMemory, iteration: int) -> bool:
 def test_ranks_that_changed_their_nodes_are_who_they_were(two_nodes: tuple[str, str]) -> None:
     """Each tells with whom it communicates, as its log did on the other node. Else both were one domain, and would replay together."""
     run, (first, second) = uuid.uuid4().hex[:8], two_nodes
-    facts = [Facts((1,), (0,)), Facts((0,), (1,))]
+    facts = [LogFacts((1,), (0,)), LogFacts((0,), (1,))]
     with living_on(run, first, second) as ranks:
         recorded(ranks)
         for memory, told in zip(ranks, facts, strict=True):
@@ -270,7 +272,7 @@ def test_where_all_that_was_parked_is_damaged_all_recover_together(endpoint: str
             damage(memory)
     with living_on(run, endpoint, endpoint) as ranks:
         assert begin(ranks) == [None, None]
-        found = outcomes([memory.recover for memory in ranks])
+        found = outcomes([partial(recover_together, memory) for memory in ranks])
         assert [isinstance(one, tuple) for one in found] == [True, True]
 
 
@@ -354,7 +356,7 @@ def test_a_start_that_fails_in_the_end_gives_back_what_it_had(
 def test_a_hint_does_not_outlive_what_was_parked(endpoint: str) -> None:
     """Else the next localized recovery, which may be right, would be the last attempt."""
     with living_on(uuid.uuid4().hex[:8], endpoint, endpoint) as memories:
-        outcomes([memory.recover for memory in memories])
+        outcomes([partial(recover_together, memory) for memory in memories])
         memories[1].reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
         memories[1].leave_hint(HINT_APART)
         assert begin(memories) == [None, None]

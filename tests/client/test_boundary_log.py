@@ -542,7 +542,7 @@ class Gated(CpuEngine):
 @contextmanager
 def logging_by(job: Trained, engine: CopyEngine) -> Iterator[BoundaryLog]:
     """Another log over the same memory, whose copies are made by ``engine``."""
-    recorder, memory = job.ckpt._recorder, job.ckpt._memory
+    recorder, memory = job.ckpt._loop.recorder, job.ckpt._memory
     assert recorder is not None
     assert memory is not None
     log = BoundaryLog(

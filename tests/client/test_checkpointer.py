@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -491,6 +493,20 @@ def test_leaving_the_loop_early_counts_the_body_that_was_done() -> None:
             break
     seen += list(ckpt.steps(10))
     assert seen == list(range(10))
+
+
+def test_one_that_nobody_holds_lives_as_long_as_its_model(model: MoE, endpoint: str) -> None:
+    """It says goodbye at the interpreter's end: a daemon must not take the end of a script that dropped it for a death."""
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    options: dict[str, Any] = {"job": "unit", "run": uuid.uuid4().hex[:8], "daemon": endpoint}
+    ckpt = Checkpointer(model, optimizer, window=2, **options)
+    train(ckpt, model, optimizer, 4)
+    dropped = weakref.ref(ckpt)
+    del ckpt
+    gc.collect()
+    left = dropped()
+    assert left is not None
+    left.close()
 
 
 # -- buffers that change without telling -----------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptd.client import values
 from ckptd.client.communication import Communication
 from ckptd.client.facts import (
-    Facts,
+    LogFacts,
     data_offset_of,
     facts_of,
     find_facts,
@@ -13,7 +13,7 @@ from ckptd.client.facts import (
     told_facts,
 )
 
-FACTS = Facts((0, 2), (1, 3), (3,), ("an all-reduce",))
+FACTS = LogFacts((0, 2), (1, 3), (3,), ("an all-reduce",))
 
 
 def test_facts_are_read_as_they_were_told() -> None:
@@ -28,15 +28,15 @@ def test_a_log_of_before_tells_none() -> None:
 
 
 def test_the_newest_generation_that_tells_counts() -> None:
-    older, newer = log_payload(4096, Facts((2,), (1,))), log_payload(4096, FACTS)
+    older, newer = log_payload(4096, LogFacts((2,), (1,))), log_payload(4096, FACTS)
     assert told_facts([older, newer]) == FACTS
     assert told_facts([newer, log_payload(4096, None)]) == FACTS
     assert told_facts([]) is None
 
 
 def test_reasons_alone_make_no_difference() -> None:
-    assert FACTS.same_as(Facts((0, 2), (1, 3), (3,), ("another",)))
-    assert not FACTS.same_as(Facts((0, 2), (1, 2, 3), (3,), FACTS.reasons))
+    assert FACTS.same_as(LogFacts((0, 2), (1, 3), (3,), ("another",)))
+    assert not FACTS.same_as(LogFacts((0, 2), (1, 2, 3), (3,), FACTS.reasons))
 
 
 def test_before_a_step_was_seen_what_an_earlier_trainer_told_counts() -> None:
@@ -47,7 +47,7 @@ def test_before_a_step_was_seen_what_an_earlier_trainer_told_counts() -> None:
 
 def test_only_a_boundary_within_a_domain_is_worth_a_warning() -> None:
     assert FACTS.warnings() == []
-    (line,) = Facts((0, 2), (0, 1, 2), (), ("collectives over process group 'pp'",)).warnings()
+    (line,) = LogFacts((0, 2), (0, 1, 2), (), ("collectives over process group 'pp'",)).warnings()
     assert line.startswith(
         "localized recovery: never apart from rank 0, 2, though a boundary is logged: collectives over process group 'pp'. "
     )

@@ -28,8 +28,8 @@ from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.boundary import RecordKey, SentKind, parse_record_name
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import open_segment
 from ckptd.memory.segment_format import unpack_slot_header
-from ckptd.memory.segments import open_segment
 from ckptd.recovery.holdings import fetch_piece, header_record
 from ckptd.recovery.plan import Piece, Source
 from ckptd.transport.messages import GetStatus, NodeCard, RunSeen, SeeRun, Status

@@ -15,7 +15,7 @@ from ckptd.client import Checkpointer
 from ckptd.client.apart import Apart, Records
 from ckptd.client.boundary_log import BoundaryLog
 from ckptd.client.communication import Communication
-from ckptd.client.facts import Facts, facts_of
+from ckptd.client.facts import LogFacts, facts_of
 from ckptd.client.log_reader import LogReader
 from ckptd.client.segment import MappedSegment
 from ckptd.errors import CorruptionError
@@ -55,7 +55,7 @@ def segments(job: Trained) -> list[MappedSegment]:
     return list(job.ckpt._memory.logs)
 
 
-def facts(job: Trained) -> list[Facts | None]:
+def facts(job: Trained) -> list[LogFacts | None]:
     return [facts_of(segment.descriptor.client) for segment in segments(job)]
 
 
@@ -285,12 +285,12 @@ def test_facts_lie_beside_the_log_and_a_change_makes_another_generation(
     communication.sends([1])
     job.train(12)
     (first,) = segments(job)
-    assert facts(job) == [Facts((1,), (0,))]
+    assert facts(job) == [LogFacts((1,), (0,))]
     communication.joined[2] = "an all-reduce every 12 steps"
     job.train(30)
     (second,) = segments(job)
     assert second.generation > first.generation
-    known = Facts((1,), (0, 2), (), ("an all-reduce every 12 steps",))
+    known = LogFacts((1,), (0, 2), (), ("an all-reduce every 12 steps",))
     assert facts(job) == [known]
     run = job.ckpt._identity.run
     job.ckpt.close()
@@ -312,13 +312,13 @@ def test_rather_no_log_than_one_whose_facts_are_wrong(caplog: pytest.LogCaptureF
             log.activation(torch.zeros(500_000), micro_batch=0)
 
         job.train(12, send)
-        assert facts(job) == [Facts((), (0,))]
+        assert facts(job) == [LogFacts((), (0,))]
         communication.joined[1] = "an all-reduce"
         with caplog.at_level(logging.WARNING):
             job.train(16, send)
             assert segments(job) == []
             job.train(80, send)
         assert "training goes on without" in caplog.text
-        assert facts(job) == [Facts((), (0, 1), (), ("an all-reduce",))]
+        assert facts(job) == [LogFacts((), (0, 1), (), ("an all-reduce",))]
         eventually(lambda: 79 in job.reader().iterations(), "it is logged again")
         job.ckpt.close()

@@ -51,8 +51,8 @@ class Trained(Job):
 
     @property
     def parking(self) -> Parking:
-        assert self.ckpt._parking is not None
-        return self.ckpt._parking
+        assert self.ckpt._loop.parking is not None
+        return self.ckpt._loop.parking
 
     @property
     def memory(self) -> Any:
@@ -91,7 +91,7 @@ class Trained(Job):
         """A fresh job with what is parked as the only image of a replay, where its first step begins."""
         record = [r for r in parked_records(self.memory) if r.iteration == iteration][-1]
         fresh = Job(seed)
-        plan = self.ckpt._recorder.plan  # type: ignore[union-attr]
+        plan = self.ckpt._loop.recorder.plan  # type: ignore[union-attr]
         assert plan is not None
         replay = Replay(
             Binding(fresh.model, [fresh.optimizer], None),
@@ -538,7 +538,7 @@ def test_what_cannot_be_meant_is_named(endpoint: str, run: str, wrong: dict[str,
 def test_unless_asked_for_one_rank_does_not_park(make: Callable[..., Trained]) -> None:
     job = make(park=None)
     job.ckpt.boundary_log()
-    assert job.ckpt._parking is None
+    assert job.ckpt._loop.parking is None
 
 
 def test_the_signal_is_as_it_was_when_nobody_parks_any_more(endpoint: str, run: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from ckptd.client.agreement import Exchange
 from ckptd.client.binding import Binding
 from ckptd.client.freeze import Tape
 from ckptd.client.identity import Identity
+from ckptd.client.joint_start import recover_together
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import discover_operators
 from ckptd.client.planning import make_plan
 from ckptd.client.recovery import Recovery, Resumption
 from ckptd.client.scalars import Stateful
 from ckptd.client.sharing import NOTHING_SHARED
+from ckptd.client.subject import Subject
 from ckptd.cuda.engine import CopyEngine
 from ckptd.cuda.select import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
@@ -76,7 +79,7 @@ def run(endpoint: str) -> str:
     """A run of which both ranks have recorded a suffix."""
     run = uuid.uuid4().hex[:8]
     with two_ranks(endpoint, run) as memories:
-        outcomes([memory.recover for memory in memories])
+        outcomes([partial(recover_together, memory) for memory in memories])
         for memory in memories:
             memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
             for iteration in (3, 4):
@@ -97,18 +100,15 @@ def find(
 
     def work(rank: int, exchange: Exchange) -> Resumption | None:
         exchanges[rank] = exchange
-        return Recovery(
+        subject = Subject(
             bound(widths[rank]),
-            engine,
-            identity=Identity("job", "run", rank, 2),
-            stateful=NO_STATE,
-            tape=Tape(),
-            freezing="inputs",
-            freezing_reason="",
-            on_mismatch="raise",
-            sharing=NOTHING_SHARED,
-            operators=[],
-        ).find(memories[rank])
+            NO_STATE,
+            Identity("job", "run", rank, 2),
+            ("inputs", ""),
+            [],
+            NOTHING_SHARED,
+        )
+        return Recovery(subject, engine, Tape(), on_mismatch="raise").find(memories[rank])
 
     monkeypatch.setattr(recovery, "exchange", lambda identity, said: exchanges[identity.rank](said))
     return outcomes([lambda e, r=r: work(r, e) for r in range(2)])  # type: ignore[misc]
@@ -158,10 +158,12 @@ def test_a_snapshot_that_does_not_arrive_on_one_rank_stops_both(
 ) -> None:
     """It was damaged on the way, say: the other must not begin its replay alone."""
     with two_ranks(endpoint, run) as memories:
-        recover = memories[1].recover
+        together = recover_together
 
-        def without_the_first(exchange: Exchange) -> object:
-            found = recover(exchange)
+        def without_the_first(memory: RankMemory, exchange: Exchange) -> object:
+            found = together(memory, exchange)
+            if memory is not memories[1]:
+                return found
             assert isinstance(found, tuple)
 
             def gone() -> None:
@@ -170,7 +172,7 @@ def test_a_snapshot_that_does_not_arrive_on_one_rank_stops_both(
             found[0][0]._view = gone  # type: ignore[assignment]
             return found
 
-        monkeypatch.setattr(memories[1], "recover", without_the_first)
+        monkeypatch.setattr(recovery, "recover_together", without_the_first)
         found = find(memories, engine, monkeypatch, widths=(4, 4))
         assert all(isinstance(error, DaemonUnavailable) for error in found), found
         assert str(found[0]) == str(found[1])

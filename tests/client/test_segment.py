@@ -12,9 +12,9 @@ import pytest
 from ckptd.client.segment import MappedSegment, RankTaken, SlotTable
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import OWNER_LOCK_BYTE, encode_descriptor, slot_lock_byte
 from ckptd.memory.segment_hints import RingHint, write_ring_hint
-from ckptd.memory.segments import Segment
 from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
 from ckptd.transport.wire import ControlClient
 from tests.ckptd.running import MIB, descriptor, fill

@@ -20,7 +20,7 @@ from tests.ckptd.nodes import Node
 from tests.e2e.elastic_job import Part, act
 from tests.forked import FORKED
 
-__all__ = ["ElasticRun", "Life"]
+__all__ = ["ElasticRun", "Life", "same"]
 
 _GRACE_S = 30.0
 _NOBODY: Mapping[int, dict[str, Any]] = MappingProxyType({})
@@ -100,16 +100,34 @@ class Life:
     def whole(self, step: int) -> dict[str, Any]:
         """What the job was at the top of a step: of each name one value, after a check that all ranks that have it have the same.
 
-        Of random generators each rank's own.
+        Of random generators each rank's own; of shards what all of them are together, without padding.
         """
-        found: dict[str, Any] = {}
-        for rank in range(len(self.parts)):
-            for name, value in self.state(rank, step).items():
+        states = [self.state(rank, step) for rank in range(len(self.parts))]
+        shards = [state.pop("shards") for state in states if "shards" in state]
+        found: dict[str, Any] = joined_shards(shards) if shards else {}
+        for rank, state in enumerate(states):
+            for name, value in state.items():
                 if name == "rng":
                     found[f"rng of rank {rank}"] = value
                     continue
                 assert same(found.setdefault(name, value), value), f"{name} differs on rank {rank}"
         return found
+
+
+def joined_shards(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Every parameter of which there are shards, and its optimizer state, whole; numbers after a check that they are the same on all ranks."""
+    found: dict[str, Any] = {}
+    for name, part in ranks[0]["parts"].items():
+        parts = [rank["parts"][name] for rank in ranks]
+        numel = ranks[0]["numels"][name.partition("/")[0]]
+        if part.ndim:
+            row = torch.cat(parts)
+            assert not row[numel:].count_nonzero(), f"the padding of {name}"
+            found[f"shards of {name}"] = row[:numel]
+        else:
+            assert all(same(part, one) for one in parts), name
+            found[f"shards of {name}"] = part
+    return found
 
 
 class ElasticRun:

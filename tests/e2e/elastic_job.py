@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from tests.e2e.job import let_them_come, let_what_is_beside_come
 
 if TYPE_CHECKING:
     from ckptd.client import Checkpointer
+    from ckptd.client.elastic import ExpertShards
     from ckptd.client.worlds import ElasticJob
 
 __all__ = ["EXPERTS", "LAYERS", "Part", "act"]
@@ -46,6 +48,11 @@ class Part:
             first rank that alone holds some expert.
         die_before_loading: it kills itself when the world is planned, and nothing of it loaded.
         keep: tops that are written.
+        sharded: the experts' optimizer is on shards, and the experts have no buffers.
+        masters: with ``sharded``: experts in bfloat16, shards in float32.
+        place_every: with ``sharded``: after so many steps the experts are placed by load; 0: never.
+        die_sending: with ``sharded``: the one that is to die does so when its shards are updated, and the others wait for their weights.
+        spoil: with ``sharded``: rank 0 forgets, of one shard, a moment of what it has loaded.
     """
 
     folder: Path
@@ -64,15 +71,20 @@ class Part:
     keep: frozenset[int] = frozenset()
     seed: int = 0
     step_ms: float = 0.0
+    sharded: bool = False
+    masters: bool = False
+    place_every: int = 0
+    die_sending: bool = False
+    spoil: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
 class Noted(nn.Module):
-    """An expert with a buffer of its own, which belongs to its state."""
+    """An expert with a buffer of its own, which belongs to its state; for shards, which allow none, a parameter that never learns."""
 
-    seen: Tensor
+    scale: Tensor
 
-    def __init__(self, base: int, number: int) -> None:
+    def __init__(self, base: int, sharded: bool, number: int) -> None:
         super().__init__()
         number += base
         generator = torch.Generator().manual_seed(1000 + number)
@@ -80,10 +92,15 @@ class Noted(nn.Module):
         with torch.no_grad():
             for param in self.parameters():
                 param.copy_(torch.randn(param.shape, generator=generator) / 2)
-        self.register_buffer("scale", torch.full((1,), 1.0 + number / 100))
+        scale = torch.full((1,), 1.0 + number / 100)
+        if sharded:
+            self.scale = nn.Parameter(scale, requires_grad=False)
+        else:
+            self.register_buffer("scale", scale)
         self.double()
 
     def forward(self, rows: Tensor) -> Tensor:
+        rows = rows.to(self.scale.dtype)
         found: Tensor = self.outer(torch.relu(self.inner(rows))) * self.scale
         return found
 
@@ -104,10 +121,11 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Dense parts drawn from one seed, experts from their numbers."""
 
-    def __init__(self, job: ElasticJob, seed: int) -> None:
+    def __init__(self, job: ElasticJob, seed: int, sharded: bool) -> None:
         super().__init__()
         layers = [
-            job.layer(f"blocks.{i}.moe", functools.partial(Noted, 10 * i)) for i in range(LAYERS)
+            job.layer(f"blocks.{i}.moe", functools.partial(Noted, 10 * i, sharded))
+            for i in range(LAYERS)
         ]
         # After the experts, of which each rank makes others. In a later life nothing right can come from the initialisation.
         torch.manual_seed(seed if job.start else 11)
@@ -173,20 +191,25 @@ def _live(part: Part, log: Log) -> bool:
     )
     log.write("world", number=job.plan.number, start=job.start, reason=job.plan.reason,
               held={name: job.experts(name) for name in layers})  # fmt: skip
-    model = Model(job, part.seed)
+    model = Model(job, part.seed, part.sharded)
+    shards = _shards_of(job, model, part) if part.sharded else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    optimizers = [optimizer] if shards is None else [optimizer, shards.optimizer]
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 5) for each in optimizers]
+    state = {f"scheduler {i}": each for i, each in enumerate(schedulers)}
     if part.die_before_loading:
         os.kill(os.getpid(), signal.SIGKILL)
-    ckpt = job.checkpointer(model, optimizer, {"scheduler": scheduler})
+    ckpt = job.checkpointer(model, optimizer, state)
     job.check_replicas()
+    if part.spoil and part.rank == 0 and shards is not None:
+        next(iter(shards.optimizer.state.values()))["exp_avg"].zero_()
     log.write("loaded", seconds=job.seconds)
     data = torch.randn(SAMPLES, 3, WIDTH, generator=torch.Generator().manual_seed(5)).double()
     batches = GlobalBatches(SAMPLES, BATCH, seed=3)
     out, name = part.folder, f"{part.out}-{part.rank}"
     for step in job.steps(part.total):
         if step in part.keep or step == job.start:
-            torch.save(everything(model, optimizer, scheduler), out / f"{name}-{step}.pt")
+            torch.save(everything(model, optimizer, state, shards), out / f"{name}-{step}.pt")
         log.write("top", step=step)
         time.sleep(part.step_ms / 1e3)
         if part.daemon is not None and job.start + _MEASURED <= step <= part.patient_until:
@@ -200,22 +223,42 @@ def _live(part: Part, log: Log) -> bool:
         ).square().sum() / BATCH
         if step == part.die_at and (not part.die_sole or part.rank == sole_holder(job)):
             _wait_for_copies(ckpt, step)
-            os.kill(os.getpid(), signal.SIGKILL)
+            if part.die_sending and shards is not None:
+                shards.optimizer.register_step_post_hook(_die)
+            else:
+                _die()
         loss.backward()
         job.sum_gradients()
         norm = job.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        scheduler.step()
+        if shards is not None:
+            placed = part.place_every and step % part.place_every == part.place_every - 1
+            shards.step(job.placements_by_load() if placed else None)
+        for scheduler in schedulers:
+            scheduler.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
         log.write("step", step=step, loss=float(total), norm=float(norm))
     if part.total in part.keep:
-        torch.save(everything(model, optimizer, scheduler), out / f"{name}-{part.total}.pt")
+        torch.save(everything(model, optimizer, state, shards), out / f"{name}-{part.total}.pt")
     job.check_replicas()
     job.close()
     log.write("over", again=job.again)
     return job.again
+
+
+def _shards_of(job: ElasticJob, model: Model, part: Part) -> ExpertShards:
+    if part.masters:
+        for _, module in model.named_modules():
+            if isinstance(module, Noted):
+                module.bfloat16()
+    masters = torch.float32 if part.masters else None
+    return job.shards(model, lambda shards: torch.optim.AdamW(shards, lr=0.02), masters=masters)
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def sole_holder(job: ElasticJob) -> int:
@@ -246,13 +289,32 @@ def _wait_for_copies(ckpt: Checkpointer, step: int) -> None:
         time.sleep(0.01)
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:  # fmt: skip
-    """All that must be equal wherever it is, by name."""
+def everything(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shards: ExpertShards | None
+) -> dict[str, Any]:  # fmt: skip
+    """All that must be equal wherever it is, by name; below ``shards`` what this rank has of what is cut over all."""
     found: dict[str, Any] = {n: t.detach().clone() for n, t in model.state_dict().items()}
-    for name, param in model.named_parameters():
-        for key, value in optimizer.state[param].items():
-            found[f"{name}/{key}"] = value.detach().clone()
-    found["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]  # fmt: skip
-    found["scheduler"] = scheduler.state_dict()
+    optimizers = [optimizer] if shards is None else [optimizer, shards.optimizer]
+    found |= state_by_name(model, optimizer)
+    if shards is not None:
+        for name, layer in shards.layers.items():
+            experts = {f"{name}.experts.{n}": e for n, e in layer.held_experts().items()}
+            found |= {f"{at}.{n}": p.detach().clone() for at, e in experts.items() for n, p in e.named_parameters()}  # fmt: skip
+        told = shards.get_extra_state()
+        found["shards"] = {
+            "numels": told["numels"],
+            "parts": dict(shards.named_parameters()) | state_by_name(shards, shards.optimizer),
+        }
+    found["groups"] = [{k: v for k, v in g.items() if k != "params"} for o in optimizers for g in o.param_groups]  # fmt: skip
+    found["state"] = {name: one.state_dict() for name, one in state.items()}
     found["rng"] = capture_rng()
     return found
+
+
+def state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What an optimizer keeps of a module's parameters."""
+    return {
+        f"{name}/{key}": value.detach().clone()
+        for name, param in module.named_parameters()
+        for key, value in optimizer.state.get(param, {}).items()
+    }

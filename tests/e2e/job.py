@@ -60,7 +60,7 @@ def let_what_is_beside_come(ckpt: Checkpointer) -> None:
     """The boundary log and what is parked have memory of their own: asked for in one step, used from a later one on."""
     for slots in (
         getattr(ckpt._pipeline.log, "_slots", None),
-        getattr(ckpt._parking, "_slots", None),
+        getattr(ckpt._loop.parking, "_slots", None),
     ):
         coming = getattr(slots, "_coming", None)
         if coming is not None:
@@ -73,7 +73,7 @@ def _asks_for_memory(ckpt: Checkpointer) -> bool:
 
 def _no_room(ckpt: Checkpointer) -> bool:
     """Whether the next snapshot would be left out until the floor moves."""
-    capture = ckpt._recorder._capture if ckpt._recorder is not None else None
+    capture = ckpt._loop.recorder._capture if ckpt._loop.recorder is not None else None
     if capture is None:
         return False
     table = capture._table
@@ -294,8 +294,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         maybe_die(step, "top")
         replayed_with_frozen += ckpt.replaying
         if step == args.break_at:
-            assert ckpt._recorder is not None
-            ckpt._recorder.break_chain()  # as when a snapshot found no slot
+            assert ckpt._loop.recorder is not None
+            ckpt._loop.recorder.break_chain()  # as when a snapshot found no slot
         if args.progress is not None:
             replace_text(args.progress, f"{step} {int(ckpt.replaying)}")
         if args.stats is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ckptd.memory.ring import SlotState
-from ckptd.memory.segments import open_segment
+from ckptd.memory.segment_file import open_segment
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs
 from tests.e2e.ranks import Ranks, story

@@ -205,7 +205,7 @@ def _train(plot: Plot, job: Job, ckpt: Checkpointer) -> None:
 
 def _let_memory_come(ckpt: Checkpointer) -> None:
     let_them_come(ckpt)
-    coming = ckpt._parking._slots._coming if ckpt._parking is not None else None
+    coming = ckpt._loop.parking._slots._coming if ckpt._loop.parking is not None else None
     if coming is not None:
         coming.exception(20)
 

@@ -26,8 +26,8 @@ from torch import nn
 from ckptd.client import Checkpointer
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.memory.segment_format import SlotHeader, write_slot_header
-from ckptd.memory.segments import Segment, open_segment
 from ckptd.storage.image import ImageView
 from ckptd.transport.messages import GetSnapshots, GetStatus, Refused, Snapshots, Status
 from ckptd.transport.wire import encode

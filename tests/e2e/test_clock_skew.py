@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import unpack_slot_header
-from ckptd.memory.segments import Segment
 from ckptd.persistence import wire as w
 from ckptd.storage.image import verify
 from ckptd.storage.names import ManifestName, ObjectName, parse

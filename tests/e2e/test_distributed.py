@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from ckptd.memory.ring import SlotState
-from ckptd.memory.segments import open_segment
+from ckptd.memory.segment_file import open_segment
 from ckptd.storage.image import ImageView
 from ckptd.transport.messages import GetSnapshots, Snapshots
 from tests.ckptd.running import eventually

@@ -14,7 +14,7 @@ import pytest
 
 from ckptd.elastic.when import TimesConfig
 from ckptd.memory.ring import SlotState
-from ckptd.memory.segments import open_segment
+from ckptd.memory.segment_file import open_segment
 from tests.ckptd.nodes import Net, Node
 from tests.e2e.elastic import ElasticRun, Life, same
 from tests.e2e.elastic_job import EXPERTS, MAX_NORM

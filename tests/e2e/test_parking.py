@@ -25,7 +25,7 @@ from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.ctl.main import main as ckptctl
 from ckptd.cuda.engine import CpuEngine, HostMemory
 from ckptd.memory.ring import SlotState
-from ckptd.memory.segments import open_segment
+from ckptd.memory.segment_file import open_segment
 from ckptd.storage.image import ImageView, verify
 from ckptd.transport.messages import GetSnapshots, RankSnapshots, Snapshots
 from tests.ckptd.running import eventually

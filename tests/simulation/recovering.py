@@ -1,4 +1,4 @@
-"""The end of a job and its return: what its ranks do together when they start (`ckptd.client.memory`, in short)."""
+"""The end of a job and its return: what its ranks do together when they start (`ckptd.client.joint_start`, in short)."""
 
 from __future__ import annotations
 

@@ -11,15 +11,19 @@ from ckptd.storage.names import (
     MAX_ITERATION,
     MAX_RANKS,
     MAX_SEQUENCE,
+    MAX_WORLD,
     CheckpointId,
     ManifestName,
     ObjectName,
     PinName,
     RunName,
     StoredName,
+    WorldName,
     check_name,
     parse,
+    run_of_world,
     run_prefix,
+    world_of_run,
 )
 from ckptd.storage.objects import check_key
 
@@ -53,6 +57,7 @@ NAMES: st.SearchStrategy[StoredName] = st.one_of(
         TAGS,
     ),
     st.builds(PinName, LABELS, LABELS, ITERATIONS, EPOCHS, HASHES),
+    st.builds(WorldName, LABELS, LABELS, st.integers(0, MAX_WORLD)),
     manifest_names(),
 )
 
@@ -66,6 +71,8 @@ EXAMPLES: dict[str, StoredName] = {
         "moe", "r1", CheckpointId(41, 1_700_000_000, -1, HASH), 3, 8
     ),
     f"moe/r1/pins/000000000041.1700000000.{HASH}": PinName("moe", "r1", 41, 1_700_000_000, HASH),
+    "moe/r1/worlds/001700000000": WorldName("moe", "r1", 1_700_000_000),
+    f"moe/worlds/pins/000000000041.7.{HASH}": PinName("moe", "worlds", 41, 7, HASH),
 }
 
 
@@ -156,3 +163,23 @@ def test_what_cannot_be_a_name_is_refused(name: str) -> None:
 def test_facts_out_of_range_have_no_key(name: StoredName) -> None:
     with pytest.raises(ValueError, match=r"must be|hexadecimal"):
         _ = name.key
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("r1.w1700000000", ("r1", 1_700_000_000)),
+        ("r1.w3.w0", ("r1.w3", 0)),
+        ("r1.w007", None),
+        ("r1.w", None),
+        (".w5", None),
+        ("r1", None),
+        ("r1.w1234567890123", None),
+    ],
+)
+def test_a_run_that_may_be_a_world_has_one_spelling(
+    name: str, found: tuple[str, int] | None
+) -> None:
+    assert world_of_run(name) == found
+    if found is not None:
+        assert run_of_world(*found) == name

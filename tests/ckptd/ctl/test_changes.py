@@ -12,7 +12,7 @@ import pytest
 
 from ckptd.ctl.changes import collect, pin, remove
 from ckptd.ctl.store_access import OpenedStore, Place, StoreProblem
-from ckptd.memory.segments import Segment
+from ckptd.memory.segment_file import Segment
 from ckptd.storage.names import ManifestName, parse
 from ckptd.storage.objects import ObjectInfo, ObjectStore, Unavailable
 from ckptd.storage.reader import read_catalog

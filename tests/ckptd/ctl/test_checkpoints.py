@@ -9,7 +9,9 @@ import pytest
 
 from ckptd.ctl.store_access import OpenedStore, Place
 from ckptd.ctl.store_checks import check_run
+from ckptd.storage.names import WorldName
 from ckptd.storage.objects import ObjectStore
+from ckptd.storage.verifier import verify_store
 from tests.ckptd.stored import (
     ENDS,
     FROZEN,
@@ -85,6 +87,25 @@ def test_a_list_without_names_shows_all_runs_of_all_jobs(ctl: Ctl, store: Object
     runs = ctl.json("list")["runs"]
     assert [(run["job"], len(run["checkpoints"])) for run in runs] == [(JOB, 3), ("other", 1)]
     assert [run["job"] for run in ctl.json("list", "other")["runs"]] == ["other"]
+
+
+def test_a_list_of_an_elastic_run_has_all_its_worlds(ctl: Ctl, store: ObjectStore) -> None:
+    """The latest first. What is called like a world and is not marked as one is another run; marks are no runs, and nothing is amiss."""
+    for info in list(store.list(f"{JOB}/{RUN}/")):
+        for world in (5, 6, 7):
+            key = info.key.replace(f"{JOB}/{RUN}/", f"{JOB}/elastic.w{world}/")
+            store.put(key, [memoryview(store.read(info.key, limit=1 << 30))])
+    for world in (5, 7):
+        store.put(WorldName(JOB, "elastic", world).key, [])
+    runs = ctl.json("list", JOB, "elastic", "--fast")["runs"]
+    assert [run["run"] for run in runs] == ["elastic.w7", "elastic.w5"]
+    assert [[row["iteration"] for row in run["checkpoints"]] for run in runs] == [
+        list(reversed(ENDS))
+    ] * 2
+    everything = [run["run"] for run in ctl.json("list", JOB, "--fast")["runs"]]
+    assert everything == sorted([RUN, "elastic.w5", "elastic.w6", "elastic.w7"])
+    marks = [f for f in verify_store(store).findings if "/worlds/" in f.key]
+    assert marks == []
 
 
 def test_a_fast_list_reads_no_manifest(ctl: Ctl, store: ObjectStore, folder: Path) -> None:

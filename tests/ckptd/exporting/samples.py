@@ -15,9 +15,10 @@ from ckptd.exporting.exports import ExportReport, export_file
 from ckptd.exporting.memory import open_slot
 from ckptd.memory.ring import SlotState
 from ckptd.memory.sealer import seal_slot
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import encode_descriptor, origin_of
 from ckptd.memory.segment_names import replica_file_name
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.storage.image import seal
 from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.image_layout import ImageLayout

@@ -15,7 +15,7 @@ from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.exporting.exports import ExportReport, export_file
 from ckptd.exporting.memory import open_slot
 from ckptd.exporting.stored import open_stored
-from ckptd.memory.segments import Segment
+from ckptd.memory.segment_file import Segment
 from ckptd.storage.manifest import RankManifest
 from ckptd.storage.objects import ObjectStore, Range
 from ckptd.storage.open_store import open_store

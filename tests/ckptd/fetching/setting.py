@@ -12,13 +12,14 @@ from ckptd.events import EventLog
 from ckptd.fetching.job import FetchJob
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import (
     SlotHeader,
     pack_slot_header,
     slot_lock_byte,
     write_slot_header,
 )
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.peers.peer_link import PeerLink
 from ckptd.recovery.held import STORE_NODE
 from ckptd.transport import peer_messages as p

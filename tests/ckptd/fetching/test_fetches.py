@@ -13,8 +13,8 @@ from ckptd.fetching import piece as fetch_piece
 from ckptd.fetching.image import Wrong
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import slot_lock_byte, write_slot_header
-from ckptd.memory.segments import Segment
 from ckptd.recovery.striping import PART_BYTES
 from ckptd.transport.messages import FetchSource
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey

@@ -14,13 +14,14 @@ from ckptd.events import EventLog
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.ring import SlotState
 from ckptd.memory.sealer import Verdict, seal_slot
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import (
     SegmentDescriptor,
     encode_descriptor,
     pack_slot_header,
     read_prologue,
 )
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.peers.peering import Peering
 from ckptd.service import Service
 from ckptd.sessions import RankKey

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import open_segment
 from ckptd.memory.segment_format import set_slot_state
-from ckptd.memory.segments import open_segment
 from ckptd.storage.image import ImageView
 from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import read_catalog

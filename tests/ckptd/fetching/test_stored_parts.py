@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from ckptd.memory.segments import Segment
+from ckptd.memory.segment_file import Segment
 from ckptd.persistence import wire as w
 from ckptd.persistence.store_link import StoreLink
 from ckptd.storage.reader import read_manifest

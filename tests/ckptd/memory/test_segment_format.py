@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from ckptd.errors import SegmentError
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import (
-    SegmentDescriptor,
-    SegmentGeometry,
     SlotHeader,
     decode_descriptor,
     encode_descriptor,
@@ -33,21 +31,7 @@ from ckptd.memory.segment_format import (
     write_slot_header,
 )
 from ckptd.memory.segment_names import Kind
-
-DESCRIPTOR = SegmentDescriptor(
-    job="demo",
-    run="r1",
-    rank=3,
-    world_size=8,
-    topology="dp8",
-    layout_version=1,
-    generation=2,
-    node_id="node-a",
-    created_at_ns=1_700_000_000_000_000_000,
-    window=4,
-    num_operators=100,
-    client=b"\x81\xa1a\x01",
-)
+from tests.ckptd.memory.fresh import DESCRIPTOR, make
 
 HEADER = SlotHeader(
     state=SlotState.SEALED,
@@ -65,13 +49,6 @@ HEADER = SlotHeader(
     epoch_start=38,
     epoch=6,
 )
-
-
-def make(num_slots: int = 3, slot_bytes: int = 5000) -> tuple[memoryview, SegmentGeometry]:
-    geometry = plan_geometry(num_slots, slot_bytes, len(encode_descriptor(DESCRIPTOR)))
-    buf = memoryview(bytearray(geometry.total_bytes))
-    write_prologue(buf, geometry, DESCRIPTOR)
-    return buf, geometry
 
 
 def test_geometry_is_aligned() -> None:

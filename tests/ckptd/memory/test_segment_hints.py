@@ -6,46 +6,19 @@ import struct
 
 import pytest
 
-from ckptd.memory.segment_format import (
-    SegmentDescriptor,
-    encode_descriptor,
-    plan_geometry,
-    read_prologue,
-    write_prologue,
-)
+from ckptd.memory.segment_format import read_prologue
 from ckptd.memory.segment_hints import RingHint, read_ring_hint, write_ring_hint
-
-DESCRIPTOR = SegmentDescriptor(
-    job="demo",
-    run="r1",
-    rank=3,
-    world_size=8,
-    topology="dp8",
-    layout_version=1,
-    generation=2,
-    node_id="node-a",
-    created_at_ns=1_700_000_000_000_000_000,
-    window=4,
-    num_operators=100,
-)
-
-
-def make() -> memoryview:
-    """A fresh segment."""
-    geometry = plan_geometry(1, 4096, len(encode_descriptor(DESCRIPTOR)))
-    buf = memoryview(bytearray(geometry.total_bytes))
-    write_prologue(buf, geometry, DESCRIPTOR)
-    return buf
+from tests.ckptd.memory.fresh import make
 
 
 def test_a_fresh_segment_protects_nothing() -> None:
-    buf = make()
+    buf, _ = make()
     assert read_ring_hint(buf) == RingHint(-1, -1, 0, False, 0, 0)
     assert bytes(buf[4068:4096]) == bytes(4) + b"\xff" * 16 + bytes(8)
 
 
 def test_the_protection_hint_is_the_specified_bytes_and_outside_every_checksum() -> None:
-    buf = make()
+    buf, _ = make()
     told = read_prologue(buf)
     buf[4095] = 1  # the trainer's own hint stays
     buf[4091] = 1  # and its wish for quiet
@@ -73,6 +46,6 @@ def test_the_protection_hint_is_the_specified_bytes_and_outside_every_checksum()
 
 
 def test_a_protection_hint_that_cannot_be_means_none() -> None:
-    buf = make()
+    buf, _ = make()
     buf[4080:4088] = struct.pack("<q", -(2**63))
     assert read_ring_hint(buf.toreadonly()) == RingHint()

@@ -12,9 +12,10 @@ from ckptd.memory import locks
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.memory.ring import SlotState
 from ckptd.memory.sealer import Verdict, scrub_slot, seal_slot
+from ckptd.memory.segment_file import open_segment, settle
 from ckptd.memory.segment_format import slot_lock_byte
 from ckptd.memory.segment_names import Kind
-from ckptd.memory.segments import CannotReserve, SegmentStore, open_segment, settle
+from ckptd.memory.segments import CannotReserve, SegmentStore
 from ckptd.runtime_dir import AlreadyRunning, UnusableFolder, claim, node_name, private_folder
 from ckptd.sessions import RankKey
 from tests.ckptd.running import MIB, descriptor, fill, own, small_tmpfs, state_of

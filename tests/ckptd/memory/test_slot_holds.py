@@ -10,8 +10,9 @@ import pytest
 from ckptd.memory import locks
 from ckptd.memory.inventory import records_of
 from ckptd.memory.ring import SlotRecord
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import slot_lock_byte
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.memory.slot_holds import SlotHolds
 from ckptd.memory.snapshot_events import key_of
 from ckptd.sessions import RankKey

@@ -12,8 +12,8 @@ import pytest
 
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SegmentDescriptor, slot_lock_byte, unpack_slot_header
-from ckptd.memory.segments import Segment
 from ckptd.memory.slot_files import region_of
 from ckptd.peers.lending import Lending, Loan
 from ckptd.peers.replica_store import ReplicaStore

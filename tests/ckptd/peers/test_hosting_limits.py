@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import decode_descriptor, encode_descriptor, origin_of
-from ckptd.memory.segments import Segment
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.transport import peer_messages as p
 from tests.ckptd.hosted import Setting, hosted

@@ -12,8 +12,9 @@ import pytest
 
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SegmentDescriptor, slot_lock_byte
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.memory.slot_files import slot_file
 from ckptd.peers.lending import Lending, Loan
 from ckptd.transport import peer_messages as p

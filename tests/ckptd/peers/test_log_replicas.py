@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.client.facts import Facts, log_payload
+from ckptd.client.facts import LogFacts, log_payload
 from ckptd.client.fed_logs import FedLogs
 from ckptd.ctl.main import main as ckptctl
 from ckptd.memory.boundary import RecordKey, SentKind, record_name
 from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.memory.segment_file import open_segment
 from ckptd.memory.segment_format import SlotHeader
-from ckptd.memory.segments import open_segment
 from ckptd.recovery.facts import RankFacts
 from ckptd.recovery.held import HeldRecords
 from ckptd.recovery.holdings import held_from_segments
@@ -49,7 +49,7 @@ class Log:
     ) -> None:
         self.trainer, rank, world_size = trainer, trainer.rank, trainer.job.world_size
         beside = tuple(r for r in (rank - 1, rank + 1) if 0 <= r < world_size)
-        payload = log_payload(4096, Facts(beside, (rank,), (rank,), ()))
+        payload = log_payload(4096, LogFacts(beside, (rank,), (rank,), ()))
         asked = trainer.memory.reserve_beside(
             "log", slot_bytes, SLOTS, payload, replicated=replicated
         )

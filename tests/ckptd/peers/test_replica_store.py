@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SegmentDescriptor, SlotHeader, origin_of, write_slot_header
 from ckptd.memory.segment_names import replica_file_name
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.peers.replica_store import ReplicaStore
 from tests.ckptd.snapshots import states_in
 

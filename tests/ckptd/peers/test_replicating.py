@@ -12,8 +12,9 @@ import pytest
 
 from ckptd.events import EventLog
 from ckptd.memory import locks
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import slot_lock_byte, write_slot_header
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.replicating import RankReplication
 from ckptd.peers.rings import SnapshotRing

@@ -13,9 +13,10 @@ import pytest
 
 from ckptd.events import EventLog
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SegmentDescriptor, write_slot_header
 from ckptd.memory.segment_hints import RingHint, read_ring_hint
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.peers.runs import Run
 from ckptd.replication.replicas import Promise

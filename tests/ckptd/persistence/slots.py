@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SegmentDescriptor, SlotHeader, write_slot_header
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.persistence.wire import SnapshotId
 from ckptd.storage.image import seal
 from ckptd.storage.image_format import TensorEntry

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.memory.segments import Segment
+from ckptd.memory.segment_file import Segment
 from ckptd.persistence import wire as w
 from ckptd.storage.names import RunName
 from ckptd.storage.reader import read_manifest

@@ -13,8 +13,8 @@ import pytest
 from safetensors import safe_open
 
 from ckptd.memory import locks
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import encode_descriptor, slot_lock_byte, unpack_slot_header
-from ckptd.memory.segments import Segment
 from ckptd.persistence import rank_store
 from ckptd.persistence import wire as w
 from ckptd.persistence.keeper import Keeper

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.memory.segments import Segment
+from ckptd.memory.segment_file import Segment
 from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import read_catalog, read_identity, read_manifest
 from ckptd.storage.verifier import verify_run

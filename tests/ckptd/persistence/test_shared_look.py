@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import encode_descriptor
-from ckptd.memory.segments import Segment
 from ckptd.persistence import keeper, run_store
 from ckptd.persistence import wire as w
 from ckptd.persistence.shared_look import SharedLook

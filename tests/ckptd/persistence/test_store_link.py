@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.memory.segments import Segment
+from ckptd.memory.segment_file import Segment
 from ckptd.persistence import wire as w
 from ckptd.persistence.child import AWAY, StoreChild
 from ckptd.persistence.store_link import StoreLink

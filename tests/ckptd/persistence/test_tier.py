@@ -15,8 +15,9 @@ import pytest
 
 from ckptd.events import EventLog
 from ckptd.memory import locks
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import slot_lock_byte
-from ckptd.memory.segments import Segment, SegmentStore
+from ckptd.memory.segments import SegmentStore
 from ckptd.persistence import wire as w
 from ckptd.persistence.tier import StorageTier
 from ckptd.sessions import RankKey

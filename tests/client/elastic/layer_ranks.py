@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +18,7 @@ from ckptd.client.elastic import ElasticExperts
 from ckptd.client.elastic.rows import Order, spread
 from ckptd.errors import CorruptionError
 from tests.client.elastic.mixtures import WIDTH, Batch, Block, Case, batches, descend, expert
+from tests.client.elastic.ranks import Found, elastic_layer, told, work_through
 from tests.long import LONG
 
 __all__ = ["CASES", "SPREAD", "run_all"]
@@ -56,8 +56,6 @@ if LONG:  # DDP and checkpointing import the compiler: seconds on each rank
         SPREAD.replicas, [7, 0, 9, 6], layers=2, checkpointed=True
     )
 
-Found = dict[str, Any]
-
 
 def run_all(rank: int, folder: str) -> None:
     """Everything, one after the other; the results of this rank go to ``<folder>/<rank>.pt``."""
@@ -70,7 +68,7 @@ def run_all(rank: int, folder: str) -> None:
         if rank in case.members:
             group = groups[tuple(case.members)]
             found[name] = [_computed(case, group) for _ in range(2)]
-    for work in (
+    works = (
         _faults,
         _beside_ddp,
         _converted,
@@ -79,21 +77,8 @@ def run_all(rank: int, folder: str) -> None:
         _refused,
         _bad_inputs,
         _loads,
-    ):
-        found[work.__name__] = work(rank)
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _layer(case: Case, group: Any = None) -> ElasticExperts:
-    held = case.replicas[dist.get_rank(group)]
-    experts = {
-        number: expert(number, case.dtype, trained=case.trained)
-        for number, replicas in enumerate(held)
-        if replicas
-    }
-    return ElasticExperts(experts, case.replicas, group=group, nodes=case.nodes, reduce=case.reduce)
+    )
+    work_through(rank, folder, found, works)
 
 
 def _forward(case: Case, layer: ElasticExperts, batch: Batch) -> Tensor:
@@ -112,7 +97,7 @@ def _computed(
     case: Case, group: Any = None, meddle: Callable[[ElasticExperts], None] | None = None
 ) -> Found:
     """Forward, backward and sum."""
-    layer = _layer(case, group)
+    layer = elastic_layer(case, group=group)
     mine = dist.get_rank(group)
     outs, grads = [], []
     for micro_batch in range(case.micro_batches):
@@ -154,7 +139,7 @@ def _faults(rank: int) -> Found:
 
 def _beside_ddp(rank: int) -> Found:
     """A model whose gate and dense part DDP averages, and whose experts it leaves out."""
-    model = Block(_layer(CASES["mean"]))
+    model = Block(elastic_layer(CASES["mean"]))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, [f"experts.{name}" for name, _ in model.experts.named_parameters()]
     )
@@ -168,7 +153,7 @@ def _beside_ddp(rank: int) -> Found:
 def _converted(rank: int) -> dict[int, Any]:
     """Made in float32, trained in float64."""
     case = CASES["float32"]
-    layer = _layer(case).double()
+    layer = elastic_layer(case).double()
     batch = batches(SPREAD)[rank]
     (layer(batch.tokens, batch.experts, batch.weights) * batch.target).sum().backward()
     layer.sync_gradients()
@@ -180,7 +165,7 @@ def _converted(rank: int) -> dict[int, Any]:
 
 def _training(rank: int) -> Found:
     """Three steps; the replicas stay equal."""
-    layer = _layer(SPREAD)
+    layer = elastic_layer(SPREAD)
     for step in range(3):
         batch = batches(SPREAD, step)[rank]
         layer.zero_grad(set_to_none=step < 2)
@@ -207,7 +192,7 @@ def _misuse(rank: int) -> Found:
         layer(batch.tokens, batch.experts, batch.weights).sum().backward()
 
     def not_summed() -> None:
-        layer = _layer(SPREAD)
+        layer = elastic_layer(SPREAD)
         step(layer)
         step(layer)  # two micro-batches may add up
         descend(layer)
@@ -215,42 +200,33 @@ def _misuse(rank: int) -> Found:
         step(layer)
 
     def not_zeroed() -> None:
-        layer = _layer(SPREAD)
+        layer = elastic_layer(SPREAD)
         step(layer)
         layer.sync_gradients()
         step(layer)
 
     def zeroed_in_place() -> None:
-        layer = _layer(SPREAD)
+        layer = elastic_layer(SPREAD)
         step(layer)
         layer.sync_gradients()
         layer.zero_grad(set_to_none=False)
         step(layer)
 
-    layer = _layer(SPREAD)
+    layer = elastic_layer(SPREAD)
     step(layer)
     layer.sync_gradients()
     summed = _gradients(layer)
     layer.sync_gradients()
     return {
-        "not summed": _told(not_summed),
-        "not zeroed": _told(not_zeroed),
-        "zeroed in place": _told(zeroed_in_place),
+        "not summed": told(not_summed),
+        "not zeroed": told(not_zeroed),
+        "zeroed in place": told(zeroed_in_place),
         "second call": (summed, _gradients(layer)),
     }
 
 
 def _gradients(layer: ElasticExperts) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in layer.parameters()]
-
-
-def _told(work: Callable[[], object]) -> str:
-    """What it raised."""
-    try:
-        work()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 # -- what is refused -----------------------------------------------------------------------------------
@@ -268,7 +244,7 @@ def _refused(rank: int) -> dict[str, str]:
         }
 
     def made(replicas: Any, modules: Any, **options: Any) -> str:
-        return _told(lambda: ElasticExperts(modules, replicas, **options))
+        return told(lambda: ElasticExperts(modules, replicas, **options))
 
     other = [[1, 0], [0, 1], [1, 1], [0, 2]]
     wide = experts(two)
@@ -300,12 +276,12 @@ def _refused(rank: int) -> dict[str, str]:
 
 def _bad_inputs(rank: int) -> dict[str, str]:
     """Calls that cannot be computed; one rank brings something else."""
-    layer = _layer(SPREAD)
+    layer = elastic_layer(SPREAD)
     tokens, experts = torch.zeros(3, WIDTH).double(), torch.zeros(3, 2, dtype=torch.int64)
     weights = torch.ones(3, 2).double()
 
     def called(*arguments: Tensor) -> str:
-        return _told(lambda: layer(*(arguments if rank == 1 else (tokens, experts, weights))))
+        return told(lambda: layer(*(arguments if rank == 1 else (tokens, experts, weights))))
 
     def without_gradients() -> None:
         with torch.set_grad_enabled(rank != 2):
@@ -321,13 +297,13 @@ def _bad_inputs(rank: int) -> dict[str, str]:
         "three dimensions": called(tokens[None], experts, weights),
         "other width": called(tokens[:, :2], experts, weights),
         "other dtype": called(tokens.float(), experts, weights),
-        "without gradients": _told(without_gradients),
-        "fine afterwards": _told(lambda: layer(tokens, experts, weights)),
+        "without gradients": told(without_gradients),
+        "fine afterwards": told(lambda: layer(tokens, experts, weights)),
     }
 
 
 def _loads(rank: int) -> Found:
-    layer = _layer(SPREAD)
+    layer = elastic_layer(SPREAD)
     for micro_batch in range(2):
         batch = batches(SPREAD, micro_batch)[rank]
         layer(batch.tokens, batch.experts, batch.weights)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -23,12 +22,12 @@ from ckptd.client.elastic import (
 )
 from tests.client.elastic.block_models import HAND_WRITTEN, PLACEMENT, Model, batch, loss
 from tests.client.elastic.mixtures import Case, batches, expert
+from tests.client.elastic.ranks import Found, elastic_layer, told, work_through
 from tests.long import LONG
 
-__all__ = ["OPTIMIZERS", "PLACEMENTS", "RANKS", "TRAINED", "Found", "optimizer_of", "run_all"]
+__all__ = ["OPTIMIZERS", "PLACEMENTS", "RANKS", "TRAINED", "optimizer_of", "run_all"]
 
 RANKS = 3
-Found = dict[str, Any]
 Replicas = list[list[int]]
 
 _A = [[2, 1, 0, 1, 0], [0, 1, 1, 1, 0], [1, 0, 0, 1, 1]]
@@ -70,7 +69,7 @@ def run_all(rank: int, folder: str) -> None:
             "replicas": _train_replicas(case, optimizer),
             "shards": _train_shards(case, optimizer),
         }
-    for work in (
+    works = (
         _rounds,
         _masters,
         _norm,
@@ -80,18 +79,8 @@ def run_all(rank: int, folder: str) -> None:
         _refused,
         _blocks,
         _blocks_refused,
-    ):
-        found[work.__name__] = work(rank)
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _layer(case: Case, replicas: Replicas | None = None) -> ElasticExperts:
-    replicas = replicas or [list(row) for row in case.replicas]
-    held = [number for number, count in enumerate(replicas[dist.get_rank()]) if count]
-    experts = {number: expert(number, case.dtype) for number in held}
-    return ElasticExperts(experts, replicas, reduce=case.reduce)
+    )
+    work_through(rank, folder, found, works)
 
 
 def _backward(case: Case, layer: ElasticExperts, step: int) -> None:
@@ -112,7 +101,7 @@ def _weights(layer: ElasticExperts) -> dict[int, list[Tensor]]:
 
 def _train_shards(case: Case, optimizer: str) -> list[dict[int, list[Tensor]]]:
     """The weights of this rank's experts after each step and the new placement."""
-    layer = _layer(case)
+    layer = elastic_layer(case)
     shards = ExpertShards(layer, OPTIMIZERS[optimizer])
     found = []
     for step, placement in enumerate(PLACEMENTS):
@@ -126,7 +115,7 @@ def _train_shards(case: Case, optimizer: str) -> list[dict[int, list[Tensor]]]:
 
 def _train_replicas(case: Case, name: str) -> list[dict[int, list[Tensor]]]:
     """The same with an optimizer on each replica, whose state is brought along by hand."""
-    layer = _layer(case)
+    layer = elastic_layer(case)
     optimizer = optimizer_of(name, layer.parameters())
     found = []
     for step, placement in enumerate(PLACEMENTS):
@@ -175,7 +164,7 @@ def _moved(
 def _masters(rank: int) -> Found:
     """Shards in float32 under weights in bfloat16."""
     case, name = TRAINED["bfloat16"]
-    layer = _layer(case)
+    layer = elastic_layer(case)
     shards = ExpertShards(layer, OPTIMIZERS[name], masters=torch.float32)
     for step in range(3):
         _backward(case, layer, step)
@@ -198,7 +187,7 @@ def _rounds(rank: int) -> Found:
 def _norm(rank: int) -> Tensor:
     """The square of the gradients' norm over all experts, from the shards."""
     case, name = TRAINED["SGD with momentum"]
-    layer = _layer(case)
+    layer = elastic_layer(case)
     shards = ExpertShards(layer, OPTIMIZERS[name])
     _backward(case, layer, 0)
     shards.reduce_gradients()
@@ -216,7 +205,7 @@ def _parts(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     case, name = TRAINED["AdamW"]
     found = []
     for each in (True, False):
-        layer = _layer(case)
+        layer = elastic_layer(case)
         shards = ExpertShards(layer, OPTIMIZERS[name])
         for step in range(2):
             _backward(case, layer, step)
@@ -229,7 +218,7 @@ def _parts(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def _modes(rank: int) -> list[set[bool]]:
     """Whether the experts here train: after each of ``eval()``, another placement, and ``train()``."""
     case, name = TRAINED["AdamW"]
-    layer = _layer(case)
+    layer = elastic_layer(case)
     shards = ExpertShards(layer, OPTIMIZERS[name], make_expert=lambda _, n: expert(n, case.dtype))
     model = nn.Sequential(layer)
     found = []
@@ -242,7 +231,7 @@ def _modes(rank: int) -> list[set[bool]]:
 def _saved(rank: int) -> Found:
     """Saved after two steps, and gone on from there: by others, and by others from states cut anew, twice."""
     case, name = TRAINED["AdamW"]
-    layer = _layer(case)
+    layer = elastic_layer(case)
     shards = ExpertShards({"moe.experts": layer}, OPTIMIZERS[name])
     for step in range(2):
         _backward(case, layer, step)
@@ -257,7 +246,7 @@ def _saved(rank: int) -> Found:
     placed = shards.placed.state_dict()
     found["on"] = _go_on(case, layer, shards)
     for key in ("kept", "again"):
-        layer = _layer(case, PLACEMENTS[1] if key == "kept" else None)
+        layer = elastic_layer(case, PLACEMENTS[1] if key == "kept" else None)
         shards = ExpertShards({"moe.experts": layer}, OPTIMIZERS[name])
         weights, state = copy.deepcopy(found[key][rank])
         shards.placed.load_state_dict(placed)
@@ -266,8 +255,8 @@ def _saved(rank: int) -> Found:
         shards.send_weights()
         assert layer.replicas_RE.tolist() == PLACEMENTS[1]
         found[f"on from {key}"] = _go_on(case, layer, shards)
-    found["of another rank"] = _told(lambda: shards.load_state_dict(kept[(rank + 1) % RANKS][0]))
-    found["of five ranks"] = _told(lambda: shards.load_state_dict(five[rank][0]))
+    found["of another rank"] = told(lambda: shards.load_state_dict(kept[(rank + 1) % RANKS][0]))
+    found["of five ranks"] = told(lambda: shards.load_state_dict(five[rank][0]))
     return found
 
 
@@ -305,10 +294,10 @@ def _refused(rank: int) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def made(work: Callable[[ElasticExperts], object]) -> str:
-        layer = _layer(case)
-        return _told(lambda: work(layer))
+        layer = elastic_layer(case)
+        return told(lambda: work(layer))
 
-    found["no layers"] = _told(lambda: ExpertShards({}, make))
+    found["no layers"] = told(lambda: ExpertShards({}, make))
     found["other layers"] = made(lambda layer: ExpertShards({f"of {rank // 2}": layer}, make))
     found["not elementwise"] = made(lambda layer: ExpertShards(layer, _Whole))
     found["other options"] = made(
@@ -327,16 +316,16 @@ def _refused(rank: int) -> dict[str, str]:
     )
     buffered = ElasticExperts(dict.fromkeys([0], nn.Identity()), [[1]] * RANKS)
     buffered.experts["0"].register_buffer("calls", torch.zeros(1))
-    found["buffers"] = _told(lambda: ExpertShards(buffered, make))
+    found["buffers"] = told(lambda: ExpertShards(buffered, make))
 
     def unused(layer: ElasticExperts) -> None:
         _backward(case, layer, 0)
         ExpertShards(layer, make)
 
     found["gradients"] = made(unused)
-    layer = _layer(case)
+    layer = elastic_layer(case)
     names = [name for name, _ in layer.named_parameters()]
-    _told(lambda: ExpertShards(layer, _Whole))
+    told(lambda: ExpertShards(layer, _Whole))
     _backward(case, layer, 0)
     layer.sync_gradients()
     found["as before"] = str(names == [name for name, _ in layer.named_parameters()] != [])
@@ -346,28 +335,28 @@ def _refused(rank: int) -> dict[str, str]:
 def _refused_steps(
     rank: int, case: Case, make: Callable[[Any], torch.optim.Optimizer]
 ) -> dict[str, str]:
-    layer = _layer(case)
+    layer = elastic_layer(case)
     shards = ExpertShards(layer, make)
     _backward(case, layer, 0)
     before = _weights(layer)
     lonely = [[1, 1, 1, 1, 0]] * RANKS
     empty = [[1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0]]
     found = {
-        "twice": _told(lambda: ExpertShards(layer, make)),
-        "summed": _told(layer.sync_gradients),
-        "converted": _told(layer.float),
-        "other placements": _told(lambda: shards.step([_B if rank else _C])),
-        "one places": _told(lambda: shards.step([_B] if rank == 1 else None)),
-        "no holder": _told(lambda: shards.step([lonely])),
-        "more layers": _told(lambda: shards.step([_B, _B])),
-        "no such layer": _told(lambda: shards.step({"moe": _B})),
-        "more experts": _told(lambda: shards.step([[[*row, 1] for row in _B]])),
+        "twice": told(lambda: ExpertShards(layer, make)),
+        "summed": told(layer.sync_gradients),
+        "converted": told(layer.float),
+        "other placements": told(lambda: shards.step([_B if rank else _C])),
+        "one places": told(lambda: shards.step([_B] if rank == 1 else None)),
+        "no holder": told(lambda: shards.step([lonely])),
+        "more layers": told(lambda: shards.step([_B, _B])),
+        "no such layer": told(lambda: shards.step({"moe": _B})),
+        "more experts": told(lambda: shards.step([[[*row, 1] for row in _B]])),
     }
     layer.double().train()
     unchanged = all(map(torch.equal, before[3], _weights(layer).get(3, []))) if before else True
     found["unchanged"] = str(unchanged)
     shards.step([empty])
-    found["no pattern"] = _told(lambda: shards.send_weights([_A]))
+    found["no pattern"] = told(lambda: shards.send_weights([_A]))
 
     def other_form(_layer: str, _expert: int) -> nn.Module:
         return nn.Linear(2, 2)
@@ -376,21 +365,12 @@ def _refused_steps(
         return expert(number + 100, case.dtype)
 
     shards._make_expert = other_form
-    found["other form"] = _told(lambda: shards.send_weights([_A]))
+    found["other form"] = told(lambda: shards.send_weights([_A]))
     shards._make_expert = right_form
     shards.send_weights({"experts": _A})
     layer.check_replicas()
     found["fine afterwards"] = str(layer.replicas_RE.tolist() == _A)
     return found
-
-
-def _told(work: Callable[[], object]) -> str:
-    """What it raised."""
-    try:
-        work()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 # -- blocks --------------------------------------------------------------------------------------------
@@ -419,7 +399,7 @@ def _blocks(rank: int) -> Found:
     found["loaded"] = all(map(torch.equal, other.parameters(), model.parameters()))
     copied = copy.copy(Model(torch.float32).state_dict())
     copied.pop("blocks.1.experts.down_proj")
-    found["lacking"] = _told(lambda: load_full_state_dict(other, copied))
+    found["lacking"] = told(lambda: load_full_state_dict(other, copied))
     found["sharded"] = _sharded_model(model, layers)
     return found
 
@@ -439,7 +419,7 @@ def _sharded_model(model: Model, layers: dict[str, ElasticExperts]) -> Found:
         "dense": dense,
         "full": full_state_dict(model),
         "names": [name for name, _ in shards.named_parameters()],
-        "load": _told(lambda: load_full_state_dict(model, {})),
+        "load": told(lambda: load_full_state_dict(model, {})),
         "placed": {n: each.tolist() for n, each in shards.placements.items()}
         == dict(zip(layers, turned, strict=True)),
     }
@@ -448,9 +428,9 @@ def _sharded_model(model: Model, layers: dict[str, ElasticExperts]) -> Found:
 def _blocks_refused(rank: int) -> dict[str, str]:
     def replaced(model: nn.Module, placement: Any = PLACEMENT, **options: Any) -> str:
         before = [id(module) for module in model.modules()]
-        told = _told(lambda: replace_moe_blocks(model, placement, blocks=HAND_WRITTEN, **options))
+        why = told(lambda: replace_moe_blocks(model, placement, blocks=HAND_WRITTEN, **options))
         assert before == [id(module) for module in model.modules()], "the model is as it was"
-        return told
+        return why
 
     reduce: Literal["mean", "sum"] = "mean" if rank else "sum"
     return {

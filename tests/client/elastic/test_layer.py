@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.client.elastic import ElasticExperts
-from tests.client.elastic.layer_ranks import CASES, SPREAD, Found, run_all
+from tests.client.elastic.layer_ranks import CASES, SPREAD, run_all
 from tests.client.elastic.mixtures import (
     Batch,
     Block,
@@ -21,6 +21,7 @@ from tests.client.elastic.mixtures import (
     expert,
     reference_output,
 )
+from tests.client.elastic.ranks import Found
 from tests.client.gloo_ranks import run_in_ranks
 from tests.long import long
 

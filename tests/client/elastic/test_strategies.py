@@ -17,12 +17,12 @@ from tests.client.elastic.block_models import (
     loss,
 )
 from tests.client.elastic.mixtures import Batch, Case, batches, expert, reference_output
+from tests.client.elastic.ranks import Found
 from tests.client.elastic.strategy_ranks import (
     OPTIMIZERS,
     PLACEMENTS,
     RANKS,
     TRAINED,
-    Found,
     run_all,
 )
 from tests.client.gloo_ranks import run_in_ranks

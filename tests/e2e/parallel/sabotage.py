@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ckptd.client import replay
+from ckptd.client.activity import Activity
 from ckptd.client.boundary_log import BoundaryLog
 from ckptd.client.fed_logs import FedLogs
 from ckptd.client.handing import Handing, Take
@@ -26,9 +27,9 @@ def _frozen_weights() -> None:
     victims: list[str] = []
 
     def without(self: Replay, source: Source, wanted: Rows, also: Rows) -> list[Source]:
-        frozen = self._frozen_rows
+        frozen, binding = self._activity.frozen_rows, self._binding
         if not victims:
-            victims.extend(n for n in frozen if self._num_rows(n) and n in self._binding.owner)
+            victims.extend(n for n in frozen if binding.num_rows(n) and n in binding.owner)
         if source.kind == "param" and source.name == victims[0]:
             wanted = {} if wanted.get(source.name) == frozen.get(source.name) else wanted
             also = {}
@@ -47,12 +48,12 @@ def _random_state() -> None:
 
 def _elsewhere() -> None:
     """What another rank updates is taken for this rank's: active, and compared, once this rank's anchor was reached."""
-    for name in ("_note_frozen", "_compare"):
-        setattr(Replay, name, _believing_in_itself(getattr(Replay, name)))
+    for owner, name in ((Activity, "_note_frozen"), (Replay, "_compare")):
+        setattr(owner, name, _believing_in_itself(getattr(owner, name)))
 
 
 def _believing_in_itself(method: Callable[..., Any]) -> Callable[..., Any]:
-    def without(self: Replay, *args: Any) -> Any:
+    def without(self: Activity | Replay, *args: Any) -> Any:
         kept, self._binding.elsewhere = self._binding.elsewhere, frozenset()
         try:
             return method(self, *args)

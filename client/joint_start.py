@@ -1,0 +1,150 @@
+"""The recovery of all ranks together: the newest suffix that every rank can have, from here or from other nodes.
+
+What one rank lacks changes the plan of all, so a plan counts when every rank has what it needs. A run that got somewhere does not begin
+anew because a node is late: what is missing may lie there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ckptd.client.agreement import Exchange, all_or_none, vote
+from ckptd.client.membership import RunView
+from ckptd.client.memory import RankMemory
+from ckptd.client.retrieval import Attempt
+from ckptd.client.snapshot_image import SnapshotImage
+from ckptd.errors import DaemonUnavailable
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_format import WORLD_TOPOLOGY
+from ckptd.recovery.held import STORE_NODE
+from ckptd.recovery.plan import NoRecovery, RecoveryPlan, complete_ranks, plan_recovery
+
+__all__ = ["recover_together"]
+
+logger = logging.getLogger(__name__)
+
+_PLANS = 5  # nodes may come and go while a plan is made
+_NODES_TOLD = 8
+
+
+def recover_together(
+    memory: RankMemory, exchange: Exchange
+) -> tuple[list[SnapshotImage], str] | str:
+    """The newest suffix that every rank can have, and how it was chosen; or why there is none.
+
+    What lies here is verified before use: a slot that fails its digests is quarantined and reported, and the ranks plan
+    anew without it. What lies elsewhere is being brought here when this returns; its images are waited for when needed.
+    A collective call: it returns on all ranks, or raises on all.
+
+    Raises:
+        AttachRefused: there is no memory for what must be brought here, or the run was recovered again meanwhile.
+        DaemonUnavailable: a daemon is away, or so was refused on another rank, or nodes are missing without which the
+            run would have to begin anew.
+    """
+    recoverable_before = storage = False
+    for _ in range(_PLANS):
+        view, plan = _plan(memory, exchange, storage)
+        # A world of an elastic job is a new run. What is durable of those before was looked at when it was planned.
+        if isinstance(plan, NoRecovery) and not storage and memory.topology != WORLD_TOPOLOGY:
+            # Every rank comes to the same conclusion, whether or not its own node has a store.
+            recoverable_before |= bool(complete_ranks(view.held))
+            storage = True
+            view, plan = _plan(memory, exchange, storage)
+        if isinstance(plan, NoRecovery):
+            recoverable_before |= bool(complete_ranks(view.held))
+            _refuse_to_forget(memory, plan, view, recoverable_before)
+            _tell_start(memory, plan, view)
+            with all_or_none(exchange, memory.session.node_id):
+                memory.begin_epoch_after(view, plan.epoch, -1)
+            return plan.reason
+        recoverable_before = True  # it may be no more, when what is damaged here is quarantined
+        pieces = plan.per_rank[memory.identity.rank]
+        attempt = memory.attempt(pieces, view)
+        if not _again(memory, exchange, attempt):
+            with all_or_none(exchange, memory.session.node_id):
+                images = memory.resume(pieces, attempt, view, epoch=plan.epoch, end=plan.end)
+            return images, plan.reason
+    # Every rank comes here together. Starting over would free what the others hold safely.
+    raise DaemonUnavailable(
+        f"no plan for the recovery held after {_PLANS} attempts",
+        hint="a node cannot reach the holders of its ranks' snapshots (`ckptctl peers`, `ckptctl events`); nothing was "
+        "lost: start again when it can, or `ckptctl forget` the run to begin anew",
+    )
+
+
+def _plan(
+    memory: RankMemory, exchange: Exchange, storage: bool
+) -> tuple[RunView, RecoveryPlan | NoRecovery]:
+    view = memory.see(exchange, storage=storage)
+    with memory.planning():
+        plan = plan_recovery(
+            view.held, memory.identity.world_size, homes=view.homes, epochs=view.epochs
+        )
+    return view, plan
+
+
+def _refuse_to_forget(
+    memory: RankMemory, plan: NoRecovery, view: RunView, recoverable_before: bool
+) -> None:
+    """Raise where what is missing may be had later.
+
+    Raises:
+        DaemonUnavailable: so it is; every rank decides this from the same data.
+    """
+    job, run = memory.identity.job, memory.identity.run
+    if plan.apart:
+        raise DaemonUnavailable(
+            plan.reason,
+            operation="recover",
+            ids={"job": job, "run": run},
+            hint="Nothing was lost, but no replay of it would be exact. Were the ranks of this run started with different "
+            f"versions of ckptd? `ckptctl forget {job} {run}` on every node, or pass run= a new name, to begin anew",
+        )
+    if STORE_NODE in view.silent:
+        raise DaemonUnavailable(
+            f"{plan.reason}; and the store did not answer, or nothing that it holds of this run can be used",
+            operation="recover",
+            ids={"job": job, "run": run},
+            hint="`ckptctl events` says which. Start again when the store answers. What is damaged is named by "
+            "`ckptctl checkpoints verify`; to begin anew remove it with `ckptctl checkpoints rm`, or pass run= a new name",
+        )
+    if not view.silent or not recoverable_before:
+        return
+    raise DaemonUnavailable(
+        f"{plan.reason}; {_nodes(view.silent)} took part in the run before and did not answer",
+        operation="recover",
+        ids={"job": job, "run": run},
+        hint="Nothing was lost: start again when they are back. If they will not be, "
+        f"`ckptctl forget {job} {run}` on every node, or pass run= a new name, to begin anew",
+    )
+
+
+def _tell_start(memory: RankMemory, plan: NoRecovery, view: RunView) -> None:
+    """Normal for a new run, worth a word for one of which something was held, an error where there is damage."""
+    damaged = sum(r.state is SlotState.QUARANTINED for r in memory.table.records())
+    if not damaged and memory.descriptor is None and not view.held:
+        logger.info("starting from the beginning: %s", plan.reason)
+        return
+    why = f"{damaged} slots are damaged; {plan.reason}" if damaged else plan.reason
+    if view.silent:
+        why += f" ({_nodes(view.silent)} did not answer)"
+    text = f"starting over from the beginning: {why}"
+    logger.log(logging.ERROR if damaged else logging.WARNING, "%s", text)
+    memory.session.notice("error" if damaged else "warning", "starting_over", text)
+
+
+def _again(memory: RankMemory, exchange: Exchange, attempt: Attempt) -> bool:
+    """Whether all ranks must plan anew: what one rank lacks changes the plan of all."""
+    again = True
+    try:
+        again = vote(exchange, memory.session.node_id, again=attempt.again, fatal=attempt.fatal)
+    finally:
+        if again:
+            memory.forsake(attempt)
+    return again
+
+
+def _nodes(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NODES_TOLD]) + (", …" if len(names) > _NODES_TOLD else "")
+    return f"node {shown}" if len(names) == 1 else f"nodes {shown}"

@@ -1,0 +1,237 @@
+"""The connection of a trainer with its daemon: opened, looked after, and opened again when the daemon was away.
+
+States: connected; lost (the daemon does not answer: it is looked for about twice a second); closed. Everything here runs on the lane
+of the link, but for what opens it the first time, and the questions that wait for an answer on the lane.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from ckptd.client.lanes import LOOK_S, Lane
+from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.transport.messages import (
+    Attach,
+    Attached,
+    Filled,
+    Hello,
+    Notice,
+    ParkOutcome,
+    Ping,
+    Pong,
+    RefusalCode,
+    Report,
+    TellElastic,
+    Welcome,
+)
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
+
+__all__ = ["ANSWER_S", "FAILURES", "Follows", "Link"]
+
+logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+_PING_S = 1.0
+ANSWER_S = 5.0
+_RANK_PATIENCE_S = 5.0
+FAILURES = (RequestTimeout, WireError, DaemonUnavailable, OSError)
+
+
+class Follows(Protocol):
+    """Who is told how the connection is."""
+
+    def opened(self, welcome: Welcome, attached: Attached) -> None:
+        """It is there, for the first time or again."""
+
+    def back(self) -> None:
+        """It is there again, and training goes on whatever comes of this."""
+
+    def answered(self, pong: Pong) -> None:
+        """The daemon is there and knows this trainer."""
+
+
+class Link:
+    """Attaches to a daemon and keeps the connection.
+
+    Args:
+        find_endpoint: returns the daemon's endpoint, starting one if that is wanted; called again after a loss.
+        attach: what to ask for; repeated after a loss.
+        version: this package's version.
+        held: the generations whose owner lock this process holds.
+        follows: is told.
+        closed: set when it is to end.
+    """
+
+    def __init__(
+        self,
+        find_endpoint: Callable[[], str],
+        attach: Attach,
+        *,
+        version: str,
+        held: Callable[[], tuple[int, ...]],
+        follows: Follows,
+        closed: threading.Event,
+    ) -> None:
+        self._find_endpoint, self._attach, self._version = find_endpoint, attach, version
+        self._held, self._follows, self._closed = held, follows, closed
+        self._client: ControlClient | None = None
+        self._next_ping = self._next_try = 0.0
+        self.lane = Lane("ckptd-link", self._look_for_daemon, self._failed, closed)
+        self.connected = False
+        self.outages = 0
+
+    def open_within(self, timeout_s: float) -> None:
+        """Connect and attach.
+
+        Raises:
+            DaemonUnavailable: no daemon answers within this time.
+            AttachRefused: it answers and says no.
+        """
+        deadline = time.monotonic() + timeout_s
+        patient_until = time.monotonic() + min(timeout_s, _RANK_PATIENCE_S)
+        while True:
+            try:
+                self._open()
+                return
+            except AttachRefused as error:
+                # A killed trainer owns its rank until the kernel is done with it: restarts are quicker than that.
+                if error.code != RefusalCode.RANK_TAKEN or time.monotonic() >= patient_until:
+                    raise
+            except FAILURES as error:
+                other_version = isinstance(error, WireError) and error.code == "protocol"
+                if time.monotonic() >= deadline or other_version:
+                    if isinstance(error, DaemonUnavailable):
+                        raise
+                    raise DaemonUnavailable(
+                        f"attach: {error}",
+                        hint="start one with `ckptd run`, or pass daemon='auto'; `ckptctl doctor` looks for causes",
+                    ) from error
+            time.sleep(0.2)
+
+    def send(self, message: Filled | Report | Notice | ParkOutcome | TellElastic) -> None:
+        """One way; to a daemon that is away, nothing."""
+        if self.connected and self._client is not None and not self._client.send(message):
+            self.lose("it takes no messages")
+
+    def request(
+        self,
+        message: Any,
+        answer: type[Answer],
+        timeout_s: float,
+        *,
+        alive_s: float | None = None,
+    ) -> Answer:
+        """Ask, on the lane.
+
+        Raises:
+            AttachRefused: the daemon says no.
+            DaemonUnavailable: it is away.
+            RequestTimeout, WireError: it does not answer, or something else (it may be of another version).
+        """
+        if self._client is None or not self.connected:
+            raise DaemonUnavailable("request", hint="the daemon is away; it is being looked for")
+        try:
+            found = self._client.request(message, timeout_s=timeout_s, alive_s=alive_s)
+        except RefusedError as error:
+            if error.code == RefusalCode.NO_SESSION:
+                # Restarted since our last look: for who asks, that is as if it were away for a moment.
+                self.lose("it was restarted")
+                raise DaemonUnavailable(
+                    "it was restarted and is being attached to again", operation="request"
+                ) from error
+            raise AttachRefused(error.code, error.message, error.hint) from error
+        if not isinstance(found, answer):
+            what = f"{type(message).__name__} was answered with {type(found).__name__}"
+            raise WireError("unexpected", what)
+        return found
+
+    def ask(
+        self, message: Any, answer: type[Answer], operation: str, timeout_s: float = ANSWER_S
+    ) -> Answer:
+        """Ask, and wait here for the answer.
+
+        Raises:
+            AttachRefused: the daemon says no.
+            DaemonUnavailable: it is away.
+        """
+
+        def work() -> Answer:
+            return self.request(message, answer, timeout_s, alive_s=ANSWER_S)
+
+        try:
+            return self.lane.call(work, timeout_s + ANSWER_S)
+        except (RequestTimeout, WireError, OSError, TimeoutError) as error:
+            raise DaemonUnavailable(str(error), operation=operation) from error
+
+    def lose(self, why: str) -> None:
+        """The daemon does not answer."""
+        if not self.connected:
+            return
+        self.connected = False
+        self.outages += 1
+        logger.warning("ckptd is away (%s): training and snapshots go on; looking for it", why)
+
+    # -- on the lane -----------------------------------------------------------------------------
+
+    def _look_for_daemon(self) -> None:
+        now = time.monotonic()
+        if self._closed.is_set():
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+        elif self.connected and now >= self._next_ping:
+            self._next_ping = now + _PING_S
+            self._ping()
+        elif not self.connected and now >= self._next_try:
+            self._next_try = now + LOOK_S
+            self._try_again()
+
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, FAILURES):
+            self.lose(str(error))
+
+    def _ping(self) -> None:
+        try:
+            pong = self.request(Ping(), Pong, ANSWER_S)
+        except (AttachRefused, *FAILURES) as error:
+            self.lose(str(error))
+            return
+        if pong.attached:
+            self._follows.answered(pong)
+        else:
+            self.lose("it was restarted")
+
+    def _try_again(self) -> None:
+        try:
+            self._open()
+        except (AttachRefused, *FAILURES) as error:
+            logger.debug("still no daemon: %s", error)
+            return
+        self._follows.back()
+
+    def _open(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        client = ControlClient(self._find_endpoint(), timeout_s=ANSWER_S)
+        try:
+            welcome = client.ask(Hello(self._version, os.getpid()), Welcome)
+            attached = client.ask(
+                msgspec.structs.replace(self._attach, held=self._held()), Attached
+            )
+        except RefusedError as error:
+            client.close()
+            raise AttachRefused(error.code, error.message, error.hint) from error
+        except BaseException:
+            client.close()
+            raise
+        self._client = client
+        self._follows.opened(welcome, attached)
+        self.connected = True

@@ -1,0 +1,69 @@
+"""Everything small that a snapshot keeps of the top of a step: random state, options, the user's state, what the step asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptd.client.binding import Binding
+from ckptd.client.buckets import Buckets
+from ckptd.client.freeze import Tape
+from ckptd.client.plan import Plan
+from ckptd.client.rng import capture_rng
+from ckptd.client.scalars import Stateful, gather_groups, gather_state, grad_flags, python_state
+from ckptd.client.stage_shapes import StageShapes, shapes_of
+
+__all__ = ["StepScalars"]
+
+
+class StepScalars:
+    """Gathers them.
+
+    Attributes:
+        stages: of a pipeline whose boundaries are logged; what they find out is kept, too.
+        stage_shapes: what they had found out in the life before.
+    """
+
+    def __init__(
+        self, binding: Binding, stateful: Mapping[str, Stateful], tape: Tape, buckets: Buckets
+    ) -> None:
+        self._binding, self._stateful = binding, stateful
+        self._tape, self._buckets = tape, buckets
+        self.stages: list[Any] = []
+        self.stage_shapes: Mapping[int, StageShapes] = {}
+
+    def gather(self, plan: Plan, stride: int) -> dict[str, Any]:
+        """Of the top of this step; the tape is taken.
+
+        Args:
+            stride: how many iterations lie between two snapshots.
+        """
+        return {
+            "rng": capture_rng(),
+            "groups": gather_groups(self._binding),
+            "state": gather_state(self._stateful),
+            "python": python_state(self._binding),
+            "grads": grad_flags(self._binding),
+            "tape": [list(pair) for pair in self._tape.take()],
+            "buckets": self._buckets.layouts(),
+            "senders": self._buckets.senders(),
+            "phases": [list(p) for p in plan.schedule.phases],
+            "stride": stride,
+            "stages": self._found_by_stages(),
+        }
+
+    def sample(self, num_operators: int) -> dict[str, Any]:
+        """Some of about the size that they will have."""
+        return {
+            "rng": [capture_rng()] * 2,
+            "groups": gather_groups(self._binding),
+            "state": gather_state(self._stateful),
+            "python": python_state(self._binding),
+            "buckets": [list(range(len(self._binding.params)))],
+            "phases": list(range(num_operators * 2)),
+        }
+
+    def _found_by_stages(self) -> dict[int, StageShapes | None]:
+        """Of each stage, as it has found out in this life, or in the one before."""
+        indices = {int(stage.stage_index): stage for stage in self.stages}
+        return {i: shapes_of(stage) or self.stage_shapes.get(i) for i, stage in indices.items()}

@@ -1,0 +1,89 @@
+"""What a `Checkpointer` is given, looked at before any daemon is asked: what is to be protected, and whether it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ckptd.client.arguments import all_operators, check_state
+from ckptd.client.binding import Binding, local
+from ckptd.client.freeze import choose_freezing
+from ckptd.client.identity import Identity, identify
+from ckptd.client.operators import Grouping, Operator
+from ckptd.client.placement import check_sharded
+from ckptd.client.probe import unwrap_optimizer
+from ckptd.client.scalars import Stateful
+from ckptd.client.sharing import Sharing, find_replicas
+
+__all__ = ["Subject", "examine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, its optimizers and the user's objects, as this rank of the job has them.
+
+    Attributes:
+        freezing: how operators are frozen in a replay, and why.
+        sharing: what several ranks have alike. Told by structure, so the same on all ranks.
+    """
+
+    binding: Binding
+    stateful: Mapping[str, Stateful]
+    identity: Identity
+    freezing: tuple[str, str]
+    operators: list[Operator]
+    sharing: Sharing
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        params = self.binding.params.values()
+        return next((local(p).device for p in params), torch.device("cpu"))
+
+
+def examine(
+    model: nn.Module,
+    optimizer: Any,
+    state: Mapping[str, Stateful] | None,
+    *,
+    who: tuple[str | None, str | None, int | None, int | None],
+    policy: str,
+    masters: Mapping[str, Tensor] | None,
+    freeze: str,
+    operators: Grouping | None,
+    replicated: Mapping[str, Any] | None,
+) -> Subject:
+    """Look at the arguments of `Checkpointer`.
+
+    Args:
+        who: job, run, rank, world size; from the environment where None.
+    Raises:
+        ValueError: something passed is unusable; the message says what and what to do.
+    """
+    stateful = check_state(state)
+    listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    binding = Binding(model, [unwrap_optimizer(o) for o in listed], masters)
+    check_sharded(binding)
+    if policy != "dense" and (reasons := binding.dependent()):
+        raise ValueError(
+            f"sparse snapshots need an optimizer that updates each parameter independently: {'; '.join(reasons)}. "
+            "Pass policy='dense' to capture everything in every snapshot"
+        )
+    identity = identify(*who)
+    freezing = choose_freezing(
+        model,
+        masters=bool(binding.masters),
+        wanted=freeze,
+        world_size=identity.world_size,
+        spread=bool(binding.elsewhere),
+    )
+    found = all_operators(model, binding, operators)
+    sharing = Sharing()
+    if identity.world_size > 1 and dist.is_available() and dist.is_initialized():
+        sharing = Sharing(find_replicas(binding, replicated, identity.rank))
+    return Subject(binding, stateful, identity, freezing, found, sharing)

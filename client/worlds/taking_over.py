@@ -1,0 +1,71 @@
+"""A rank takes over what it is to have of the state: from its node, and from the ranks that hold the rest."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from ckptd.client.agreement import Exchange, all_or_none
+from ckptd.client.worlds.loading import Loader
+from ckptd.client.worlds.reading import LocalState
+from ckptd.client.worlds.shipping import ship
+from ckptd.client.worlds.starting import Started
+from ckptd.elastic.handover import Handover
+
+__all__ = ["take_over"]
+
+logger = logging.getLogger(__name__)
+
+
+def take_over(
+    world: Started, loader: Loader, rank: int, ranks: int, meet: Exchange
+) -> dict[str, float]:
+    """Fill the live model as the world's handover says; all ranks or none go on. A collective call.
+
+    Returns:
+        Where the time went, in seconds.
+    Raises:
+        ValueError: something does not fit the model here.
+        DaemonUnavailable: another rank could not.
+    """
+    local, handover = world.local, world.plan.handover
+    assert handover is not None, "a world that begins takes over nothing"
+    began = time.perf_counter()
+    with all_or_none(meet, f"rank {rank}"):
+        units, scalars = _outgoing(local, handover, rank, ranks)
+    came = ship(units), ship(scalars)
+    shipped = time.perf_counter()
+    with all_or_none(meet, f"rank {rank}"):
+        for give in handover.gives:
+            if give.source == rank == give.target:
+                assert local is not None, "it was verified"
+                loader.units(b"".join(local.unit(give.unit)))
+        for stream in came[0]:
+            loader.units(stream)
+        loader.scalars(b"".join(came[1]), rank)
+        loader.finish()
+    if local is not None:
+        local.close()
+    seconds = {"ship_s": shipped - began, "load_s": time.perf_counter() - began}
+    logger.info(
+        "rank %d loaded %d bytes in %.3f s; %d replicas of experts travelled, %d experts come from snapshots alone",
+        rank, loader.nbytes, seconds["load_s"], handover.expert_moves, handover.from_snapshots,
+    )  # fmt: skip
+    return seconds
+
+
+def _outgoing(
+    local: LocalState | None, handover: Handover, rank: int, ranks: int
+) -> tuple[Sequence[list[bytes | memoryview]], Sequence[list[bytes]]]:
+    """For each rank the units and the step scalars that this one gives it."""
+    units: list[list[bytes | memoryview]] = [[] for _ in range(ranks)]
+    scalars: list[list[bytes]] = [[] for _ in range(ranks)]
+    if local is not None:
+        for give in handover.gives:
+            if give.source == rank != give.target:
+                units[give.target] += local.unit(give.unit)
+        for target, (giver, whose) in enumerate(handover.scalars):
+            if giver == rank:
+                scalars[target].append(local.scalars(whose))
+    return units, scalars

@@ -1,0 +1,35 @@
+"""A segment that was just laid out, in plain memory."""
+
+from __future__ import annotations
+
+from ckptd.memory.segment_format import (
+    SegmentDescriptor,
+    SegmentGeometry,
+    encode_descriptor,
+    plan_geometry,
+    write_prologue,
+)
+
+__all__ = ["DESCRIPTOR", "make"]
+
+DESCRIPTOR = SegmentDescriptor(
+    job="demo",
+    run="r1",
+    rank=3,
+    world_size=8,
+    topology="dp8",
+    layout_version=1,
+    generation=2,
+    node_id="node-a",
+    created_at_ns=1_700_000_000_000_000_000,
+    window=4,
+    num_operators=100,
+    client=b"\x81\xa1a\x01",
+)
+
+
+def make(num_slots: int = 3, slot_bytes: int = 5000) -> tuple[memoryview, SegmentGeometry]:
+    geometry = plan_geometry(num_slots, slot_bytes, len(encode_descriptor(DESCRIPTOR)))
+    buf = memoryview(bytearray(geometry.total_bytes))
+    write_prologue(buf, geometry, DESCRIPTOR)
+    return buf, geometry
