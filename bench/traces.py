@@ -5,6 +5,8 @@ draws of *which* nodes were lost (a trace tells how many): samples trained on fo
 (goodput), the same with repeated and cut-off iterations (throughput), what that is of all live nodes working evenly all the time for nothing (ideal), and
 where the time went. Then goodput over time, and with `--plot` a PNG.
 
+With `--real` a stretch is played with real processes instead, beside what the simulation says of it: `bench.real_trace`, which has options of its own.
+
 Traces: the two that are stored beside this (`bench/spot/data`, from Bamboo's public artefact), or `--trace FILE --unit s|h`.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +57,11 @@ class Outcome:
 
 
 def main() -> None:
+    if "--real" in sys.argv[1:]:
+        from bench import real_trace  # it takes the stored traces from here
+
+        real_trace.main([word for word in sys.argv[1:] if word != "--real"])
+        return
     args = _arguments()
     job = Job()
     metrics: dict[str, Metric] = {"seeds": args.seeds, "growing_part": growing_part()}
@@ -70,6 +78,9 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     options = parser(__doc__)
+    options.add_argument(
+        "--real", action="store_true", help="real processes; with --help: its options"
+    )
     options.add_argument("--trace", type=Path, help="another trace: rows of time and nodes alive")
     options.add_argument("--unit", choices=sorted(UNITS), default="s", help="of its times")
     options.add_argument("--most-nodes", type=int, default=0, help="never use more than so many")

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 __all__ = ["Change", "Membership", "Trace", "memberships", "parse"]
 
@@ -38,6 +39,40 @@ class Trace:
         """The same where never more than so many are used."""
         capped = (Change(change.at_s, min(change.nodes, nodes)) for change in self.changes)
         return Trace(tuple(_only_changes(capped)), self.end_s)
+
+    def scaled(self, nodes: int) -> Trace:
+        """The same with so many nodes where it has the most, and in proportion, to the nearest, elsewhere.
+
+        Raises:
+            ValueError: it never has a node.
+        """
+        if not self.most:
+            raise ValueError("the trace has no node")
+        kept = (
+            Change(change.at_s, (2 * change.nodes * nodes + self.most) // (2 * self.most))
+            for change in self.changes
+        )
+        return Trace(tuple(_only_changes(kept)), self.end_s)
+
+    def busiest_s(self, span_s: float, *, fewest: int, stand_s: float) -> float:
+        """Where the stretch of so many seconds begins in which most happens.
+
+        That is at a change to ``fewest`` nodes or more, the first of those with the most changes that stand for ``stand_s`` within it.
+
+        Raises:
+            ValueError: there is none so long before the end.
+        """
+        starts = [
+            c.at_s for c in self.changes if c.nodes >= fewest and c.at_s + span_s <= self.end_s
+        ]
+        if not starts:
+            raise ValueError(f"{span_s:g} s with {fewest} nodes at the begin: not in this trace")
+
+        def standing(start_s: float) -> int:
+            times = [c.at_s for c in self.changes if start_s <= c.at_s < start_s + span_s]
+            return sum(b - a >= stand_s for a, b in pairwise([*times, start_s + span_s]))
+
+        return max(starts, key=standing)
 
     def stretch(self, from_s: float, to_s: float, *, speed: float = 1.0) -> Trace:
         """A part of it, begun at 0 with the nodes of that time and run ``speed`` times as fast: for a run with real processes.

@@ -3,18 +3,25 @@ ranks, which add up in other orders, can be compared over hundreds of steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ckptd.client.worlds import ElasticJob
-
-__all__ = ["CONTEXT", "EXPERTS", "LAYERS", "Model"]
+__all__ = ["CONTEXT", "EXPERTS", "LAYERS", "MakesLayers", "Model"]
 
 CONTEXT, WIDTH, HIDDEN = 8, 24, 32
 EXPERTS = 8
 LAYERS = ("blocks.0.moe", "blocks.1.moe")
+
+
+class MakesLayers(Protocol):
+    """Who spreads experts over ranks: an `ElasticJob`."""
+
+    def layer(self, name: str, make_expert: Callable[[int], nn.Module]) -> nn.Module:
+        """The mixture layer of that name: ``layer(tokens, experts, weights)``."""
 
 
 class Expert(nn.Module):
@@ -53,7 +60,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Its dense part is drawn from ``seed``: any, where there is a state to go on from."""
 
-    def __init__(self, job: ElasticJob, seed: int) -> None:
+    def __init__(self, job: MakesLayers, seed: int) -> None:
         super().__init__()
         layers = [job.layer(name, partial(Expert, 100 * i)) for i, name in enumerate(LAYERS)]
         torch.manual_seed(seed)
