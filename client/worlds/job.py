@@ -66,7 +66,22 @@ __all__ = ["ElasticJob"]
 logger = logging.getLogger(__name__)
 
 _MAX_RUN = 50  # a world's number follows it, and a run's name has 64 characters at most
-_GIVEN = frozenset({"job", "run", "rank", "world_size", "daemon", "policy", "window", "park", "replicated", "start_from", "topology", "keep_floor"})  # fmt: skip
+_GIVEN = frozenset(
+    {
+        "job",
+        "run",
+        "rank",
+        "world_size",
+        "daemon",
+        "policy",
+        "window",
+        "park",
+        "replicated",
+        "start_from",
+        "topology",
+        "keep_floor",
+    }
+)
 
 
 class ElasticJob:
@@ -109,7 +124,9 @@ class ElasticJob:
         counts = tuple(layers.values()) if not wrong else (1,)
         self.layers = ExpertLayers(tuple(layers), counts[0])
         self._daemon = daemon
-        self._endpoint: Callable[[], str] = ensure_daemon if daemon == "auto" else lambda: str(daemon)  # fmt: skip
+        self._endpoint: Callable[[], str] = (
+            ensure_daemon if daemon == "auto" else lambda: str(daemon)
+        )
         # Under one name whatever job and run they were given: ranks that were given others meet, and hear of it.
         self._meet = partial(exchange, replace(self._identity, job="elastic", run="worlds"))
         wishes = Wishes(
@@ -228,7 +245,9 @@ class ElasticJob:
 
     def _number(self, layer: str) -> int:
         if layer not in self.layers.names:
-            raise ValueError(f"there is no layer {layer!r}: layers= named {list(self.layers.names)}")  # fmt: skip
+            raise ValueError(
+                f"there is no layer {layer!r}: layers= named {list(self.layers.names)}"
+            )
         return self.layers.names.index(layer)
 
     # -- the state -------------------------------------------------------------------------------
@@ -263,8 +282,12 @@ class ElasticJob:
         return self._shards
 
     def checkpointer(
-        self, model: nn.Module, optimizer: Any, state: Mapping[str, Stateful] | None = None, **options: Any
-    ) -> Checkpointer:  # fmt: skip
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        state: Mapping[str, Stateful] | None = None,
+        **options: Any,
+    ) -> Checkpointer:
         """Load what this rank needs of the state, from its node or from other ranks, and protect it from now on; a collective call.
 
         Snapshots are dense: an expert whose holders are all lost must be had from one snapshot, without a replay by ranks that there no
@@ -295,14 +318,18 @@ class ElasticJob:
                     )
                 model, optimizer = with_shards(model, optimizer, self._shards)
                 stateful[SHAPES] = ShardShapes(self._shards.layers)
-            binding = Binding(model, [unwrap_optimizer(o) for o in optimizer], options.get("masters"))  # fmt: skip
+            binding = Binding(
+                model, [unwrap_optimizer(o) for o in optimizer], options.get("masters")
+            )
         self._load(binding, stateful)
         if self._shards is not None:
             self._shards.send_weights()  # in the first world, too: weights always are the rounded shards
         self._history.watch(layers)
         owner_of = (self.layers.expert_of, self.layers.shard_of)
         dense = [name for name in binding.params if not any(of(name) for of in owner_of)]
-        self._gradients = DenseGradients([binding.params[name] for name in dense], layers, self._shards)  # fmt: skip
+        self._gradients = DenseGradients(
+            [binding.params[name] for name in dense], layers, self._shards
+        )
         replicated = {name: dist.group.WORLD for name in dense if not name.startswith("extra/")}
         began = time.perf_counter()
         self._forget_needless()
@@ -337,7 +364,9 @@ class ElasticJob:
             )
         for name, made in self._made.items():
             if found[name] is not made:
-                raise ValueError(f"the model's layer {name} is not the one that layer({name!r}) made")  # fmt: skip
+                raise ValueError(
+                    f"the model's layer {name} is not the one that layer({name!r}) made"
+                )
         return [found[name] for name in self.layers.names]
 
     def _load(self, binding: Binding, stateful: Mapping[str, Stateful]) -> None:

@@ -68,7 +68,7 @@ class WorldPlan:
         told = repr(
             (self.number, self.start, self.nodes, self.node_of, self.replicas_LRE.shape, gives)
         )
-        return xxhash.xxh3_128_hexdigest(told.encode() + self.replicas_LRE.tobytes())  # fmt: skip
+        return xxhash.xxh3_128_hexdigest(told.encode() + self.replicas_LRE.tobytes())
 
 
 def nodes_of(seats: Sequence[Seat]) -> tuple[str, ...]:

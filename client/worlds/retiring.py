@@ -78,8 +78,15 @@ class Retiring:
     """
 
     def __init__(
-        self, find_endpoint: Callable[[], str], folder: Path, job: str, run: str, world: int, start: int, rank: int
-    ) -> None:  # fmt: skip
+        self,
+        find_endpoint: Callable[[], str],
+        folder: Path,
+        job: str,
+        run: str,
+        world: int,
+        start: int,
+        rank: int,
+    ) -> None:
         self._find_endpoint, self._folder = find_endpoint, folder
         self._job, self._run, self._world, self._start, self._rank = job, run, world, start, rank
         self._looked = 0

@@ -71,11 +71,15 @@ def check_strategy(
     """
     anew = "or pass run= a new name to begin anew"
     if shards is None and recorded is not None:
-        raise ValueError(f"the state of this run has the experts' optimizer on shards: call shards() before checkpointer(), {anew}")  # fmt: skip
+        raise ValueError(
+            f"the state of this run has the experts' optimizer on shards: call shards() before checkpointer(), {anew}"
+        )
     if shards is None:
         return
     if recorded is None:
-        raise ValueError(f"the state of this run has the experts' optimizer on each replica: leave shards() out, {anew}")  # fmt: skip
+        raise ValueError(
+            f"the state of this run has the experts' optimizer on each replica: leave shards() out, {anew}"
+        )
     here = ShardShapes(shards.layers).state_dict()
     for layer in layers.names:
         if recorded.get(layer) != here[layer]:

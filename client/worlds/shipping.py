@@ -24,7 +24,9 @@ _ROUND_BYTES = 64 << 20
 Chunks = Sequence[bytes | memoryview]
 
 
-def ship(outgoing: Sequence[Chunks], group: Any = None, *, round_bytes: int = _ROUND_BYTES) -> list[bytearray]:  # fmt: skip
+def ship(
+    outgoing: Sequence[Chunks], group: Any = None, *, round_bytes: int = _ROUND_BYTES
+) -> list[bytearray]:
     """What every rank has sent here, in the order of ranks; a collective call.
 
     Args:

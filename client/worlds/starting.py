@@ -175,7 +175,11 @@ def _attempt(
     chosen, stored = found
     local = None
     if chosen is not None and inventory is not None:
-        images = [i for i in inventory.images if (i.told.world, i.told.iteration) == (chosen.world, chosen.iteration)]  # fmt: skip
+        images = [
+            i
+            for i in inventory.images
+            if (i.told.world, i.told.iteration) == (chosen.world, chosen.iteration)
+        ]
         local = LocalState(images, wishes.layers)
     with ExitStack() as given_up:
         if local is not None:
@@ -352,7 +356,9 @@ def _recorded(
         return {}
     whose = min(chosen.scalars)
     nodes = nodes_of(seats)
-    reads = next(r for r, seat in enumerate(seats) if nodes.index(seat.node) in chosen.scalars[whose])  # fmt: skip
+    reads = next(
+        r for r, seat in enumerate(seats) if nodes.index(seat.node) in chosen.scalars[whose]
+    )
     packed, bad, again, failed = b"", frozenset[tuple[str, int, int]](), False, None
     try:
         if rank == reads:
@@ -369,7 +375,9 @@ def _recorded(
     except Exception as error:  # noqa: BLE001 - the others wait to hear of it; raised below
         failed = error
     mine = _Recorded(packed, again, Failure.of(seats[rank].node, failed))
-    said = [msgspec.msgpack.decode(data, type=_Recorded) for data in meet(msgspec.msgpack.encode(mine))]  # fmt: skip
+    said = [
+        msgspec.msgpack.decode(data, type=_Recorded) for data in meet(msgspec.msgpack.encode(mine))
+    ]
     raise_together([one.failure for one in said], failed)
     if said[reads].again:
         return bad

@@ -125,7 +125,9 @@ class Storage:
             raise_together([one.failure for one in said], failed)
         self._answered = bool(able)
         for failure in silent:
-            logger.warning("node %s: %s; the ranks go on without its store", failure.node, failure.text)  # fmt: skip
+            logger.warning(
+                "node %s: %s; the ranks go on without its store", failure.node, failure.text
+            )
         return self._common([told[n].seen for n in able], able, enough=enough)
 
     def _see(self, *, again: bool, timeout_s: float) -> DurableWorlds:
@@ -141,7 +143,9 @@ class Storage:
                 time.sleep(_LOOK_POLL_S)
         return seen
 
-    def _common(self, seen: Sequence[DurableWorlds], able: Sequence[int], *, enough: bool) -> Stored:  # fmt: skip
+    def _common(
+        self, seen: Sequence[DurableWorlds], able: Sequence[int], *, enough: bool
+    ) -> Stored:
         """What one node sees, without what any has found to be damaged."""
         if not able:
             return Stored()
@@ -171,8 +175,11 @@ class Storage:
         shares = share_out(missing, wanted.sizes, stored.nodes)
         logger.warning(
             "the job goes on from storage: iteration %d of world %d, of which %d of %d images are brought here",
-            wanted.iteration, wanted.world, len(missing), len(wanted.sizes),
-        )  # fmt: skip
+            wanted.iteration,
+            wanted.world,
+            len(missing),
+            len(wanted.sizes),
+        )
         ranks = shares.get(speakers.index(self._rank), ()) if self._rank in speakers else ()
         reason, failed = "", None
         if ranks:
@@ -209,7 +216,9 @@ class Storage:
             while (told := client.ask(message, Brought)).state == "running":
                 if time.monotonic() > next_s:
                     next_s += _TOLD_S
-                    logger.info("%d of %d bytes came from storage", told.bytes_done, told.bytes_total)  # fmt: skip
+                    logger.info(
+                        "%d of %d bytes came from storage", told.bytes_done, told.bytes_total
+                    )
                 time.sleep(_POLL_S)
         return told
 
@@ -237,7 +246,9 @@ def missing_ranks(wanted: DurableWorld, held: Sequence[NodeHeld]) -> list[int]:
     return [rank for rank in range(len(wanted.sizes)) if rank not in there]
 
 
-def share_out(ranks: Sequence[int], sizes: Sequence[int], nodes: Sequence[int]) -> Mapping[int, tuple[int, ...]]:  # fmt: skip
+def share_out(
+    ranks: Sequence[int], sizes: Sequence[int], nodes: Sequence[int]
+) -> Mapping[int, tuple[int, ...]]:
     """Whose images each of these nodes brings: the largest first, each to the node that has least to bring so far."""
     load, found = dict.fromkeys(nodes, 0), {node: list[int]() for node in nodes}
     for rank in sorted(ranks, key=lambda r: (-sizes[r], r)):

@@ -50,8 +50,12 @@ def take_over(
     seconds = {"ship_s": shipped - began, "load_s": time.perf_counter() - began}
     logger.info(
         "rank %d loaded %d bytes in %.3f s; %d replicas of experts travelled, %d experts come from snapshots alone",
-        rank, loader.nbytes, seconds["load_s"], handover.expert_moves, handover.from_snapshots,
-    )  # fmt: skip
+        rank,
+        loader.nbytes,
+        seconds["load_s"],
+        handover.expert_moves,
+        handover.from_snapshots,
+    )
     return seconds
 
 
