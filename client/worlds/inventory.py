@@ -25,9 +25,12 @@ from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageError
 from ckptd.storage.names import run_of_world
 
-__all__ = ["Inventory", "LocalImage", "run_of_world", "settle", "world_files"]
+__all__ = ["ImageKey", "Inventory", "LocalImage", "run_of_world", "settle", "world_files"]
 
 logger = logging.getLogger(__name__)
+
+ImageKey = tuple[str, int, int]
+"""Names an image on this node: the file, the slot, and the sequence of what is in it."""
 
 _POLL_S = 0.02
 _KINDS: dict[str, Kind] = {
@@ -53,7 +56,7 @@ class LocalImage:
     told: HeldImage
 
     @property
-    def key(self) -> tuple[str, int, int]:
+    def key(self) -> ImageKey:
         """Names this very image: another one in its slot has another sequence."""
         return self.file.path.name, self.index, self.header.sequence
 
@@ -90,7 +93,7 @@ class Inventory:
         job: str,
         run: str,
         layers: ExpertLayers,
-        unusable: frozenset[tuple[str, int, int]] = frozenset(),
+        unusable: frozenset[ImageKey] = frozenset(),
     ) -> None:
         self.images: list[LocalImage] = []
         self._layers, self._unusable = layers, unusable

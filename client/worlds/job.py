@@ -20,7 +20,6 @@ world is a run of its own for the daemons, which keep it until the next one can 
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -46,12 +45,14 @@ from ckptd.client.scalars import Stateful
 from ckptd.client.worlds.history import LoadHistory
 from ckptd.client.worlds.inventory import run_of_world
 from ckptd.client.worlds.loading import Loader, check_fits
-from ckptd.client.worlds.planning import Seat, placement_of, replicas_by_load
+from ckptd.client.worlds.looking import Wishes, find_here
+from ckptd.client.worlds.planning import placement_of, replicas_by_load
 from ckptd.client.worlds.rebalancing import Rebalancing
+from ckptd.client.worlds.recorded import LOADS
 from ckptd.client.worlds.retiring import Retiring, floor_of, forget, needless
 from ckptd.client.worlds.shard_shapes import SHAPES, ShardShapes
 from ckptd.client.worlds.sharding import check_strategy, firsts_of, same_call, with_shards
-from ckptd.client.worlds.starting import LOADS, Here, Wishes, meet_daemon, start_world
+from ckptd.client.worlds.starting import start_world
 from ckptd.client.worlds.summing import DenseGradients
 from ckptd.client.worlds.taking_over import take_over
 from ckptd.client.worlds.telling import WorldTeller
@@ -132,7 +133,8 @@ class ElasticJob:
         wishes = Wishes(
             self._identity.job, self._identity.run, self.layers, threshold, max_straggler, domain
         )
-        self._here = ValueError(wrong) if wrong else self._find_node(slots, domain)
+        endpoint = None if daemon is None else self._endpoint
+        self._here = ValueError(wrong) if wrong else find_here(endpoint, self.rank, slots, domain)
         self._world = start_world(self._here, wishes, self.rank, self._meet)
         self.plan = self._world.plan
         self._when, self._wishes = when, wishes
@@ -149,15 +151,6 @@ class ElasticJob:
         self.again = False
         self.seconds = {**self._world.seconds, "start_s": time.perf_counter() - began}
         logger.warning("world %d: %s", self.plan.number, self.plan.reason)
-
-    def _find_node(self, slots: int, domain: str) -> Here | Exception:
-        if self._daemon is None:
-            return Here(Seat(f"rank-{self.rank}", f"rank-{self.rank}", slots), None)
-        try:
-            version = importlib.metadata.version("ckptd")
-            return meet_daemon(self._endpoint, version, slots, domain)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, and raise it, too
-            return error
 
     # -- where this rank is ----------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 import msgspec
 
 from ckptd.client import values
-from ckptd.client.worlds.inventory import LocalImage
+from ckptd.client.worlds.inventory import ImageKey, LocalImage
 from ckptd.client.worlds.units import ParamFacts, UnitIndex
 from ckptd.elastic.worlds import ExpertLayers, Unit
 from ckptd.storage.image import ImageView, verify
@@ -73,8 +73,8 @@ class LocalState:
         self._images = sorted(images, key=lambda i: (not i.told.parked, i.told.rank, i.key))
         self._layers = layers
         self._held = ExitStack()
-        self._opened: dict[tuple[str, int, int], _Opened] = {}
-        self._indices: dict[tuple[str, int, int], UnitIndex | None] = {}
+        self._opened: dict[ImageKey, _Opened] = {}
+        self._indices: dict[ImageKey, UnitIndex | None] = {}
 
     def __enter__(self) -> Self:
         return self

@@ -10,8 +10,8 @@ import msgspec
 from ckptd.client.agreement import Exchange
 from ckptd.client.elastic import ElasticExperts
 from ckptd.client.worlds.history import LayerClock, forecast
+from ckptd.client.worlds.looking import Wishes
 from ckptd.client.worlds.planning import WorldPlan
-from ckptd.client.worlds.starting import Wishes
 from ckptd.elastic.types import Loads, Placement
 from ckptd.elastic.when import Action, PlacementTimes, StepDone, TimesConfig
 

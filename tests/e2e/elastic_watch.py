@@ -52,9 +52,9 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
     faulthandler.register(STACKS, all_threads=True)
     rng = random.Random(seed)
     for phase, holder, name in (
-        (Phase.LOOKING, starting, "_look"),
+        (Phase.LOOKING, starting, "look"),
         (Phase.PLANNING, starting, "plan_world"),
-        (Phase.VERIFYING, starting, "_open"),
+        (Phase.VERIFYING, starting, "_verify"),
         (Phase.SHIPPING, taking_over, "ship"),
         (Phase.LOADING, Loader, "scalars"),
         (Phase.ATTACHING, job, "Checkpointer"),

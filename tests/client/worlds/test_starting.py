@@ -12,10 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckptd.client.worlds import starting
+from ckptd.client.worlds import looking, starting
+from ckptd.client.worlds.looking import Here, Wishes
 from ckptd.client.worlds.planning import Seat, nodes_of, plan_world
 from ckptd.client.worlds.reading import Unreadable
-from ckptd.client.worlds.starting import Here, Started, Wishes, start_world
+from ckptd.client.worlds.starting import Started, start_world
 from ckptd.elastic.worlds import ExpertLayers, HeldImage, NodeHeld, Unit
 from ckptd.errors import DaemonUnavailable, ElasticError
 from tests.client.meeting import outcomes
@@ -138,7 +139,7 @@ def test_loads_that_cannot_be_read_are_told_to_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Only one rank reads them. It raised alone what was neither a damaged nor a vanished image, and the others waited for half an hour."""
-    monkeypatch.setattr(starting, "Inventory", Held)
+    monkeypatch.setattr(looking, "Inventory", Held)
     monkeypatch.setattr(starting, "LocalState", Torn)
     monkeypatch.setattr(Torn, "closed", 0)
     places = [Here(Seat(node, node, 6), tmp_path) for node in "xy"]
@@ -187,7 +188,7 @@ def test_many_damaged_images_are_left_out_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each attempt finds one; after five the start was given up, though there was a whole state behind them."""
-    monkeypatch.setattr(starting, "Inventory", Held)
+    monkeypatch.setattr(looking, "Inventory", Held)
     monkeypatch.setattr(starting, "LocalState", Damaged)
     monkeypatch.setattr(Damaged, "left", 9)
     (found,) = started([Here(Seat("x", "x", 6), tmp_path)])
@@ -205,7 +206,7 @@ def test_a_clock_that_is_behind_draws_the_number_of_the_world(
         Held, "told", msgspec.structs.replace(told, worlds=(5, seen)), raising=False
     )
     monkeypatch.setattr(Held, "__init__", lambda self, *_: setattr(self, "images", []))
-    monkeypatch.setattr(starting, "Inventory", Held)
+    monkeypatch.setattr(looking, "Inventory", Held)
     monkeypatch.setattr(starting, "LocalState", Damaged)
     monkeypatch.setattr(secrets, "randbelow", lambda below: 41)
     found = started([Here(Seat(node, node, 6), tmp_path) for node in "xy"])
@@ -221,7 +222,7 @@ def test_a_job_that_ended_in_its_first_steps_begins_anew(
     image = HeldImage(5, 0, iteration, True, 0)
     part = NodeHeld(((Unit("dense"), 8),), ((0,),), (image,), {5: (Unit("dense"),)}, (5,))
     monkeypatch.setattr(Held, "__init__", lambda self, *_: setattr(self, "told", part))
-    monkeypatch.setattr(starting, "Inventory", Held)
+    monkeypatch.setattr(looking, "Inventory", Held)
     for found in started([Here(Seat(node, node, 6), tmp_path) for node in "xy"]):
         if begins:
             assert isinstance(found, Started), found
