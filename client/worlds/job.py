@@ -28,35 +28,29 @@ from functools import partial
 from typing import Any, Literal, Self
 
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ckptd.client.agreement import all_or_none
-from ckptd.client.arguments import check_state
-from ckptd.client.binding import Binding
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.elastic import ElasticExperts, ExpertShards
 from ckptd.client.exchange import exchange
-from ckptd.client.identity import Identity, identify
-from ckptd.client.names import named_modules
-from ckptd.client.probe import unwrap_optimizer
+from ckptd.client.identity import identify
 from ckptd.client.scalars import Stateful
+from ckptd.client.worlds.alongside import Alongside, make_room
+from ckptd.client.worlds.checks import check_options, layers_of, same_total, wrong_arguments
 from ckptd.client.worlds.history import LoadHistory
 from ckptd.client.worlds.inventory import run_of_world
-from ckptd.client.worlds.loading import Loader, check_fits
-from ckptd.client.worlds.looking import Wishes, find_here
+from ckptd.client.worlds.loading import Loader
+from ckptd.client.worlds.looking import Here, Wishes, find_here
 from ckptd.client.worlds.planning import placement_of, replicas_by_load
-from ckptd.client.worlds.rebalancing import Rebalancing
-from ckptd.client.worlds.recorded import LOADS
-from ckptd.client.worlds.retiring import Retiring, floor_of, forget, needless
-from ckptd.client.worlds.shard_shapes import SHAPES, ShardShapes
-from ckptd.client.worlds.sharding import check_strategy, firsts_of, same_call, with_shards
+from ckptd.client.worlds.retiring import floor_of
+from ckptd.client.worlds.sharding import same_call
 from ckptd.client.worlds.starting import start_world
 from ckptd.client.worlds.summing import DenseGradients
 from ckptd.client.worlds.taking_over import take_over
-from ckptd.client.worlds.telling import WorldTeller
-from ckptd.elastic.types import Placement
+from ckptd.client.worlds.whole_state import WholeState, whole_state_of
+from ckptd.elastic.types import Loads, Placement
 from ckptd.elastic.when import TimesConfig
 from ckptd.elastic.worlds import ExpertLayers
 from ckptd.launch import ensure_daemon
@@ -65,24 +59,6 @@ from ckptd.memory.segment_format import WORLD_TOPOLOGY
 __all__ = ["ElasticJob"]
 
 logger = logging.getLogger(__name__)
-
-_MAX_RUN = 50  # a world's number follows it, and a run's name has 64 characters at most
-_GIVEN = frozenset(
-    {
-        "job",
-        "run",
-        "rank",
-        "world_size",
-        "daemon",
-        "policy",
-        "window",
-        "park",
-        "replicated",
-        "start_from",
-        "topology",
-        "keep_floor",
-    }
-)
 
 
 class ElasticJob:
@@ -121,21 +97,18 @@ class ElasticJob:
         began = time.perf_counter()
         self._identity = identify(job, run, rank, world_size)
         # What is wrong here the other ranks hear of when they meet: they would wait for this one.
-        wrong = _wrong(layers, slots, self._identity)
+        wrong = wrong_arguments(layers, slots, self._identity.run)
         counts = tuple(layers.values()) if not wrong else (1,)
         self.layers = ExpertLayers(tuple(layers), counts[0])
-        self._daemon = daemon
-        self._endpoint: Callable[[], str] = (
-            ensure_daemon if daemon == "auto" else lambda: str(daemon)
-        )
         # Under one name whatever job and run they were given: ranks that were given others meet, and hear of it.
         self._meet = partial(exchange, replace(self._identity, job="elastic", run="worlds"))
         wishes = Wishes(
             self._identity.job, self._identity.run, self.layers, threshold, max_straggler, domain
         )
-        endpoint = None if daemon is None else self._endpoint
-        self._here = ValueError(wrong) if wrong else find_here(endpoint, self.rank, slots, domain)
-        self._world = start_world(self._here, wishes, self.rank, self._meet)
+        here = ValueError(wrong) if wrong else self._find_here(daemon, slots, domain)
+        self._world = start_world(here, wishes, self.rank, self._meet)
+        assert not isinstance(here, Exception), "the world would not have begun"
+        self._daemon, self._here = daemon, here
         self.plan = self._world.plan
         self._when, self._wishes = when, wishes
         self._history = LoadHistory(len(self.layers.names), self.layers.num_experts)
@@ -143,14 +116,18 @@ class ElasticJob:
         self._layers: list[ElasticExperts] = []
         self._checkpointer: Checkpointer | None = None
         self._loader: Loader | None = None
-        self._retiring: Retiring | None = None
-        self._rebalancing: Rebalancing | None = None
-        self._teller: WorldTeller | None = None
+        self._alongside: Alongside | None = None
         self._gradients: DenseGradients | None = None
         self._shards: ExpertShards | None = None
         self.again = False
         self.seconds = {**self._world.seconds, "start_s": time.perf_counter() - began}
         logger.warning("world %d: %s", self.plan.number, self.plan.reason)
+
+    def _find_here(self, daemon: str | None, slots: int, domain: str) -> Here | Exception:
+        if daemon is None:
+            return find_here(None, self.rank, slots, domain)
+        endpoint = ensure_daemon if daemon == "auto" else lambda: str(daemon)
+        return find_here(endpoint, self.rank, slots, domain)
 
     # -- where this rank is ----------------------------------------------------------------------
 
@@ -171,11 +148,10 @@ class ElasticJob:
     def floor(self) -> int:
         """The newest step of this world at whose top all of it is held, with the replicas that were asked for; -1: none yet, and a node that is
         lost now takes the job back to `start`."""
-        here = self._here
-        if isinstance(here, Exception) or here.folder is None:
+        if self._here.folder is None:
             return -1
         run = run_of_world(self._identity.run, self.plan.number)
-        return floor_of(here.folder, self._identity.job, run, self.rank)
+        return floor_of(self._here.folder, self._identity.job, run, self.rank)
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -208,6 +184,9 @@ class ElasticJob:
         if self._shards is None:
             return self.plan.placement
         return placement_of(self.plan, [self.replicas(name) for name in self.layers.names])
+
+    def _loads(self) -> Loads:
+        return self._history.loads
 
     def experts(self, layer: str) -> list[int]:
         """The experts of a layer that this rank holds."""
@@ -268,7 +247,8 @@ class ElasticJob:
         with all_or_none(self._meet, f"rank {self.rank}"):
             if self._shards is not None or self._checkpointer is not None:
                 raise ValueError("call shards() once in a world, and before checkpointer()")
-            layers = dict(zip(self.layers.names, self._layers_of(model), strict=True))
+            found = layers_of(model, self.layers, self._made)
+            layers = dict(zip(self.layers.names, found, strict=True))
         self._shards = ExpertShards(
             layers, make_optimizer, masters=masters, make_expert=make_expert
         )
@@ -295,41 +275,50 @@ class ElasticJob:
         """
         same_call(self._meet, "checkpointer()")
         with all_or_none(self._meet, f"rank {self.rank}"):
-            if wrong := sorted(_GIVEN & options.keys()):
-                raise ValueError(f"{wrong[0]}= is the ElasticJob's own: leave it out")
+            check_options(options)
             if self._checkpointer is not None:
                 raise ValueError("this world has a checkpointer: each world has one")
-            if LOADS in (state or {}):
-                raise ValueError(f"state[{LOADS!r}] is the ElasticJob's own: take another name")
-            stateful = {**check_state(state), LOADS: self._history}
-            layers = self._layers = self._layers_of(model)
-            optimizer = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-            if self._shards is not None:
-                if SHAPES in stateful:
-                    raise ValueError(
-                        f"state[{SHAPES!r}] is the ElasticJob's own: take another name"
-                    )
-                model, optimizer = with_shards(model, optimizer, self._shards)
-                stateful[SHAPES] = ShardShapes(self._shards.layers)
-            binding = Binding(
-                model, [unwrap_optimizer(o) for o in optimizer], options.get("masters")
+            layers = self._layers = layers_of(model, self.layers, self._made)
+            whole = whole_state_of(
+                model,
+                optimizer,
+                state,
+                options.get("masters"),
+                self.layers,
+                self._history,
+                self._shards,
             )
-        self._load(binding, stateful)
+        if self.plan.handover is not None:
+            self._loader, seconds = take_over(
+                self._world, whole, self._shards, self.layers, self.rank, self._meet
+            )
+            self.seconds |= seconds
         if self._shards is not None:
             self._shards.send_weights()  # in the first world, too: weights always are the rounded shards
         self._history.watch(layers)
-        owner_of = (self.layers.expert_of, self.layers.shard_of)
-        dense = [name for name in binding.params if not any(of(name) for of in owner_of)]
-        self._gradients = DenseGradients(
-            [binding.params[name] for name in dense], layers, self._shards
-        )
-        replicated = {name: dist.group.WORLD for name in dense if not name.startswith("extra/")}
+        self._gradients = DenseGradients(whole.dense_params, layers, self._shards)
         began = time.perf_counter()
-        self._forget_needless()
-        self._checkpointer = Checkpointer(
-            model,
-            optimizer,
-            stateful,
+        make_room(self._here, self._wishes, self._world, self.rank)
+        self._checkpointer = self._protect(whole, options)
+        self.seconds["attach_s"] = time.perf_counter() - began
+        memory = self._checkpointer._memory
+        self._alongside = Alongside(
+            self._here,
+            self._wishes,
+            self._world,
+            self.rank,
+            self._meet,
+            tell=None if memory is None else memory.session.tell_elastic,
+            when=self._when,
+            layers=layers,
+        )
+        return self._checkpointer
+
+    def _protect(self, whole: WholeState, options: Mapping[str, Any]) -> Checkpointer:
+        return Checkpointer(
+            whole.model,
+            whole.optimizers,
+            whole.stateful,
             job=self._identity.job,
             run=run_of_world(self._identity.run, self.plan.number),
             rank=self.rank,
@@ -339,83 +328,9 @@ class ElasticJob:
             policy="dense",
             keep_floor=True,
             park=True,
-            replicated=replicated if self.world_size > 1 else None,
+            replicated=whole.replicated if self.world_size > 1 else None,
             **options,
         )
-        self.seconds["attach_s"] = time.perf_counter() - began
-        self._begin_to_retire()
-        self._begin_to_tell(self._checkpointer)
-        if self._when is not None:
-            self._rebalancing = Rebalancing(self.plan, self._wishes, self._when, layers, self._meet)
-        return self._checkpointer
-
-    def _layers_of(self, model: nn.Module) -> list[ElasticExperts]:
-        found = {name: m for name, m in named_modules(model) if isinstance(m, ElasticExperts)}
-        if found.keys() != set(self.layers.names):
-            raise ValueError(
-                f"the model has the mixture layers {sorted(found)}, and layers= named {sorted(self.layers.names)}"
-            )
-        for name, made in self._made.items():
-            if found[name] is not made:
-                raise ValueError(
-                    f"the model's layer {name} is not the one that layer({name!r}) made"
-                )
-        return [found[name] for name in self.layers.names]
-
-    def _load(self, binding: Binding, stateful: Mapping[str, Stateful]) -> None:
-        """What this rank's node holds is read there, the rest comes from other ranks; all ranks or none go on."""
-        if self.plan.handover is None:
-            return
-        firsts = firsts_of(binding, self._shards, self.layers, self.rank, self.world_size)
-        loader = Loader(binding, stateful, firsts)
-        with all_or_none(self._meet, f"rank {self.rank}"):
-            check_strategy(self._world.shapes, self._shards, self.layers)
-            mine = [give.unit for give in self.plan.handover.gives if give.target == self.rank]
-            check_fits(binding, mine, set(binding.params))
-            loader.clear()
-        self.seconds |= take_over(self._world, loader, self.rank, self.world_size, self._meet)
-        self._loader = loader
-
-    def _begin_to_tell(self, checkpointer: Checkpointer) -> None:
-        memory = checkpointer._memory
-        if memory is not None and self._speaks:
-            self._teller = WorldTeller(
-                memory.session.tell_elastic,
-                self.plan,
-                self.layers,
-                self._world.chosen,
-                self._world.loads_LE,
-                threshold=self._wishes.threshold,
-                max_straggler=self._wishes.max_straggler,
-            )
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return self.plan.node_of.index(self.plan.node_of[self.rank]) == self.rank
-
-    def _forget_needless(self) -> None:
-        """All ranks have what they need; and this world needs memory."""
-        here, chosen = self._here, self._world.chosen
-        if not isinstance(here, Exception) and here.folder is not None and self._speaks:
-            job, run = self._identity.job, self._identity.run
-            runs = needless(here.folder, job, run, -1 if chosen is None else chosen.world)
-            if runs:
-                forget(self._endpoint, job, runs)
-
-    def _begin_to_retire(self) -> None:
-        here = self._here
-        assert not isinstance(here, Exception), "the world would not have begun"
-        if here.folder is not None and self._speaks:
-            self._retiring = Retiring(
-                self._endpoint,
-                here.folder,
-                self._identity.job,
-                self._identity.run,
-                self.plan.number,
-                self.plan.start,
-                self.rank,
-            )
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -425,47 +340,28 @@ class ElasticJob:
         Raises:
             ValueError: `checkpointer` was not called; on all ranks: they were given other totals, and one would end before the others.
         """
-        if self._checkpointer is None:
+        if self._checkpointer is None or self._alongside is None:
             raise ValueError("call checkpointer() before steps(): it loads the state")
-        totals = [int(said) for said in self._meet(str(int(total)).encode())]
-        if any(other != totals[0] for other in totals):
-            raise ValueError(
-                f"the ranks were given other totals, {totals}: pass the same to steps() on all"
-            )
+        same_total(self._meet, total)
         if self._loader is not None:
             self._loader.begin()
             self._loader = None
         steps = self._checkpointer.steps(total, start=self.start)
         try:
-            yield from self._body(steps, total)
+            yield from self._body(steps, total, self._alongside)
         finally:
             steps.close()
 
-    def _body(self, steps: Iterator[int], total: int) -> Iterator[int]:
+    def _body(self, steps: Iterator[int], total: int, alongside: Alongside) -> Iterator[int]:
         for step in steps:
-            if self._moves(step, total):
+            why = alongside.why_anew(step, total, self._placement, self._loads, self.seconds)
+            if why is not None:
+                logger.warning("experts are placed anew at step %d: %s", step, why)
+                self.again = True
                 return  # the step has not begun: leaving the loop parks it
             yield step
             self._history.step_over()
-            if self._rebalancing is not None:
-                self._rebalancing.step_over()
-            if self._retiring is not None:
-                self._retiring.step_over()
-            if self._teller is not None:
-                self._teller.step_over(step, self._placement, lambda: self._history.loads)
-
-    def _moves(self, step: int, total: int) -> bool:
-        """Whether the experts are to be placed anew before this step."""
-        if self._rebalancing is None:
-            return False
-        decision = self._rebalancing.look(
-            step, total, self._placement(), self._history.loads, self.seconds
-        )
-        if decision is None:
-            return False
-        logger.warning("experts are placed anew at step %d: %s", step, decision)
-        self.again = True
-        return True
+            alongside.step_over(step, self._placement, self._loads)
 
     def sum_gradients(self) -> None:
         """Sum the gradients of the dense part over all ranks, and those of each expert over its replicas; a collective call.
@@ -503,10 +399,8 @@ class ElasticJob:
 
     def close(self) -> None:
         """End this world: what it holds stays with the daemons."""
-        if self._rebalancing is not None:
-            self._rebalancing.close()
-        if self._retiring is not None:
-            self._retiring.close()
+        if self._alongside is not None:
+            self._alongside.close()
         if self._checkpointer is not None:
             self._checkpointer.close()
         if self._world.local is not None:
@@ -517,19 +411,3 @@ class ElasticJob:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _wrong(layers: Mapping[str, int], slots: int, identity: Identity) -> str:
-    """What cannot be used; empty if nothing."""
-    counts = set(layers.values())
-    if not layers or len(counts) != 1 or not _is_count(next(iter(counts))):
-        return f"layers={dict(layers)!r}: name the mixture layers, each with its number of experts, which is the same for all"
-    if not _is_count(slots):
-        return f"slots={slots!r}: a rank has room for one expert of each layer at least, and for whole ones"
-    if len(identity.run) > _MAX_RUN:
-        return f"run={identity.run!r} has more than {_MAX_RUN} characters"
-    return ""
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 1

@@ -7,11 +7,15 @@ import time
 from collections.abc import Sequence
 
 from ckptd.client.agreement import Exchange, all_or_none
-from ckptd.client.worlds.loading import Loader
+from ckptd.client.elastic import ExpertShards
+from ckptd.client.worlds.loading import Loader, check_fits
 from ckptd.client.worlds.reading import LocalState
+from ckptd.client.worlds.sharding import check_strategy, firsts_of
 from ckptd.client.worlds.shipping import ship
 from ckptd.client.worlds.starting import Started
+from ckptd.client.worlds.whole_state import WholeState
 from ckptd.elastic.handover import Handover
+from ckptd.elastic.worlds import ExpertLayers
 
 __all__ = ["take_over"]
 
@@ -19,18 +23,42 @@ logger = logging.getLogger(__name__)
 
 
 def take_over(
-    world: Started, loader: Loader, rank: int, ranks: int, meet: Exchange
-) -> dict[str, float]:
+    world: Started,
+    whole: WholeState,
+    shards: ExpertShards | None,
+    layers: ExpertLayers,
+    rank: int,
+    meet: Exchange,
+) -> tuple[Loader, dict[str, float]]:
     """Fill the live model as the world's handover says; all ranks or none go on. A collective call.
 
     Returns:
-        Where the time went, in seconds.
+        What is to begin when the first step does, and where the time went, in seconds.
     Raises:
         ValueError: something does not fit the model here.
         DaemonUnavailable: another rank could not.
     """
-    local, handover = world.local, world.plan.handover
+    handover, ranks = world.plan.handover, len(world.plan.node_of)
     assert handover is not None, "a world that begins takes over nothing"
+    firsts = firsts_of(whole.binding, shards, layers, rank, ranks)
+    loader = Loader(whole.binding, whole.stateful, firsts)
+    with all_or_none(meet, f"rank {rank}"):
+        check_strategy(world.shapes, shards, layers)
+        mine = [give.unit for give in handover.gives if give.target == rank]
+        check_fits(whole.binding, mine, set(whole.binding.params))
+        loader.clear()
+    return loader, _fill(world.local, handover, loader, rank, ranks, meet)
+
+
+def _fill(
+    local: LocalState | None,
+    handover: Handover,
+    loader: Loader,
+    rank: int,
+    ranks: int,
+    meet: Exchange,
+) -> dict[str, float]:
+    """What this rank's node holds is read there, the rest comes from other ranks; where the time went, in seconds."""
     began = time.perf_counter()
     with all_or_none(meet, f"rank {rank}"):
         units, scalars = _outgoing(local, handover, rank, ranks)
