@@ -103,7 +103,7 @@ def test_another_run_is_not_served_and_named() -> None:
     assert isinstance(decision, Admitted)
     assert decision.generations == ()
     assert len(decision.notes) == 1
-    assert "run 'run6' of the same job (1 GiB)" in decision.notes[0]
+    assert "of run 'run6' (1 GiB) of the same job" in decision.notes[0]
 
 
 def test_a_quota_refusal_has_the_numbers_and_the_way_out() -> None:
