@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 
 from tests.ckptd.nodes import Node
-from tests.e2e.elastic_job import Part, act
+from tests.e2e.elastic_job import EXPERTS, Part, act
 from tests.forked import FORKED
 
-__all__ = ["ElasticRun", "Life", "same"]
+__all__ = ["ElasticRun", "Life", "same", "undisturbed_life"]
 
 _GRACE_S = 30.0
 _NOBODY: Mapping[int, dict[str, Any]] = MappingProxyType({})
@@ -177,3 +178,11 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     return bool(one == other)
+
+
+@contextlib.contextmanager
+def undisturbed_life(folder: Path, total: int) -> Iterator[Life]:
+    """One rank with all experts and the whole batch, without ckptd."""
+    folder.mkdir()
+    with contextlib.closing(ElasticRun(folder)) as made:
+        yield made.life([None], slots=EXPERTS, total=total)

@@ -17,7 +17,7 @@ from ckptd.elastic.when import TimesConfig
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import open_segment
 from tests.ckptd.nodes import Net, Node
-from tests.e2e.elastic import ElasticRun, Life, same
+from tests.e2e.elastic import ElasticRun, Life, same, undisturbed_life
 from tests.e2e.elastic_job import EXPERTS, MAX_NORM
 from tests.e2e.test_bad_input import flip
 from tests.long import long
@@ -43,11 +43,21 @@ def run(tmp_path: Path) -> Iterator[ElasticRun]:
 
 @pytest.fixture
 def undisturbed(tmp_path: Path) -> Iterator[Life]:
-    """One rank with all experts and the whole batch, without ckptd."""
-    folder = tmp_path / "undisturbed"
-    folder.mkdir()
-    with contextlib.closing(ElasticRun(folder)) as made:
-        yield made.life([None], slots=EXPERTS, total=TOTAL)
+    with undisturbed_life(tmp_path / "undisturbed", TOTAL) as life:
+        yield life
+
+
+def places_anew(run: ElasticRun, net: Net) -> Life:
+    """Three ranks that are told to look often at the load, and to count on much: each lives in two worlds."""
+    eager = TimesConfig(threshold=1, every_steps=KILL_AT, check_steps=KILL_AT, margin=0.0)
+    life = run.life(
+        net.nodes,
+        total=TOTAL,
+        patient_until=KILL_AT,
+        options={"when": eager, "max_straggler": 1.0},
+    )
+    life.ends()
+    return life
 
 
 def loses_a_node(run: ElasticRun, net: Net, *, sole: bool = True) -> tuple[Life, list[Node]]:
@@ -243,14 +253,7 @@ def test_experts_are_placed_anew_while_the_ranks_stay(
     net: Net, run: ElasticRun, undisturbed: Life
 ) -> None:
     """Told to look often and to count on much: one process lives in two worlds, and no step is lost or done twice."""
-    eager = TimesConfig(threshold=1, every_steps=KILL_AT, check_steps=KILL_AT, margin=0.0)
-    life = run.life(
-        net.nodes,
-        total=TOTAL,
-        patient_until=KILL_AT,
-        options={"when": eager, "max_straggler": 1.0},
-    )
-    life.ends()
+    life = places_anew(run, net)
     worlds = life.events("world")
     assert len(worlds) > 1, life.logs
     assert [one["start"] for one in worlds][:2] == [0, KILL_AT]

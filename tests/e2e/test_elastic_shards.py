@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptd.elastic.when import TimesConfig
 from tests.ckptd.nodes import Net, Node
-from tests.e2e.elastic import ElasticRun, Life, same
+from tests.e2e.elastic import ElasticRun, Life, same, undisturbed_life
 from tests.e2e.elastic_job import EXPERTS
 from tests.e2e.test_elastic import (
     GROW_AT,
@@ -24,6 +23,7 @@ from tests.e2e.test_elastic import (
     assert_goes_on,
     assert_losses_as_of,
     damaged,
+    places_anew,
 )
 from tests.long import long
 
@@ -44,10 +44,8 @@ def run(tmp_path: Path) -> Iterator[ElasticRun]:
 
 @pytest.fixture
 def undisturbed(tmp_path: Path) -> Iterator[Life]:
-    folder = tmp_path / "undisturbed"
-    folder.mkdir()
-    with contextlib.closing(ElasticRun(folder)) as made:
-        yield made.life([None], slots=EXPERTS, total=TOTAL)
+    with undisturbed_life(tmp_path / "undisturbed", TOTAL) as life:
+        yield life
 
 
 def loses_a_node(
@@ -250,14 +248,7 @@ def test_experts_are_placed_anew_in_another_world_of_the_same_process(
     net: Net, run: ElasticRun, undisturbed: Life
 ) -> None:
     """``again``: the same ranks own the same shards, other ranks hold the experts."""
-    eager = TimesConfig(threshold=1, every_steps=KILL_AT, check_steps=KILL_AT, margin=0.0)
-    life = run.life(
-        net.nodes,
-        total=TOTAL,
-        patient_until=KILL_AT,
-        options={"when": eager, "max_straggler": 1.0},
-    )
-    life.ends()
+    life = places_anew(run, net)
     assert [one["start"] for one in life.events("world")][:2] == [0, KILL_AT]
     assert [one["step"] for one in life.events("step")] == list(range(TOTAL))
     assert_losses_as_of(undisturbed, run)

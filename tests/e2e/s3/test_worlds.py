@@ -12,7 +12,7 @@ from ckptd.storage.names import run_of_world
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.running import eventually
 from tests.e2e.bucket import Bucket
-from tests.e2e.elastic import ElasticRun, Life, same
+from tests.e2e.elastic import ElasticRun, Life, same, undisturbed_life
 from tests.e2e.elastic_job import EXPERTS
 from tests.e2e.s3.training import SOON_S, long, needs_server
 from tests.e2e.test_elastic import assert_goes_on, assert_losses_as_of
@@ -32,11 +32,8 @@ def elastic(tmp_path: Path) -> Iterator[ElasticRun]:
 
 @pytest.fixture
 def undisturbed(tmp_path: Path) -> Iterator[Life]:
-    """One rank with all experts and the whole batch, without ckptd."""
-    folder = tmp_path / "undisturbed"
-    folder.mkdir()
-    with contextlib.closing(ElasticRun(folder)) as made:
-        yield made.life([None], slots=EXPERTS, total=TOTAL)
+    with undisturbed_life(tmp_path / "undisturbed", TOTAL) as life:
+        yield life
 
 
 def loses_all(run: ElasticRun, nodes: list[Node], store: WorldStore, *, checkpoints: int) -> Life:
