@@ -31,8 +31,10 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from bench.common import clock_ms, emit, forget, median, own_daemon, parser, scratch_folder, table
 from bench.scale import cluster, holdings
 from ckptd.client import Checkpointer
-from ckptd.client.exchange import arrive, exchange, own_connection
+from ckptd.client.exchange import exchange
 from ckptd.client.identity import Identity
+from ckptd.client.meeting import arrive
+from ckptd.client.rank_watch import own_connection
 from ckptd.placement import plan_placement
 from ckptd.recovery.held import from_wire, to_wire
 from ckptd.recovery.plan import RecoveryPlan, plan_recovery

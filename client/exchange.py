@@ -1,20 +1,12 @@
 """What every rank has to say, told to every rank: bytes over the job's process group, after all have come.
 
-First the ranks come together at the job's store, with a deadline: a rank that never comes is named, where a collective would hang until
-the process group's own timeout and name nobody. Then the bytes travel as tensors of the group's own device, so that groups of NCCL
+First the ranks come together (`meeting`). Then the bytes travel as tensors of the group's own device, so that groups of NCCL
 alone serve, too. They are not sent through the store: it would have to hand out *world size* squared payloads, from one machine.
 Nothing is pickled.
-
-Coming together takes one word per block of ranks, and one register that is written once: by the last to come (all are here), or
-by whoever has waited too long. So either all ranks go on into the collective, or all that come fail alike.
 """
 
 from __future__ import annotations
 
-import datetime
-import time
-import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,56 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ckptd.client.identity import Identity
-from ckptd.client.together import job_store
-from ckptd.errors import DaemonUnavailable
+from ckptd.client.meeting import DEADLINE_S, Meetings
 
 __all__ = [
-    "DEADLINE_S",
-    "arrive",
     "device_of",
     "exchange",
     "gather_bytes",
-    "meet_at",
-    "own_connection",
 ]
 
-# As long as torch waits in a collective by default: a rank may be bringing gigabytes from storage meanwhile.
-DEADLINE_S = 1800.0
-_BLOCK = 48
-_NAMED = 8
-_POLL_S, _POLL_MAX_S = 0.002, 0.25
-# Ranks that look at the store, per second and all together; it answers some 20,000 small requests.
-_LOOKS_PER_S = 8_000
-_STORE_ANSWER_S = 60.0
 # What is gathered at once, over all ranks.
 _ROUND_BYTES = 64 << 20
 
-
-@dataclass(slots=True)
-class _Rounds:
-    """How often this process has met the others in a process group: each meeting has keys of its own."""
-
-    group: weakref.ref[Any] | None = None
-    store: Any = None
-    met: int = 0
-
-    def next_of(self, group: Any) -> int:
-        """The number of the next meeting; a new group begins anew, on all of its ranks."""
-        if self.group is None or self.group() is not group:
-            self.group, self.store, self.met = weakref.ref(group), own_connection(job_store()), 0
-        self.met += 1
-        return self.met
-
-
-def own_connection(store: Any) -> Any:
-    """A client of its own, that gives up sooner: another thread may be waiting on the shared one."""
-    own = store.clone() if hasattr(store, "clone") else store
-    if own is not store:
-        own.set_timeout(datetime.timedelta(seconds=_STORE_ANSWER_S))
-    return own
-
-
-_rounds = _Rounds()
+_meetings: Meetings | None = None
 
 
 def exchange(identity: Identity, payload: bytes, *, deadline_s: float = DEADLINE_S) -> list[bytes]:
@@ -79,7 +33,7 @@ def exchange(identity: Identity, payload: bytes, *, deadline_s: float = DEADLINE
 
     Raises:
         ValueError: several ranks, and ``torch.distributed`` is not initialised with as many.
-        DaemonUnavailable: not all ranks came within ``deadline_s``; those that are missing are named.
+        DaemonUnavailable: not all ranks came within ``deadline_s``, or one is gone; it is named.
     """
     if identity.world_size == 1:
         return [payload]
@@ -92,94 +46,18 @@ def exchange(identity: Identity, payload: bytes, *, deadline_s: float = DEADLINE
         raise ValueError(
             f"world_size={identity.world_size}, but the process group has {dist.get_world_size()} ranks"
         )
-    number = _rounds.next_of(dist.distributed_c10d._get_default_group())
-    meet_at(
-        _rounds.store,
-        f"ckptd/{identity.job}/{identity.run}/exchange",
-        number,
-        # Its place in the process group, whoever the user says this rank is.
-        rank=dist.get_rank(),
-        world_size=identity.world_size,
-        deadline_s=deadline_s,
-    )
+    _meetings_of_job().meet(f"ckptd/{identity.job}/{identity.run}/exchange", deadline_s=deadline_s)
     return gather_bytes(payload, identity.world_size)
 
 
-# -- coming together -------------------------------------------------------------------------------
-
-
-def meet_at(
-    store: Any, prefix: str, number: int, *, rank: int, world_size: int, deadline_s: float
-) -> None:
-    """Come to meeting ``number``, and wait until all have come.
-
-    Raises:
-        DaemonUnavailable: they did not in time, here or elsewhere.
-    """
-    arrive(store, prefix, number, rank=rank, world_size=world_size)
-    verdict = _verdict(store, f"{prefix}/{number}", world_size, deadline_s)
-    if verdict != "all":
-        raise DaemonUnavailable(
-            verdict,
-            operation="meet the other ranks",
-            hint="their logs say why; start the job again when it is mended",
-        )
-
-
-def arrive(store: Any, prefix: str, number: int, *, rank: int, world_size: int) -> None:
-    """Tell that this rank has come to meeting ``number``, once; the last one says that all have."""
-    here = f"{prefix}/{number}"
-    block, bit = divmod(rank, _BLOCK)
-    # A sum of different powers of two: it tells who has come.
-    if store.add(f"{here}/block/{block}", 1 << bit) == _full(block, world_size):
-        blocks = -(-world_size // _BLOCK)
-        if store.add(f"{here}/blocks", 1) == blocks:
-            store.compare_set(f"{here}/verdict", "", "all")
-            _forget(store, f"{prefix}/{number - 1}", blocks)
-
-
-def _verdict(store: Any, here: str, world_size: int, deadline_s: float) -> str:
-    deadline = time.monotonic() + deadline_s
-    least_s = world_size / _LOOKS_PER_S
-    wait_s = max(_POLL_S, least_s)
-    while not store.check([f"{here}/verdict"]):
-        if time.monotonic() > deadline:
-            late = _late(store, here, world_size, deadline_s)
-            return str(store.compare_set(f"{here}/verdict", "", late).decode())
-        time.sleep(wait_s)
-        wait_s = max(min(2 * wait_s, _POLL_MAX_S), least_s)
-    return str(store.get(f"{here}/verdict").decode())
-
-
-def _late(store: Any, here: str, world_size: int, deadline_s: float) -> str:
-    """Who is missing, in words; the first few."""
-    missing = [
-        block * _BLOCK + bit
-        for block in range(-(-world_size // _BLOCK))
-        for bit in _bits(_full(block, world_size) - store.add(f"{here}/block/{block}", 0))
-    ]
-    names = ", ".join(map(str, missing[:_NAMED])) + (", …" if len(missing) > _NAMED else "")
-    ranks = f"rank {names}" if len(missing) == 1 else f"ranks {names}"
-    return f"{ranks} of {world_size} did not come within {deadline_s:.0f} s"
-
-
-def _full(block: int, world_size: int) -> int:
-    return (1 << min(_BLOCK, world_size - block * _BLOCK)) - 1
-
-
-def _bits(word: int) -> list[int]:
-    return [bit for bit in range(_BLOCK) if word >> bit & 1]
-
-
-def _forget(store: Any, before: str, blocks: int) -> None:
-    """All have come here, hence left the meeting before."""
-    for block in range(blocks):
-        store.delete_key(f"{before}/block/{block}")
-    store.delete_key(f"{before}/blocks")
-    store.delete_key(f"{before}/verdict")
-
-
-# -- telling ---------------------------------------------------------------------------------------
+def _meetings_of_job() -> Meetings:
+    global _meetings  # of the process, as the process group is
+    group = dist.distributed_c10d._get_default_group()
+    if _meetings is None or not _meetings.are_of(group):
+        if _meetings is not None:
+            _meetings.close()
+        _meetings = Meetings(group)
+    return _meetings
 
 
 def gather_bytes(payload: bytes, world_size: int, group: Any = None) -> list[bytes]:

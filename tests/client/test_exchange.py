@@ -1,20 +1,17 @@
-"""All ranks hear what each has to say; real process groups, and a meeting that one does not come to."""
+"""All ranks hear what each has to say; real process groups."""
 
 from __future__ import annotations
 
 import os
-import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from ckptd.client import exchange as module
-from ckptd.client.exchange import exchange, meet_at
+from ckptd.client.exchange import exchange
 from ckptd.client.identity import Identity
 from ckptd.errors import DaemonUnavailable
 from tests.forked import FORKED
@@ -78,55 +75,3 @@ def test_alone_one_hears_oneself() -> None:
 def test_several_ranks_without_a_process_group_are_told_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"call init_process_group\(\) before Checkpointer"):
         exchange(Identity("j", "r", 0, 2), b"said")
-
-
-@pytest.fixture
-def store() -> Any:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True)  # type: ignore[attr-defined]
-
-
-def meet(store: Any, rank: int, world_size: int, deadline_s: float) -> str:
-    """How it ended for this rank."""
-    try:
-        meet_at(store.clone(), "m", 1, rank=rank, world_size=world_size, deadline_s=deadline_s)
-    except DaemonUnavailable as error:
-        return str(error)
-    return "met"
-
-
-def test_many_ranks_meet(store: Any) -> None:
-    """More than one block of them."""
-    with ThreadPoolExecutor(100) as pool:
-        found = list(pool.map(lambda rank: meet(store, rank, 100, 30), range(100)))
-    assert found == ["met"] * 100
-
-
-def test_who_is_missing_is_named_and_comes_too_late(store: Any) -> None:
-    """Those that waited have given up: a rank that comes afterwards must not go on alone."""
-    away = {5, 61, *range(70, 90)}
-    with ThreadPoolExecutor(100) as pool:
-        came = [rank for rank in range(100) if rank not in away]
-        found = set(pool.map(lambda rank: meet(store, rank, 100, 1.0), came))
-    (told,) = found
-    assert "ranks 5, 61, 70, 71, 72, 73, 74, 75, … of 100 did not come within 1 s" in told
-    assert meet(store, 5, 100, 30) == told
-
-
-def test_a_rank_that_comes_in_the_last_moment_decides_for_all(store: Any) -> None:
-    """The verdict is written once: all met, or none did."""
-    for number in range(20):
-        found: list[str] = []
-
-        def come(rank: int, at: str = f"m{number}", found: list[str] = found) -> None:
-            try:
-                meet_at(store.clone(), at, 1, rank=rank, world_size=2, deadline_s=0.01)
-                found.append("met")
-            except DaemonUnavailable:
-                found.append("missed")
-
-        first = threading.Thread(target=come, args=(0,))
-        first.start()
-        first.join(0.001 * number)
-        come(1)
-        first.join()
-        assert len(set(found)) == 1
