@@ -17,7 +17,7 @@ from ckptd.storage.catalog import Catalog, CheckpointState, StoredCheckpoint
 from ckptd.storage.names import CheckpointId, RunName, WorldName, world_of_run
 from ckptd.storage.retention import Deletion, References, RetentionPolicy, wanted_by
 
-__all__ = ["StoredWorld", "WorldPlan", "plan_worlds"]
+__all__ = ["StoredWorld", "WorldPlan", "plan_worlds", "replacing_world"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,28 @@ class StoredWorld:
 
 @dataclass(frozen=True, slots=True)
 class WorldPlan:
-    """What goes of one world: first ``manifests``, then ``objects``; and where nothing is left, at last its ``names``."""
+    """What goes of one world: first ``manifests``, then ``objects``; and where nothing is left, at last its ``names``.
+
+    Args:
+        kept: the checkpoints that stay, and why.
+    """
 
     world: int
     manifests: tuple[Deletion, ...]
     objects: tuple[Deletion, ...]
     names: tuple[Deletion, ...]
+    kept: Mapping[CheckpointId, str]
+
+
+def replacing_world(
+    worlds: Mapping[int, StoredWorld], policy: RetentionPolicy, *, now_ns: int
+) -> int | None:
+    """The latest world that takes the place of those before it: that has a verified checkpoint that has settled. None: no world has.
+
+    Args:
+        worlds: by number.
+    """
+    return max((n for n, each in worlds.items() if _replaces(each, policy, now_ns)), default=None)
 
 
 def plan_worlds(
@@ -60,8 +76,7 @@ def plan_worlds(
         earlier: by number, all below that of the newest.
         now_ns: by the store's clock.
     """
-    settled = [c for c in newest.catalog.committed if now_ns - c.modified_ns >= policy.settle_ns]
-    if not any(c.id in newest.verified for c in settled):
+    if not _replaces(newest, policy, now_ns):
         return []
     left = policy.keep_last - len(newest.catalog.committed)
     plans = []
@@ -69,23 +84,38 @@ def plan_worlds(
         whole = [c for c in world.catalog.committed if c.id in world.verified]
         wanted = wanted_by(policy, whole, now_ns, last=max(0, left))
         left -= len(whole)
-        plans.append(_plan(world, set(wanted), newest.name.world, policy.grace_ns, now_ns))
+        plans.append(_plan(world, wanted, newest.name.world, policy.grace_ns, now_ns))
     return plans
 
 
+def _replaces(world: StoredWorld, policy: RetentionPolicy, now_ns: int) -> bool:
+    settled = [c for c in world.catalog.committed if now_ns - c.modified_ns >= policy.settle_ns]
+    return any(c.id in world.verified for c in settled)
+
+
+def _why_it_stays(
+    checkpoint: StoredCheckpoint, wanted: Mapping[CheckpointId, str], grace_ns: int, now_ns: int
+) -> str:
+    """ "" if it goes."""
+    if checkpoint.pinned:
+        return "pinned"
+    unfinished = checkpoint.state is CheckpointState.INCOMPLETE
+    if unfinished and now_ns - checkpoint.modified_ns < grace_ns:
+        return "incomplete, within the grace time"
+    return wanted.get(checkpoint.id, "")
+
+
 def _plan(
-    world: StoredWorld, wanted: set[CheckpointId], by: int, grace_ns: int, now_ns: int
+    world: StoredWorld, wanted: Mapping[CheckpointId, str], by: int, grace_ns: int, now_ns: int
 ) -> WorldPlan:
     catalog, why = world.catalog, f"world {by} took its place"
-    kept: list[StoredCheckpoint] = []
-    gone: list[StoredCheckpoint] = []
-    for checkpoint in catalog.checkpoints:
-        unfinished = checkpoint.state is CheckpointState.INCOMPLETE
-        young = unfinished and now_ns - checkpoint.modified_ns < grace_ns
-        stays = checkpoint.pinned or checkpoint.id in wanted or young
-        (kept if stays else gone).append(checkpoint)
+    reasons = {c.id: _why_it_stays(c, wanted, grace_ns, now_ns) for c in catalog.checkpoints}
+    kept = [c for c in catalog.checkpoints if reasons[c.id]]
     manifests = [
-        Deletion(info.key, info.size, why) for c in gone for _, info in sorted(c.manifests.items())
+        Deletion(info.key, info.size, why)
+        for c in catalog.checkpoints
+        if not reasons[c.id]
+        for _, info in sorted(c.manifests.items())
     ]
     keys = [info.key for c in kept for info in c.manifests.values()]
     listed = [found.info for each in catalog.objects.values() for found in each]
@@ -102,4 +132,7 @@ def _plan(
         run = RunName(catalog.job, catalog.run).key
         sizes = {} if catalog.identity is None else {run: catalog.identity.size}
         names = [Deletion(key, sizes.get(key, 0), why) for key in (run, world.name.key)]
-    return WorldPlan(world.name.world, tuple(manifests), tuple(sorted(objects)), tuple(names))
+    stays = {checkpoint.id: reasons[checkpoint.id] for checkpoint in kept}
+    return WorldPlan(
+        world.name.world, tuple(manifests), tuple(sorted(objects)), tuple(names), stays
+    )

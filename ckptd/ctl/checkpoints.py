@@ -9,12 +9,13 @@ import argparse
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from ckptd.ctl import render_store as render
-from ckptd.ctl.changes import Collected, collect, pin, policy_of, remove, unpin
+from ckptd.ctl.changes import pin, policy_of, remove, unpin
+from ckptd.ctl.collecting import Collected, collect
 from ckptd.ctl.store_access import (
     EXIT_REFUSED,
     OpenedStore,
@@ -24,12 +25,19 @@ from ckptd.ctl.store_access import (
     opened,
 )
 from ckptd.ctl.store_checks import Checked, check_checkpoint, check_run, check_store
-from ckptd.ctl.store_lookup import catalogs_of, choose_checkpoint, find_catalog, read_manifests_of
-from ckptd.ctl.store_views import RunShown, rows_of, runs_in, show_checkpoint
+from ckptd.ctl.store_lookup import (
+    Family,
+    choose_checkpoint,
+    families_of,
+    find_catalog,
+    read_manifests_of,
+)
+from ckptd.ctl.store_views import RunShown, rows_of, runs_in, show_checkpoint, standing_of
 from ckptd.settings import DaemonConfig
 from ckptd.storage.catalog import Catalog
 from ckptd.storage.names import MAX_ITERATION, check_name
 from ckptd.storage.open_store import BACKENDS
+from ckptd.storage.reader import read_catalog
 from ckptd.storage.retention import RetentionPolicy
 
 __all__ = [
@@ -88,10 +96,23 @@ def run_verify(args: argparse.Namespace) -> Outcome:
 
 
 def _list(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Outcome:
-    shown = [_run_shown(store, each, args) for each in catalogs_of(store, args.job, args.run)]
+    families = families_of(store, args.job, args.run)
+    shown = [each for family in families for each in _family_shown(store, family, args)]
     return Outcome(
         {"store": store.place.shown, "runs": shown}, render.runs(shown, store.place.shown)
     )
+
+
+def _family_shown(store: OpenedStore, family: Family, args: argparse.Namespace) -> list[RunShown]:
+    """Its chosen runs; of worlds the latest first."""
+    catalogs = {run: read_catalog(store.store, family.job, run) for run in family.runs}
+    committed = {number: len(catalogs[run].committed) for number, run in family.worlds.items()}
+    standing = {run: standing_of(number, committed) for number, run in family.worlds.items()}
+    found = []
+    for run in family.chosen:
+        shown = _run_shown(store, catalogs[run], args)
+        found.append(replace(shown, elastic=family.elastic, standing=standing.get(run, "")))
+    return found
 
 
 def _run_shown(store: OpenedStore, catalog: Catalog, args: argparse.Namespace) -> RunShown:

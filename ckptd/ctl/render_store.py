@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ckptd.ctl.changes import Collected, Gone, Pinned, Removed
+from ckptd.ctl.changes import Pinned, Removed
+from ckptd.ctl.collecting import Collected, Gone
 from ckptd.ctl.store_checks import Advised, Checked
 from ckptd.ctl.store_views import CheckpointRow, CheckpointShown, RankShown, RunShown
 from ckptd.units import format_age, format_bytes, format_table
@@ -90,7 +91,8 @@ def planned(plan: Collected) -> str:
     lines = [name]
     lines += [f"  keep    iteration {k.iteration} (epoch {k.epoch}): {k.reason}" for k in plan.kept]
     lines += _going("manifest", plan.manifests) + _going("object", plan.objects)
-    if not plan.manifests and not plan.objects:
+    lines += _going("name", plan.names)
+    if not (plan.manifests or plan.objects or plan.names):
         lines.append("  nothing to delete")
     return "\n".join(lines)
 
@@ -98,7 +100,7 @@ def planned(plan: Collected) -> str:
 def collected(found: Sequence[Collected], *, dry_run: bool) -> str:
     """What was done, in one line."""
     freed = format_bytes(sum(plan.freed_bytes for plan in found))
-    num = sum(len(plan.manifests) + len(plan.objects) for plan in found)
+    num = sum(len(plan.manifests) + len(plan.objects) + len(plan.names) for plan in found)
     if dry_run:
         return f"would delete {_count(num, 'key')}, {freed}; nothing was deleted"
     ended = sum(max(0, plan.uploads_ended) for plan in found)
@@ -107,10 +109,13 @@ def collected(found: Sequence[Collected], *, dry_run: bool) -> str:
 
 
 def _run(run: RunShown) -> str:
+    name = f"{run.job}/{run.run}"
+    if run.elastic:
+        name += f" (elastic run {run.elastic}, {run.standing})"
     if not run.checkpoints:
-        return f"{run.job}/{run.run}\nno checkpoint yet"
-    header = ("iteration", "state", "epoch", "world", "size", "only here", "age", "pinned", "note")
-    lines = [f"{run.job}/{run.run}", format_table(header, [_row(row) for row in run.checkpoints])]
+        return f"{name}\nno checkpoint yet"
+    header = ("iteration", "state", "epoch", "ranks", "size", "only here", "age", "pinned", "note")
+    lines = [name, format_table(header, [_row(row) for row in run.checkpoints])]
     lines += [f"damaged: {why}" for why in run.unreadable.values()]
     return "\n".join(lines)
 

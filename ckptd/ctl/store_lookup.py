@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from ckptd.ctl.store_access import OpenedStore, StoreProblem
 from ckptd.ctl.store_views import Manifests, is_whole, matching, runs_in
@@ -14,6 +15,7 @@ from ckptd.storage.names import (
     WorldName,
     parse,
     run_of_world,
+    world_of_run,
     worlds_prefix,
 )
 from ckptd.storage.objects import ObjectInfo, ObjectMissing, TooLarge
@@ -21,9 +23,11 @@ from ckptd.storage.reader import read_catalog, read_manifest
 from ckptd.storage.retention import References
 
 __all__ = [
+    "Family",
     "catalogs_of",
     "choose_checkpoint",
     "choose_pin",
+    "families_of",
     "find_catalog",
     "object_sizes",
     "read_manifests_of",
@@ -67,18 +71,72 @@ def catalogs_of(opened: OpenedStore, job: str | None, run: str | None) -> list[C
     return [build_catalog(by_run[names], *names) for names in known]
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Runs that are looked at together: one ordinary run, or all worlds of an elastic one.
+
+    Args:
+        chosen: the runs of it that were asked for; of worlds the latest first.
+        elastic: the name of the elastic run; "" for an ordinary one.
+        worlds: the run of each world by number, the latest first; empty for an ordinary run.
+    """
+
+    job: str
+    chosen: tuple[str, ...]
+    elastic: str = ""
+    worlds: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """All that must be known to tell what goes."""
+        return tuple(self.worlds.values()) or self.chosen
+
+
+def families_of(opened: OpenedStore, job: str | None, run: str | None) -> list[Family]:
+    """What is asked for, worlds of one elastic run together: one run, all runs of a job, or all.
+
+    The name of an elastic run means all of its worlds; a world that is named itself is chosen alone.
+
+    Raises:
+        StoreProblem: a job or run is named of which nothing is stored.
+    """
+    if job is not None and run is not None and (worlds := _worlds_of(opened, job, run)):
+        return [_elastic(job, run, worlds)]
+    found: dict[tuple[str, str], Family] = {}
+    for catalog in catalogs_of(opened, job, run):
+        named = world_of_run(catalog.run)
+        worlds = [] if named is None else _worlds_of(opened, catalog.job, named[0])
+        if named is None or named[1] not in worlds:  # it may be called like a world, and be none
+            found[catalog.job, catalog.run] = Family(catalog.job, (catalog.run,))
+        elif run is not None:
+            found[catalog.job, named[0]] = _elastic(catalog.job, named[0], worlds, catalog.run)
+        else:
+            found[catalog.job, named[0]] = _elastic(catalog.job, named[0], worlds)
+    return list(found.values())
+
+
+def _elastic(job: str, run: str, worlds: Iterable[int], only: str = "") -> Family:
+    runs = {number: run_of_world(run, number) for number in worlds}
+    return Family(job, (only,) if only else tuple(runs.values()), run, runs)
+
+
 def _worlds_of(opened: OpenedStore, job: str, run: str) -> list[int]:
     """The worlds of an elastic run, the latest first; none if it is no elastic run."""
     names = [parse(info.key) for info in opened.store.list(worlds_prefix(job, run))]
     return sorted((n.world for n in names if isinstance(n, WorldName)), reverse=True)
 
 
-def read_manifests_of(opened: OpenedStore, checkpoints: Iterable[StoredCheckpoint]) -> Manifests:
-    """Their manifests, several at a time."""
+def read_manifests_of(
+    opened: OpenedStore,
+    checkpoints: Iterable[StoredCheckpoint],
+    known: Mapping[str, RankManifest] | None = None,
+) -> Manifests:
+    """Their manifests, several at a time; ``known`` ones, by key, are not read again: they never change."""
+    there = known or {}
 
     def read(key: str) -> RankManifest | str:
         try:
-            return read_manifest(opened.store, key)
+            return there.get(key) or read_manifest(opened.store, key)
         except (ManifestError, ObjectMissing, TooLarge) as error:
             return str(error)
 

@@ -24,6 +24,7 @@ __all__ = [
     "rows_of",
     "runs_in",
     "show_checkpoint",
+    "standing_of",
 ]
 
 _Named = TypeVar("_Named", CheckpointId, PinName)
@@ -77,12 +78,19 @@ class CheckpointRow:
 
 @dataclass(frozen=True, slots=True)
 class RunShown:
-    """The checkpoints of a run, newest first; ``unreadable`` are manifests, with the reason."""
+    """The checkpoints of a run, newest first; ``unreadable`` are manifests, with the reason.
+
+    Attributes:
+        elastic: the elastic run of which it is a world; "" if it is none.
+        standing: what this world is to the others; "" if it is none.
+    """
 
     job: str
     run: str
     checkpoints: tuple[CheckpointRow, ...]
     unreadable: Mapping[str, str]
+    elastic: str = ""
+    standing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +148,22 @@ def runs_in(listing: Iterable[ObjectInfo]) -> list[tuple[str, str]]:
     names = (parse(info.key) for info in listing)
     real = (name for name in names if name is not None and not isinstance(name, WorldName))
     return sorted({(name.job, name.run) for name in real})
+
+
+def standing_of(world: int, committed: Mapping[int, int]) -> str:
+    """What a world of an elastic run is to the others, in words.
+
+    Args:
+        committed: how many checkpoints are committed of each world.
+    """
+    history = max((number for number, count in committed.items() if count), default=None)
+    if history is None:
+        return f"world {world}; nothing of any world is committed yet"
+    if world > history:
+        return f"world {world}; nothing of it is committed yet: a job without memory goes on from world {history}"
+    if world == history:
+        return f"world {world}: the history of the job, a job without memory goes on from here"
+    return f"world {world}: world {history} took its place; it is kept as long as retention wants it to fall back to"
 
 
 def matching(

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.ctl.changes import collect, pin, remove
+from ckptd.ctl.changes import pin, remove
+from ckptd.ctl.collecting import collect
 from ckptd.ctl.store_access import OpenedStore, Place, StoreProblem
 from ckptd.memory.segment_file import Segment
 from ckptd.storage.names import ManifestName, parse
@@ -209,7 +210,8 @@ def test_what_was_decided_long_ago_is_not_done_any_more(monkeypatch: pytest.Monk
     before = keys_in(store)
     place = OpenedStore(Place("memory://test", {}, "auto"), store, map)
     args = argparse.Namespace(job=JOB, run=RUN, dry_run=False)
-    monkeypatch.setattr("ckptd.ctl.changes.time", store)
+    for module in ("changes", "collecting"):
+        monkeypatch.setattr(f"ckptd.ctl.{module}.time", store)
     with pytest.raises(StoreProblem, match="not all was deleted"):
         collect(place, args, RetentionPolicy(keep_last=1), lambda plan: None)
     with pytest.raises(StoreProblem, match="not all was deleted"):
