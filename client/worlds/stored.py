@@ -8,11 +8,13 @@ if it had always been there.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -26,6 +28,8 @@ from ckptd.transport.messages import (
     DurableWorld,
     DurableWorlds,
     GetDurableWorlds,
+    Reply,
+    Request,
 )
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
@@ -35,9 +39,11 @@ logger = logging.getLogger(__name__)
 
 # Where memory is enough, a store that is away is not waited for. Where it is not, the daemon gives up before this (`store_deadline_s`).
 _GLANCE_S, _LOOK_S = 30.0, 900.0
-_ANSWER_S = 30.0
+# A daemon answers what is asked here at once. One that was started again knows nothing of an earlier request, and one that is dead says nothing.
+_ANSWER_S, _ASKED = 5.0, 3
 _POLL_S, _LOOK_POLL_S = 0.1, 0.01
 _TOLD_S = 30.0
+_Reply = TypeVar("_Reply", bound=Reply)
 _DAEMON_FAILS = (RefusedError, RequestTimeout, WireError, OSError)
 
 
@@ -136,7 +142,7 @@ class Storage:
         message = GetDurableWorlds(self._job, self._run, secrets.token_hex(8), again)
         until_s = time.monotonic() + timeout_s
         with ControlClient(self._find_endpoint(), _ANSWER_S) as client:
-            while (seen := client.ask(message, DurableWorlds)).running:
+            while (seen := _ask(client, message, DurableWorlds)).running:
                 if time.monotonic() > until_s:
                     text = f"the store has not answered for {timeout_s:.0f} s"
                     raise DaemonUnavailable(text, operation="look for what is durable")
@@ -213,7 +219,7 @@ class Storage:
         assert self._find_endpoint is not None, "its node has a store"
         next_s = time.monotonic() + _TOLD_S
         with ControlClient(self._find_endpoint(), _ANSWER_S) as client:
-            while (told := client.ask(message, Brought)).state == "running":
+            while (told := _ask(client, message, Brought)).state == "running":
                 if time.monotonic() > next_s:
                     next_s += _TOLD_S
                     logger.info(
@@ -221,6 +227,19 @@ class Storage:
                     )
                 time.sleep(_POLL_S)
         return told
+
+
+def _ask(client: ControlClient, message: Request, kind: type[_Reply]) -> _Reply:
+    """What may be asked twice; again where no answer comes, since the daemon may have been started again meanwhile.
+
+    Raises:
+        RefusedError, RequestTimeout, WireError: as of the client.
+    """
+    for _ in range(_ASKED - 1):
+        with contextlib.suppress(RequestTimeout):
+            return client.ask(message, kind)
+        logger.warning("the daemon does not answer; it is asked again")
+    return client.ask(message, kind)
 
 
 def newer_than(chosen: Chosen | None, stored: Stored) -> DurableWorld | None:

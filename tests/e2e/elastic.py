@@ -19,6 +19,7 @@ import torch
 
 from tests.ckptd.nodes import Node
 from tests.e2e.elastic_job import EXPERTS, Part, act
+from tests.e2e.elastic_states import joined_shards, same
 from tests.forked import FORKED
 
 __all__ = ["ElasticRun", "Life", "same", "undisturbed_life"]
@@ -115,22 +116,6 @@ class Life:
         return found
 
 
-def joined_shards(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Every parameter of which there are shards, and its optimizer state, whole; numbers after a check that they are the same on all ranks."""
-    found: dict[str, Any] = {}
-    for name, part in ranks[0]["parts"].items():
-        parts = [rank["parts"][name] for rank in ranks]
-        numel = ranks[0]["numels"][name.partition("/")[0]]
-        if part.ndim:
-            row = torch.cat(parts)
-            assert not row[numel:].count_nonzero(), f"the padding of {name}"
-            found[f"shards of {name}"] = row[:numel]
-        else:
-            assert all(same(part, one) for one in parts), name
-            found[f"shards of {name}"] = part
-    return found
-
-
 class ElasticRun:
     """Lives of one run on nodes."""
 
@@ -171,13 +156,6 @@ class ElasticRun:
     def close(self) -> None:
         for life in self.lives:
             life.kill()
-
-
-def same(one: Any, other: Any) -> bool:
-    """To the bit."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(one == other)
 
 
 @contextlib.contextmanager

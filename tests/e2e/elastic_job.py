@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.client.rng import capture_rng
-from tests.e2e.elastic_watch import digests, watch
+from tests.e2e.elastic_states import joined_shards
+from tests.e2e.elastic_watch import digests, hold_bringing, watch
 from tests.e2e.job import let_them_come, let_what_is_beside_come
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Part:
         masters: with ``sharded``: experts in bfloat16, shards in float32.
         place_every: with ``sharded``: after so many steps the experts are placed by load; 0: never.
         die_sending: with ``sharded``: the one that is to die does so when its shards are updated, and the others wait for their weights.
+        joined: with ``sharded``: each rank tells of the shards all that they are together; a collective call at each top that is told.
+        gate: a file, without which nothing is brought from storage.
         spoil: with ``sharded``: rank 0 forgets, of one shard, a moment of what it has loaded.
     """
 
@@ -79,6 +82,8 @@ class Part:
     masters: bool = False
     place_every: int = 0
     die_sending: bool = False
+    joined: bool = False
+    gate: Path | None = None
     spoil: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -165,6 +170,8 @@ def act(part: Part) -> None:
     random.seed(part.seed)
     if part.watched:
         watch(Log(part), part.phase_ms, part.seed + part.rank)
+    if part.gate is not None:
+        hold_bringing(Log(part), part.gate)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{part.folder}/{part.out}-store",
@@ -214,10 +221,14 @@ def _live(part: Part, log: Log) -> bool:
     batches = GlobalBatches(SAMPLES, BATCH, seed=3)
     out, name, tops = part.folder, f"{part.out}-{part.rank}", Log(part, "tops")
     for step in job.steps(part.total):
-        if step in part.keep or step == job.start:
-            torch.save(everything(model, optimizer, state, shards), out / f"{name}-{step}.pt")
+        kept = step in part.keep or step == job.start
+        all_of_it = everything(model, optimizer, state, shards) if kept or part.watched else {}
+        if part.joined and all_of_it:
+            all_of_it |= _joined(all_of_it.pop("shards"), part.world_size)
+        if kept:
+            torch.save(all_of_it, out / f"{name}-{step}.pt")
         if part.watched:
-            now = digests(everything(model, optimizer, state, shards))
+            now = digests(all_of_it)
             tops.write("top", world=job.plan.number, step=step, of=now)
             log.write("top", step=step, world=job.plan.number, floor=job.floor)
         else:
@@ -266,6 +277,13 @@ def _shards_of(job: ElasticJob, model: Model, part: Part) -> ExpertShards:
                 module.bfloat16()
     masters = torch.float32 if part.masters else None
     return job.shards(model, lambda shards: torch.optim.AdamW(shards, lr=0.02), masters=masters)
+
+
+def _joined(mine: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """What the shards of all ranks are together, by name."""
+    told: list[dict[str, Any]] = [{} for _ in range(world_size)]
+    dist.all_gather_object(told, mine)
+    return joined_shards(told)
 
 
 def _die(*_: object) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ckptd.client.host_bytes import buffer_of
 
-__all__ = ["STACKS", "Phase", "Tail", "digests", "watch"]
+__all__ = ["STACKS", "Phase", "Tail", "digests", "hold_bringing", "watch"]
 
+_HELD_S = 60.0
 STACKS = signal.SIGUSR1
 """Makes a rank write what all its threads are doing into its log."""
 
@@ -30,6 +31,7 @@ class Phase(StrEnum):
 
     LOOKING = "telling what is held"
     PLANNING = "planning"
+    BRINGING = "bringing from storage"
     VERIFYING = "verifying"
     SHIPPING = "shipping"
     LOADING = "loading"
@@ -48,12 +50,14 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
     from ckptd.client.worlds import job, starting, taking_over
     from ckptd.client.worlds.loading import Loader
     from ckptd.client.worlds.retiring import Retiring
+    from ckptd.client.worlds.stored import Storage
 
     faulthandler.register(STACKS, all_threads=True)
     rng = random.Random(seed)
     for phase, holder, name in (
         (Phase.LOOKING, starting, "look"),
         (Phase.PLANNING, starting, "plan_world"),
+        (Phase.BRINGING, Storage, "bring"),
         (Phase.VERIFYING, starting, "_verify"),
         (Phase.SHIPPING, taking_over, "ship"),
         (Phase.LOADING, Loader, "scalars"),
@@ -61,6 +65,23 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
         (Phase.RETIRING, Retiring, "_forget"),
     ):
         setattr(holder, name, _told(getattr(holder, name), phase, log, rng, phase_ms))
+
+
+def hold_bringing(log: Writes, gate: Path) -> None:
+    """Tell when something is about to be brought from storage, and go on when ``gate`` is there; the first time only."""
+    from ckptd.client.worlds.stored import Storage
+
+    bring = Storage.bring
+
+    @functools.wraps(bring)
+    def held(*args: Any, **kwargs: Any) -> bool:
+        log.write("phase", phase=Phase.BRINGING)
+        until = time.monotonic() + _HELD_S
+        while not gate.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        return bring(*args, **kwargs)
+
+    setattr(Storage, "bring", held)  # noqa: B010 - a method that is replaced
 
 
 def _told(
