@@ -53,6 +53,13 @@ class WorldStore:
         found = self.catalog(run, worlds[0]).committed if worlds else ()
         return [checkpoint.id.end for checkpoint in found]
 
+    def newest(self, run: str) -> tuple[int, int]:
+        """World and end of the checkpoint that a start would go on from; (-1, -1): there is none."""
+        for world in self.worlds(run):
+            for checkpoint in self.catalog(run, world).committed:
+                return world, checkpoint.id.end
+        return -1, -1
+
     def damage(self, run: str, world: int, end: int) -> str:
         """Flip a bit in what a rank of that world stored of that iteration; returns in which object."""
         catalog = self.catalog(run, world)
