@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tests.e2e.elastic import Life, same
-from tests.e2e.elastic_kills import Round
+from tests.e2e.elastic_kills import NOTHING_WHOLE, Round
 from tests.e2e.elastic_watch import Tail
 
-__all__ = ["Judge"]
+__all__ = ["Judge", "Mark"]
 
 # Of sums in double precision that are added up in another order, over all steps.
 _CLOSE = 1e-7
+Mark = tuple[int, int]  # world and iteration
+_NOTHING: Mark = (-1, -1)
 _NAMED = 5
 
 
@@ -42,8 +45,11 @@ class Judge:
     ``exposed``: the nodes that lost their memory since all of the job was last told to be replicated, without those of this life.
     """
 
-    def __init__(self, found: Round, alone: Life, total: int) -> None:
+    def __init__(
+        self, found: Round, alone: Life, total: int, durable: Callable[[], Mark] | None = None
+    ) -> None:
         self._found, self._alone, self._total = found, alone, total
+        self._look_durable, self._durable = durable, _NOTHING
         self._worlds: dict[int, _World] = {}
         self._secure = -1, -1  # world and floor
         self._newest: _World | None = None
@@ -53,10 +59,22 @@ class Judge:
         self._lost_now: set[str] = set()
         # While a daemon is away no ring waits for it (docs/replication.md, section 6): what was promised may be given away then.
         self._lapsed = self._lapses_now = False
+        self._found_durable = _NOTHING  # before this life
 
     def daemon_away(self) -> None:
         """A daemon is killed while ranks go on."""
         self._lapses_now = True
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether anything is durable now."""
+        return self._look_durable is not None and self._look_durable() > _NOTHING
+
+    def durable(self) -> None:
+        """See ``Looks``: what is durable when a life is over, the next one must find; it may be told a while later by a busy node."""
+        self._found_durable = self._durable
+        if self._look_durable is not None:
+            self._durable = max(self._durable, self._look_durable())
 
     def lose(self, node: str) -> None:
         """A node's memory is lost while a life ends."""
@@ -66,7 +84,9 @@ class Judge:
         """See ``Looks``."""
         logs = life.logs
         worlds = self._read(life)
-        if "no iteration is held as a whole" in logs:
+        if not worlds and NOTHING_WHOLE in logs:
+            if self._found_durable > _NOTHING:
+                self._fail(f"{self._found_durable} is durable, and was not found")
             if len(self.exposed) <= 1 and not (self.exposed and self._lapsed):
                 self._fail(f"what was promised was not found: {self._secure}, lost were {sorted(self.exposed)}")  # fmt: skip
             self._found.lost = True
@@ -130,6 +150,11 @@ class Judge:
         if where and came[1] != world.start:
             self._fail(f"it begins at {world.start}: {world.reason}")
         kept = len(self.exposed) <= 1 and not (self.exposed and self._lapsed)
+        if came < self._found_durable:
+            self._fail(
+                f"it goes on from {came}, though {self._found_durable} is durable: {world.reason}"
+            )
+        self._found.brought += "brought from storage" in world.reason
         if kept and came < self._secure:
             self._fail(f"it goes on from {came}, though {self._secure} was promised (exposed: {sorted(self.exposed)}): {world.reason}")  # fmt: skip
         if self._newest is not None:

@@ -15,11 +15,14 @@ from typing import Protocol
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import open_segment
 from tests.ckptd.nodes import Net, Node
+from tests.e2e.bucket import keeper_pid
 from tests.e2e.elastic import ElasticRun, Life
 from tests.e2e.elastic_watch import STACKS, Phase, Tail
 
-__all__ = ["Kill", "Killer", "Looks", "Moment", "Round", "Target"]
+__all__ = ["NOTHING_WHOLE", "Kill", "Killer", "Looks", "Moment", "Round", "Target"]
 
+# As it is raised; what is to come from storage is told in the same words, as a warning.
+NOTHING_WHOLE = "ElasticError: find the state to go on from: no iteration is held as a whole"
 _LIMIT_S = 100.0
 # A rank that was told to end parks before (20 s for its copies at most); one that heard of another's failure raises it.
 _ENDS_S = 45.0
@@ -37,6 +40,8 @@ class Target(StrEnum):
     DAEMON = "daemon"  # is started again while the ranks go on
     HOST = "host"  # ranks and daemon of a node, whose memory stays
     NODE = "node"  # the same, and its memory is gone
+    KEEPER = "keeper"  # of a daemon that has a store, which starts another
+    NODES = "all nodes"  # with all memory: what is durable is left
 
 
 class Moment(StrEnum):
@@ -45,6 +50,7 @@ class Moment(StrEnum):
     JOINING = "joining the others"
     LOOKING = Phase.LOOKING
     PLANNING = Phase.PLANNING
+    BRINGING = Phase.BRINGING
     VERIFYING = Phase.VERIFYING
     SHIPPING = Phase.SHIPPING
     LOADING = Phase.LOADING
@@ -57,6 +63,8 @@ class Moment(StrEnum):
 
 _PHASES = tuple(Moment(phase) for phase in Phase)
 _IN_STARTS = tuple(moment for moment in _PHASES if moment is not Moment.RETIRING)
+
+_WITHOUT_STORE = tuple(moment for moment in _IN_STARTS if moment is not Moment.BRINGING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,8 @@ class Round:
     seed: int
     nodes: int
     ranks_per_node: int
+    sharded: bool = False
+    stored: bool = False
     kills: list[Kill] = field(default_factory=list)
     lives: int = 0
     starts: list[int] = field(default_factory=list)
@@ -79,6 +89,7 @@ class Round:
     refused_starts: int = 0
     compared: int = 0
     lost: bool = False
+    brought: int = 0
     failures: list[str] = field(default_factory=list)
 
 
@@ -87,8 +98,15 @@ class Looks(Protocol):
 
     exposed: set[str]
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether anything is durable now."""
+
     def lose(self, node: str) -> None:
         """A node's memory is lost."""
+
+    def durable(self) -> None:
+        """A life ends or begins: what is durable now must be found from now on."""
 
     def daemon_away(self) -> None:
         """A daemon is killed while ranks go on."""
@@ -114,12 +132,14 @@ class Killer:
         self._down: set[str] = set()
         self._began_s = 0.0
         self._daemons_killed = 0  # in this life
+        self._emptied = False  # this life began without any memory
 
     def play(self, kills: int) -> None:
         """Until the kills are used up and the job has ended, or cannot go on."""
         while not self._found.failures:
             life = self._begin()
             ended = self._hurt(life, kills)
+            self._judge.durable()
             over = self._judge.look(life)
             if self._found.failures:
                 self._found.failures.append(self._held())
@@ -160,6 +180,7 @@ class Killer:
         self._seats = [node for node in here for _ in range(self._found.ranks_per_node)]
         self._found.lives += 1
         self._daemons_killed = 0
+        self._emptied = all(not list(node.segment_dir.glob("*~*")) for node in here)
         self._began_s = time.monotonic()
         return self._run.life(self._seats)
 
@@ -171,6 +192,10 @@ class Killer:
                 break
             target = self._draw()
             self._found.kills.append(Kill(target, moment))
+            if target is Target.KEEPER:
+                self._daemons_killed += 1
+                self._kill_keeper()
+                continue
             if target is not Target.DAEMON:
                 self._kill(life, target)
                 self._tear_down(life, kills)
@@ -189,7 +214,7 @@ class Killer:
             codes = [p.exitcode for p in life.processes]
             if any(code != 1 for code in codes):
                 raise AssertionError(f"ranks ended with {codes}")
-            if "no iteration is held as a whole" in life.logs:
+            if NOTHING_WHOLE in life.logs:
                 return False  # whether that had to be is judged
             if not self._daemons_killed or "DaemonUnavailable" not in life.logs:
                 raise AssertionError(f"ranks ended with {codes}, and no daemon was away")
@@ -206,8 +231,11 @@ class Killer:
     def _await(self, life: Life) -> Moment | None:
         """Until the moment drawn; which one it is, since it may be missed. None: the life is over."""
         tail = self._tail(life)
+        starting: tuple[Moment, ...] = _IN_STARTS if self._found.stored else _WITHOUT_STORE
+        if self._emptied:
+            starting = (*starting, *[Moment.BRINGING] * len(starting))
         aim = self._rng.choice(
-            (Moment.JOINING, *_IN_STARTS, Moment.FIRST_STEPS, Moment.TRAINING, Moment.RETIRING)
+            (Moment.JOINING, *starting, Moment.FIRST_STEPS, Moment.TRAINING, Moment.RETIRING)
             if len(self._run.lives) > 1
             else (Moment.FIRST_STEPS, *[Moment.TRAINING] * 3, Moment.ATTACHING)
         )
@@ -277,12 +305,22 @@ class Killer:
             targets.append(Target.DAEMON)
         if not self._judge.exposed or self._rng.random() < 0.1:
             targets += [Target.NODE] * 4
+        if self._found.stored and self._judge.is_durable:
+            targets += [Target.KEEPER, *[Target.NODES] * 4]
         return self._rng.choice(targets)
 
     def _kill(self, life: Life, target: Target) -> None:
         if target is Target.ALL:
             for process in life.processes:
                 process.kill()
+            return
+        if target is Target.NODES:
+            for kill in [process.kill for process in life.processes]:
+                kill()
+            for each in self._net.nodes:
+                each.lose()
+                self._down.add(each.name)
+                self._judge.lose(each.name)
             return
         victim = self._rng.randrange(len(life.parts))
         node = self._seats[victim]
@@ -307,6 +345,13 @@ class Killer:
         node.kill()
         time.sleep(self._rng.uniform(0, _DAEMON_AWAY_S))
         node.launch()
+
+    def _kill_keeper(self) -> None:
+        """Of some node's daemon; there is none while it is being started again."""
+        node = self._rng.choice(self._seats)
+        assert node.process is not None
+        if pid := keeper_pid(node.process.pid):
+            os.kill(pid, signal.SIGKILL)
 
     def _tear_down(self, life: Life, kills: int) -> None:
         """As torchrun does; sometimes another is killed meanwhile."""
