@@ -31,7 +31,7 @@ __all__ = ["STORE_ANSWER_S", "RankWatch", "own_connection"]
 
 logger = logging.getLogger(__name__)
 
-STORE_ANSWER_S = 60.0
+STORE_ANSWER_S = 30.0
 _BEAT_S, _SILENT_S = 5.0, 60.0
 _LOOK_S = 0.5
 _CONNECT_S, _TRIES = 2.0, 2
