@@ -31,7 +31,7 @@ __all__ = ["STORE_ANSWER_S", "RankWatch", "own_connection"]
 
 logger = logging.getLogger(__name__)
 
-STORE_ANSWER_S = 60.0
+STORE_ANSWER_S = 30.0
 _BEAT_S, _SILENT_S = 5.0, 60.0
 _LOOK_S = 0.5
 _CONNECT_S, _TRIES = 2.0, 2
@@ -84,6 +84,8 @@ class RankWatch:
         try:
             own = own_connection(store)
             with _listener(server.host, server.port) as (host, port):
+                # A launcher may keep one store for all lives of a job: nothing of an earlier one counts.
+                own.delete_key(self.gone_key)
                 own.set(f"{self._prefix}/at/{self._rank}", f"{host} {port}")
                 self._watch(own)
         except Exception as error:  # noqa: BLE001 - the store ends with the job, in many ways; who waits at it hears of that there
@@ -103,6 +105,7 @@ class RankWatch:
                     self._pause(_LOOK_S)
             elif self._connection is None and not self._connect(address):
                 failed += 1
+                address = _address(store, f"{self._prefix}/at/{self._next}") or address
                 if was_there and failed >= _TRIES:
                     self._tell(store, address[0], "its connection broke")
                 elif not was_there and beats.silent_s() > _SILENT_S:

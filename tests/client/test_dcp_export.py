@@ -175,6 +175,7 @@ def test_two_ranks_load_their_shards(exported: Path, dense: Trained, tmp_path: P
     finally:
         for process in ranks:
             process.kill()
+            process.communicate()
 
 
 def with_two_groups(model: nn.Module) -> torch.optim.AdamW:

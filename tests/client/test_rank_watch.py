@@ -162,6 +162,23 @@ def test_what_another_rank_says_is_left(store: Any) -> None:
     after.listening.close()
 
 
+@pytest.mark.usefixtures("quick")
+def test_what_an_earlier_life_left_in_the_store_does_not_count(store: Any) -> None:
+    """An agent of torchrun may keep one store for all of them: an address at which nobody listens any more, and a rank that was gone."""
+    before = Next(store)
+    before.listening.close()
+    store.set("ranks/gone", "rank 1 is gone")
+    watch = RankWatch(store, "ranks", rank=0, world_size=2)
+    until(store, watch.gone_key, there=False)
+    after = Next(store)
+    held = after.connected()
+    assert not store.check([watch.gone_key])
+    watch.close()
+    assert held.recv(1) == b""
+    held.close()
+    after.listening.close()
+
+
 def test_other_stores_watch_nobody(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 2)  # type: ignore[attr-defined]
     watch = RankWatch(store, "ranks", rank=0, world_size=2)
