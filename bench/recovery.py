@@ -100,6 +100,8 @@ def work(args: argparse.Namespace) -> None:
     )
     train(args.worker, ckpt, net, optimizer, model.width, log)
     ckpt.close()
+    # The wrapper goes before the group: held by it last, the group's end waits for its threads with the interpreter's lock held.
+    del ckpt, net
     dist.destroy_process_group()
 
 

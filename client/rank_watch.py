@@ -31,7 +31,7 @@ __all__ = ["STORE_ANSWER_S", "RankWatch", "own_connection"]
 
 logger = logging.getLogger(__name__)
 
-STORE_ANSWER_S = 60.0
+STORE_ANSWER_S = 30.0
 _BEAT_S, _SILENT_S = 5.0, 60.0
 _LOOK_S = 0.5
 _CONNECT_S, _TRIES = 2.0, 2
@@ -63,6 +63,7 @@ class RankWatch:
         self._next = (rank + 1) % world_size
         self._closed, self._wake = False, threading.Event()
         self._connection: socket.socket | None = None
+        self._watched_by: socket.socket | None = None
         self._told = ""
         server = _tcp_store(store)
         if server is not None:
@@ -83,26 +84,32 @@ class RankWatch:
     def _run(self, store: Any, server: Any) -> None:
         try:
             own = own_connection(store)
-            with _listener(server.host, server.port) as (host, port):
-                own.set(f"{self._prefix}/at/{self._rank}", f"{host} {port}")
-                self._watch(own)
+            with _listener(server.host, server.port) as (host, listening):
+                # A launcher may keep one store for all lives of a job: nothing of an earlier one counts.
+                own.delete_key(self.gone_key)
+                own.set(f"{self._prefix}/at/{self._rank}", f"{host} {listening.getsockname()[1]}")
+                self._watch(own, listening)
         except Exception as error:  # noqa: BLE001 - the store ends with the job, in many ways; who waits at it hears of that there
             logger.debug("rank %d is not watched any more: %s", self._next, error)
         finally:
             self._drop()
+            if self._watched_by is not None:
+                self._watched_by.close()
 
-    def _watch(self, store: Any) -> None:
+    def _watch(self, store: Any, listening: socket.socket) -> None:
         beats = _Beats(store, f"{self._prefix}/beats", self._rank, self._next)
         address: tuple[str, int] | None = None
         was_there, failed = False, 0
         while not self._closed:
-            beats.beat()
+            if not self._is_watched(listening):
+                beats.beat()
             if address is None:
                 address = _address(store, f"{self._prefix}/at/{self._next}")
                 if address is None:
                     self._pause(_LOOK_S)
             elif self._connection is None and not self._connect(address):
                 failed += 1
+                address = _address(store, f"{self._prefix}/at/{self._next}") or address
                 if was_there and failed >= _TRIES:
                     self._tell(store, address[0], "its connection broke")
                 elif not was_there and beats.silent_s() > _SILENT_S:
@@ -112,6 +119,15 @@ class RankWatch:
                 was_there, failed = True, 0
                 self._tell(store, "", "")
                 self._wait_for_end(_BEAT_S)
+
+    def _is_watched(self, listening: socket.socket) -> bool:
+        """Whether the rank before this one has connected: it needs no beats then, and the store is left alone."""
+        with contextlib.suppress(BlockingIOError):
+            came, _ = listening.accept()
+            if self._watched_by is not None:
+                self._watched_by.close()
+            self._watched_by = came
+        return self._watched_by is not None
 
     def _pause(self, most_s: float) -> None:
         self._wake.wait(most_s)
@@ -189,10 +205,10 @@ class _Beats:
 
 
 @contextlib.contextmanager
-def _listener(host: str, port: int) -> Iterator[tuple[str, int]]:
-    """Listen where other ranks reach this one; host and port.
+def _listener(host: str, port: int) -> Iterator[tuple[str, socket.socket]]:
+    """Listen on the way to there: by what name or address others reach this host, and the socket, which does not block.
 
-    Nobody accepts: the kernel completes connections, keeps them, and ends them with the process.
+    It is the kernel that completes connections, keeps them, and ends them with the process.
     """
     family, here = _way_to(host, port)
     # Where the store's own host has its name at a loopback address, the others know it by that name only.
@@ -200,7 +216,8 @@ def _listener(host: str, port: int) -> Iterator[tuple[str, int]]:
     with socket.socket(family, socket.SOCK_STREAM) as listening:
         listening.bind(("" if by_name else here, 0))
         listening.listen()
-        yield host if by_name else here, listening.getsockname()[1]
+        listening.setblocking(False)
+        yield host if by_name else here, listening
 
 
 def _way_to(host: str, port: int) -> tuple[socket.AddressFamily, str]:

@@ -32,8 +32,10 @@ _GIVEN = frozenset(
 )
 
 
-def wrong_arguments(layers: Mapping[str, int], slots: int, run: str) -> str:
+def wrong_arguments(layers: object, slots: int, run: str) -> str:
     """What cannot be used; empty if nothing."""
+    if not isinstance(layers, Mapping):
+        return f"layers={layers!r}: a dict from the name of each mixture layer to its number of experts"
     counts = set(layers.values())
     if not layers or len(counts) != 1 or not _is_count(next(iter(counts))):
         return f"layers={dict(layers)!r}: name the mixture layers, each with its number of experts, which is the same for all"
@@ -85,8 +87,8 @@ def same_total(meet: Exchange, total: int) -> None:
     Raises:
         ValueError: on all ranks: they were given other totals.
     """
-    totals = [int(said) for said in meet(str(int(total)).encode())]
+    totals = [said.decode() for said in meet(str(total).encode())]
     if any(other != totals[0] for other in totals):
         raise ValueError(
-            f"the ranks were given other totals, {totals}: pass the same to steps() on all"
+            f"the ranks were given other totals, [{', '.join(totals)}]: pass the same to steps() on all"
         )

@@ -98,12 +98,18 @@ class ElasticJob:
         self._identity = identify(job, run, rank, world_size)
         # What is wrong here the other ranks hear of when they meet: they would wait for this one.
         wrong = wrong_arguments(layers, slots, self._identity.run)
-        counts = tuple(layers.values()) if not wrong else (1,)
-        self.layers = ExpertLayers(tuple(layers), counts[0])
+        counts = [1] if wrong else list(layers.values())
+        self.layers = ExpertLayers(() if wrong else tuple(layers), counts[0])
         # Under one name whatever job and run they were given: ranks that were given others meet, and hear of it.
         self._meet = partial(exchange, replace(self._identity, job="elastic", run="worlds"))
         wishes = Wishes(
-            self._identity.job, self._identity.run, self.layers, threshold, max_straggler, domain
+            self._identity.job,
+            self._identity.run,
+            self.layers,
+            threshold,
+            max_straggler,
+            domain,
+            when,
         )
         here = ValueError(wrong) if wrong else self._find_here(daemon, slots, domain)
         self._world = start_world(here, wishes, self.rank, self._meet)

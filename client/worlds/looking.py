@@ -18,6 +18,7 @@ import msgspec
 from ckptd.client.agreement import Exchange, Failure, raise_together
 from ckptd.client.worlds.inventory import ImageKey, Inventory, settle
 from ckptd.client.worlds.planning import Seat, nodes_of
+from ckptd.elastic.when import TimesConfig
 from ckptd.elastic.worlds import ExpertLayers, NodeHeld
 from ckptd.errors import DaemonUnavailable
 from ckptd.transport.messages import Hello, Welcome
@@ -36,6 +37,7 @@ class Wishes:
 
     Args:
         domain: the label of a node's card that names its failure domain; empty: each node is one.
+        when: at which steps the ranks meet to look at the load; one that does not would leave the others waiting.
     """
 
     job: str
@@ -44,6 +46,7 @@ class Wishes:
     threshold: int
     max_straggler: float | None
     domain: str = ""
+    when: TimesConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,40 @@ def test_what_another_rank_says_is_left(store: Any) -> None:
     after.listening.close()
 
 
+@pytest.mark.usefixtures("quick")
+def test_what_an_earlier_life_left_in_the_store_does_not_count(store: Any) -> None:
+    """An agent of torchrun may keep one store for all of them: an address at which nobody listens any more, and a rank that was gone."""
+    before = Next(store)
+    before.listening.close()
+    store.set("ranks/gone", "rank 1 is gone")
+    watch = RankWatch(store, "ranks", rank=0, world_size=2)
+    until(store, watch.gone_key, there=False)
+    after = Next(store)
+    held = after.connected()
+    assert not store.check([watch.gone_key])
+    watch.close()
+    assert held.recv(1) == b""
+    held.close()
+    after.listening.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_ranks_that_are_connected_leave_the_store_alone(store: Any) -> None:
+    """It is gone before the last of them at the end of most jobs, and each question to it would be a warning of torch."""
+    watches = [RankWatch(store, "ranks", rank=rank, world_size=2) for rank in range(2)]
+    for watch in watches:
+        deadline = time.monotonic() + 60
+        while watch._connection is None or watch._watched_by is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    time.sleep(0.5)
+    beats = [store.add(f"ranks/beats/{rank}", 0) for rank in range(2)]
+    time.sleep(1.0)
+    assert [store.add(f"ranks/beats/{rank}", 0) for rank in range(2)] == beats
+    for watch in watches:
+        watch.close()
+
+
 def test_other_stores_watch_nobody(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 2)  # type: ignore[attr-defined]
     watch = RankWatch(store, "ranks", rank=0, world_size=2)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
@@ -119,11 +119,19 @@ def _tell(folder: str, rank: int, what: str, text: str = "") -> None:
 
 
 @contextlib.contextmanager
-def _nowhere(host: str, port: int) -> Iterator[tuple[str, int]]:
+def _nowhere(host: str, port: int) -> Iterator[tuple[str, Any]]:
     """An address at which nobody listens."""
     with socket.socket() as bound:
         bound.bind((HOST, 0))
-        yield HOST, bound.getsockname()[1]
+        yield HOST, _Nowhere(bound)
+
+
+class _Nowhere:
+    def __init__(self, bound: socket.socket) -> None:
+        self.getsockname = bound.getsockname
+
+    def accept(self) -> NoReturn:
+        raise BlockingIOError
 
 
 def _serve(ports: Any) -> None:

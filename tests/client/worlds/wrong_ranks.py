@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.client.worlds import ElasticJob
+from ckptd.elastic.when import TimesConfig
 
 __all__ = ["CASES", "work"]
 
@@ -84,6 +85,20 @@ def steps_too_soon(rank: int) -> None:
     next(job.steps(3))
 
 
+def no_layers(rank: int) -> None:
+    begun(rank, layers=None if rank else LAYERS)
+
+
+def other_times(rank: int) -> None:
+    begun(rank, when=TimesConfig() if rank else None)
+
+
+def no_total(rank: int) -> None:
+    job, model, optimizer = trained(rank)
+    job.checkpointer(model, optimizer)
+    next(job.steps(None if rank else 3))  # type: ignore[arg-type]
+
+
 def other_totals(rank: int) -> None:
     job, model, optimizer = trained(rank)
     job.checkpointer(model, optimizer)
@@ -118,7 +133,7 @@ CASES: dict[str, Callable[[int], None]] = {
     work.__name__: work
     for work in (
         other_runs, other_experts, no_slot, half_a_slot, too_few_slots, expert_fails, without_layer, steps_too_soon,
-        other_totals, given_option, no_state_dict, own_loads, closed_twice,
+        no_layers, other_times, no_total, other_totals, given_option, no_state_dict, own_loads, closed_twice,
     )
 }  # fmt: skip
 
