@@ -11,10 +11,7 @@ what was durable before must be found.
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +19,7 @@ from pathlib import Path
 
 from ckptd.elastic.when import TimesConfig
 from tests.ckptd.nodes import Net
+from tests.e2e.campaigns import play
 from tests.e2e.elastic import ElasticRun, Life
 from tests.e2e.elastic_job import EXPERTS
 from tests.e2e.elastic_judge import Judge
@@ -142,16 +140,7 @@ def table(rounds: Sequence[Round]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a campaign; 1 if anything was not as it has to be."""
-    parser = argparse.ArgumentParser(prog="python -m tests.e2e.elastic_campaign")
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 20))
-    args = parser.parse_args(argv)
-    say = sys.stdout.write
-    say(f"seed {args.seed}; --seed {args.seed} repeats the choices\n")
-    with tempfile.TemporaryDirectory(prefix="ckptd-elastic-") as name:
-        rounds = campaign(args.kills, args.seed, Path(name), say)
-    say(table(rounds) + "\n")
-    return 1 if any(found.failures for found in rounds) else 0
+    return play("tests.e2e.elastic_campaign", campaign, table, argv, kills=60)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,9 @@ end. Then the garbage is collected.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
-import sys
-import tempfile
 import time
 import uuid
 from collections import Counter
@@ -38,6 +35,7 @@ from tests.e2e.bucket import (
     puts_manifest,
     puts_object,
 )
+from tests.e2e.campaigns import play
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 from tests.e2e.test_durable import lose_memory
@@ -382,16 +380,7 @@ def table(rounds: Sequence[Round]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a campaign; 1 if anything was not as it has to be."""
-    parser = argparse.ArgumentParser(prog="python -m tests.e2e.storage_campaign")
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 20))
-    args = parser.parse_args(argv)
-    say = sys.stdout.write
-    say(f"seed {args.seed}; --seed {args.seed} repeats the choices\n")
-    with tempfile.TemporaryDirectory(prefix="ckptd-storage-") as name:
-        rounds = campaign(args.kills, args.seed, Path(name), say)
-    say(table(rounds) + "\n")
-    return 1 if any(found.failures for found in rounds) else 0
+    return play("tests.e2e.storage_campaign", campaign, table, argv, kills=100)
 
 
 if __name__ == "__main__":
