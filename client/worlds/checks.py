@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch.distributed as dist
 from torch import nn
 
 from ckptd.client.agreement import Exchange
 from ckptd.client.elastic import ElasticExperts
+from ckptd.client.identity import Identity, identify
 from ckptd.client.names import named_modules
 from ckptd.elastic.worlds import ExpertLayers
 
-__all__ = ["check_options", "layers_of", "same_total", "wrong_arguments"]
+__all__ = ["check_options", "identify_anyway", "layers_of", "same_total", "wrong_arguments"]
 
 _MAX_RUN = 50  # a world's number follows it, and a run's name has 64 characters at most
 _GIVEN = frozenset(
@@ -32,7 +34,21 @@ _GIVEN = frozenset(
 )
 
 
-def wrong_arguments(layers: object, slots: int, run: str) -> str:
+def identify_anyway(
+    job: str | None, run: str | None, rank: int | None, world_size: int | None
+) -> tuple[Identity, str]:
+    """Who this rank is, and why it cannot be called so; its place in the process group then, so that it can tell the others."""
+    try:
+        return identify(job, run, rank, world_size), ""
+    except ValueError as error:
+        there = dist.is_available() and dist.is_initialized()
+        place = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
+        return Identity("elastic", "nameless", *place), str(error)
+
+
+def wrong_arguments(
+    layers: object, slots: object, threshold: object, max_straggler: object, run: str
+) -> str:
     """What cannot be used; empty if nothing."""
     if not isinstance(layers, Mapping):
         return f"layers={layers!r}: a dict from the name of each mixture layer to its number of experts"
@@ -41,13 +57,18 @@ def wrong_arguments(layers: object, slots: int, run: str) -> str:
         return f"layers={dict(layers)!r}: name the mixture layers, each with its number of experts, which is the same for all"
     if not _is_count(slots):
         return f"slots={slots!r}: a rank has room for one expert of each layer at least, and for whole ones"
+    if not _is_count(threshold):
+        return f"threshold={threshold!r}: so many replicas every expert should have, a whole number from 1 on"
+    number = isinstance(max_straggler, int | float) and not isinstance(max_straggler, bool)
+    if max_straggler is not None and not number:
+        return f"max_straggler={max_straggler!r}: a number from 1 on, or None"
     if len(run) > _MAX_RUN:
         return f"run={run!r} has more than {_MAX_RUN} characters"
     return ""
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def check_options(options: Iterable[str]) -> None:

@@ -35,10 +35,15 @@ from ckptd.client.agreement import all_or_none
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.elastic import ElasticExperts, ExpertShards
 from ckptd.client.exchange import exchange
-from ckptd.client.identity import identify
 from ckptd.client.scalars import Stateful
 from ckptd.client.worlds.alongside import Alongside, make_room
-from ckptd.client.worlds.checks import check_options, layers_of, same_total, wrong_arguments
+from ckptd.client.worlds.checks import (
+    check_options,
+    identify_anyway,
+    layers_of,
+    same_total,
+    wrong_arguments,
+)
 from ckptd.client.worlds.history import LoadHistory
 from ckptd.client.worlds.inventory import run_of_world
 from ckptd.client.worlds.loading import Loader
@@ -95,9 +100,11 @@ class ElasticJob:
         when: TimesConfig | None = None,
     ) -> None:
         began = time.perf_counter()
-        self._identity = identify(job, run, rank, world_size)
         # What is wrong here the other ranks hear of when they meet: they would wait for this one.
-        wrong = wrong_arguments(layers, slots, self._identity.run)
+        self._identity, nameless = identify_anyway(job, run, rank, world_size)
+        wrong = nameless or wrong_arguments(
+            layers, slots, threshold, max_straggler, self._identity.run
+        )
         counts = [1] if wrong else list(layers.values())
         self.layers = ExpertLayers(() if wrong else tuple(layers), counts[0])
         # Under one name whatever job and run they were given: ranks that were given others meet, and hear of it.

@@ -16,6 +16,13 @@ EXPECTED = {
     "other_experts": ("ValueError: rank 1 was started with",),
     "no_slot": ("DaemonUnavailable: recover: rank 1 on node", "ValueError: slots=0"),
     "half_a_slot": ("DaemonUnavailable: recover: rank 1 on node", "ValueError: slots=2.5"),
+    "true_slots": ("DaemonUnavailable: recover: rank 1 on node", "ValueError: slots=True"),
+    "text_threshold": ("ValueError: threshold='2'",),
+    "text_straggler": (
+        "DaemonUnavailable: recover: rank 1 on node",
+        "ValueError: max_straggler='1.1'",
+    ),
+    "bad_name": ("DaemonUnavailable: recover: rank 1 on node", "ValueError: run='a/b'"),
     "too_few_slots": ("4 slots on 2 nodes cannot hold 9 experts",),
     "expert_fails": ("no weights for expert", "OSError: no weights for expert"),
     "without_layer": ("ValueError: the model has the mixture layers []",),

@@ -61,6 +61,22 @@ def half_a_slot(rank: int) -> None:
     begun(rank, slots=2.5 if rank else 2)
 
 
+def true_slots(rank: int) -> None:
+    begun(rank, slots=bool(rank) or 2)
+
+
+def text_threshold(rank: int) -> None:
+    begun(rank, threshold="2")
+
+
+def text_straggler(rank: int) -> None:
+    begun(rank, max_straggler="1.1" if rank else 1.1)
+
+
+def bad_name(rank: int) -> None:
+    begun(rank, run="a/b" if rank else "r")
+
+
 def too_few_slots(rank: int) -> None:
     begun(rank, layers={"moe": 9})
 
@@ -132,7 +148,7 @@ def closed_twice(rank: int) -> None:
 CASES: dict[str, Callable[[int], None]] = {
     work.__name__: work
     for work in (
-        other_runs, other_experts, no_slot, half_a_slot, too_few_slots, expert_fails, without_layer, steps_too_soon,
+        other_runs, other_experts, no_slot, half_a_slot, true_slots, text_threshold, text_straggler, bad_name, too_few_slots, expert_fails, without_layer, steps_too_soon,
         no_layers, other_times, no_total, other_totals, given_option, no_state_dict, own_loads, closed_twice,
     )
 }  # fmt: skip
