@@ -175,8 +175,9 @@ class FaultProxy:
 
     def _end(self, *connections: socket.socket) -> None:
         with self._lock:
-            self._open -= set(connections)
-        for connection in connections:
+            ends = self._open.intersection(connections)  # what is being cut gets no orderly end
+            self._open -= ends
+        for connection in ends:
             with contextlib.suppress(OSError):
                 connection.shutdown(
                     socket.SHUT_RDWR
