@@ -116,20 +116,25 @@ def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
 
 def test_a_put_leaves_nothing_in_the_page_cache(store: ObjectStore, tmp_path: Path) -> None:
     """A checkpoint that stays there pushes the training data out: a terabyte a day of what nobody reads again."""
-    _put(store, "a/b", os.urandom(40 * MIB))
     plain = tmp_path / "plain"
     plain.write_bytes(bytes(MIB))
     if _cached(plain, 0) == 0:
         pytest.skip("this file system does not tell what is cached")
-    held = [at for at in range(0, 40 * MIB, MIB) if _cached(tmp_path / "base" / "a" / "b", at)]
-    # The kernel may keep some that its journal has in hand at that moment: more on a busy disk. Left alone it keeps all forty.
-    assert len(held) <= 20, held
+    held = []
+    for turn in range(3):
+        _put(store, f"a/{turn}", os.urandom(40 * MIB))
+        path = tmp_path / "base" / "a" / str(turn)
+        held.append(sum(_cached(path, at) > 0 for at in range(0, 40 * MIB, MIB)))
+    # The kernel keeps what its journal or another core has in hand at that moment: of one put now and then, of all three never.
+    assert min(held) <= 2, held
 
 
 def _cached(path: Path, offset: int) -> int:
     """How many bytes can be read here without going to the disk; 0 as well where the file system does not tell."""
     file = os.open(path, os.O_RDONLY)
     try:
+        # Else the kernel reads ahead, although it is told not to wait, and the next look finds what this one has brought.
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
         return os.preadv(file, [bytearray(4096)], offset, os.RWF_NOWAIT)
     except OSError:
         return 0
