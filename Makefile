@@ -11,6 +11,8 @@
 #   make campaign-storage  seeded kills in the middle of uploads (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-elastic  seeded kills of elastic jobs, most of all while a world starts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-matrix   every kind of parallelism, optimizer and precision through a kill, and what make test leaves out (long)
+#   make lock       choose the versions of all dependencies anew, with their hashes (requirements.lock)
+#   make dist       wheel, source archive and SBOM (CycloneDX), into dist/
 #   make simulation replication under ten thousand seeded schedules of losses; CKPTD_SCHEDULES=n and CKPTD_SEED=n steer it
 
 SHELL := /bin/bash
@@ -24,10 +26,11 @@ STAMP := $(VENV)/.ckptd-installed
 PIP_FLAGS ?=
 # Two at a time, file by file (fixtures are shared within a file): most tests wait for processes more than they compute.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+EXTRAS := bench demo release test
 CKPTD_KILLS ?= 300
 CKPTD_SCHEDULES ?= 10000
 
-.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage bench campaign campaign-storage campaign-elastic campaign-matrix simulation clean
+.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage bench campaign campaign-storage campaign-elastic campaign-matrix simulation lock dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,10 +41,28 @@ setup: $(STAMP)
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# One install for all targets: the extras are small beside torch.
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,demo,bench]'
+# One install for all targets: the extras are small beside torch. Every file is checked against its hash but torch's:
+# each accelerator has its own build of the one version. It comes last, so that what it needs is there, checked.
+$(STAMP): pyproject.toml constraints.txt requirements.lock | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
+
+lock: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) 'uv>=0.8'
+	$(BIN)/uv pip compile --quiet --universal --upgrade --generate-hashes --no-emit-index-url --no-emit-package torch \
+		--custom-compile-command 'make lock' -c constraints.txt $(EXTRAS:%=--extra %) pyproject.toml -o requirements.lock
+
+# The SBOM names what the wheel needs when it is installed, in the versions that were tested.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --quiet --no-isolation
+	$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-annotate --no-emit-index-url \
+		-c constraints.txt -c requirements.lock pyproject.toml -o dist/runtime.txt
+	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library --output-reproducible \
+		-o dist/ckptd.cdx.json dist/runtime.txt
+	rm dist/runtime.txt
 
 test: lint types contracts unit
 
