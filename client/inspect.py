@@ -50,7 +50,8 @@ def nan_tensors(segment: MappedSegment, index: int) -> list[str]:
             continue
         if dtype in _INFINITY and _holds_nan(view.data(entry.name), dtype):
             found.append(entry.name)
-    return found
+    now = segment.header(index)
+    return found if now is not None and now.sequence == header.sequence else []
 
 
 def _holds_nan(data: memoryview, dtype: torch.dtype) -> bool:

@@ -95,6 +95,8 @@ def rank_image(view: ImageView, segments: Iterable[Segment]) -> RankImage:
 def _images(segments: Iterable[Segment]) -> Iterator[ImageView]:
     for slot in sealed_slots(segments):
         try:
-            yield ImageView(slot.segment.image(slot.index, slot.header))
+            view = ImageView(slot.segment.image(slot.index, slot.header))
         except ImageError:
             continue  # damaged or being overwritten: it only could have told us a dtype
+        if slot.segment.header(slot.index) == slot.header:
+            yield view

@@ -229,6 +229,9 @@ def _anchors(segment: Segment, index: int, header: SlotHeader) -> int:
         anchors = ImageView(segment.image(index, header)).anchors
     except ImageError:
         return 0  # damaged, or overwritten while we look; sealing and scrubbing report damage
+    now = segment.header(index)
+    if now is None or now.sequence != header.sequence or now.state not in _WITH_IMAGE:
+        return 0  # begun anew while we looked: what was read may be of another snapshot
     # A peer may send an image that is intact and has more operators than its segment: then it is of no use here.
     return 0 if anchors >> segment.descriptor.num_operators else anchors
 

@@ -16,7 +16,6 @@ from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import (
     OWNER_LOCK_BYTE,
-    SLOT_HEADER_LEN,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
@@ -24,6 +23,7 @@ from ckptd.memory.segment_format import (
     last_filled,
     origin_of,
     read_prologue,
+    read_raw_slot_header,
     read_slot_header,
     set_slot_state,
     slot_lock_byte,
@@ -122,8 +122,7 @@ class Segment:
 
     def raw_header(self, index: int) -> bytes:
         """The bytes of a slot header, as they travel to peers."""
-        at = self.geometry.header_offset(index)
-        return bytes(self.buffer[at : at + SLOT_HEADER_LEN])
+        return read_raw_slot_header(self.buffer, self.geometry, index)
 
     def raw_descriptor(self) -> bytes:
         """The descriptor, as it travels to peers."""

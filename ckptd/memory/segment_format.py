@@ -58,6 +58,7 @@ __all__ = [
     "pack_slot_header",
     "plan_geometry",
     "read_prologue",
+    "read_raw_slot_header",
     "read_slot_header",
     "set_slot_state",
     "slot_lock_byte",
@@ -98,6 +99,7 @@ _MAGICS: Mapping[Kind, bytes] = {
     "parked": PARK_MAGIC,
 }
 _NO_DIGEST = bytes(16)
+_STEADY_TRIES = 8  # a writer changes a header four times in a fill, which takes milliseconds
 _Rank = Annotated[int, Meta(ge=0, lt=1 << 24)]  # these three as messages bound them
 _WorldSize = Annotated[int, Meta(ge=1, lt=1 << 24)]
 _Small = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -335,10 +337,10 @@ def pack_slot_header(header: SlotHeader) -> bytes:
     return front + body + _CRC.pack(zlib.crc32(body))
 
 
-def unpack_slot_header(page: memoryview | bytes) -> SlotHeader | None:
+def unpack_slot_header(page: bytes) -> SlotHeader | None:
     """The header in ``page``; None when its magic, state or crc says that it is damaged."""
     magic, state = _SLOT_FRONT.unpack_from(page)
-    body = bytes(page[_SLOT_FRONT.size : _CRC_AT])
+    body = page[_SLOT_FRONT.size : _CRC_AT]
     if magic != SLOT_MAGIC or state not in _STATES:
         return None
     if _CRC.unpack_from(page, _CRC_AT)[0] != zlib.crc32(body):
@@ -361,10 +363,27 @@ def write_slot_header(
         set_slot_state(buf, geometry, index, header.state)
 
 
+def read_raw_slot_header(buf: memoryview, geometry: SegmentGeometry, index: int) -> bytes:
+    """The 112 bytes of the header of slot ``index``, as they stood at one moment.
+
+    No two fills of a slot, and no two stages of a fill, have the same body. So a body that is the same before and after
+    the state was read is the body that this state was of. Zeros, which are no header, if a writer never rests.
+    """
+    start = geometry.header_offset(index)
+    body_at, end = start + _SLOT_FRONT.size, start + SLOT_HEADER_LEN
+    body = bytes(buf[body_at:end])
+    for _ in range(_STEADY_TRIES):
+        front = bytes(buf[start:body_at])
+        again = bytes(buf[body_at:end])
+        if again == body:
+            return front + body
+        body = again
+    return bytes(SLOT_HEADER_LEN)
+
+
 def read_slot_header(buf: memoryview, geometry: SegmentGeometry, index: int) -> SlotHeader | None:
     """The header of slot ``index``; None when it is damaged (to be treated as free, and reported)."""
-    start = geometry.header_offset(index)
-    return unpack_slot_header(buf[start : start + SLOT_HEADER_BYTES])
+    return unpack_slot_header(read_raw_slot_header(buf, geometry, index))
 
 
 def set_slot_state(
