@@ -3,8 +3,10 @@
     <folder>/node.key           the public key, for others to trust
     <folder>/node.key_secret    both keys, 0600
     <folder>/trusted/<node>.key the public key of another node; the file's name is the node's id
+    <folder>/trusted/<node>~previous.key  the key that node had before, for as long as it is accepted beside the new one
 
-The files are ZeroMQ certificates, so its own tools read them. Changes to ``trusted`` are seen without a restart.
+The files are ZeroMQ certificates, so its own tools read them. The metadata of a trusted key may hold ``expires``, unix seconds: the
+key counts until then. Changes to ``trusted`` are seen without a restart.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Self
@@ -22,12 +26,24 @@ import zmq
 from zmq.auth import load_certificate
 from zmq.utils import z85
 
-__all__ = ["Keys", "KeysError", "Trust", "check_security", "trust", "trusted"]
+__all__ = [
+    "Keys",
+    "KeysError",
+    "Trust",
+    "TrustedKey",
+    "check_security",
+    "trust",
+    "trusted",
+    "trusted_keys",
+    "untrust",
+]
 
 logger = logging.getLogger(__name__)
 
 REREAD_S = 1.0  # a stranger who knocks again and again costs one directory scan a second
 NODE_NAME = re.compile(r"(?!\.\.?\Z)[A-Za-z0-9._-]{1,64}\Z")
+EXPIRES = re.compile(r'^\s*expires\s*=\s*"(\d{1,12})"\s*$', re.MULTILINE)
+PREVIOUS = "~previous"  # no node name has a tilde
 ENDPOINT = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:\[\]]+):(?P<port>\d{1,5}|\*)\Z")
 
 
@@ -82,6 +98,19 @@ class Keys:
         _write_new(folder / "node.key", _certificate(public))
         return cls(folder, public, secret)
 
+    @classmethod
+    def rotate(cls, folder: Path) -> Self:
+        """Replace the pair by a new one. A daemon that runs keeps the pair that it loaded.
+
+        Raises:
+            KeysError: there is no pair to replace.
+        """
+        found = cls.load(folder)
+        public, secret = _new_pair()
+        _replace(found.folder / "node.key_secret", _certificate(public, secret))
+        _replace(found.folder / "node.key", _certificate(public))
+        return cls(found.folder, public, secret)
+
 
 def _new_pair() -> tuple[str, str]:
     """A pair whose public key can be typed after a command: one that begins with a dash would be taken for an option."""
@@ -106,58 +135,123 @@ def checked_key(key: str | bytes) -> str:
     raise KeysError("a key is 40 characters of Z85")
 
 
-def trust(folder: Path, name: str, public_key: str) -> None:
-    """Let the node ``name`` connect, with this key. Replaces the key it had.
+@dataclass(frozen=True, slots=True)
+class TrustedKey:
+    """A key that may connect as ``node``, until ``expires_s`` (unix seconds; infinity: for good)."""
 
+    node: str
+    public: str
+    expires_s: float = float("inf")
+    previous: bool = False  # the node has a newer one
+
+    def valid_at(self, now_s: float) -> bool:
+        return now_s < self.expires_s
+
+
+def trust(
+    folder: Path,
+    name: str,
+    public_key: str,
+    *,
+    valid_for_s: float | None = None,
+    keep_previous_s: float = 0.0,
+) -> None:
+    """Let the node ``name`` connect, with this key, instead of the key it had.
+
+    Args:
+        valid_for_s: the key counts for so long; None: until it is replaced or removed.
+        keep_previous_s: the key that the node had counts beside the new one for so long.
     Raises:
-        KeysError: not a node name or key, or the key is another node's already.
+        KeysError: not a node name or key, a duration that is not positive, or the key is another node's already.
     """
     if not NODE_NAME.match(name):
         raise KeysError(f"{name!r} is no node name: 1 to 64 letters, digits, '.', '_', '-'")
+    if (valid_for_s is not None and not valid_for_s > 0) or not keep_previous_s >= 0:
+        raise KeysError("a key is trusted for a positive time")
     key = checked_key(public_key)
-    for other, its_key in trusted(folder).items():
-        if its_key == key and other != name:
-            raise KeysError(f"this key is trusted as {other!r} already")
-    target = Path(folder) / "trusted" / f"{name}.key"
+    known = trusted_keys(folder)
+    for other in known:
+        if other.public == key and other.node != name:
+            raise KeysError(f"this key is trusted as {other.node!r} already")
+    now_s = time.time()
+    target = _trusted_file(folder, name)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    scratch = target.with_name(f".{name}.{os.getpid()}")
-    scratch.unlink(missing_ok=True)
-    _write_new(scratch, _certificate(key))
-    scratch.replace(target)
+    old = next((k for k in known if k.node == name and not k.previous), None)
+    if old is not None and old.public != key and keep_previous_s > 0:
+        until_s = min(old.expires_s, now_s + keep_previous_s)
+        _replace(
+            _trusted_file(folder, name, previous=True), _certificate(old.public, until_s=until_s)
+        )
+    elif old is not None and old.public != key:
+        _trusted_file(folder, name, previous=True).unlink(missing_ok=True)
+    expires_s = None if valid_for_s is None else now_s + valid_for_s
+    _replace(target, _certificate(key, until_s=expires_s))
+
+
+def untrust(folder: Path, name: str) -> None:
+    """Let the node ``name`` connect no more. A daemon that runs cuts its connections within a second.
+
+    Raises:
+        KeysError: it is not trusted.
+    """
+    files = [_trusted_file(folder, name, previous=previous) for previous in (False, True)]
+    files = [path for path in files if NODE_NAME.match(name) and path.exists()]
+    if not files:
+        raise KeysError(f"{name!r} is not trusted; `ckptctl keys list` shows who is")
+    for path in files:
+        path.unlink()
 
 
 def trusted(folder: Path) -> dict[str, str]:
-    """Node name to public key. Files that hold no key are reported in the log and left out."""
-    found: dict[str, str] = {}
+    """Node name to its newest public key, where that has not expired."""
+    now_s = time.time()
+    return {k.node: k.public for k in trusted_keys(folder) if not k.previous and k.valid_at(now_s)}
+
+
+def trusted_keys(folder: Path) -> list[TrustedKey]:
+    """Every trusted key, also those that have expired. Files that hold no key are reported in the log and left out."""
+    found: list[TrustedKey] = []
     for path in sorted((Path(folder) / "trusted").glob("[!.]*.key")):
+        node, _, kind = path.stem.partition(PREVIOUS[0])
         try:
-            found[path.stem] = checked_key(load_certificate(path)[0])
+            if kind not in ("", PREVIOUS[1:]):
+                raise ValueError("its name is no node's")
+            key = checked_key(load_certificate(path)[0])
+            expires = EXPIRES.search(path.read_text(encoding="ascii"))
         except (OSError, ValueError) as error:
             logger.warning("%s holds no key and is ignored: %s", path, error)
+            continue
+        until_s = float(expires[1]) if expires else float("inf")
+        found.append(TrustedKey(node, key, until_s, previous=bool(kind)))
     return found
+
+
+def _trusted_file(folder: Path, name: str, *, previous: bool = False) -> Path:
+    return Path(folder) / "trusted" / f"{name}{PREVIOUS if previous else ''}.key"
 
 
 class Trust:
     """The trusted keys, read again when the folder changed or a key is not found. Any thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, wall_clock: Callable[[], float] = time.time) -> None:
         self._folder = Path(folder)
+        self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        self._names: dict[str, str] = {}
+        self._keys: dict[str, TrustedKey] = {}
         self._stamp = -1
         self._read_at = float("-inf")
 
     def node_of(self, public_key: str) -> str | None:
-        """The node with this key; None if it is not trusted."""
+        """The node with this key; None if it is not trusted (any more)."""
         with self._lock:
             if self._changed():
                 self._read()
-            name = self._names.get(public_key)
-            if name is None and time.monotonic() - self._read_at >= REREAD_S:
+            found = self._keys.get(public_key)
+            if found is None and time.monotonic() - self._read_at >= REREAD_S:
                 # A change within the clock tick of the last scan leaves the folder's time stamp as it was.
                 self._read()
-                name = self._names.get(public_key)
-            return name
+                found = self._keys.get(public_key)
+            return found.node if found and found.valid_at(self._wall_clock()) else None
 
     def _changed(self) -> bool:
         return self._modified() != self._stamp
@@ -171,11 +265,14 @@ class Trust:
     def _read(self) -> None:
         self._stamp = self._modified()  # before the scan: a change during it is seen next time
         self._read_at = time.monotonic()
-        self._names = {key: name for name, key in trusted(self._folder).items()}
+        self._keys = {key.public: key for key in trusted_keys(self._folder)}
 
 
-def _certificate(public: str, secret: str | None = None) -> str:
-    text = f'metadata\ncurve\n    public-key = "{public}"\n'
+def _certificate(public: str, secret: str | None = None, *, until_s: float | None = None) -> str:
+    expires = (
+        "" if until_s is None or until_s == float("inf") else f'    expires = "{until_s:.0f}"\n'
+    )
+    text = f'metadata\n{expires}curve\n    public-key = "{public}"\n'
     return text if secret is None else text + f'    secret-key = "{secret}"\n'
 
 
@@ -188,6 +285,13 @@ def _write_new(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _replace(path: Path, text: str) -> None:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.unlink(missing_ok=True)
+    _write_new(scratch, text)
+    scratch.replace(path)
 
 
 # --- where to listen --------------------------------------------------------------------------------------

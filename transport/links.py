@@ -198,6 +198,15 @@ class PeerLink:
         else:
             self._requests.add(request)
 
+    def check_trust(self) -> None:
+        """End what is under way with a peer that is not trusted any more."""
+        if self._closed or not (self._control.started or any(c.started for c in self._chunk_lanes)):
+            return
+        objection = self._parts.vouch(self._address)
+        if objection:
+            self._parts.counters.revoked += 1
+            self._refuse(objection)
+
     def shut(self) -> None:
         """End everything; what cannot complete at once is completed by later calls of `pump`."""
         if self._closed:
@@ -361,7 +370,9 @@ class PeerLink:
         self._refuse(detail)
 
     def _refuse(self, detail: str) -> None:
-        logger.info("%s at %s refused us: %s", self._address.node, self._address.endpoint, detail)
+        logger.info(
+            "no connection with %s at %s: %s", self._address.node, self._address.endpoint, detail
+        )
         self._transfers.end(Fault.REFUSED, detail)
         self._requests.end(Fault.REFUSED)
         self._break_off()

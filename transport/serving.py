@@ -31,7 +31,7 @@ ACTIVE_S = 5.0
 
 Frames = Sequence[zmq.Frame]
 # Whose stream, its slot, and how to answer: host, port, ticket; from any thread.
-GrantDial = Callable[[str, bytes, Callable[[str, int, bytes], None]], None]
+GrantDial = Callable[["Connection", bytes, Callable[[str, int, bytes], None]], None]
 
 
 @dataclass(slots=True)
@@ -90,6 +90,9 @@ class Server:
         if connection is None or connection.key != key:
             self._answer(identity, f.FaultReply(ask.op, "open", "this connection is not open"))
             return
+        if not self._trusted(connection):
+            self._revoke(identity, connection)
+            return
         connection.heard_at = time.monotonic()
         self._asked(identity, connection, ask, payload)
 
@@ -135,6 +138,25 @@ class Server:
         if self._parts.node_of is not None and self._parts.node_of(key) != ask.node:
             return f"its key is not that of {ask.node}"
         return ""
+
+    def revoke_untrusted(self) -> None:
+        """End connections whose key is trusted no more, also those that are silent."""
+        for identity, connection in list(self._connections.items()):
+            if not self._trusted(connection):
+                self._revoke(identity, connection)
+
+    def _trusted(self, connection: Connection) -> bool:
+        node_of = self._parts.node_of
+        return node_of is None or node_of(connection.key) == connection.node
+
+    def _revoke(self, identity: bytes, connection: Connection) -> None:
+        del self._connections[identity]
+        self._parts.counters.revoked += 1
+        logger.warning(
+            "a connection of %s is over: its key is not trusted any more", connection.node
+        )
+        detail = f"the key of {connection.node} is not trusted any more"
+        self._answer(identity, f.Refuse(f.PROTOCOL, detail))
 
     def window(self) -> int:
         """Unanswered chunks for each connection: all together stay within the credits."""
@@ -213,7 +235,7 @@ class Server:
             granted = f.Ticket(ask.op, host, port, ticket)
             self._parts.call(lambda: self._answer(identity, granted))
 
-        self._parts.dial(connection.node, ask.slot, answer)
+        self._parts.dial(connection, ask.slot, answer)
 
     def _answer(self, identity: bytes, answer: f.Answer) -> None:
         self._parts.send(identity, f.encode(answer), None)

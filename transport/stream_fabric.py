@@ -20,7 +20,7 @@ import zmq
 
 from ckptd.transport.keys import Keys
 from ckptd.transport.links import PeerLink
-from ckptd.transport.serving import ServerParts
+from ckptd.transport.serving import Connection, ServerParts
 from ckptd.transport.stream_lanes import StreamLink
 from ckptd.transport.stream_server import StreamServer, StreamServerParts
 from ckptd.transport.verbs import PeerAddress, Serve
@@ -86,15 +86,29 @@ class StreamFabric(ZmqFabric):
     def _listen_for_more(self) -> None:
         bound = urlsplit(self._router.getsockopt_string(zmq.LAST_ENDPOINT)).hostname or ""
         parts = StreamServerParts(
-            self.node, self._regions, self.counters, self._garbage, self._credits
+            self.node,
+            self._regions,
+            self.counters,
+            self._garbage,
+            self._credits,
+            self._node_of,
         )
         self._streams = StreamServer(parts, bound, self._data_port)
 
     def _make_server_parts(self, serve: Serve, credits: int) -> ServerParts:
         return replace(super()._make_server_parts(serve, credits), dial=self._dial)
 
-    def _dial(self, node: str, slot: bytes, answer: Callable[[str, int, bytes], None]) -> None:
-        self._streams.grant(node, slot, lambda ticket: answer(*self.data_address, ticket))
+    def _dial(
+        self, peer: Connection, slot: bytes, answer: Callable[[str, int, bytes], None]
+    ) -> None:
+        def granted(ticket: bytes) -> None:
+            answer(*self.data_address, ticket)
+
+        self._streams.grant(peer.node, peer.key, slot, granted)
+
+    def _revoke_untrusted(self) -> None:
+        super()._revoke_untrusted()
+        self._streams.revoke_untrusted()
 
     def _make_link(self, address: PeerAddress) -> PeerLink:
         return StreamLink(self._link_parts, address)

@@ -62,11 +62,13 @@ class StreamServerParts:
     counters: FabricCounters
     garbage: GarbageLog
     credits: int
+    node_of: Callable[[str], str | None] | None = None  # as in `ServerParts`
 
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
     key: SlotKey
+    public_key: str
     valid_until: float
 
 
@@ -98,18 +100,39 @@ class StreamServer:
         )
         self._acceptor.start()
 
-    def grant(self, node: str, slot: bytes, answer: Answer) -> None:
-        """Give ``node`` a ticket, when the stream that it had in this slot is over. Answered from any thread."""
+    def grant(self, node: str, public_key: str, slot: bytes, answer: Answer) -> None:
+        """Give ``node`` a ticket, when the stream that it had in this slot is over. Answered from any thread.
+
+        The ticket, and the stream, count while ``public_key`` is trusted as that node's ("" without keys).
+        """
         key = (node, slot)
         with self._lock:
             self._withdraw(key)
             old = self._serving.get(key)
             if old is not None:
                 old.successor = answer
+                old.successor_key = public_key
         if old is None:
-            answer(self._issue(key))
+            answer(self._issue(key, public_key))
         else:
             old.break_off()
+
+    def revoke_untrusted(self) -> None:
+        """End the streams whose key is trusted no more, and forget their tickets."""
+        with self._lock:
+            streams_ = [
+                s for s in self._serving.values() if not self._trusted(s.key[0], s.public_key)
+            ]
+            for ticket, entry in list(self._tickets.items()):
+                if not self._trusted(entry.key[0], entry.public_key):
+                    del self._tickets[ticket]
+        for stream in streams_:
+            self.count("revoked")
+            logger.warning("a stream of %s is over: its key is not trusted any more", stream.key[0])
+            stream.break_off()
+
+    def _trusted(self, node: str, public_key: str) -> bool:
+        return self._parts.node_of is None or self._parts.node_of(public_key) == node
 
     def close(self) -> None:
         """End all streams. Waits a moment for their threads; whoever still holds a region is waited for there."""
@@ -137,7 +160,9 @@ class StreamServer:
                 return False
             if len(self._serving) >= MAX_STREAMS or found.key in self._serving:
                 return False
-            stream.key = found.key
+            if not self._trusted(found.key[0], found.public_key):
+                return False
+            stream.key, stream.public_key = found.key, found.public_key
             self._serving[found.key] = stream
             return True
 
@@ -148,7 +173,7 @@ class StreamServer:
             if self._serving.get(stream.key) is stream:
                 del self._serving[stream.key]
         if stream.successor is not None and not self._closed.is_set():
-            stream.successor(self._issue(stream.key))
+            stream.successor(self._issue(stream.key, stream.successor_key))
 
     def window(self) -> int:
         return max(1, min(MAX_WINDOW, self._parts.credits // max(1, len(self._serving))))
@@ -161,7 +186,7 @@ class StreamServer:
 
     # --- tickets and strangers ---
 
-    def _issue(self, key: SlotKey) -> bytes:
+    def _issue(self, key: SlotKey, public_key: str) -> bytes:
         ticket = secrets.token_bytes(32)
         now = time.monotonic()
         with self._lock:
@@ -170,7 +195,7 @@ class StreamServer:
                 del self._tickets[old]
             if len(self._tickets) >= MAX_TICKETS:
                 del self._tickets[next(iter(self._tickets))]
-            self._tickets[ticket] = _Ticket(key, now + TICKET_S)
+            self._tickets[ticket] = _Ticket(key, public_key, now + TICKET_S)
         return ticket
 
     def _withdraw(self, key: SlotKey) -> None:
@@ -203,7 +228,9 @@ class _ServedStream:
         self, server: StreamServer, parts: StreamServerParts, connection: socket.socket
     ) -> None:
         self.key: SlotKey = ("", b"")
+        self.public_key = ""
         self.successor: Answer | None = None  # who waits for our end
+        self.successor_key = ""
         self._server = server
         self._parts = parts
         self._connection = connection

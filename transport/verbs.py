@@ -140,6 +140,7 @@ class FabricCounters:
     bad_digests: int = 0
     garbage: int = 0  # frames that are nothing of ours
     unauthenticated: int = 0  # connections refused for their key
+    revoked: int = 0  # connections and streams ended because their key is not trusted any more
     reconnects: int = 0
 
 

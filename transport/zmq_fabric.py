@@ -49,6 +49,7 @@ __all__ = ["ZmqFabric"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_CREDITS = 128  # chunks under way towards us, all peers together
+TRUST_S = 1.0  # between two looks at the keys of those that are connected
 ENDING_S = 2.0  # for libzmq to let go of buffers of closed connections
 SERVER_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
@@ -104,6 +105,7 @@ class ZmqFabric:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: dict[PeerAddress, PeerLink] = {}
         self._ending: list[PeerLink] = []
+        self._trust_due_s = 0.0
         self._peers_lock = threading.Lock()
         self._link_parts = self._make_link_parts(chunk_bytes, connections_per_peer)
         self._server = Server(self._make_server_parts(serve, credits))
@@ -197,12 +199,16 @@ class ZmqFabric:
             counters=self.counters,
             garbage=self._garbage,
             serve=serve,
-            node_of=None if self._keys is None else self._keys.trust.node_of,
+            node_of=self._node_of,
             credits=credits,
             send=self._send,
             send_view=self._send_view,
             call=self._loop.call,
         )
+
+    @property
+    def _node_of(self) -> Callable[[str], str | None] | None:
+        return None if self._keys is None else self._keys.trust.node_of
 
     def _listen_for_keys(self) -> _Gatekeeper | None:
         if self._keys is None:
@@ -252,7 +258,17 @@ class ZmqFabric:
         return ""
 
     def _tick(self, now_s: float) -> float:
-        return min((link.pump(now_s) for link in self._links()), default=float("inf"))
+        if self._keys is not None and now_s >= self._trust_due_s:
+            self._trust_due_s = now_s + TRUST_S
+            self._revoke_untrusted()
+        due = self._trust_due_s - now_s if self._keys is not None else float("inf")
+        return min((due, *(link.pump(now_s) for link in self._links())))
+
+    def _revoke_untrusted(self) -> None:
+        """End what a key that was taken back, or has expired, still has open."""
+        self._server.revoke_untrusted()
+        for link in self._links():
+            link.check_trust()
 
     def _links(self) -> list[PeerLink]:
         with self._peers_lock:

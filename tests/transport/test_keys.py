@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import stat
+import time
 from pathlib import Path
 
 import pytest
 import zmq
 
-from ckptd.transport.keys import Keys, KeysError, Trust, check_security, trust, trusted
+from ckptd.transport.keys import (
+    Keys,
+    KeysError,
+    Trust,
+    check_security,
+    trust,
+    trusted,
+    trusted_keys,
+    untrust,
+)
 
 
 def public() -> str:
@@ -138,3 +148,62 @@ def test_a_public_key_can_be_typed_after_a_command(
     pairs = iter([(b"-" * 40, b"s" * 40), zmq.curve_keypair()])
     monkeypatch.setattr(zmq, "curve_keypair", lambda: next(pairs))
     assert not Keys.create(tmp_path).public.startswith("-")
+
+
+def test_a_node_that_is_untrusted_is_unknown_at_once(tmp_path: Path) -> None:
+    """Before, a key could be given and never be taken back: a node stayed trusted until somebody found its file."""
+    old, key = public(), public()
+    trust(tmp_path, "one", old)
+    trust(tmp_path, "one", key, keep_previous_s=60)
+    book = Trust(tmp_path)
+    assert book.node_of(key) == book.node_of(old) == "one"
+    untrust(tmp_path, "one")
+    assert book.node_of(key) is None
+    assert book.node_of(old) is None
+    assert trusted_keys(tmp_path) == []
+    with pytest.raises(KeysError, match="not trusted"):
+        untrust(tmp_path, "one")
+    with pytest.raises(KeysError, match="not trusted"):
+        untrust(tmp_path, "../../etc/passwd")
+
+
+def test_a_key_counts_until_it_expires(tmp_path: Path) -> None:
+    key = public()
+    trust(tmp_path, "one", key, valid_for_s=100)
+    now_s = time.time()
+    book = Trust(tmp_path, wall_clock=lambda: now_s)
+    assert book.node_of(key) == "one"
+    now_s += 101
+    assert book.node_of(key) is None
+    with pytest.raises(KeysError, match="positive"):
+        trust(tmp_path, "one", key, valid_for_s=0)
+
+
+def test_a_rotated_key_is_accepted_beside_its_successor_for_a_while(tmp_path: Path) -> None:
+    old, new, third = public(), public(), public()
+    trust(tmp_path, "one", old)
+    trust(tmp_path, "one", new, keep_previous_s=100)
+    now_s = time.time()
+    book = Trust(tmp_path, wall_clock=lambda: now_s)
+    assert book.node_of(old) == book.node_of(new) == "one"
+    assert trusted(tmp_path) == {"one": new}
+    with pytest.raises(KeysError, match="'one'"):
+        trust(tmp_path, "other", old)
+    now_s += 101
+    assert (book.node_of(old), book.node_of(new)) == (None, "one")
+    trust(
+        tmp_path, "one", third
+    )  # nothing is to be kept: the key before goes, and the one before that
+    assert [k.public for k in trusted_keys(tmp_path)] == [third]
+
+
+def test_a_rotation_replaces_the_pair(tmp_path: Path) -> None:
+    with pytest.raises(KeysError, match=r"node\.key_secret"):
+        Keys.rotate(tmp_path)
+    made = Keys.create(tmp_path)
+    rotated = Keys.rotate(tmp_path)
+    found = Keys.load(tmp_path)
+    assert (found.public, found.secret) == (rotated.public, rotated.secret)
+    assert found.secret != made.secret
+    assert stat.S_IMODE((tmp_path / "node.key_secret").stat().st_mode) == 0o600
+    assert {path.name for path in tmp_path.iterdir()} == {"node.key", "node.key_secret", "trusted"}

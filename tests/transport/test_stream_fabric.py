@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from ckptd.transport.keys import Keys, trust
+from ckptd.transport.serving import Connection
 from ckptd.transport.stream_fabric import StreamFabric
 from ckptd.transport.stream_frames import (
     ANSWER_BYTES,
@@ -234,7 +235,8 @@ def fabric() -> Iterator[StreamFabric]:
 def ticket_of(fabric: StreamFabric, node: str = "here", slot: bytes = bytes(16)) -> bytes:
     """What the control connection of ``node`` would be answered."""
     tickets: list[bytes] = []
-    fabric._dial(node, slot, lambda host, port, ticket: tickets.append(ticket))
+    peer = Connection(node, "", data=True, heard_at=0.0)
+    fabric._dial(peer, slot, lambda host, port, ticket: tickets.append(ticket))
     until(lambda: bool(tickets))
     return tickets[0]
 

@@ -152,3 +152,26 @@ def test_the_folder_is_the_configured_one(folder: Path) -> None:
         check=True,
     )
     assert done.stdout.strip() == Keys.load(folder).public
+
+
+def test_a_node_is_untrusted_and_a_key_rotated(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys(folder, "new")
+    first = Keys.load(folder).public
+    assert keys(folder, "rotate") == 0
+    assert capsys.readouterr().out.splitlines() == [first, Keys.load(folder).public]
+    assert Keys.load(folder).public != first
+    assert keys(folder, "trust", "n1", OTHER, "--valid-days", "0.5") == 0
+    assert keys(folder, "trust", "n1", "B" * 40, "--keep-previous-hours", "2") == 0
+    capsys.readouterr()
+    assert keys(folder, "list") == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert lines[0] == f"n1: {'B' * 40}"
+    assert lines[1].startswith(f"n1: {OTHER} (previous), expires in ")
+    assert keys(folder, "untrust", "n1") == 0
+    assert keys(folder, "untrust", "n1") != 0
+    assert "'n1' is not trusted" in capsys.readouterr().err
+    assert keys(folder, "list", "--json") == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (told["trusted"], told["keys"]) == ({}, [])
