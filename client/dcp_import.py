@@ -1,26 +1,33 @@
 """Reads a checkpoint of ``torch.distributed.checkpoint`` for ``ckptctl import``.
 
 Started by it as ``python -m ckptd.client.dcp_import``: a job comes on stdin, what there is goes to stdout, then the bytes of each
-tensor that is asked for (``ckptd.exporting.dcp_wire``). Such a checkpoint holds pickles, in its metadata and for values that are
-no tensors; torch loads them, so it must come from somebody who is trusted.
+tensor that is asked for (``ckptd.exporting.dcp_wire``). Such a checkpoint holds pickles, in its metadata and for its values.
+None of them is run: the metadata is read by `ckptd.client.dcp_metadata`, values by torch with ``weights_only``.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
+import re
 import sys
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckptd.client.dcp_export import own_pipes
+from ckptd.client.dcp_metadata import read_dcp_metadata
 from ckptd.client.host_bytes import buffer_of
 from ckptd.client.layout import SAFETENSORS_DTYPES
 from ckptd.exporting.dcp_wire import Ask, Contents, DcpTensor, ReadJob
@@ -126,20 +133,37 @@ class StoredState:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 # As it is: flattened in any way, values that are no tensors would go to a copy.
-                planner = DefaultLoadPlanner(
-                    flatten_state_dict=False, flatten_sharded_tensors=False
-                )
-                load(state, storage_reader=self._reader, planner=planner, no_dist=True)
+                planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+                try:
+                    load(state, storage_reader=self._reader, planner=planner, no_dist=True)
+                except CheckpointException as error:
+                    raise error.failures[0][0] from None  # of the only rank there is
+
+
+class _Planner(DefaultLoadPlanner):
+    """Torch's planner, which runs nothing to load a value that is no tensor."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        try:
+            self.state_dict[key] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            what = f" ({named[1]})" if named else ""
+            raise ValueError(
+                f"{key} is refused: it holds more than numbers, strings and tensors{what}. "
+                'Nothing of it was run. Pass --optimizer-key "" to leave the optimizer out'
+            ) from error
 
 
 class _Reader(FileSystemReader):
-    """Torch's reader, which reads the metadata once."""
+    """Torch's reader, with metadata that was read once, and runs nothing."""
 
-    _metadata: Metadata | None = None
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self._metadata = read_dcp_metadata(Path(folder))
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         return self._metadata
 
 

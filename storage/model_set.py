@@ -194,7 +194,7 @@ def open_set(files: SetFiles, *, single: str = "", complete: bool = False) -> Mo
     if not parts[MODEL]:
         raise SetError(
             f"{files.where} holds no {file_name(MODEL, 0, 1)} and no {index_name(MODEL)}: not a model in safetensors "
-            "(`ckptctl import` makes one of a checkpoint of torch.distributed)"
+            "(`ckptctl import --format dcp` makes one of a checkpoint of torch.distributed)"
         )
     known = {} if told is None else {listed.name: listed for listed in told.files}
     found = {part: _tensors(files, names, known) for part, names in parts.items()}

@@ -22,6 +22,7 @@ from ckptd.exporting.exports import (
     export_hf,
 )
 from ckptd.exporting.importing import (
+    IMPORT_FORMATS,
     ImportReport,
     import_to_folder,
     import_to_store,
@@ -69,7 +70,7 @@ def run_import(args: argparse.Namespace) -> Outcome:
         StoreProblem, ConfigError: the store cannot be used.
     """
     keys = {"model_key": args.model_key, "optimizer_key": args.optimizer_key}
-    with open_import(Path(args.source), **keys) as source:
+    with open_import(Path(args.source), kind=args.format, **keys) as source:
         if args.to is not None:
             report = import_to_folder(source, Path(args.to), force=args.force, watch=_watch(args))
         else:
@@ -142,7 +143,14 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="PATH",
         help="safetensors as of Hugging Face (folder or file), or a checkpoint of "
-        "torch.distributed.checkpoint (it holds pickles: only from whom you trust)",
+        "torch.distributed.checkpoint",
+    )
+    parser.add_argument(
+        "--format",
+        choices=IMPORT_FORMATS,
+        default=IMPORT_FORMATS[0],
+        help="what lies there (default: safetensors); it is never guessed. A dcp holds pickles: they are "
+        "read without running anything, and refused where they name more than torch's own classes",
     )
     parser.add_argument("--to", metavar="FOLDER", help="write a folder, and ask no store")
     _add_store(parser, "the store (default: as configured)")

@@ -84,7 +84,8 @@ def running(module: str) -> Iterator[Child]:
     """``python -m <module>`` until the end of the block; an end by itself is waited for, any other forced."""
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            # -P: what lies in the current folder, such as a downloaded torch.py, is not imported.
+            [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -37,6 +37,7 @@ from ckptd.storage.names import run_prefix
 from ckptd.storage.objects import ObjectStore
 
 __all__ = [
+    "IMPORT_FORMATS",
     "ImportReport",
     "ImportSource",
     "import_prefix",
@@ -44,6 +45,8 @@ __all__ = [
     "import_to_store",
     "open_import",
 ]
+
+IMPORT_FORMATS = ("safetensors", "dcp")
 
 _CHILD = "ckptd.client.dcp_import"
 _METADATA = {"format": "pt"}
@@ -85,15 +88,20 @@ class ImportSource(Protocol):
 
 
 @contextmanager
-def open_import(path: Path, *, model_key: str, optimizer_key: str) -> Iterator[ImportSource]:
-    """What lies at a path: safetensors (a folder or a file), or a checkpoint of torch.distributed.
+def open_import(
+    path: Path, *, kind: str = "safetensors", model_key: str = "", optimizer_key: str = ""
+) -> Iterator[ImportSource]:
+    """A model at a path, of a kind that whoever asks has named: what lies there decides nothing.
 
     Args:
+        kind: ``safetensors``, a folder or a file; or ``dcp``, a checkpoint of torch.distributed, which holds pickles.
         model_key, optimizer_key: under which keys of such a checkpoint they are.
     Raises:
-        ExportError: it is neither.
+        ExportError: it is not of that kind.
     """
-    if (path / ".metadata").is_file():
+    if kind == "dcp":
+        if not (path / ".metadata").is_file():
+            raise ExportError(f"{path} holds no .metadata: no checkpoint of torch.distributed")
         with running(_CHILD) as child:
             child.say(ReadJob(str(path.absolute()), model_key, optimizer_key))
             yield _DcpSource(child)

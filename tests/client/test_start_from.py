@@ -246,7 +246,9 @@ def test_an_exported_and_imported_run_goes_on_at_the_exact_bits(
     with trained.snapshot(AT) as source:
         export_dcp(source, tmp_path / "dcp")
         export_hf(source, tmp_path / "hf")
-    with open_import(tmp_path / "dcp", model_key="model", optimizer_key="optim") as found:
+    with open_import(
+        tmp_path / "dcp", kind="dcp", model_key="model", optimizer_key="optim"
+    ) as found:
         report = import_to_folder(found, tmp_path / "set")
     assert (report.format, report.tensors, report.optimizer_tensors) == ("dcp", 8, 18)
     model = make_model(2)
