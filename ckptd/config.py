@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import json
 import os
+import pwd
 import textwrap
 import tomllib
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.settings import DaemonConfig
+from ckptd.transport.local_trust import own_users
 
 __all__ = [
     "ConfigError",
@@ -37,6 +39,7 @@ __all__ = [
     "notify_settings",
     "render_table",
     "render_toml",
+    "trusted_users",
 ]
 
 _SECRETIVE = ("store", "store_options")  # may hold credentials: their values are not told
@@ -105,6 +108,24 @@ def default_endpoint(environ: Mapping[str, str] | None = None) -> str:
     """Where clients look for the daemon: `CKPTD_LISTEN`, else the socket in the runtime folder."""
     environ = os.environ if environ is None else environ
     return environ.get("CKPTD_LISTEN") or endpoint_for(default_runtime_dir(environ))
+
+
+def trusted_users(environ: Mapping[str, str] | None = None) -> frozenset[int]:
+    """Whose daemon a client talks to: root's, that of its own user, and of the user that CKPTD_DAEMON_USER names.
+
+    Raises:
+        ConfigError: there is no such user.
+    """
+    name = (os.environ if environ is None else environ).get("CKPTD_DAEMON_USER", "")
+    if not name:
+        return own_users()
+    try:
+        uid = int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid
+    except KeyError as error:
+        raise ConfigError(
+            f"CKPTD_DAEMON_USER = {name!r}: there is no such user on this machine; give its name or number"
+        ) from error
+    return own_users() | {uid}
 
 
 def notify_settings(environ: Mapping[str, str] | None = None) -> tuple[str | None, float | None]:
@@ -223,7 +244,8 @@ def _slips(environ: Mapping[str, str]) -> tuple[str, ...]:
 
     Unknown `CKPTD_` variables are no error: the client has some of its own.
     """
-    known = {"CKPTD_" + key.upper() for key in _fields()} | {"CKPTD_CONFIG", "CKPTD_ENDPOINT"}
+    known = {"CKPTD_" + key.upper() for key in _fields()}
+    known |= {"CKPTD_CONFIG", "CKPTD_DAEMON_USER", "CKPTD_ENDPOINT"}
     found = []
     for name in environ:
         if name.startswith("CKPTD_") and name not in known:

@@ -111,6 +111,10 @@ def endpoint_value(text: str) -> str:
         raise ValueError("trainers connect over ipc; peers have peer_listen")
     if not text.startswith("ipc://") or len(text) == len("ipc://"):
         raise ValueError("not an ipc endpoint")
+    if not text.startswith("ipc:///"):
+        raise ValueError(
+            "not an absolute path: an abstract or relative socket belongs to whoever is first"
+        )
     if len(os.fsencode(text.removeprefix("ipc://"))) > IPC_PATH_LIMIT:
         raise ValueError(f"a socket path has at most {IPC_PATH_LIMIT} bytes; shorten runtime_dir")
     return text

@@ -38,6 +38,7 @@ from ckptd.runtime_dir import UnusableFolder, claim, node_name, private_folder
 from ckptd.sdnotify import Notifier
 from ckptd.service import Service
 from ckptd.settings import DaemonConfig
+from ckptd.transport.local_trust import check_way, own_users
 from ckptd.transport.messages import Message, RefusalCode, Refused, Reply
 from ckptd.transport.wire import MAX_BODY_BYTES, WireError, decode, encode
 from ckptd.units import format_bytes
@@ -288,9 +289,15 @@ class Daemon:
         socket.setsockopt(zmq.SNDHWM, _QUEUE)
         socket.setsockopt(zmq.RCVHWM, _QUEUE)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+        path = Path(self._config.listen.removeprefix("ipc://"))
         try:
-            socket.bind(self._config.listen)
-        except zmq.ZMQError as error:
+            check_way(str(path.parent), own_users())
+            before = os.umask(0o177)  # nobody else connects, not even before the mode is set
+            try:
+                socket.bind(self._config.listen)
+            finally:
+                os.umask(before)
+        except (OSError, zmq.ZMQError) as error:
             raise UnusableFolder(f"cannot listen on {self._config.listen}: {error}") from error
         return socket
 

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ckptd
-from ckptd.config import ConfigError, load_config
+from ckptd.config import ConfigError, load_config, trusted_users
 from ckptd.errors import DaemonUnavailable
 from ckptd.runtime_dir import UnusableFolder, private_folder
 from ckptd.transport.messages import Ping, Pong
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["answers", "ensure_daemon"]
+__all__ = ["answers", "connect", "ensure_daemon"]
 
 _IDLE_EXIT_S = 3600
 _PROBE_S = 0.5
@@ -67,18 +67,34 @@ def ensure_daemon(
     return config.listen
 
 
+def connect(endpoint: str, timeout_s: float) -> ControlClient:
+    """A connection to a daemon that runs as one of the users whom this process trusts.
+
+    Raises:
+        WireError: the endpoint cannot be used; ``untrusted``: somebody else may stand behind it.
+        DaemonUnavailable: CKPTD_DAEMON_USER names nobody.
+    """
+    try:
+        users = trusted_users()
+    except ConfigError as error:
+        raise DaemonUnavailable(str(error), operation="find daemon") from error
+    return ControlClient(endpoint, timeout_s, users=users)
+
+
 def answers(endpoint: str, timeout_s: float = _PROBE_S) -> bool:
     """Does a daemon of our protocol answer there?
 
     Raises:
-        DaemonUnavailable: something answers that is of another protocol version.
+        DaemonUnavailable: something answers that is of another protocol version, or somebody else may stand behind it.
     """
     try:
-        with ControlClient(endpoint, timeout_s) as client:
+        with connect(endpoint, timeout_s) as client:
             return isinstance(client.request(Ping()), Pong)
     except RequestTimeout:
         return False
     except (WireError, RefusedError) as error:
+        if isinstance(error, WireError) and error.code == "untrusted":
+            raise DaemonUnavailable(str(error), operation="find daemon") from error
         raise DaemonUnavailable(
             f"what answers on {endpoint} cannot be used: {error}",
             operation="find daemon",

@@ -17,6 +17,7 @@ import msgspec
 
 from ckptd.client.lanes import LOOK_S, Lane
 from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.launch import connect
 from ckptd.transport.messages import (
     Attach,
     Attached,
@@ -83,6 +84,7 @@ class Link:
         self._held, self._follows, self._closed = held, follows, closed
         self._client: ControlClient | None = None
         self._next_ping = self._next_try = 0.0
+        self._told = ""
         self.lane = Lane("ckptd-link", self._look_for_daemon, self._failed, closed)
         self.connected = False
         self.outages = 0
@@ -105,8 +107,8 @@ class Link:
                 if error.code != RefusalCode.RANK_TAKEN or time.monotonic() >= patient_until:
                     raise
             except FAILURES as error:
-                other_version = isinstance(error, WireError) and error.code == "protocol"
-                if time.monotonic() >= deadline or other_version:
+                final = isinstance(error, WireError) and error.code in ("protocol", "untrusted")
+                if time.monotonic() >= deadline or final:
                     if isinstance(error, DaemonUnavailable):
                         raise
                     raise DaemonUnavailable(
@@ -212,6 +214,10 @@ class Link:
         try:
             self._open()
         except (AttachRefused, *FAILURES) as error:
+            untrusted = isinstance(error, WireError) and error.code == "untrusted"
+            told, self._told = self._told, str(error) if untrusted else ""
+            if untrusted and told != self._told:
+                logger.error("what is in the daemon's place is not asked: %s", error)
             logger.debug("still no daemon: %s", error)
             return
         self._follows.back()
@@ -220,7 +226,7 @@ class Link:
         if self._client is not None:
             self._client.close()
             self._client = None
-        client = ControlClient(self._find_endpoint(), timeout_s=ANSWER_S)
+        client = connect(self._find_endpoint(), ANSWER_S)
         try:
             welcome = client.ask(Hello(self._version, os.getpid()), Welcome)
             attached = client.ask(

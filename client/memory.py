@@ -102,6 +102,10 @@ class RankMemory:
         except RankTaken as error:
             self.session.close()
             raise AttachRefused("rank_taken", str(error)) from error
+        except (OSError, SegmentError) as error:
+            self.session.close()
+            text = f"its segment cannot be used: {error}"
+            raise DaemonUnavailable(text, operation="attach") from error
         self._retrieval = Retrieval(self.session, self._segments)
         self.epoch, self.epoch_start = 0, -1
         self.table = self._table(self._segments.current())

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ckptd.config import trusted_users
 from ckptd.cuda.engine import HostMemory
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotRecord, SlotState
@@ -35,6 +36,7 @@ from ckptd.memory.segment_hints import HINT_OFFSET, QUIET_OFFSET, RingHint, read
 from ckptd.replication.replicas import Promise, promised
 from ckptd.storage.image import ImageView, seal
 from ckptd.storage.image_format import ImageError
+from ckptd.transport.local_trust import open_file
 
 __all__ = ["MappedSegment", "RankTaken", "SlotTable"]
 
@@ -54,13 +56,17 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+def _open(path: str) -> int:
+    return open_file(path, os.O_RDWR, trusted_users())
+
+
 def _map(path: str) -> mmap.mmap:
     """All of the file, mapped through a description of its own.
 
     ``mmap`` keeps a duplicate of the descriptor for as long as a view lives, in forked children too; a duplicate of the one
     that holds our locks would keep them held after ``close`` and after our death.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = _open(path)
     try:
         return mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
@@ -77,6 +83,7 @@ class MappedSegment:
     Raises:
         RankTaken: another process holds the owner lock.
         SegmentError: the file is not a segment of this format.
+        OSError: it cannot be opened, or is neither this user's nor the daemon's.
     """
 
     def __init__(self, path: str, generation: int) -> None:
@@ -84,7 +91,7 @@ class MappedSegment:
         self._writing = threading.Lock()
         # A seal writes digests into the image: it must not go on while the slot is being filled again.
         self._sealing = threading.Lock()
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.fd = _open(path)
         try:
             if not locks.try_lock(self.fd, OWNER_LOCK_BYTE, True):
                 holders = locks.holders_of(path)

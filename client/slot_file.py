@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ckptd.config import trusted_users
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotRecord, SlotState
@@ -25,6 +26,7 @@ from ckptd.memory.segment_format import (
 )
 from ckptd.memory.segment_hints import RingHint, read_ring_hint
 from ckptd.memory.segment_names import Kind
+from ckptd.transport.local_trust import open_file
 
 __all__ = ["SlotFile"]
 
@@ -36,12 +38,12 @@ class SlotFile:
         kind: what it must hold.
     Raises:
         SegmentError: it holds something else, or is no segment.
-        OSError: it cannot be opened.
+        OSError: it cannot be opened, or is neither this user's nor the daemon's.
     """
 
     def __init__(self, path: Path, kind: Kind) -> None:
         self.path = path
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_file(path, os.O_RDONLY, trusted_users())
         try:
             self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         finally:

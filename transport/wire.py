@@ -12,13 +12,14 @@ import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
 import zmq
 
+from ckptd.transport.local_trust import LocalFileError, find_listener, own_users
 from ckptd.transport.messages import (
     PROTOCOL_VERSION,
     Message,
@@ -46,6 +47,7 @@ MAX_BODY_BYTES = 32 << 20  # a slot table with 100,000 operator names is about 1
 MAX_ENVELOPE_BYTES = 64
 SEND_QUEUE = 256  # one-way messages kept while the daemon does not read
 MAX_REFUSALS = 64
+_LOOK_S = 0.02  # between two looks whether a daemon listens by now
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 
@@ -53,7 +55,8 @@ ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 class WireError(ValueError):
     """Bytes that are not a message of ours.
 
-    `code` is one of: frames, envelope, protocol, oversize, body, unexpected.
+    `code` is one of: frames, envelope, protocol, oversize, body, unexpected, endpoint; or untrusted, where nothing was
+    read, because somebody else than the daemon may stand behind the endpoint.
     `envelope` is set when it could be read, so that the peer can be answered.
     """
 
@@ -148,15 +151,30 @@ def decode(frames: Sequence[bytes]) -> tuple[Envelope, Message]:
 class ControlClient:
     """One connection to a daemon, for use from one thread.
 
+    Nothing is said before the owner of the socket, of the folders on the way to it, and of the process behind it
+    was checked (`ckptd.transport.local_trust`).
+
     Requests are answered in order or time out; a late answer to a request that timed out is
     dropped. While no daemon listens nothing is queued, so nothing stale arrives when one comes
     back; the connection then renews itself, but its session is gone (`Pong.attached`).
+
+    Args:
+        users: who may run the daemon; default: root and the user of this process.
+    Raises:
+        WireError: the endpoint cannot be used, or not be trusted.
     """
 
     def __init__(
-        self, endpoint: str, timeout_s: float = 5.0, *, protocol: int = PROTOCOL_VERSION
+        self,
+        endpoint: str,
+        timeout_s: float = 5.0,
+        *,
+        protocol: int = PROTOCOL_VERSION,
+        users: Collection[int] = (),
     ) -> None:
         self.endpoint = endpoint
+        self._users = frozenset(users) or own_users()
+        self._connected = False
         self.timeout_s = timeout_s
         self._protocol = protocol
         self._ids = itertools.count(1)
@@ -172,10 +190,10 @@ class ControlClient:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
         self._socket.setsockopt(zmq.ROUTING_ID, b"c" + secrets.token_bytes(15))
         try:
-            self._socket.connect(endpoint)
-        except zmq.ZMQError as error:
+            self._connect()
+        except BaseException:
             self.close()
-            raise WireError("endpoint", f"cannot connect to {endpoint!r}: {error}") from error
+            raise
 
     def request(
         self, message: Request, *, timeout_s: float | None = None, alive_s: float | None = None
@@ -265,7 +283,28 @@ class ControlClient:
     ) -> None:
         self.close()
 
+    def _connect(self) -> bool:
+        """Connect once somebody listens who may; false while nobody does.
+
+        From then on libzmq renews the connection by itself: what was checked is the path, and only root and trusted
+        users can put another socket there.
+        """
+        try:
+            if not self._connected and find_listener(self.endpoint, self._users):
+                self._socket.connect(self.endpoint)
+                self._connected = True
+        except LocalFileError as error:
+            raise WireError("untrusted", str(error)) from error
+        except (OSError, ValueError, zmq.ZMQError) as error:
+            text = f"cannot connect to {self.endpoint!r}: {error}"
+            raise WireError("endpoint", text) from error
+        return self._connected
+
     def _send(self, message_id: int, message: Message, deadline: float) -> bool:
+        while not self._connect():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK_S)
         frames = encode(message_id, message, protocol=self._protocol)
         wait_ms = max(0, round((deadline - time.monotonic()) * 1000))
         if not self._socket.poll(wait_ms, zmq.POLLOUT):

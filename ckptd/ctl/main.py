@@ -44,7 +44,7 @@ from ckptd.ctl.peers import (
 from ckptd.ctl.store_access import StoreProblem
 from ckptd.errors import DaemonUnavailable, ElasticError, RemoteProtocolError
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
-from ckptd.launch import answers
+from ckptd.launch import answers, connect
 from ckptd.settings import DaemonConfig
 from ckptd.transport import messages as m
 from ckptd.transport.keys import KeysError
@@ -257,7 +257,7 @@ def _whereabouts(
 
 
 def _connect(args: argparse.Namespace) -> ControlClient:
-    return ControlClient(_endpoint(args), timeout_s=min(args.timeout, _CONNECT_S))
+    return connect(_endpoint(args), min(args.timeout, _CONNECT_S))
 
 
 def _endpoint(args: argparse.Namespace) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckptd.config import trusted_users
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
@@ -37,6 +38,7 @@ from ckptd.memory.segment_names import (
     parse_segment_file_name,
 )
 from ckptd.sessions import RankKey
+from ckptd.transport.local_trust import open_file
 
 __all__ = ["Segment", "SettleReport", "open_segment", "settle"]
 
@@ -160,8 +162,10 @@ def open_segment(path: Path, *, readonly: bool = False) -> Segment:
         ValueError: its name contradicts its content, or it is not a file of this user.
         OSError: it cannot be opened.
     """
-    flags = (os.O_RDONLY if readonly else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(path, flags)
+    if readonly:  # of whoever's daemon, by `ckptctl export`
+        fd = open_file(path, os.O_RDONLY, trusted_users())
+    else:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         size = os.fstat(fd).st_size
         if not readonly and os.fstat(fd).st_uid != os.getuid():

@@ -21,8 +21,9 @@ from ckptd.client.worlds.planning import Seat, nodes_of
 from ckptd.elastic.when import TimesConfig
 from ckptd.elastic.worlds import ExpertLayers, NodeHeld
 from ckptd.errors import DaemonUnavailable
+from ckptd.launch import connect
 from ckptd.transport.messages import Hello, Welcome
-from ckptd.transport.wire import ControlClient, RequestTimeout, WireError
+from ckptd.transport.wire import RequestTimeout, WireError
 
 __all__ = ["Here", "Looked", "Wishes", "find_here", "look"]
 
@@ -119,7 +120,7 @@ def _meet_daemon(find_endpoint: Callable[[], str], version: str, slots: int, dom
         DaemonUnavailable: none answers.
     """
     try:
-        with ControlClient(find_endpoint(), _ANSWER_S) as client:
+        with connect(find_endpoint(), _ANSWER_S) as client:
             welcome = client.ask(Hello(version, os.getpid()), Welcome)
     except (RequestTimeout, WireError, OSError) as error:
         raise DaemonUnavailable(str(error), operation="start a world") from error

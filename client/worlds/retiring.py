@@ -12,6 +12,7 @@ from pathlib import Path
 from ckptd.client.slot_file import SlotFile
 from ckptd.client.worlds.inventory import run_of_world, world_files
 from ckptd.errors import DaemonUnavailable, SegmentError
+from ckptd.launch import connect
 from ckptd.memory.segment_names import FILE_ENDS
 from ckptd.transport.messages import Done, Forget
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
@@ -54,7 +55,7 @@ def needless(folder: Path, job: str, run: str, chosen: int) -> list[str]:
 def forget(find_endpoint: Callable[[], str], job: str, runs: Sequence[str]) -> None:
     """Free what this node holds of these runs; where the daemon cannot, they expire by themselves."""
     try:
-        with ControlClient(find_endpoint(), _TIMEOUT_S) as client:
+        with connect(find_endpoint(), _TIMEOUT_S) as client:
             for run in runs:
                 _forget_one(client, job, run)
     except (RequestTimeout, WireError, DaemonUnavailable, OSError) as error:

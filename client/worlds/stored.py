@@ -21,6 +21,7 @@ import msgspec
 from ckptd.client.agreement import Exchange, Failure, raise_together
 from ckptd.elastic.worlds import Chosen, NodeHeld
 from ckptd.errors import DaemonUnavailable
+from ckptd.launch import connect
 from ckptd.storage.names import run_of_world
 from ckptd.transport.messages import (
     BringStored,
@@ -141,7 +142,7 @@ class Storage:
         assert self._find_endpoint is not None, "it was looked at"
         message = GetDurableWorlds(self._job, self._run, secrets.token_hex(8), again)
         until_s = time.monotonic() + timeout_s
-        with ControlClient(self._find_endpoint(), _ANSWER_S) as client:
+        with connect(self._find_endpoint(), _ANSWER_S) as client:
             while (seen := _ask(client, message, DurableWorlds)).running:
                 if time.monotonic() > until_s:
                     text = f"the store has not answered for {timeout_s:.0f} s"
@@ -218,7 +219,7 @@ class Storage:
         """Ask until it is over."""
         assert self._find_endpoint is not None, "its node has a store"
         next_s = time.monotonic() + _TOLD_S
-        with ControlClient(self._find_endpoint(), _ANSWER_S) as client:
+        with connect(self._find_endpoint(), _ANSWER_S) as client:
             while (told := _ask(client, message, Brought)).state == "running":
                 if time.monotonic() > next_s:
                     next_s += _TOLD_S

@@ -18,6 +18,7 @@ from ckptd.config import (
     notify_settings,
     render_table,
     render_toml,
+    trusted_users,
 )
 from ckptd.config_values import parse_bytes, parse_memory
 from tests.ckptd.running import ROOT
@@ -64,6 +65,8 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
         ("allow_disk_segments", "perhaps"),
         ("runtime_dir", "relative/path"),
         ("listen", "tcp://0.0.0.0:1"),
+        ("listen", "ipc://@ckptd"),
+        ("listen", "ipc://relative"),
         ("listen", "ipc://" + "x" * 108),
         ("node_id", "a b"),
         ("digest_threads", "1e3"),
@@ -113,6 +116,14 @@ def test_folders_follow_the_user_and_each_other() -> None:
     other = load_config({"runtime_dir": "/tmp/x"}, environ={}).config
     assert other.listen == "ipc:///tmp/x/ckptd.sock"
     assert other.segment_dir.startswith(plain.segment_dir + "-")
+
+
+def test_whose_daemon_a_client_trusts() -> None:
+    assert trusted_users({}) == {0, os.geteuid()}
+    assert trusted_users({"CKPTD_DAEMON_USER": "54101"}) == {0, os.geteuid(), 54_101}
+    assert 0 in trusted_users({"CKPTD_DAEMON_USER": "root"})
+    with pytest.raises(ConfigError, match=r"CKPTD_DAEMON_USER = 'nobody-here'"):
+        trusted_users({"CKPTD_DAEMON_USER": "nobody-here"})
 
 
 def test_clients_look_where_the_daemon_listens() -> None:

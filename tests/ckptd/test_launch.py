@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from ckptd.launch import answers, ensure_daemon
 from ckptd.transport.messages import GetStatus, Status
 from ckptd.transport.wire import ControlClient
 from tests.ckptd.running import ROOT, eventually
+from tests.users import STRANGER, needs_users
 
 ASK = (
     "import sys; from ckptd.launch import ensure_daemon; "
@@ -76,6 +78,32 @@ def test_a_bad_setting_is_said_before_anything_is_started(folders: tuple[Path, P
     with pytest.raises(DaemonUnavailable, match="memory = 'much'"):
         ensure_daemon(str(runtime), memory="much")
     assert not (runtime / "ckptd.log").exists()
+
+
+@needs_users
+def test_a_folder_that_another_user_made_first_starts_nothing(folders: tuple[Path, Path]) -> None:
+    """He may listen there: he is not asked, no daemon is started in his folder, and `ckptctl` says the same."""
+    runtime, segments = folders
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{runtime}/ckptd.sock")
+        listener.listen()
+        os.chown(runtime, STRANGER, STRANGER)
+        with pytest.raises(DaemonUnavailable, match=f"owner {STRANGER}, mode 0700.*expected user"):
+            ensure_daemon(str(runtime), segment_dir=str(segments))
+        done = subprocess.run(
+            [sys.executable, "-m", "ckptd.ctl", "status"],
+            env=dict(os.environ, CKPTD_RUNTIME_DIR=str(runtime)),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 3
+        assert f"owner {STRANGER}, mode 0700" in done.stderr
+        assert sorted(path.name for path in runtime.iterdir()) == ["ckptd.sock"]
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()  # nobody has even connected
 
 
 def test_a_start_that_never_ends_is_bounded(folders: tuple[Path, Path]) -> None:

@@ -6,10 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ckptd.client.segment import MappedSegment, RankTaken, SlotTable
+from ckptd.client.slot_file import SlotFile
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
@@ -18,6 +20,7 @@ from ckptd.memory.segment_hints import RingHint, write_ring_hint
 from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
 from ckptd.transport.wire import ControlClient
 from tests.ckptd.running import MIB, descriptor, fill
+from tests.users import STRANGER, needs_users
 
 
 @pytest.fixture
@@ -45,6 +48,22 @@ def test_one_owner_at_a_time(path: str) -> None:
         MappedSegment(path, 1)
     segment.close()
     MappedSegment(path, 1).close()
+
+
+@needs_users
+def test_a_segment_of_another_user_is_not_mapped(path: str) -> None:
+    """He could read the model out of it, and put another one in."""
+    os.chown(path, STRANGER, STRANGER)
+    with pytest.raises(PermissionError, match=f"owner {STRANGER}, mode 0600.*expected user"):
+        MappedSegment(path, 1)
+    with pytest.raises(PermissionError, match=f"owner {STRANGER}"):
+        SlotFile(Path(path), "snapshots")
+
+
+def test_a_segment_that_everybody_may_write_to_is_not_mapped(path: str) -> None:
+    os.chmod(path, 0o666)
+    with pytest.raises(PermissionError, match="written to by everybody"):
+        MappedSegment(path, 1)
 
 
 def test_close_gives_up_ownership_while_views_live(path: str) -> None:

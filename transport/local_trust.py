@@ -1,0 +1,203 @@
+"""Who stands behind a local socket or file: asked before anything is said to it, or anything in it believed.
+
+A path is as trustworthy as whoever may change it. Therefore the whole way to it is walked: each folder, link, and the end itself must
+belong to root or to a trusted user, and no folder may be written to by others, except a sticky one (`/tmp`), where others cannot remove or
+rename what is not theirs. Such a path stays what it is while it is used, so nobody wins a race between the check and libzmq's own
+`connect`, also not a later one after a lost connection. The listener's credentials (``SO_PEERCRED``) are asked for as well.
+
+In a user namespace that maps few users (rootless containers) the kernel shows root's folders as those of the overflow user. That user passes
+for root on the way, and never as the owner of the last folder, a socket, or a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+import socket
+import stat
+import struct
+from collections.abc import Collection
+from pathlib import Path, PurePosixPath
+
+__all__ = ["LocalFileError", "check_way", "find_listener", "open_file", "own_users", "user_name"]
+
+_MAX_LINKS = 40
+_PROBE_S = 1.0
+_CREDENTIALS = struct.Struct("@iII")  # struct ucred: pid, uid, gid
+_OVERFLOW_UID = 65_534
+_ALL_USERS = ["0", "0", "4294967295"]
+_REMEDY = (
+    "if that user is to run the daemon, set CKPTD_DAEMON_USER to it; else remove what is there, "
+    "or choose other folders (CKPTD_RUNTIME_DIR, CKPTD_SEGMENT_DIR)"
+)
+
+
+class LocalFileError(PermissionError):
+    """Somebody else may stand behind this path; says owner, mode, what was expected, and what to do."""
+
+
+def own_users() -> frozenset[int]:
+    """Whom a process trusts without being told: itself and root."""
+    return frozenset({0, os.geteuid()})
+
+
+def find_listener(endpoint: str, users: Collection[int]) -> bool:
+    """Whether somebody listens on an ipc endpoint; returns only if it is one of ``users``.
+
+    Raises:
+        LocalFileError: somebody else does or could, or we may not ask.
+        ValueError: it is no endpoint with a path.
+    """
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint or not path.startswith("/"):
+        raise ValueError(
+            f"{endpoint!r} is no socket with an absolute path, whose owner could be checked: use an "
+            "endpoint such as 'ipc:///run/ckptd/ckptd.sock' (not abstract, not tcp)"
+        )
+    try:
+        info = check_way(path, users)
+        if not stat.S_ISSOCK(info.st_mode):
+            raise LocalFileError(f"{path} is no socket; remove it, or choose another endpoint")
+        if info.st_mode & 0o002:
+            raise LocalFileError(
+                f"the socket {path} is open to everybody ({_shown(info)}); expected no access for "
+                f"others: run `chmod o= {path}`, or restart the daemon, which sets it"
+            )
+        uid = _listener_uid(path)
+    except FileNotFoundError:
+        return False
+    except PermissionError as error:
+        if isinstance(error, LocalFileError):
+            raise
+        raise LocalFileError(
+            f"user {user_name(os.geteuid())} may not connect to {path}: {error.strerror}; run as the "
+            "daemon's user, or join the group that the daemon's setting trainer_group names"
+        ) from error
+    if uid is not None and uid not in users:
+        raise LocalFileError(
+            f"the process that listens on {path} runs as user {user_name(uid)}, expected "
+            f"{_names(users)}: {_REMEDY}"
+        )
+    return uid is not None
+
+
+def check_way(path: str, users: Collection[int]) -> os.stat_result:
+    """Walk to the end of an absolute path; returns what is there, which is no link.
+
+    Raises:
+        LocalFileError: somebody else than ``users`` can change where it leads.
+        OSError: there is nothing, or we may not look.
+    """
+    left = list(reversed(PurePosixPath(path).parts[1:]))
+    here, links = Path("/"), 0
+    info = here.lstat()
+    while True:
+        if left:
+            _check_folder(here, info, users, last=len(left) == 1)
+        else:
+            _check_owner(here, info, users)
+            return info
+        name = left.pop()
+        entry = here.parent if name == ".." else here / name
+        info = entry.lstat()
+        if not stat.S_ISLNK(info.st_mode):
+            here = entry
+            continue
+        links += 1
+        if links > _MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        _check_owner(entry, info, users, on_the_way=True)
+        target = PurePosixPath(entry.readlink())
+        here = Path("/") if target.is_absolute() else here
+        left.extend(reversed([part for part in target.parts if part != "/"]))
+        info = here.lstat()
+
+
+def open_file(path: str | os.PathLike[str], flags: int, users: Collection[int]) -> int:
+    """Open a regular file that belongs to one of ``users`` and that not everybody may write to; returns its descriptor.
+
+    Raises:
+        LocalFileError: it is somebody else's, or open to everybody.
+        OSError: it cannot be opened, or is a link.
+    """
+    # Not waiting for a writer, should it be a pipe.
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise LocalFileError(f"{path} is no regular file; remove it")
+        _check_owner(path, info, users)
+        if info.st_mode & 0o002:
+            raise LocalFileError(
+                f"{path} may be written to by everybody ({_shown(info)}); expected no access for "
+                f"others: run `chmod o= {path}`"
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def user_name(uid: int) -> str:
+    """A user as people know it, with the number."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return str(uid)
+
+
+def _check_folder(path: Path, info: os.stat_result, users: Collection[int], *, last: bool) -> None:
+    if not stat.S_ISDIR(info.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    _check_owner(path, info, users, on_the_way=not last)
+    if info.st_mode & 0o022 and not info.st_mode & stat.S_ISVTX:
+        raise LocalFileError(
+            f"{path} may be written to by others ({_shown(info)}), who could put something else in "
+            f"the place of what is in it; expected no write permission for group and others: run "
+            f"`chmod go-w {path}`, or choose another folder"
+        )
+
+
+def _check_owner(
+    path: str | os.PathLike[str],
+    info: os.stat_result,
+    users: Collection[int],
+    *,
+    on_the_way: bool = False,
+) -> None:
+    if info.st_uid in users:
+        return
+    if on_the_way and info.st_uid == _OVERFLOW_UID and _in_user_namespace():
+        return  # most likely root's
+    raise LocalFileError(
+        f"{path} belongs to somebody else ({_shown(info)}); expected user {_names(users)}: {_REMEDY}"
+    )
+
+
+def _listener_uid(path: str) -> int | None:
+    """The user of the process that listens there; None if none does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, BlockingIOError, TimeoutError):
+            return None  # left behind by one that was killed, or too busy to take connections
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
+    return uid
+
+
+def _in_user_namespace() -> bool:
+    try:
+        return Path("/proc/self/uid_map").read_text(encoding="ascii").split() != _ALL_USERS
+    except OSError:
+        return False
+
+
+def _shown(info: os.stat_result) -> str:
+    return f"owner {user_name(info.st_uid)}, mode {stat.S_IMODE(info.st_mode):04o}"
+
+
+def _names(users: Collection[int]) -> str:
+    return " or ".join(user_name(uid) for uid in sorted(users))
