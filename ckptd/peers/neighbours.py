@@ -2,11 +2,15 @@
 
 A neighbour that has not answered a hello for ``peer_deadline_s`` is *lost* until it answers again; one that answers with
 another boot id was restarted, and knows neither leases nor tickets of before.
+
+A node whose place in every run was taken, and that does not answer either, is forgotten: each that is known costs a connection
+with three descriptors, and on machines that are replaced for months these would otherwise be used up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import resource
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +30,10 @@ _SURVEY_S = 3.0
 _SURVEY_SILENT_S = (
     0.5  # one that missed its last hellos is probably what the job is recovering from
 )
+_FORGET_DEADLINES = 4  # without an answer, until a node that has no part in any run is forgotten
 _MAX_PEERS = 65_536
+_PEER_DESCRIPTORS = 4  # three of our connection to it, and one of its connection to us
+_OTHER_DESCRIPTORS = 128  # for trainers, segments and what moves data
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,9 @@ class Neighbours:
         self._told, self._post, self._clock = told, post, clock
         self._memory_bytes = memory_bytes
         self._known: dict[str, _Neighbour] = {}
+        self._full = False
+        # The nodes that have a part in a run, or are configured; the others are forgotten when they do not answer.
+        self.needed: Callable[[], Container[str]] = tuple
 
     @property
     def card(self) -> NodeCard:
@@ -98,9 +108,10 @@ class Neighbours:
 
     def meet(self, cards: Iterable[NodeCard]) -> None:
         """Connect to these nodes."""
+        cards = [card for card in cards if card.node != self._node and card.endpoint]
+        wanted = {card.node for card in cards}
         for card in cards:
-            if card.node != self._node and card.endpoint:
-                self._meet(card)
+            self._meet(card, wanted)
 
     def link(self, node: str) -> PeerLink | None:
         """The connection to a node, None if its address is not known."""
@@ -153,18 +164,23 @@ class Neighbours:
         )
 
     def tick(self, now_s: float) -> None:
-        """Hellos and deadlines."""
+        """Hellos, deadlines, and who is forgotten."""
+        needed = self.needed()
         for node, neighbour in list(self._known.items()):
-            self._look_after(node, neighbour, now_s)
+            silent_s = now_s - neighbour.last_heard_s
+            if node not in needed and silent_s > _FORGET_DEADLINES * self._deadline_s:
+                self._forget(node, f"it has not answered for {silent_s:.0f} s")
+            else:
+                self._look_after(node, neighbour, now_s)
 
     # -- one of them -----------------------------------------------------------------------------
 
-    def _meet(self, card: NodeCard) -> None:
+    def _meet(self, card: NodeCard, wanted: Container[str]) -> None:
         address = PeerAddress(card.node, card.endpoint, card.public_key)
         known = self._known.get(card.node)
         if known is not None and known.link.address == address:
             return
-        if self._fabric is None or (known is None and len(self._known) >= _MAX_PEERS):
+        if self._fabric is None or (known is None and not self._has_room(card.node, wanted)):
             return
         link = PeerLink(self._fabric.peer(address), self._post, self._boot_id)
         fresh = _Neighbour(card, link, self._clock())
@@ -174,6 +190,37 @@ class Neighbours:
             fresh.boot_id = known.boot_id  # else nobody would notice that it was restarted
             if known.lost:  # it gets its time anew
                 self._told.back(card.node)
+
+    def _has_room(self, node: str, wanted: Container[str]) -> bool:
+        """Whether one more may be known; whoever has no part in any run and was silent longest makes room for it."""
+        most = _most_peers()
+        needed = self.needed() if len(self._known) >= most else ()
+        while len(self._known) >= most:
+            spare = [n for n in self._known if n not in needed and n not in wanted]
+            if not spare:
+                break
+            oldest = min(spare, key=lambda n: self._known[n].last_heard_s)
+            self._forget(oldest, f"{node} needs its place")
+        full = len(self._known) >= most
+        if full and not self._full:
+            self._events.add(
+                "error",
+                "too_many_peers",
+                f"{node} is not connected: {most} nodes are, as many as the limit of open files allows; "
+                "raise it (LimitNOFILE= in the unit, ulimit -n)",
+            )
+        self._full = full
+        return not full
+
+    def _forget(self, node: str, why: str) -> None:
+        """Close what it takes; if it has a part in a run again, it is met again."""
+        neighbour = self._known[node]
+        self._lose(node, neighbour, why)
+        del self._known[node]
+        neighbour.link.close()
+        self._events.add(
+            "info", "peer_forgotten", f"{node} has no part in any run here, and {why}: it is closed"
+        )
 
     def _look_after(self, node: str, neighbour: _Neighbour, now_s: float) -> None:
         if not neighbour.lost and now_s - neighbour.last_heard_s > self._deadline_s:
@@ -229,3 +276,11 @@ class Neighbours:
         silent_s = self._clock() - neighbour.last_heard_s
         quiet_s = 2 * self._deadline_s / _HELLOS_PER_DEADLINE
         return _SURVEY_SILENT_S if neighbour.lost or silent_s > quiet_s else _SURVEY_S
+
+
+def _most_peers() -> int:
+    """How many nodes can be known with the descriptors that this process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MAX_PEERS
+    return max(1, min(_MAX_PEERS, (limit - _OTHER_DESCRIPTORS) // _PEER_DESCRIPTORS))

@@ -100,6 +100,7 @@ class Peering:
             post=post,
             clock=clock,
         )
+        self.neighbours.needed = self._in_runs
         self._doubt: Doubt = lambda segment, index, sequence: None
         self._stored: StoreLink | None = None
         self.fetches = Fetches(
@@ -381,6 +382,11 @@ class Peering:
         return msgspec.structs.replace(message, members=(*message.members, *lent))
 
     # -- neighbours ------------------------------------------------------------------------------
+
+    def _in_runs(self) -> set[str]:
+        """The nodes that take part in a run of this node, and those that are configured."""
+        members = (member.card.node for run in self.runs.values() for member in run.members)
+        return {card.node for card in self._static} | set(members)
 
     def _lost(self, node: str, reason: str) -> None:
         if self.host is not None:

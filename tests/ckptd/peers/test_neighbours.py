@@ -47,14 +47,16 @@ class Setting:
     told: list[tuple[str, ...]] = field(default_factory=list)
     peers: dict[str, FakePeer] = field(default_factory=dict)
     now_s: float = 100.0
+    in_runs: set[str] = field(default_factory=lambda: {"b"})
 
     def __post_init__(self) -> None:
+        self.events = EventLog(100)
         self.neighbours = Neighbours(
             DaemonConfig(peer_deadline_s=DEADLINE_S),
             "a",
             "our boot",
             cast("Fabric", self),
-            EventLog(100),
+            self.events,
             NeighbourEvents(
                 lambda node, reason: self.told.append(("lost", node)),
                 lambda node: self.told.append(("back", node)),
@@ -64,14 +66,19 @@ class Setting:
             post=_at_once,
             clock=lambda: self.now_s,
         )
+        self.neighbours.needed = lambda: self.in_runs
 
     def peer(self, address: PeerAddress) -> FakePeer:
         """As the fabric."""
         return self.peers.setdefault(address.endpoint, FakePeer(address))
 
-    def meet(self, endpoint: str) -> FakePeer:
-        self.neighbours.meet([NodeCard("b", endpoint)])
+    def meet(self, endpoint: str, node: str = "b") -> FakePeer:
+        self.neighbours.meet([NodeCard(node, endpoint)])
         return self.peers[endpoint]
+
+    @property
+    def known(self) -> list[str]:
+        return [status.node for status in self.neighbours.status(self.now_s)]
 
     def later(self, seconds: float = 1.0) -> None:
         self.now_s += seconds
@@ -151,3 +158,69 @@ def test_a_neighbour_of_another_protocol_version_is_lost_at_once(setting: Settin
     refused = p.PeerRefused("protocol", "another version")
     peer.hellos.pop(0)(p.encode_peer(refused))
     assert setting.heard() == [("lost", "b")]
+
+
+# -- who is forgotten ----------------------------------------------------------------------------
+
+
+def test_a_node_that_has_no_part_in_a_run_and_does_not_answer_is_forgotten(
+    setting: Setting,
+) -> None:
+    """Each node that a job had replaced was asked for ever, over a connection of its own with three descriptors."""
+    peer = setting.meet("tcp://1")
+    setting.later()
+    peer.answer("b1")
+    setting.in_runs.clear()  # its place was taken
+    setting.later(DEADLINE_S)
+    assert not peer.closed
+    peer.answer("b1")  # it lives, and may hold what somebody looks for
+    for _ in range(3):
+        setting.later(DEADLINE_S + 1)
+        assert setting.known == ["b"]
+    setting.later(DEADLINE_S)
+    assert (peer.closed, setting.known, setting.neighbours.lost) == (True, [], [])
+    assert setting.heard() == [("lost", "b")]
+    assert [e.kind for e in setting.events.page(0, 10).events] == ["peer_lost", "peer_forgotten"]
+
+
+def test_a_node_with_a_part_in_a_run_is_asked_for_ever(setting: Setting) -> None:
+    peer = setting.meet("tcp://1")
+    for _ in range(50):
+        setting.later(DEADLINE_S)
+    assert (peer.closed, setting.known) == (False, ["b"])
+
+
+def test_a_forgotten_node_is_met_again(setting: Setting) -> None:
+    setting.in_runs.clear()
+    old = setting.meet("tcp://1")
+    setting.later(10 * DEADLINE_S)
+    assert old.closed
+    setting.peers.clear()
+    new = setting.meet("tcp://1")
+    setting.later()
+    new.answer("b2")
+    assert setting.known == ["b"]
+    assert setting.neighbours.lost == []
+
+
+def test_no_more_nodes_are_known_than_there_are_descriptors_for(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (128 + 4 * 3, 1 << 20))
+    setting.in_runs = {"needed"}
+    setting.meet("tcp://needed", "needed")
+    for number in range(5):
+        setting.later()
+        setting.meet(f"tcp://{number}", f"spare{number}")
+    assert setting.known == ["needed", "spare3", "spare4"]
+    assert [setting.peers[f"tcp://{n}"].closed for n in range(5)] == [True] * 3 + [False] * 2
+    setting.in_runs |= {"spare3", "spare4"}
+    for _ in range(2):
+        setting.neighbours.meet([NodeCard("more", "tcp://more")])
+    assert "more" not in setting.known
+    told = [e for e in setting.events.page(0, 100).events if e.kind == "too_many_peers"]
+    assert [e.level for e in told] == ["error"]
+    assert "more is not connected: 3 nodes are" in told[0].message
+    setting.in_runs.discard("spare3")
+    setting.meet("tcp://more", "more")
+    assert setting.known == ["more", "needed", "spare4"]
