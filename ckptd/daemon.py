@@ -40,7 +40,7 @@ from ckptd.service import Service
 from ckptd.settings import DaemonConfig
 from ckptd.transport.local_trust import check_way, own_users
 from ckptd.transport.messages import Message, RefusalCode, Refused, Reply
-from ckptd.transport.wire import MAX_BODY_BYTES, WireError, decode, encode
+from ckptd.transport.wire import MAX_BODY_BYTES, WireError, decode, encode, peer_process
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
@@ -232,21 +232,22 @@ class Daemon:
         assert self._socket is not None
         for _ in range(_BATCH):
             try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+                frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
-            identity, message_frames = frames[0], frames[1:]
+            process = peer_process(frames[0])
+            identity, *message_frames = [frame.bytes for frame in frames]
             try:
                 envelope, message = decode(message_frames)
             except WireError as error:
                 self._garbage(identity, error)
                 continue
-            self._handle(identity, envelope.id, message)
+            self._handle(identity, envelope.id, message, process)
 
-    def _handle(self, identity: bytes, message_id: int, message: Message) -> None:
+    def _handle(self, identity: bytes, message_id: int, message: Message, process: int) -> None:
         answer = partial(self._answer, identity, message_id)
         try:
-            self._service.handle(identity, message, answer)
+            self._service.handle(identity, message, answer, process)
         # The loop must survive a bug in one handler: snapshots of other ranks depend on it.
         except Exception as error:
             logger.exception("serving %s failed", type(message).__name__)

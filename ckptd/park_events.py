@@ -84,5 +84,5 @@ class ParkEvents:
         for segment in self._store.all_of_rank(session.key):
             if segment.descriptor.kind == "parked":
                 for index, header in segment.headers():
-                    if header.state in _THERE and header.writer_pid == session.pid:
+                    if header.state in _THERE and header.writer_pid == session.writer_pid:
                         yield segment, index, header

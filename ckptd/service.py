@@ -23,6 +23,7 @@ from ckptd.fetching.bringing import Bringing
 from ckptd.fetching.for_reading import ForReading
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segments import SegmentStore
+from ckptd.owners import OwnerTokens
 from ckptd.park_events import ParkEvents
 from ckptd.park_requests import ParkRequests
 from ckptd.peers.peering import Peering
@@ -117,12 +118,12 @@ class Service:
         self._admin = admin = Admin(
             config, store, self.sessions, events, housekeeper, peering, clock, tier=tier
         )
-        self._hellos: OrderedDict[bytes, m.Hello] = OrderedDict()
+        self._hellos: OrderedDict[bytes, tuple[m.Hello, int]] = OrderedDict()
+        self._owners = OwnerTokens(store.folder)
         self._parks, self._park_events = ParkRequests(), ParkEvents(store, events)
         self._elastic = ElasticFacts()
         self._busy_s = clock()
         self._handlers: dict[type, Callable[[bytes, Any, Answer], m.Reply | None]] = {
-            m.Hello: self._hello,
             m.Attach: self._attach,
             m.Reserve: self._reserve,
             m.ReserveBeside: self._reserve,
@@ -150,8 +151,17 @@ class Service:
             m.Forget: self._forget,
         }
 
-    def handle(self, identity: bytes, message: m.Message, answer: Answer) -> None:
-        """Serve one message; `answer` is called once, now or later, or never for a one-way one."""
+    def handle(
+        self, identity: bytes, message: m.Message, answer: Answer, process: int = -1
+    ) -> None:
+        """Serve one message; `answer` is called once, now or later, or never for a one-way one.
+
+        Args:
+            process: that sent it, as `peer_process` has it.
+        """
+        if isinstance(message, m.Hello):
+            answer(self._hello(identity, message, process))
+            return
         handler = self._handlers.get(type(message))
         if handler is None:
             name = type(message).__name__
@@ -200,8 +210,8 @@ class Service:
 
     # -- trainers --------------------------------------------------------------------------------
 
-    def _hello(self, identity: bytes, message: m.Hello, _: Answer) -> m.Reply:
-        self._hellos[identity] = message
+    def _hello(self, identity: bytes, message: m.Hello, process: int) -> m.Reply:
+        self._hellos[identity] = message, process
         self._hellos.move_to_end(identity)
         while len(self._hellos) > _MAX_STRANGERS:
             self._hellos.popitem(last=False)
@@ -215,7 +225,7 @@ class Service:
         )
 
     def _attach(self, identity: bytes, message: m.Attach, _: Answer) -> m.Reply:
-        hello = self._hellos.get(identity)
+        hello, process = self._hellos.get(identity, (None, -1))
         if hello is None:
             return m.Refused(RefusalCode.NO_SESSION, "Attach without Hello", "say Hello first")
         key = RankKey(message.job, message.run, message.rank)
@@ -226,16 +236,19 @@ class Service:
             message.layout_version,
             message.needed_bytes,
             message.needed_text,
-            frozenset(message.held),
+            frozenset(message.held) if self._owners.prove(key, message.token) else frozenset(),
+            message.token,
         )
-        owner = self._current_owner(key, hello.pid)
+        owner = self._current_owner(wish)
         if owner is None and len(self.sessions) >= self.sessions.limit:
             return m.Refused(
                 RefusalCode.QUOTA,
                 f"{self.sessions.limit} trainers are attached already",
                 "raise CKPTD_MAX_SESSIONS",
             )
-        taken_by = owner.pid if owner is not None and owner.pid != hello.pid else None
+        taken_by = None
+        if owner is not None and not self._owners.prove(key, wish.token):
+            taken_by = owner.pid
         decision = decide_attach(
             wish,
             self._store.facts(),
@@ -248,12 +261,13 @@ class Service:
             return m.Refused(decision.code, decision.message, decision.hint)
         if owner is not None:
             self.sessions.remove(owner)  # the same process, on a new connection
-        return self._admit(identity, hello, wish, decision, owner)
+        return self._admit(identity, hello, process, wish, decision, owner)
 
     def _admit(
         self,
         identity: bytes,
         hello: m.Hello,
+        process: int,
         wish: AttachWish,
         decision: Admitted,
         before: Session | None,
@@ -262,19 +276,27 @@ class Service:
         if previous is not None:
             self.sessions.remove(previous)
         now_s = self._clock()
-        session = Session(identity, hello.pid, wish.key, wish, now_s, now_s, "owner-lock")
+        # What the process says of itself only counts where the kernel does not say who it is.
+        pid = process if process > 0 else hello.pid
+        visible = process > 0 or (process < 0 and _same_pid_namespace(hello))
+        session = Session(
+            identity, pid, wish.key, wish, now_s, now_s, "owner-lock", writer_pid=hello.pid
+        )
         self._park_events.begun(session, before)
-        if _same_pid_namespace(hello) and self._watcher.watch(
-            hello.pid, partial(self._process_ended, session)
-        ):
+        if visible and self._watcher.watch(pid, partial(self._process_ended, session)):
             session.watched_by = "pidfd"
         self.sessions.add(session)
+        live = {s.key for s in self.sessions}
+        live |= {s.key for s in self._store.everything() if s.owned()}
+        if unwritten := self._owners.enter(wish.key, wish.token, live):
+            text = f"if this daemon is restarted {wish.key} cannot come back to it: {unwritten}"
+            self._events.add("error", "owner_unwritten", text, wish.key)
         for note in decision.notes:
             self._events.add("info", "stale_run", note, wish.key)
         self._events.add(
             "info",
             "attached",
-            f"process {hello.pid} is {wish.key} of {wish.world_size}, with "
+            f"process {pid} is {wish.key} of {wish.world_size}, with "
             f"{len(decision.generations)} segments in memory (watched by {session.watched_by})",
             wish.key,
         )
@@ -446,10 +468,10 @@ class Service:
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _current_owner(self, key: RankKey, asking_pid: int) -> Session | None:
+    def _current_owner(self, wish: AttachWish) -> Session | None:
         """The live session of a rank; one whose process has just ended is retired first."""
-        owner = self.sessions.of_rank(key)
-        if owner is None or owner.pid == asking_pid:
+        owner = self.sessions.of_rank(wish.key)
+        if owner is None or self._owners.prove(wish.key, wish.token):
             return owner
         if owner.watched_by == "pidfd" and self._watcher.has_ended(owner.pid):
             self.trainer_gone(owner, "its process ended")
@@ -461,6 +483,7 @@ class Service:
 
     def _retire(self, session: Session) -> None:
         self.sessions.remove(session)
+        self._owners.remove(session.key)
         self._parks.gone(session.key)
         if not any(other.pid == session.pid for other in self.sessions):
             self._watcher.forget(session.pid)

@@ -53,6 +53,7 @@ class AttachWish:
     needed_bytes: int
     needed_text: str
     held: frozenset[int] = frozenset()
+    token: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,10 @@ class Rejected:
 
 @dataclass(slots=True)
 class Session:
-    """One attached trainer. `boot` facts come from its Hello and Attach; the rest moves."""
+    """One attached trainer. `boot` facts come from its Hello and Attach; the rest moves.
+
+    `pid` is the process as it is known here, `writer_pid` what it is in its own pid namespace and writes into slots.
+    """
 
     identity: bytes
     pid: int
@@ -113,6 +117,7 @@ class Session:
     attached_at_s: float
     last_seen_s: float
     watched_by: str
+    writer_pid: int
     step: int = -1
     metrics: Mapping[str, float] = field(default_factory=dict)
     parked_told: int = -1  # up to this sequence its parked states are told

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -43,6 +44,18 @@ _PING_S = 1.0
 ANSWER_S = 5.0
 _RANK_PATIENCE_S = 5.0
 FAILURES = (RequestTimeout, WireError, DaemonUnavailable, OSError)
+
+
+_token = secrets.token_bytes(32)
+
+
+def _new_token() -> None:
+    """A forked child is another process: it must not pass for its parent."""
+    global _token
+    _token = secrets.token_bytes(32)
+
+
+os.register_at_fork(after_in_child=_new_token)
 
 
 class Follows(Protocol):
@@ -229,9 +242,8 @@ class Link:
         client = connect(self._find_endpoint(), ANSWER_S)
         try:
             welcome = client.ask(Hello(self._version, os.getpid()), Welcome)
-            attached = client.ask(
-                msgspec.structs.replace(self._attach, held=self._held()), Attached
-            )
+            wish = msgspec.structs.replace(self._attach, held=self._held(), token=_token)
+            attached = client.ask(wish, Attached)
         except RefusedError as error:
             client.close()
             raise AttachRefused(error.code, error.message, error.hint) from error

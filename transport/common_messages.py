@@ -30,8 +30,9 @@ __all__ = [
 class Hello(Struct, frozen=True, tag=True):
     """First words of a connection: software version, process id, and what one is.
 
-    `pid_namespace` is the target of the link /proc/self/ns/pid. With another one than the
-    daemon's the pid means nothing there, and the trainer is watched by its owner lock.
+    The daemon asks the kernel for the process behind the connection; one that it cannot see (of a
+    container, say) is watched by its owner lock. Where libzmq does not tell, `pid` counts, if
+    `pid_namespace`, the target of the link /proc/self/ns/pid, is the daemon's.
     """
 
     version: ShortText

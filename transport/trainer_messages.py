@@ -53,7 +53,9 @@ class Attach(Struct, frozen=True, tag=True):
 
     `needed_bytes` is all the segment memory the rank expects to hold and `needed_text` says how
     that sum comes about ("34 slots of 1.2 GiB"); `held` lists the generations whose owner lock
-    the asking process already holds, as it does when the daemon was restarted under it.
+    the asking process already holds, as it does when the daemon was restarted under it. `token` is
+    random, made once by each process: with the one of a live owner of the rank this is that owner
+    on a new connection, and `held` is believed; without it the rank is taken.
     """
 
     job: Name
@@ -65,6 +67,7 @@ class Attach(Struct, frozen=True, tag=True):
     needed_bytes: Count
     needed_text: Text = ""
     held: Annotated[tuple[Generation, ...], Meta(max_length=4096)] = ()
+    token: Annotated[bytes, Meta(max_length=64)] = b""
 
 
 class Reserve(Struct, frozen=True, tag=True):

@@ -41,6 +41,7 @@ __all__ = [
     "decode",
     "decode_envelope",
     "encode",
+    "peer_process",
 ]
 
 MAX_BODY_BYTES = 32 << 20  # a slot table with 100,000 operator names is about 10 MB
@@ -146,6 +147,19 @@ def decode(frames: Sequence[bytes]) -> tuple[Envelope, Message]:
         return envelope, _body_decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError("body", f"not a message: {error}", envelope) from error
+
+
+def peer_process(frame: zmq.Frame) -> int:
+    """The process that connected to the ipc socket on which this came, as the kernel says (``SO_PEERCRED``).
+
+    0: it has no number in our pid namespace. -1: libzmq does not tell (else as "<host>:<uid>:<gid>:<pid>").
+    """
+    try:
+        told = frame.get("Peer-Address")
+    except (KeyError, zmq.ZMQError):  # a libzmq that was built without it
+        return -1
+    parts = str(told).split(":")
+    return int(parts[-1]) if len(parts) >= 4 and parts[-1].isdecimal() else -1
 
 
 class ControlClient:

@@ -56,6 +56,7 @@ class DaemonProcess:
         self.endpoint = endpoint_for(str(self.runtime_dir))
         self.log = self.folder / "log"
         self.process: subprocess.Popen[bytes] | None = None
+        self.command = [sys.executable, "-m", "ckptd", "run"]
 
     @property
     def env(self) -> dict[str, str]:
@@ -72,7 +73,7 @@ class DaemonProcess:
         """Start without waiting."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ckptd", "run", *flags],
+                [*self.command, *flags],
                 env=self.env,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -136,6 +137,27 @@ def running_daemon(**settings: str) -> Iterator[DaemonProcess]:
         daemon.clean_up()
 
 
+@contextmanager
+def running_in_own_pid_namespace() -> Iterator[DaemonProcess]:
+    """A daemon as in a container; skips with the reason where this user cannot make a namespace."""
+    daemon = DaemonProcess()
+    unshare = [
+        shutil.which("unshare") or "unshare",
+        "--pid",
+        "--fork",
+        "--mount-proc",
+        "--kill-child",
+    ]
+    if os.geteuid() != 0:
+        pytest.skip("a pid namespace of its own needs root and the unshare command")
+    daemon.command = [*unshare, *daemon.command]
+    try:
+        daemon.start()
+        yield daemon
+    finally:
+        daemon.clean_up()
+
+
 def descriptor(
     job: str = "job",
     run: str = "run",
@@ -174,11 +196,21 @@ def attach(
     needed_bytes: int = 8 * MIB,
     held: tuple[int, ...] = (),
     pid: int | None = None,
+    token: bytes | None = None,
 ) -> Attached:
-    """Hello and Attach."""
+    """Hello and Attach, as a process of its own has a ``token`` of its own."""
     client.request(Hello("test", os.getpid() if pid is None else pid))
     wish = Attach(
-        job, run, rank, world_size, topology, layout_version, needed_bytes, "for a test", held
+        job,
+        run,
+        rank,
+        world_size,
+        topology,
+        layout_version,
+        needed_bytes,
+        "for a test",
+        held,
+        b"the token of %d" % os.getpid() if token is None else token,
     )
     return client.ask(wish, Attached)
 

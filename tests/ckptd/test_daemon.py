@@ -32,6 +32,7 @@ from tests.ckptd.running import (
     own,
     reserve,
     running_daemon,
+    running_in_own_pid_namespace,
     small_tmpfs,
     state_of,
 )
@@ -167,8 +168,9 @@ def test_a_killed_trainer_is_noticed_and_its_slots_come_to_rest() -> None:
 
 
 def test_a_trainer_of_another_pid_namespace_is_watched_by_its_lock() -> None:
-    with running_daemon() as daemon, daemon.client() as client:
-        client.request(m.Hello("test", os.getpid(), "trainer", "pid:[1]"))
+    """The daemon runs in a container of its own: the kernel knows no number there for a process outside, nor does it help to claim one."""
+    with running_in_own_pid_namespace() as daemon, daemon.client() as client:
+        client.request(m.Hello("test", os.getpid(), "trainer", os.readlink("/proc/self/ns/pid")))
         client.ask(m.Attach("job", "run", 0, 1, "dp1", 1, MIB), m.Attached)
         fd = own(reserve(client))
         (session,) = client.ask(m.GetStatus(), m.Status).sessions
@@ -216,8 +218,8 @@ def test_a_bad_message_is_answered(shared: DaemonProcess) -> None:
 
 def test_another_protocol_version_is_refused_by_name(shared: DaemonProcess) -> None:
     with (
-        ControlClient(shared.endpoint, 20, protocol=3) as client,
-        pytest.raises(RefusedError, match=r"version 3.*version 2.*same ckptd version") as caught,
+        ControlClient(shared.endpoint, 20, protocol=99) as client,
+        pytest.raises(RefusedError, match=r"version 99.*version 3.*same ckptd version") as caught,
     ):
         client.request(m.Ping())
     assert caught.value.code == "protocol"
@@ -234,25 +236,6 @@ def test_what_needs_a_session_says_so(shared: DaemonProcess) -> None:
         assert [refusal.code for refusal in client.refusals()] == ["no_session"]
         with pytest.raises(RefusedError, match="Hello"):
             client.request(m.Attach("job", "run", 0, 1, "t", 1, 0))
-
-
-def test_a_rank_has_one_live_owner_also_before_it_has_memory(shared: DaemonProcess) -> None:
-    helper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        with shared.client() as one, shared.client() as two:
-            attach(one, run="taken", pid=helper.pid)
-            with pytest.raises(RefusedError, match=f"process {helper.pid}") as caught:
-                attach(two, run="taken")
-            assert caught.value.code == "rank_taken"
-            helper.kill()
-            helper.wait(10)
-            attach(two, run="taken")
-            two.request(m.Detach(final=True))
-    finally:
-        helper.kill()
-        helper.wait(10)
-        assert helper.stdin is not None
-        helper.stdin.close()
 
 
 def test_topology_layout_and_stale_runs_are_told_by_name() -> None:

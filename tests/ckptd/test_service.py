@@ -38,6 +38,8 @@ from tests.ckptd.snapshots import snapshot_of
 MIB = 1 << 20
 RANK = RankKey("job", "run", 0)
 
+TOKEN = b"of this process"
+
 
 class Watched(Peering):
     """Remembers whose snapshots it was told to have changed, and how many generations there were then."""
@@ -84,7 +86,7 @@ class Setting:
 
     def attach(self, needed_bytes: int = 8 * MIB) -> m.Reply:
         self.ask(m.Hello("1", os.getpid()))
-        return self.ask(m.Attach("job", "run", 0, 1, "dp1", 1, needed_bytes, "2 slots"))
+        return self.ask(m.Attach("job", "run", 0, 1, "dp1", 1, needed_bytes, "2 slots", (), TOKEN))
 
     def reserve(self, num_slots: int = 2) -> Segment:
         descriptor = encode_descriptor(descriptor_of("job", "run"))
@@ -347,7 +349,7 @@ def test_what_was_parked_while_no_daemon_was_there_is_told_by_the_next_one(
     parked = reserve_log(setting, 2, "parked")
     put(parked, 0, 6)
     held = (parked.generation,)
-    goes_on = m.Attach("job", "run", 0, 1, "dp1", 1, 0, "2 slots", held)
+    goes_on = m.Attach("job", "run", 0, 1, "dp1", 1, 0, "2 slots", held, TOKEN)
     (session,) = setting.service.sessions
     setting.service.sessions.remove(session)  # as a daemon that was restarted knows none
     assert isinstance(setting.ask(goes_on), m.Attached)

@@ -200,7 +200,7 @@ def test_a_second_generation_needs_room_beside_the_first() -> None:
 def session(identity: bytes, rank: int) -> Session:
     key = RankKey("moe", "run7", rank)
     wish = dataclasses.replace(WISH, key=key)
-    return Session(identity, 100 + rank, key, wish, 0.0, 0.0, "pidfd")
+    return Session(identity, 100 + rank, key, wish, 0.0, 0.0, "pidfd", 100 + rank)
 
 
 def test_sessions_are_found_by_connection_and_by_rank() -> None:

@@ -234,7 +234,7 @@ def test_a_daemon_of_another_protocol_version_is_refused_by_name(tmp_path: Path,
     fake.start()
     model = net()
     try:
-        with pytest.raises(DaemonUnavailable, match=r"protocol version 99.*version 2"):
+        with pytest.raises(DaemonUnavailable, match=r"protocol version 99.*version 3"):
             Checkpointer(
                 model,
                 torch.optim.AdamW(model.parameters()),
