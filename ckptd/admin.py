@@ -154,16 +154,18 @@ class Admin:
                 "end them first",
             )
         bad = self._store.remove_bad(message.job, message.run)
+        known = self._peering.knows(message.job, message.run)
         replicas = self._peering.forget(message.job, message.run)
-        if not segments and not bad and not replicas:
+        if not segments and not bad and not replicas and not known:
             runs = sorted({f"{s.key.job}/{s.key.run}" for s in self._store.everything()})
-            known = f"in memory are {', '.join(runs)}" if runs else "nothing is in memory"
-            return m.Refused(RefusalCode.NOT_FOUND, f"no segments of {name}; {known}")
+            held = f"in memory are {', '.join(runs)}" if runs else "nothing is in memory"
+            return m.Refused(RefusalCode.NOT_FOUND, f"no segments of {name}; {held}")
         size = sum(segment.file_bytes for segment in segments) + replicas
         for segment in segments:
             self._housekeeper.remove(segment, "forgotten by request")
         put_aside = f" and {bad} damaged files" if bad else ""
-        return m.Done(f"freed {format_bytes(size)} in {len(segments)} segments{put_aside}")
+        who = ", and who took part in it" if known else ""
+        return m.Done(f"freed {format_bytes(size)} in {len(segments)} segments{put_aside}{who}")
 
 
 def openers(segments: list[Segment]) -> list[int]:

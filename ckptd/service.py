@@ -430,7 +430,19 @@ class Service:
         session = self.sessions.of_identity(identity)
         if session is None:
             return _no_session("Join")
-        if refused := self._peering.join(session.key, message):
+        try:
+            refused = self._peering.join(session.key, message)
+        except OSError as error:
+            text = (
+                f"who takes part in {session.key.job}/{session.key.run} cannot be written: {error}"
+            )
+            self._events.add("error", "run_not_recorded", text, session.key)
+            return m.Refused(
+                RefusalCode.SEGMENT_FS,
+                text,
+                f"make room on the filesystem of {self._store.folder}; it is tried again, and until then nothing is replicated",
+            )
+        if refused:
             self._events.add("warning", "refused.stale_epoch", refused, session.key)
             return m.Refused(
                 RefusalCode.STALE_EPOCH,

@@ -18,7 +18,12 @@ from ckptd.errors import DaemonUnavailable
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import WORLD_TOPOLOGY
 from ckptd.recovery.held import STORE_NODE
-from ckptd.recovery.plan import NoRecovery, RecoveryPlan, complete_ranks, plan_recovery
+from ckptd.recovery.plan import (
+    NoRecovery,
+    RecoveryPlan,
+    complete_suffixes,
+    plan_recovery,
+)
 
 __all__ = ["recover_together"]
 
@@ -48,11 +53,9 @@ def recover_together(
         # A world of an elastic job is a new run. What is durable of those before was looked at when it was planned.
         if isinstance(plan, NoRecovery) and not storage and memory.topology != WORLD_TOPOLOGY:
             # Every rank comes to the same conclusion, whether or not its own node has a store.
-            recoverable_before |= bool(complete_ranks(view.held))
             storage = True
             view, plan = _plan(memory, exchange, storage)
         if isinstance(plan, NoRecovery):
-            recoverable_before |= bool(complete_ranks(view.held))
             _refuse_to_forget(memory, plan, view, recoverable_before)
             _tell_start(memory, plan, view)
             with all_or_none(exchange, memory.session.node_id):
@@ -109,14 +112,40 @@ def _refuse_to_forget(
             hint="`ckptctl events` says which. Start again when the store answers. What is damaged is named by "
             "`ckptctl checkpoints verify`; to begin anew remove it with `ckptctl checkpoints rm`, or pass run= a new name",
         )
-    if not view.silent or not recoverable_before:
-        return
-    raise DaemonUnavailable(
-        f"{plan.reason}; {_nodes(view.silent)} took part in the run before and did not answer",
-        operation="recover",
-        ids={"job": job, "run": run},
-        hint="Nothing was lost: start again when they are back. If they will not be, "
-        f"`ckptctl forget {job} {run}` on every node, or pass run= a new name, to begin anew",
+    if why := _would_be_lost(view, recoverable_before):
+        raise DaemonUnavailable(
+            f"{plan.reason}; {why}",
+            operation="recover",
+            ids={"job": job, "run": run},
+            hint=_how_to_go_on(job, run, view),
+        )
+
+
+def _would_be_lost(view: RunView, recoverable_before: bool) -> str:
+    """What beginning anew would give up, or may; "" if there is nothing."""
+    complete = complete_suffixes(view.held)
+    was = recoverable_before or view.was_recoverable(complete)
+    if was is False:
+        return ""
+    there = [f"of rank {rank} there are {text}" for rank, text in complete.items()]
+    told = "; ".join(there[:_NODES_TOLD]) + ("; …" if len(there) > _NODES_TOLD else "")
+    missing = ""
+    # A configured peer that does not answer means nothing to a run of which nobody has heard.
+    if view.silent and (was or there or view.is_known):
+        missing = f"{_nodes(view.silent)} took part in the run before and did not answer"
+    elif not view.is_known and any(record.lost for record in view.records):
+        lost = [record.node for record in view.records if record.lost]
+        missing = f"the record of who took part is damaged on {_nodes(lost)}, and nobody else knows"
+    return "; ".join(text for text in (told, missing) if text)
+
+
+def _how_to_go_on(job: str, run: str, view: RunView) -> str:
+    first = "What is there stays"
+    if view.silent:
+        first = "Nothing was lost: start again when they are back. If they will not be"
+    where = _nodes([record.node for record in view.records if record.holds])
+    return (
+        f"{first}, `ckptctl forget {job} {run}` on {where}, or pass run= a new name, to begin anew"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -12,13 +12,13 @@ import msgspec
 from ckptd.client.agreement import Exchange, Failure, raise_together
 from ckptd.memory.ring import SlotRecord, epoch_table
 from ckptd.recovery.facts import RankFacts, facts_from_wire, facts_to_wire
-from ckptd.recovery.held import HeldRecords, from_wire, to_wire
+from ckptd.recovery.held import STORE_NODE, HeldRecords, from_wire, to_wire
 from ckptd.recovery.holdings import held_from_segments
 from ckptd.recovery.log_facts import facts_told_by_logs
 from ckptd.recovery.pieces import Source
-from ckptd.transport.messages import Member, NodeCard, RunSeen
+from ckptd.transport.messages import Holdings, Member, NodeCard, RunSeen
 
-__all__ = ["RankNote", "RunView", "SeesRun", "see_run"]
+__all__ = ["NodeRecord", "RankNote", "RunView", "SeesRun", "see_run"]
 
 
 class SeesRun(Protocol):
@@ -48,6 +48,7 @@ class RunView:
     logs: tuple[HeldRecords, ...] = ()
     facts: Mapping[int, RankFacts] = field(default_factory=dict)  # by rank, as far as there are any
     hints: tuple[int, ...] = ()  # by rank: what earlier trainers learned
+    records: tuple[NodeRecord, ...] = ()  # what the nodes that answered know of the run
 
     def last_epoch(self, highest: int) -> int:
         """The highest that was seen, or of which a node knows; -1: none."""
@@ -80,10 +81,47 @@ class RunView:
         ]
         return (*working, *(Member(card, ()) for card in self.idle))
 
+    def was_recoverable(self, complete: Collection[int]) -> bool | None:
+        """Whether this run ever got to where all ranks could go back to; None: who answered cannot tell.
+
+        Args:
+            complete: ranks of which a suffix is held now.
+        """
+        newest = max((record.epoch for record in self.records), default=-1)
+        told = [record for record in self.records if record.epoch == newest >= 0]
+        if any(record.recoverable for record in told):
+            return True
+        # A rank of which no suffix was ever complete is enough: there was nothing for all.
+        return False if any({*record.ranks} - {*complete} for record in told) else None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anybody who answered knows who took part."""
+        return any(record.epoch >= 0 for record in self.records)
+
     @property
     def everybody(self) -> tuple[NodeCard, ...]:
         """How to reach each node."""
         return tuple(member.card for member in self.members)
+
+
+class NodeRecord(msgspec.Struct, frozen=True):
+    """What a node knows of the run, of its earlier lives, too.
+
+    Args:
+        epoch: the last in which it took part; -1: in none.
+        ranks: that it had then.
+        recoverable: whether a suffix of each of them, or of all ranks, was complete once.
+        lost: it took part, and its record was damaged.
+        holds: something of the run is there, or known there, until it is forgotten.
+    """
+
+    node: str
+    epoch: int = -1
+    ranks: tuple[int, ...] = ()
+    recoverable: bool = False
+    lost: bool = False
+    holds: bool = False
 
 
 class RankNote(msgspec.Struct, frozen=True):
@@ -126,6 +164,7 @@ class _Told(msgspec.Struct, frozen=True):
     wanted: list[str] = []  # nodes that took part before, or were asked
     parked: list[bytes] = []
     logs: list[bytes] = []
+    records: list[NodeRecord] = []
 
 
 def see_run(
@@ -183,6 +222,18 @@ def _ask(session: SeesRun, job: str, run: str, cards: tuple[NodeCard, ...], stor
         [*(member.card.node for member in seen.members), *seen.silent],
         [to_wire(held_from_segments(h.node, h.parked)) for h in seen.holdings],
         [to_wire(held_from_segments(h.node, h.logs)) for h in seen.holdings],
+        [_record_of(h) for h in seen.holdings if h.node != STORE_NODE],
+    )
+
+
+def _record_of(held: Holdings) -> NodeRecord:
+    record, anything = held.record, bool(held.segments or held.logs or held.parked)
+    if record is None:
+        return NodeRecord(held.node, holds=anything)
+    ranks = tuple(r for m in record.members if m.card.node == held.node for r in m.ranks)
+    known = record.lost or record.newest_epoch > record.forgotten
+    return NodeRecord(
+        held.node, record.epoch, ranks, record.recoverable, record.lost, known or anything
     )
 
 
@@ -205,6 +256,7 @@ def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
         logs,
         _facts_of(here, logs, parked),
         tuple(h.hint for h in here),
+        tuple({r.node: r for theirs in everybody for r in theirs.records}.values()),
     )
 
 

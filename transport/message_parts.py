@@ -17,6 +17,7 @@ __all__ = [
     "HeldSlot",
     "Holdings",
     "Iteration",
+    "KnownEpoch",
     "Labels",
     "Member",
     "Metrics",
@@ -25,6 +26,7 @@ __all__ = [
     "NumSlots",
     "Rank",
     "RefusalCode",
+    "RunRecord",
     "SegmentInfo",
     "ShortText",
     "SlotIndex",
@@ -38,6 +40,7 @@ Generation = Annotated[int, Meta(ge=0, lt=1 << 31)]
 SlotIndex = Annotated[int, Meta(ge=0, lt=1 << 16)]
 NumSlots = Annotated[int, Meta(ge=1, le=1 << 16)]
 Epoch = Annotated[int, Meta(ge=0, lt=1 << 32)]
+KnownEpoch = Annotated[int, Meta(ge=-1, lt=1 << 32)]  # -1: none is known
 Iteration = Annotated[int, Meta(ge=-1, lt=1 << 62)]
 Text = Annotated[str, Meta(max_length=4096)]
 ShortText = Annotated[str, Meta(max_length=256)]
@@ -88,6 +91,37 @@ class Member(Struct, frozen=True, tag=True):
     ring_bytes: tuple[Count, ...] = ()
 
 
+class RunRecord(Struct, frozen=True, tag=True):
+    """Who takes part in a run, as a node knows it over all lives of its daemon (docs/replication.md section 2a).
+
+    ``members`` are those of ``epoch``, with what identifies each of them; ``former`` took part before, and may hold what this epoch
+    cannot replace until its history has a floor. ``epochs``: where each epoch that was ever heard of began.
+    ``recoverable``: of every rank of this node, or of every rank, a suffix of this history was complete once. ``forgotten``: this epoch and all before it
+    were forgotten by command. ``lost``: the file was damaged, so that nobody knows who takes part.
+    """
+
+    job: Name
+    run: Name
+    epoch: KnownEpoch = -1
+    epoch_start: Iteration = -1
+    members: tuple[Member, ...] = ()
+    former: tuple[NodeCard, ...] = ()
+    epochs: tuple[tuple[Epoch, Iteration], ...] = ()
+    recoverable: bool = False
+    forgotten: KnownEpoch = -1
+    lost: bool = False
+
+    @property
+    def cards(self) -> tuple[NodeCard, ...]:
+        """How to reach everybody who takes part or took part."""
+        return (*(member.card for member in self.members), *self.former)
+
+    @property
+    def newest_epoch(self) -> int:
+        """The highest that is known; -1: none."""
+        return max(self.epoch, self.forgotten, *(epoch for epoch, _ in self.epochs), -1)
+
+
 class HeldSlot(Struct, frozen=True, tag=True):
     """One sealed snapshot: where it lies, its header, and which operators it anchors (bitmap, little-endian)."""
 
@@ -134,6 +168,9 @@ class Holdings(Struct, frozen=True, tag=True):
 
     node: Name
     segments: tuple[HeldSegment, ...]
-    epoch: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
+    epoch: KnownEpoch = -1
     logs: tuple[HeldSegment, ...] = ()  # boundary logs, apart, so that nobody plans with them
     parked: tuple[HeldSegment, ...] = ()  # parked states, apart for the same reason
+    record: RunRecord | None = (
+        None  # who takes part, as this node knows it; None: it never heard of the run
+    )

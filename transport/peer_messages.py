@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from ckptd.transport.message_parts import Epoch
+from ckptd.transport.message_parts import Epoch, KnownEpoch, RunRecord
 from ckptd.transport.messages import (
     Blob,
     Count,
@@ -50,11 +50,12 @@ __all__ = [
     "ReplicaOpened",
     "SealSlot",
     "SlotGranted",
+    "TellRun",
     "decode_peer",
     "encode_peer",
 ]
 
-PEER_PROTOCOL_VERSION = 2
+PEER_PROTOCOL_VERSION = 3
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Ticket = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Span = Annotated[int, Meta(ge=0, le=1 << 15)]
@@ -123,7 +124,7 @@ class BeginSlot(Struct, frozen=True, tag=True):
     floor: Iteration = -1
     horizon: Iteration = -1
     span: Span = 1
-    epoch: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
+    epoch: KnownEpoch = -1
     oldest: Iteration = -1
 
 
@@ -234,8 +235,14 @@ class Floor(Struct, frozen=True, tag=True):
     horizon: Iteration = -1
     span: Span = 1
     counted: Count = 65_535
-    carried_epoch: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
+    carried_epoch: KnownEpoch = -1
     carried_floor: Iteration = -1
+
+
+class TellRun(Struct, frozen=True, tag=True):
+    """Who takes part in a run, for a member that has no rank of it: nobody joins there."""
+
+    record: RunRecord
 
 
 class PeerDone(Struct, frozen=True, tag=True):
@@ -263,6 +270,7 @@ PeerRequest = (
     | DoubtSlot
     | EndRun
     | Floor
+    | TellRun
 )
 PeerReply = (
     PeerWelcome

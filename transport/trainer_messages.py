@@ -13,6 +13,7 @@ from ckptd.transport.message_parts import (
     Generation,
     HeaderBytes,
     Iteration,
+    KnownEpoch,
     Member,
     Metrics,
     Name,
@@ -149,7 +150,7 @@ class Join(Struct, frozen=True, tag=True):
     epoch_start: Iteration
     members: Annotated[tuple[Member, ...], Meta(max_length=1 << 20)]
     replicas: Annotated[int, Meta(ge=-1, le=64)] = -1
-    follows: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
+    follows: KnownEpoch = -1
 
 
 class FetchSource(Struct, frozen=True, tag=True):

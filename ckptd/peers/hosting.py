@@ -28,12 +28,13 @@ from ckptd.peers.lending import Lending
 from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.reading import Reading
 from ckptd.peers.replica_store import ReplicaStore
+from ckptd.peers.run_records import RunRecords
 from ckptd.replication.known_runs import KnownRuns
 from ckptd.replication.logs import outdated_slots, why_log_removable
 from ckptd.replication.replicas import Promise, removable, stale_slots
 from ckptd.storage.image import MapFunction
 from ckptd.transport import peer_messages as p
-from ckptd.transport.messages import GetHoldings, Holdings
+from ckptd.transport.messages import GetHoldings, Holdings, RunRecord
 from ckptd.transport.verbs import Fabric
 from ckptd.units import format_age, format_bytes
 from ckptd.workers import Workers
@@ -55,6 +56,7 @@ class Host:
         sealers: workers that verify; `map_fn`, if given, spreads one image over threads.
         slow: workers for making memory.
         settlers: workers that break off what peers do.
+        records: what is known of runs; epochs of which peers tell are added to it.
         retain_s: how long a replica is kept that no peer has open; 0 for good.
     """
 
@@ -70,12 +72,14 @@ class Host:
         slow: Workers,
         settlers: Workers,
         map_fn: MapFunction | None,
+        records: RunRecords,
         deadline_s: float,
         retain_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._replicas, self._events = store, replicas, events
         self._slow, self._retain_s, self._clock = slow, retain_s, clock
+        self._records = records
         self._used_s: dict[str, float] = {}
         self._doubts: dict[
             tuple[str, int], float
@@ -145,11 +149,12 @@ class Host:
 
     def holdings(self, job: str, run: str) -> Holdings:
         """Every sealed snapshot of a run that lies here."""
-        epoch = self._known.newest_epoch(job, run)
-        return local_holdings(self._store, self._replicas, job, run, epoch)
+        record = self._records.of(job, run)
+        return local_holdings(self._store, self._replicas, job, run, record)
 
     def note_epoch(self, job: str, run: str, epoch: int, start: int) -> None:
         """A recovery began this epoch: what it abandoned is freed here."""
+        self._records.note_epoch(job, run, epoch, start)
         if not self._known.note_epoch(job, run, epoch, start):
             return
         known = self._known.epochs(job, run)
@@ -303,9 +308,9 @@ class Host:
 
 
 def local_holdings(
-    store: SegmentStore, replicas: ReplicaStore, job: str, run: str, epoch: int
+    store: SegmentStore, replicas: ReplicaStore, job: str, run: str, record: RunRecord | None
 ) -> Holdings:
-    """Every sealed snapshot, logged iteration and parked state of a run that lies on this node; ``epoch`` is the highest that it knows."""
+    """Every sealed snapshot, logged iteration and parked state of a run that lies on this node, and what it knows of the run."""
     own = [held_segment(s, own=True) for s in store.of_run(job, run)]
     others = [held_segment(s, own=False) for s in replicas.of_run(job, run)]
     logs = [held_segment(s, own=True) for s in store.logs_of_run(job, run)]
@@ -314,9 +319,10 @@ def local_holdings(
     return Holdings(
         store.node_id,
         tuple(s for s in (*own, *others) if s.slots),
-        epoch,
+        -1 if record is None else record.newest_epoch,
         tuple(s for s in logs if s.slots),
         tuple(s for s in parked if s.slots),
+        record,
     )
 
 

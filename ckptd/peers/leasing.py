@@ -88,7 +88,13 @@ class Leasing:
         if told != (message.job, message.run, message.rank):
             answer(p.PeerRefused("bad_message", f"the descriptor is of {told}"))
             return
-        self._told_epoch(message)  # before it is told what is held: not what the epoch abandoned
+        try:
+            self._told_epoch(
+                message
+            )  # before it is told what is held: not what the epoch abandoned
+        except OSError as error:
+            answer(p.PeerRefused("quota", f"the epoch of {plan.key} cannot be written: {error}"))
+            return
         rings = self._replicas.rings_of(descriptor)
         wide = [ring for ring in rings if ring.geometry.num_slots >= num_slots]
         if wide:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -25,9 +25,10 @@ from ckptd.memory.segments import SegmentStore
 from ckptd.peers.fabric import make_fabric, static_peers
 from ckptd.peers.hosting import Host, local_holdings
 from ckptd.peers.neighbours import NeighbourEvents, Neighbours
-from ckptd.peers.peer_link import Post
+from ckptd.peers.peer_link import PeerLink, Post
 from ckptd.peers.quiet import QuietGate
 from ckptd.peers.replica_store import ReplicaStore
+from ckptd.peers.run_records import RunRecords
 from ckptd.peers.runs import Run
 from ckptd.peers.survey import RunSurvey
 from ckptd.persistence.store_link import StoreLink
@@ -47,6 +48,7 @@ from ckptd.transport.messages import (
     Member,
     NodeCard,
     Peers,
+    RunRecord,
     RunSeen,
     SeeRun,
 )
@@ -86,6 +88,10 @@ class Peering:
         map_fn = None if pool is None else pool.map
         self.replicas = ReplicaStore(store)
         self.runs: dict[tuple[str, str], Run] = {}
+        self.records = RunRecords(store.folder, events)
+        self._idle_told: dict[
+            tuple[str, str], dict[str, int]
+        ] = {}  # node: the epoch it was told of
         self._quiet = QuietGate()
         self.fabric: Fabric | None = make_fabric(config, store.node_id, self._arrived, self._quiet)
         self._static = static_peers(config)
@@ -130,6 +136,7 @@ class Peering:
                 slow=slow,
                 settlers=self._settlers,
                 map_fn=map_fn,
+                records=self.records,
                 deadline_s=config.peer_deadline_s,
                 retain_s=config.retain_detached_s,
                 clock=clock,
@@ -158,8 +165,16 @@ class Peering:
         self.replicas.promised = promised
 
     def join(self, key: RankKey, message: Join) -> str:
-        """A local rank tells who takes part in its run. Returns why it is refused, or ""."""
+        """A local rank tells who takes part in its run. Returns why it is refused, or "".
+
+        Raises:
+            OSError: that cannot be written beside the segments, where it must be before the first snapshot is taken.
+        """
         message = self._with_static_peers(message)
+        record = self.records.of(key.job, key.run)
+        if record is not None and message.epoch < record.epoch:
+            return f"epoch {message.epoch} of {key} is over: epoch {record.epoch} has begun here"
+        self.records.joined(key.job, key.run, message)  # before anything of this epoch can be lost
         self.meet(member.card for member in message.members)
         run = self.runs.get((key.job, key.run))
         if run is None:
@@ -175,6 +190,7 @@ class Peering:
             )
         if refused := run.join(key, message):
             return refused
+        self._take_note(run)
         if self.host is not None:
             self.host.note_epoch(key.job, key.run, message.epoch, message.epoch_start)
         for node in self.neighbours.lost:  # before this epoch began, and still
@@ -187,19 +203,19 @@ class Peering:
 
     def see_run(self, message: SeeRun, answer: Callable[[RunSeen], None]) -> None:
         """What is held of a run: here, and on nodes that took part before and have no rank now."""
-        run = self.runs.get((message.job, message.run))
-        known = {*message.known, self._store.node_id}
-        cards = [m.card for m in run.members] if run else []
-        cards += [card for card in self._static if card.node not in {c.node for c in cards}]
         self.meet(self._static)
-        away = [card for card in cards if card.node not in known]
         RunSurvey(
             GetHoldings(message.job, message.run),
             self.holdings(message.job, message.run),
-            self.neighbours.to_ask(away),
+            self._static,
+            self._reach,
             partial(self._with_stored, message, answer) if message.storage else answer,
-            run.members if run else (),
+            known=message.known,
         )
+
+    def _reach(self, cards: Sequence[NodeCard]) -> list[tuple[NodeCard, PeerLink, float]]:
+        self.meet(cards)
+        return self.neighbours.to_ask(cards)
 
     def _with_stored(
         self, message: SeeRun, answer: Callable[[RunSeen], None], seen: RunSeen
@@ -243,6 +259,7 @@ class Peering:
         run = self.runs.get((segment.key.job, segment.key.run))
         if run is not None:
             run.sealed(segment.key.rank)
+            self._take_note(run)
 
     def log_sealed(self, segment: Segment) -> None:
         """A slot of a boundary log of one of our ranks was sealed."""
@@ -274,11 +291,17 @@ class Peering:
         if final:
             self.forget(key.job, key.run)
 
+    def knows(self, job: str, run: str) -> bool:
+        """Whether anything but that it was forgotten is known of who takes part in a run."""
+        record = self.records.of(job, run)
+        return record is not None and (record.lost or record.newest_epoch > record.forgotten)
+
     def forget(self, job: str, run: str) -> int:
         """End a run here and free its replicas; returns their bytes."""
         found = self.runs.pop((job, run), None)
         if found is not None:
             self._end(found)
+        self.records.forget(job, run)
         freed = 0
         for segment in self.replicas.all_of_run(job, run):
             freed += segment.file_bytes
@@ -288,11 +311,7 @@ class Peering:
 
     def holdings(self, job: str, run: str) -> Holdings:
         """Everything sealed that this node holds of a run."""
-        if self.host is not None:
-            return self.host.holdings(job, run)
-        known = self.runs.get((job, run))
-        epoch = -1 if known is None else known.epoch
-        return local_holdings(self._store, self.replicas, job, run, epoch)
+        return local_holdings(self._store, self.replicas, job, run, self.records.of(job, run))
 
     @property
     def fabric_counters(self) -> dict[str, int]:
@@ -329,6 +348,11 @@ class Peering:
             self._events.add("error", "slot_damaged", text, segment.key)
         for segment in found:
             self._events.add("info", "replica_adopted", segment.path.name, segment.key)
+        self.records.adopt()
+        if self.host is not None:
+            for record in self.records:
+                for epoch, start in record.epochs:
+                    self.host.note_epoch(record.job, record.run, epoch, start)
 
     def tick(self, now_s: float) -> None:
         """Hellos, deadlines, and what time brings to runs, replicas and fetches."""
@@ -338,6 +362,8 @@ class Peering:
             self._guarded(f"run {run.job}/{run.run}", partial(self._tick_run, run, now_s))
         if self.host is not None:
             self._guarded("replicas", partial(self.host.tick, now_s))
+        retain_s = self._config.retain_detached_s
+        self._guarded("records", lambda: self.records.expire(now_s, retain_s, self._is_wanted))
         self._guarded("fetches", self.fetches.tick)
 
     def wake(self, now_s: float) -> float:
@@ -357,13 +383,69 @@ class Peering:
 
     def _tick_run(self, run: Run, now_s: float) -> None:
         run.tick()
+        self._take_note(run)
+        self._tell_idle(run)
         if now_s - run.joined_at_s > _RUN_IDLE_S and not self._store.of_run(run.job, run.run):
             # Its segments expired long ago. Replicas of others stay: the host knows when they may go.
             del self.runs[run.job, run.run]
             self._end(run)
 
+    def _is_wanted(self, job: str, run: str) -> bool:
+        """Whether anything of a run is here."""
+        here = (job, run) in self.runs or self._store.all_of_run(job, run)
+        return bool(here or self.replicas.all_of_run(job, run))
+
+    def _take_note(self, run: Run) -> None:
+        """Keep beside the segments what the next daemon must know of a run."""
+        try:
+            if run.recoverable:
+                self.records.note_recoverable(run.job, run.run)
+            if run.has_own_floor:
+                self.records.note_floor(run.job, run.run)
+        except OSError as error:  # tried again at the next tick
+            self._events.count("run_records_failed")
+            logger.warning("the record of %s/%s cannot be written: %s", run.job, run.run, error)
+
+    def _tell_idle(self, run: Run) -> None:
+        """Members without ranks are told who takes part, by one of those that have some, until they have answered."""
+        record, told = self.records.of(run.job, run.run), self._idle_told
+        if record is None or not run.speaks:
+            return
+        known = told.setdefault((run.job, run.run), {})
+        for member in record.members:
+            node = member.card.node
+            link = self.neighbours.link(node)
+            if member.ranks or link is None or known.get(node, -1) >= record.epoch:
+                continue
+            link.ask(
+                p.TellRun(record),
+                p.PeerDone,
+                partial(self._idle_knows, known, node, record.epoch),
+                partial(self._idle_does_not_know, node),
+            )
+
+    def _idle_knows(self, known: dict[str, int], node: str, epoch: int, _: p.PeerDone) -> None:
+        known[node] = max(epoch, known.get(node, -1))
+
+    def _idle_does_not_know(self, node: str, code: str, reason: str) -> None:
+        self._events.count(f"tell_run.{code}")
+        logger.debug("%s was not told who takes part: %s", node, reason)
+
+    def _told_of_run(self, peer: str, record: RunRecord) -> p.PeerReply:
+        """One of its members tells who takes part in a run of which no rank is here."""
+        names = {member.card.node for member in record.members}
+        if peer not in names or self._store.node_id not in names:
+            return p.PeerRefused("bad_message", f"{peer} and this node are not both members of it")
+        known = self.records.of(record.job, record.run)
+        if known is None or record.epoch >= known.epoch:
+            self.records.told(record)
+            if self.host is not None:
+                self.host.note_epoch(record.job, record.run, record.epoch, record.epoch_start)
+        return p.PeerDone()
+
     def _end(self, run: Run) -> None:
         """No longer replicate a run; peers need not keep its replicas for us."""
+        self._idle_told.pop((run.job, run.run), None)
         run.close()
         self.neighbours.tell_all(p.EndRun(run.job, run.run))
 
@@ -428,6 +510,8 @@ class Peering:
             if run is not None:
                 run.floor_message(peer, message)
             reply(p.PeerDone())
+        elif isinstance(message, p.TellRun):
+            reply(self._told_of_run(peer, message.record))
         elif self.host is None or not self.host.serve(peer, message, reply):
             text = f"{type(message).__name__} is no request"
             reply(p.PeerRefused("bad_message", text))

@@ -80,6 +80,24 @@ class Run:
     def members_id(self) -> str:
         return "" if self._tree is None else f"{self.epoch}/{self._tree.members_id}"
 
+    @property
+    def recoverable(self) -> bool:
+        """Whether a suffix of every rank of this node, or of every rank, is known to be complete."""
+        mine = [r for m in self.members if m.card.node == self._store.node_id for r in m.ranks]
+        here = [r in self.ranks and self.ranks[r].core.own.last >= 0 for r in mine]
+        return self.promise.floor >= 0 or (bool(here) and all(here))
+
+    @property
+    def has_own_floor(self) -> bool:
+        """Whether this epoch's members can all go back to a snapshot of this epoch, and need no earlier member for that."""
+        return self.epoch >= 0 and self.promise.floor > self.epoch_start
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this node is the one that tells members without ranks who takes part."""
+        working = [m.card.node for m in self.members if m.ranks and m.card.node not in self.dead]
+        return self._store.node_id == min(working, default="")
+
     def join(self, key: RankKey, message: Join) -> str:
         """A local rank tells who takes part; every rank of the node says the same. Returns why it is refused, else ""."""
         self.joined_at_s = self._clock()

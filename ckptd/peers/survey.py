@@ -1,46 +1,70 @@
-"""Asking several nodes what they hold of a run; whoever is slow or gone is left out, by name."""
+"""Asking several nodes what they hold of a run; whoever is slow or gone is left out, by name.
+
+Each of them may know of further nodes that took part: these are asked, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ckptd.peers.peer_link import PeerLink
-from ckptd.transport.messages import GetHoldings, Holdings, Member, NodeCard, RunSeen
+from ckptd.transport.messages import (
+    GetHoldings,
+    Holdings,
+    Member,
+    NodeCard,
+    RunRecord,
+    RunSeen,
+)
 
 __all__ = ["RunSurvey"]
+
+# Of these nodes those that can be asked, and for how many seconds an answer of each is worth waiting.
+Reach = Callable[[Sequence[NodeCard]], Sequence[tuple[NodeCard, PeerLink, float]]]
 
 
 class RunSurvey:
     """Answers once, when everybody has answered or has had the time to.
 
     Args:
-        here: what this node holds.
-        others: whom to ask, and for how many seconds to wait.
-        members: of the run, as far as this node was told.
+        here: what this node holds, and knows of the run.
+        others: whom to ask besides those of whom a record tells.
+        known: nodes that are not to be asked.
     """
 
     def __init__(
         self,
         question: GetHoldings,
         here: Holdings,
-        others: Sequence[tuple[NodeCard, PeerLink, float]],
+        others: Iterable[NodeCard],
+        reach: Reach,
         answer: Callable[[RunSeen], None],
-        members: tuple[Member, ...] = (),
+        *,
+        known: Iterable[str] = (),
     ) -> None:
+        self._question, self._reach, self._answer = question, reach, answer
         self._found, self._cards = [here], list[NodeCard]()
         self._silent = list[str]()
-        self._answer, self._left, self._members = answer, len(others), members
-        for card, link, patience_s in others:
+        self._asked = {here.node, *known}
+        self._left = 1  # this call itself
+        self._ask([*(() if here.record is None else here.record.cards), *others])
+        self._one_less()
+
+    def _ask(self, cards: Iterable[NodeCard]) -> None:
+        fresh = {card.node: card for card in cards if card.node not in self._asked}
+        self._asked |= fresh.keys()
+        reached = self._reach(list(fresh.values()))
+        self._left += len(reached)
+        self._silent += sorted(fresh.keys() - {card.node for card, _, _ in reached})
+        for card, link, patience_s in reached:
             link.ask(
-                question,
+                self._question,
                 Holdings,
                 partial(self._told, card),
                 partial(self._no_answer, card),
                 timeout_s=patience_s,
             )
-        if not others:
-            self._finish()
 
     def _told(self, card: NodeCard, holdings: Holdings) -> None:
         if holdings.node != card.node:
@@ -48,6 +72,8 @@ class RunSurvey:
             return
         self._found.append(holdings)
         self._cards.append(card)
+        if holdings.record is not None:
+            self._ask(holdings.record.cards)
         self._one_less()
 
     def _no_answer(self, card: NodeCard, _code: str, _reason: str) -> None:
@@ -57,10 +83,24 @@ class RunSurvey:
     def _one_less(self) -> None:
         self._left -= 1
         if self._left == 0:
-            self._finish()
+            records = [held.record for held in self._found if held.record is not None]
+            self._answer(
+                RunSeen(
+                    tuple(self._found),
+                    tuple(self._cards),
+                    _members_of(records),
+                    tuple(sorted(self._silent)),
+                )
+            )
 
-    def _finish(self) -> None:
-        seen = RunSeen(
-            tuple(self._found), tuple(self._cards), self._members, tuple(sorted(self._silent))
-        )
-        self._answer(seen)
+
+def _members_of(records: Sequence[RunRecord]) -> tuple[Member, ...]:
+    """Everybody of whom a record tells; ranks are those of the newest epoch."""
+    found: dict[str, Member] = {}
+    newest_first = sorted(records, key=lambda record: record.epoch, reverse=True)
+    for record in newest_first[:1]:
+        found = {member.card.node: member for member in record.members}
+    for record in newest_first:
+        for card in record.cards:
+            found.setdefault(card.node, Member(card, ()))
+    return tuple(found.values())

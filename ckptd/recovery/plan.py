@@ -49,7 +49,7 @@ __all__ = [
     "Piece",
     "RecoveryPlan",
     "Source",
-    "complete_ranks",
+    "complete_suffixes",
     "from_wire",
     "plan_recovery",
     "to_wire",
@@ -119,12 +119,23 @@ def plan_recovery(
     return _plan(tables, *span, epoch, Sources(known, homes))
 
 
-def complete_ranks(held: Iterable[HeldRecords]) -> list[int]:
-    """The ranks of which a complete suffix is held, whatever there is of the others: their run got somewhere."""
+def complete_suffixes(held: Iterable[HeldRecords]) -> dict[int, str]:
+    """By rank of which a complete suffix is held: the newest one, and the nodes on which its snapshots lie, for a message."""
     known = in_order(held)
     epochs = epoch_table(chain.from_iterable(h.records for h in known))
-    tables = tables_of(known, stale_after(epochs))
-    return [rank for rank, groups in sorted(tables.items()) if has_suffix(groups)]
+    found: dict[int, str] = {}
+    for rank, groups in sorted(tables_of(known, stale_after(epochs)).items()):
+        for group in groups:
+            ends = (
+                end for end in sorted(group.newest, reverse=True) if covering_starts(group, end)
+            )
+            for end in ends:
+                start = max(covering_starts(group, end))
+                pieces = [group.copies[r.iteration] for r in between(group, start, end)]
+                nodes = nodes_of(chain.from_iterable(pieces), known)
+                found[rank] = f"iterations {start} to {end} on {listed('node', nodes)}"
+                break
+    return found
 
 
 def _not_ready(tables: Tables, world_size: int) -> str | None:

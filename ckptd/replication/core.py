@@ -114,6 +114,11 @@ class Replicator:
         """The newest iteration up to which every promised copy is current; -1: none yet."""
         return self.replicated.last
 
+    @property
+    def own(self) -> Interval:
+        """Where suffixes end that the primary holds."""
+        return self._copies.own_interval()
+
     def current_up_to(self, node: str) -> int:
         """The end of the newest complete suffix on ``node``, or -1."""
         target = self._targets.get(node)

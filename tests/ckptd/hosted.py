@@ -14,6 +14,7 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segments import SegmentStore
 from ckptd.peers.hosting import Host
 from ckptd.peers.replica_store import ReplicaStore
+from ckptd.peers.run_records import RunRecords
 from ckptd.replication.replicas import Promise
 from ckptd.transport import peer_messages as p
 from ckptd.transport.regions import LocalRegion
@@ -76,6 +77,7 @@ class Setting:
             slow=self.workers,
             settlers=self.workers,
             map_fn=None,
+            records=RunRecords(self.store.folder, self.events),
             deadline_s=5.0,
             retain_s=self.retain_s,
             clock=lambda: self.now_s,

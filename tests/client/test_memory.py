@@ -21,7 +21,16 @@ from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
-from ckptd.transport.messages import Events, GetEvents, Join, Member, NodeCard, RefusalCode
+from ckptd.transport.messages import (
+    Done,
+    Events,
+    Forget,
+    GetEvents,
+    Join,
+    Member,
+    NodeCard,
+    RefusalCode,
+)
 from ckptd.transport.wire import ControlClient, RefusedError
 from tests.ckptd.running import MIB, eventually, fill
 from tests.client.meeting import outcomes
@@ -80,6 +89,11 @@ def events(endpoint: str, run: str, kind: str) -> list[tuple[str, str]]:
     with ControlClient(endpoint, timeout_s=20) as client:
         page = client.ask(GetEvents(limit=10_000), Events)
     return [(e.level, e.message) for e in page.events if (e.run, e.kind) == (run, kind)]
+
+
+def forget(endpoint: str, run: str) -> None:
+    with ControlClient(endpoint, timeout_s=20) as client:
+        client.ask(Forget("job", run), Done)
 
 
 def record(memory: RankMemory, iteration: int) -> None:
@@ -196,16 +210,29 @@ def test_a_run_does_not_begin_anew_because_a_node_is_late(endpoint: str, run: st
     assert not events(endpoint, run, "starting_over")
 
 
-def test_it_begins_anew_when_everybody_has_answered(endpoint: str, run: str) -> None:
-    """What rank 1 had is nowhere; the operator is told why."""
+def test_it_begins_anew_only_by_command_while_anything_is_complete(endpoint: str, run: str) -> None:
+    """What rank 1 had is nowhere, but a person may know better; the operator is told why, and how to begin anew."""
     recorded_by_rank_0(endpoint, run)
     with two_ranks(endpoint, run) as memories:
-        found = together(memories)
-        assert found == ["no node holds a snapshot of rank 1 (world size 2)"] * 2
+        for error in together(memories):
+            assert isinstance(error, DaemonUnavailable), error
+            assert "no node holds a snapshot of rank 1" in str(error)
+            assert "of rank 0 there are iterations 3 to 4" in str(error)
+            node = memories[0].session.node_id
+            assert f"What is there stays, `ckptctl forget job {run}` on node {node}," in str(error)
+    forget(endpoint, run)
+    with two_ranks(endpoint, run) as memories:
+        assert together(memories) == ["no node holds a snapshot of ranks 0, 1 (world size 2)"] * 2
         assert len({history(memory) for memory in memories}) == 1
-    for level, text in events(endpoint, run, "starting_over"):
-        assert level == "warning"
-        assert "no node holds a snapshot of rank 1" in text
+
+
+def test_it_begins_anew_where_a_rank_never_had_anything_complete(endpoint: str, run: str) -> None:
+    """It died so early that rank 0 had a whole suffix and rank 1 had none: there was nothing for all of them, and nothing is lost."""
+    recorded_by_both(endpoint, run, iterations=((3, 4), (3,)))
+    with two_ranks(endpoint, run) as memories:
+        found = together(memories)
+        assert all("no node holds a complete suffix" in str(why) for why in found), found
+        assert all(isinstance(why, str) for why in found), found
     assert len(events(endpoint, run, "starting_over")) == 2
 
 
@@ -332,12 +359,14 @@ def test_a_join_that_fails_for_another_reason_is_tried_again(
 # -- failing together ----------------------------------------------------------------------------
 
 
-def recorded_by_both(endpoint: str, run: str) -> None:
+def recorded_by_both(
+    endpoint: str, run: str, *, iterations: Sequence[Sequence[int]] = ((3, 4), (3, 4))
+) -> None:
     with two_ranks(endpoint, run) as memories:
         assert all(isinstance(found, str) for found in together(memories))
-        for memory in memories:
+        for memory, numbers in zip(memories, iterations, strict=True):
             reserved(memory)
-            for iteration in (3, 4):
+            for iteration in numbers:
                 record(memory, iteration)
 
 

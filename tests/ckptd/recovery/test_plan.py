@@ -21,7 +21,7 @@ from ckptd.recovery.plan import (
     Piece,
     RecoveryPlan,
     Source,
-    complete_ranks,
+    complete_suffixes,
     from_wire,
     plan_recovery,
     to_wire,
@@ -188,15 +188,17 @@ def test_ranks_one_snapshot_apart_still_have_a_common_suffix(window: int, last: 
 
 def test_whose_suffix_is_complete_does_not_depend_on_the_other_ranks() -> None:
     """It tells a run that got somewhere, and misses a node, from one that never did."""
-    assert complete_ranks([]) == []
+    assert complete_suffixes([]) == {}
     half = rank(1, 4, 0, 2)
-    assert complete_ranks([half]) == []
-    assert complete_ranks([rank(2, 3, 0, 9), half]) == [2]
+    assert complete_suffixes([half]) == {}
+    assert list(complete_suffixes([rank(2, 3, 0, 9), half])) == [2]
     assert isinstance(plan_recovery([rank(2, 3, 0, 9), half], 3), NoRecovery)
     # Scattered over nodes it counts; where another history began anew, it does not.
-    assert complete_ranks([held(1, chain(4, 3, 3), node="b", own=False, window=4), half]) == [1]
+    scattered = held(1, chain(4, 3, 3), node="b", own=False, window=4)
+    told = complete_suffixes([scattered, half])
+    assert told == {1: "iterations 0 to 3 on nodes 1, b"}
     begun_anew = held(0, [snap(0, 1, epoch=1, epoch_start=-1)], window=2)
-    assert complete_ranks([rank(1, 2, 0, 9), begun_anew]) == []
+    assert complete_suffixes([rank(1, 2, 0, 9), begun_anew]) == {}
 
 
 # -- scattered copies ----------------------------------------------------------------------------

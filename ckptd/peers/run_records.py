@@ -1,0 +1,253 @@
+"""Who takes part in each run, kept in files beside the segments (docs/replication.md section 2a).
+
+A run that is restarted asks everybody who took part before what is held of it. If that were known to the daemon's memory alone, the
+restart of one daemon would make a run begin anew that only had to wait. So a record is written before a rank is told that it has
+joined, hence before its first snapshot, and the next daemon goes on from it.
+
+The file gets its name when it is complete, and is flushed where the folder is on a disk. One that is damaged is put aside and means that
+nobody here knows who takes part; never that nobody does. All methods belong to the daemon's loop thread.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from ckptd.errors import SegmentError
+from ckptd.events import EventLog
+from ckptd.memory.pages import filesystem_kind, is_in_memory
+from ckptd.memory.segment_names import check_name
+from ckptd.transport.messages import Join, NodeCard, RunRecord
+
+__all__ = ["RunRecords", "decode_record", "encode_record"]
+
+RECORD_MAGIC = b"CKPTDRUN"
+RECORD_VERSION = 1
+RECORD_ENDS = ".run"
+
+_FRONT = struct.Struct("<8sII")
+_DIGEST = struct.Struct("<Q")
+_MAX_BYTES = 1 << 28
+_MAX_EPOCHS = 256  # more recoveries ago than any snapshot in memory is old
+_MAX_RECORDS = 4096
+
+RunName = tuple[str, str]  # job, run
+
+
+class RunRecords:
+    """Records by run; everything that changes one writes its file before it returns.
+
+    Raises:
+        OSError: from whatever writes: the filesystem is full, or gone. Nothing has changed then.
+    """
+
+    def __init__(self, folder: Path, events: EventLog) -> None:
+        self._folder, self._events = folder, events
+        self._flushed = not is_in_memory(filesystem_kind(folder))
+        self._records: dict[RunName, RunRecord] = {}
+        self._wanted_s: dict[RunName, float] = {}  # when something of the run was here last
+
+    def __iter__(self) -> Iterator[RunRecord]:
+        return iter(list(self._records.values()))
+
+    def of(self, job: str, run: str) -> RunRecord | None:
+        """What is known of a run; None: it was never heard of."""
+        return self._records.get((job, run))
+
+    def adopt(self) -> None:
+        """Take over the files of an earlier daemon."""
+        for path in sorted(self._folder.glob(f"*{RECORD_ENDS}")):
+            job, _, run = path.name.removesuffix(RECORD_ENDS).partition("~")
+            try:
+                record = decode_record(path.read_bytes())
+                if (record.job, record.run) != (job, run):
+                    raise SegmentError(f"it is of {record.job}/{record.run}", operation="adopt")
+            except OSError as error:  # it may be readable at the next start
+                self._lost(job, run, f"{path.name} cannot be read: {error}")
+            except SegmentError as error:
+                aside = path.with_name(path.name + ".bad")
+                path.replace(aside)
+                self._lost(job, run, f"{aside.name} is put aside: {error}")
+            else:
+                self._records[job, run] = record
+
+    def joined(self, job: str, run: str, message: Join) -> None:
+        """A local rank tells who takes part from now on."""
+        before = self._known(job, run)
+        if before.epoch == message.epoch and before.members == message.members:
+            return
+        here = {member.card.node for member in message.members}
+        others = [card for card in before.cards if card.node not in here]
+        begun = message.epoch != before.epoch
+        # What was complete counts in the new history if that goes on from there.
+        recoverable = message.epoch_start >= 0 if begun else before.recoverable
+        told = msgspec.structs.replace(
+            before,
+            epoch=message.epoch,
+            epoch_start=message.epoch_start,
+            members=message.members,
+            former=_once(others),
+            epochs=_with_epoch(before, message.epoch, message.epoch_start),
+            recoverable=recoverable,
+            lost=False,
+        )
+        self._write(told)
+
+    def told(self, record: RunRecord) -> None:
+        """A peer tells who takes part in a run of which no rank is here."""
+        before = self._known(record.job, record.run)
+        epochs = before.epochs
+        for epoch, start in record.epochs:
+            epochs = _with_epoch(msgspec.structs.replace(before, epochs=epochs), epoch, start)
+        here = {member.card.node for member in record.members}
+        others = [c for c in (*record.former, *before.cards) if c.node not in here]
+        fresh = msgspec.structs.replace(
+            record, former=_once(others), epochs=epochs, forgotten=before.forgotten, lost=False
+        )
+        if fresh != before:
+            self._write(fresh)
+
+    def note_epoch(self, job: str, run: str, epoch: int, start: int) -> None:
+        """A recovery began this epoch; who takes part in it was not told."""
+        before = self._known(job, run)
+        epochs = _with_epoch(before, epoch, start)
+        if epochs != before.epochs:
+            self._write(msgspec.structs.replace(before, epochs=epochs))
+
+    def note_recoverable(self, job: str, run: str) -> None:
+        """A suffix of the present history is complete."""
+        before = self.of(job, run)
+        if before is not None and not before.recoverable:
+            self._write(msgspec.structs.replace(before, recoverable=True))
+
+    def note_floor(self, job: str, run: str) -> None:
+        """The present history has a floor of its own: what earlier members hold is not needed any more."""
+        before = self.of(job, run)
+        if before is not None and before.former:
+            self._write(msgspec.structs.replace(before, former=()))
+
+    def forget(self, job: str, run: str) -> None:
+        """Who took part is forgotten, by command or because the run is over.
+
+        The highest epoch stays for a while: what a node that is away still holds must be older than whatever begins now.
+        """
+        before = self.of(job, run)
+        if before is None:
+            return
+        if before.newest_epoch < 0:
+            self._remove((job, run))
+        else:
+            self._write(RunRecord(job, run, forgotten=before.newest_epoch))
+        path = self._path(job, run)
+        path.with_name(path.name + ".bad").unlink(missing_ok=True)
+
+    def expire(self, now_s: float, retain_s: float, wanted: Callable[[str, str], bool]) -> None:
+        """Drop the records of runs of which nothing has been here for long; ``retain_s`` 0: only if they are too many."""
+        for name in list(self._records):
+            if name not in self._wanted_s or wanted(*name):
+                self._wanted_s[name] = now_s
+        over = len(self._records) - _MAX_RECORDS
+        for name, since_s in sorted(self._wanted_s.items(), key=lambda item: item[1]):
+            old = (retain_s and now_s - since_s > retain_s) or (over > 0 and since_s < now_s)
+            if old:
+                over -= 1
+                self._remove(name)
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def _known(self, job: str, run: str) -> RunRecord:
+        return self.of(job, run) or RunRecord(job, run)
+
+    def _lost(self, job: str, run: str, text: str) -> None:
+        try:
+            check_name(job, "job"), check_name(run, "run")
+        except ValueError:
+            text += "; its name is no run's"
+        else:
+            self._records[job, run] = RunRecord(job, run, lost=True)
+            text += "; who took part in this run is not known here"
+        self._events.add("error", "bad_run_record", text)
+
+    def _write(self, record: RunRecord) -> None:
+        path = self._path(record.job, record.run)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(encode_record(record))
+                file.flush()
+                if self._flushed:
+                    os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        if self._flushed:
+            self._flush_folder()
+        self._records[record.job, record.run] = record
+
+    def _flush_folder(self) -> None:
+        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _remove(self, name: RunName) -> None:
+        self._records.pop(name, None)
+        self._wanted_s.pop(name, None)
+        self._path(*name).unlink(missing_ok=True)
+
+    def _path(self, job: str, run: str) -> Path:
+        return self._folder / f"{check_name(job, 'job')}~{check_name(run, 'run')}{RECORD_ENDS}"
+
+
+def encode_record(record: RunRecord) -> bytes:
+    """The file of a record."""
+    payload = msgspec.msgpack.encode(record)
+    front = _FRONT.pack(RECORD_MAGIC, RECORD_VERSION, len(payload)) + payload
+    return front + _DIGEST.pack(xxhash.xxh3_64_intdigest(front))
+
+
+def decode_record(data: bytes) -> RunRecord:
+    """The record in a file.
+
+    Raises:
+        SegmentError: it is not one, of another version, or damaged.
+    """
+    if len(data) < _FRONT.size + _DIGEST.size or len(data) > _MAX_BYTES:
+        raise _bad(f"it has {len(data)} bytes")
+    magic, version, length = _FRONT.unpack_from(data)
+    if magic != RECORD_MAGIC:
+        raise _bad(f"it begins with {magic!r}, not {RECORD_MAGIC!r}")
+    if version != RECORD_VERSION:
+        raise _bad(f"version {version} is unsupported, this program reads {RECORD_VERSION}")
+    end = _FRONT.size + length
+    if len(data) != end + _DIGEST.size:
+        raise _bad(f"it has {len(data)} bytes, and says {end + _DIGEST.size}")
+    if _DIGEST.unpack_from(data, end)[0] != xxhash.xxh3_64_intdigest(data[:end]):
+        raise _bad("its digest does not match")
+    try:
+        return msgspec.msgpack.decode(data[_FRONT.size : end], type=RunRecord)
+    except msgspec.DecodeError as error:
+        raise _bad(f"it cannot be read ({error})") from error
+
+
+def _with_epoch(record: RunRecord, epoch: int, start: int) -> tuple[tuple[int, int], ...]:
+    """Of two starts of one epoch the smaller counts, as in `ckptd.memory.slots.epoch_table`."""
+    known = dict(record.epochs)
+    known[epoch] = min(start, known.get(epoch, start))
+    return tuple(sorted(known.items())[-_MAX_EPOCHS:])
+
+
+def _once(cards: list[NodeCard]) -> tuple[NodeCard, ...]:
+    """Each node once, as it was told of last."""
+    by_node = {card.node: card for card in reversed(cards)}
+    return tuple(by_node[node] for node in sorted(by_node))
+
+
+def _bad(message: str) -> SegmentError:
+    return SegmentError(message, operation="read run record")

@@ -1,0 +1,181 @@
+"""Who takes part in a run, over the lives of a daemon: the file, and what damage to it means."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptd.events import EventLog
+from ckptd.peers.run_records import RunRecords, decode_record, encode_record
+from ckptd.transport.messages import Join, Member, NodeCard, RunRecord
+
+A, B, C = (NodeCard(name, f"tcp://{name}:1", labels={"rack": "1"}) for name in "abc")
+FIRST = Join(4, -1, (Member(A, (0, 1)), Member(B, (2,))))
+NEXT = Join(5, 7, (Member(A, (0, 1)), Member(C, (2,))))
+
+
+class Node:
+    """The records in a folder, of one daemon after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.restart()
+
+    def restart(self) -> None:
+        self.events = EventLog(100)
+        self.records = RunRecords(self.folder, self.events)
+        self.records.adopt()
+
+    def of(self, run: str = "run") -> RunRecord:
+        found = self.records.of("job", run)
+        assert found is not None
+        return found
+
+    def join(self, message: Join) -> None:
+        self.records.joined("job", "run", message)
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "job~run.run"
+
+    def told(self) -> list[str]:
+        return [e.message for e in self.events.page(0, 100).events if e.kind == "bad_run_record"]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_the_next_daemon_knows_who_takes_part(node: Node) -> None:
+    node.join(FIRST)
+    before = node.of()
+    node.restart()
+    assert node.of() == before == RunRecord("job", "run", 4, -1, FIRST.members, (), ((4, -1),))
+    node.join(NEXT)
+    node.restart()
+    told = node.of()
+    assert (told.epoch, told.epoch_start, told.members) == (5, 7, NEXT.members)
+    assert told.former == (B,), "it may hold what the new history cannot replace yet"
+    assert told.epochs == ((4, -1), (5, 7))
+    assert told.recoverable, "it goes on from iteration 7, so that was recoverable"
+    assert [path.name for path in node.folder.iterdir()] == ["job~run.run"]
+
+
+def test_earlier_members_are_needed_until_the_new_history_has_a_floor(node: Node) -> None:
+    node.join(FIRST)
+    node.join(NEXT)
+    node.records.note_floor("job", "run")
+    node.restart()
+    assert node.of().former == ()
+
+
+def test_a_run_that_began_anew_was_never_recoverable(node: Node) -> None:
+    node.join(FIRST)
+    node.records.note_recoverable("job", "run")
+    node.restart()
+    assert node.of().recoverable
+    node.join(Join(6, -1, FIRST.members))
+    assert not node.of().recoverable
+
+
+def test_epochs_of_which_peers_tell_are_kept_with_the_smaller_start(node: Node) -> None:
+    for start in (7, 5, 6):
+        node.records.note_epoch("job", "run", 9, start)
+    node.restart()
+    assert node.of().epochs == ((9, 5),)
+    assert (node.of().epoch, node.of().newest_epoch) == (-1, 9), "who takes part was not told"
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda data: data[:-1], "bytes, and says"),
+        (lambda data: b"", "it has 0 bytes"),
+        (lambda data: b"X" + data[1:], "it begins with"),
+        (lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:], "its digest does not match"),
+        (lambda data: data[:8] + b"\x02\0\0\0" + data[12:], "version 2 is unsupported"),
+    ],
+)
+def test_a_damaged_file_is_put_aside_and_nobody_knows(node: Node, damage, told: str) -> None:  # type: ignore[no-untyped-def]
+    node.join(FIRST)
+    node.path.write_bytes(damage(node.path.read_bytes()))
+    node.restart()
+    assert node.of() == RunRecord("job", "run", lost=True)
+    (text,) = node.told()
+    assert told in text
+    assert "who took part in this run is not known here" in text
+    assert [path.name for path in node.folder.iterdir()] == ["job~run.run.bad"]
+    node.join(NEXT)
+    assert not node.of().lost
+
+
+def test_the_record_of_another_run_is_not_believed(node: Node) -> None:
+    node.join(FIRST)
+    node.path.rename(node.folder / "job~other.run")
+    node.restart()
+    assert node.of("other").lost
+
+
+def test_a_file_that_cannot_be_read_now_stays(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptors are left, say: that is no damage, and the next daemon reads it."""
+    node.join(FIRST)
+
+    def no_descriptor(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", no_descriptor)
+        node.restart()
+        assert node.of().lost
+    node.restart()
+    assert node.of().members == FIRST.members
+
+
+def test_what_cannot_be_written_has_not_changed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.join(FIRST)
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(OSError, match="No space"):
+            node.join(NEXT)
+        assert node.of().epoch == 4
+    node.restart()
+    assert node.of().epoch == 4
+    assert [path.name for path in node.folder.iterdir()] == ["job~run.run"]
+
+
+def test_of_a_forgotten_run_only_the_number_of_its_last_epoch_stays(node: Node) -> None:
+    """What a node that is away still holds of it must be older than whatever begins under this name."""
+    node.join(FIRST)
+    node.records.note_epoch("job", "run", 9, 3)
+    node.records.forget("job", "run")
+    node.restart()
+    assert node.of() == RunRecord("job", "run", forgotten=9)
+    assert node.of().newest_epoch == 9
+    node.records.forget("job", "never-heard-of")
+    assert node.records.of("job", "never-heard-of") is None
+
+
+def test_a_record_expires_when_nothing_of_its_run_has_been_here_for_long(node: Node) -> None:
+    node.join(FIRST)
+    node.records.joined("job", "kept", FIRST)
+    for now_s in (0.0, 50.0, 120.0):
+        node.records.expire(now_s, 100.0, lambda job, run: run == "kept")
+    assert node.records.of("job", "run") is None
+    assert [path.name for path in node.folder.iterdir()] == ["job~kept.run"]
+
+
+def test_encoding() -> None:
+    record = RunRecord("job", "run", 4, -1, FIRST.members, (C,), ((4, -1),), True, 2, False)
+    data = encode_record(record)
+    assert data[:12] == b"CKPTDRUN\x01\0\0\0"
+    assert decode_record(data) == record
