@@ -3,6 +3,9 @@
 The other process is on the same machine, so both share its cores: bytes per CPU second matter more than what one pair
 reaches here. Raw TCP is ``sendall`` against ``recv_into`` in the same two processes, without digests; ``raw_tcp_digest`` is the
 same loop with an xxh3 digest computed at both ends, piece by piece: what digests cost anybody on this machine.
+
+``stream`` is plaintext with digests, ``encrypted`` is the default between daemons, ``zmq`` are ZeroMQ's frames, under CURVE where the
+names end in it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -42,8 +46,8 @@ __all__ = ["main"]
 
 RAW_PLAIN, RAW_DIGEST = b"g", b"d"
 LOOPBACK = "tcp://127.0.0.1:0"
-FABRICS: dict[str, type[ZmqFabric]] = {"zmq": ZmqFabric, "stream": StreamFabric}
-DEFAULTS = {"zmq": CHUNK_BYTES >> 10, "stream": STREAM_CHUNK_BYTES >> 10}  # KiB
+STREAM_CHUNK_KIB = STREAM_CHUNK_BYTES >> 10
+DEFAULTS = {"zmq": CHUNK_BYTES >> 10, "stream": STREAM_CHUNK_KIB, "encrypted": STREAM_CHUNK_KIB}
 Pipe = multiprocessing.connection.Connection
 
 
@@ -54,14 +58,15 @@ def _nothing(node: str, body: bytes, answer: Callable[[bytes], None]) -> None:
 def _fabric(
     kind: str, node: str, chunk_bytes: int, connections: int, keys: Path | None
 ) -> ZmqFabric:
-    return FABRICS[kind](
-        node,
-        LOOPBACK,
-        serve=_nothing,
-        chunk_bytes=chunk_bytes,
-        connections_per_peer=connections,
-        keys=None if keys is None else Keys.load(keys),
-    )
+    options: dict[str, Any] = {
+        "serve": _nothing,
+        "chunk_bytes": chunk_bytes,
+        "connections_per_peer": connections,
+        "keys": None if keys is None else Keys.load(keys),
+    }
+    if kind == "zmq":
+        return ZmqFabric(node, LOOPBACK, **options)
+    return StreamFabric(node, LOOPBACK, plaintext=kind == "stream", **options)
 
 
 def _filled(size_bytes: int) -> memoryview:
@@ -75,7 +80,7 @@ def _filled(size_bytes: int) -> memoryview:
 def _other(pipe: Pipe, size_bytes: int, keys: Path | None) -> None:
     """A fabric with one region and a raw TCP port; says its CPU time whenever it is asked."""
     buffer = memoryview(bytearray(_filled(size_bytes)))
-    fabric = _fabric("stream", "there", MIB, 1, keys)  # it serves both kinds
+    fabric = _fabric("stream", "there", MIB, 1, keys)  # it serves all kinds
     region = fabric.register(buffer, access=Access.READ | Access.WRITE, scope=Scope(""))
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_raw_server, args=(listener, buffer), daemon=True).start()
@@ -188,7 +193,7 @@ def compare(
     }
     with ExitStack() as stack:
         stack.callback(other.close)
-        for kind, chunk_kib, connections in _variants(args):
+        for kind, chunk_kib, connections in _variants(args, keyed=here is not None):
             fabric = _fabric(kind, "here", chunk_kib << 10, connections, here)
             stack.callback(fabric.close)
             peer = fabric.peer(other.address)
@@ -206,8 +211,10 @@ def compare(
     return samples, meter.cpu
 
 
-def _variants(args: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
+def _variants(args: argparse.Namespace, *, keyed: bool) -> Iterator[tuple[str, int, int]]:
     for kind, connections in itertools.product(args.fabrics, args.connections):
+        if kind == "encrypted" and not keyed:
+            continue
         for chunk_kib in args.chunk_kib or (DEFAULTS[kind],):
             yield kind, chunk_kib, connections
 
@@ -222,27 +229,33 @@ def report(
     """
     out: dict[str, float | int | str] = {}
     for name, values in samples.items():
-        out[f"{name}{suffix}_gb_per_s"] = median(values)
-        out[f"{name}{suffix}_cpu_s_per_gb"] = median(cpu[name][-len(values) :])
+        end = _suffix(name, suffix)
+        out[f"{name}{end}_gb_per_s"] = median(values)
+        out[f"{name}{end}_cpu_s_per_gb"] = median(cpu[name][-len(values) :])
     for verb, (kind, chunk_kib) in itertools.product(("put", "get"), DEFAULTS.items()):
         name = f"{verb}_{kind}_{chunk_kib}k_x1"
         if name not in samples:
             continue  # the default was not among the variants asked for
-        ratio = f"{verb}_{kind}"
+        ratio, end = f"{verb}_{kind}", _suffix(name, suffix)
         for raw in ("raw_tcp", "raw_tcp_digest"):
             pairs = zip(samples[name], samples[raw], strict=True)
-            out[f"{ratio}_vs_{raw}{suffix}"] = median([ours / theirs for ours, theirs in pairs])
-        out[f"{ratio}_cpu_vs_raw_tcp{suffix}"] = (
-            out[f"{name}{suffix}_cpu_s_per_gb"] / out[f"raw_tcp{suffix}_cpu_s_per_gb"]  # type: ignore[operator]
+            out[f"{ratio}_vs_{raw}{end}"] = median([ours / theirs for ours, theirs in pairs])
+        out[f"{ratio}_cpu_vs_raw_tcp{end}"] = (
+            out[f"{name}{end}_cpu_s_per_gb"] / out[f"raw_tcp{suffix}_cpu_s_per_gb"]  # type: ignore[operator]
         )
     return out
+
+
+def _suffix(name: str, suffix: str) -> str:
+    """What is encrypted is so in one run only."""
+    return "" if "encrypted" in name else suffix
 
 
 def main() -> None:
     in_shared_environment()
     options = parser(__doc__)
     options.add_argument("--mib", type=int, default=256, help="size of a transfer")
-    options.add_argument("--fabrics", nargs="+", choices=FABRICS, default=list(FABRICS))
+    options.add_argument("--fabrics", nargs="+", choices=DEFAULTS, default=list(DEFAULTS))
     options.add_argument("--chunk-kib", type=int, nargs="*", default=[], help="else the defaults")
     options.add_argument("--connections", type=int, nargs="+", default=[1, 2])
     args = options.parse_args()

@@ -86,12 +86,18 @@ class DaemonConfig:
     """curve: peers authenticate each other by keys (`ckptctl keys`). plain: anybody who can reach the
     port can read and write snapshots; the only way to listen without keys, on loopback, too."""
 
-    peer_data: str = _key("stream", choice_value("stream", "zmq"), "stream or zmq")
-    """How bytes travel: stream is fastest, authenticated by a ticket from the encrypted control
-    connection, and not encrypted itself; zmq encrypts them with the rest (under curve)."""
+    peer_data: str = _key(
+        "stream",
+        choice_value("stream", "zmq", "stream-plaintext"),
+        "stream, zmq or stream-plaintext",
+    )
+    """How bytes travel. stream: over connections of their own, encrypted with keys that are agreed on
+    under curve. zmq: with the messages, encrypted by curve, three times slower. stream-plaintext: not
+    encrypted where both nodes say so; whoever reads the network reads the snapshots, and whoever
+    changes its packets changes them. Under peer_security = plain nothing is encrypted."""
 
     peer_data_port: int = _key(0, integer_value(0, 65_535), "0 to 65535")
-    """Port for peer_data = stream, on the address of peer_listen; 0 takes a free one."""
+    """Port for streams, on the address of peer_listen; 0 takes a free one."""
 
     peer_short_cut: bool = _key(True, boolean_value, "true or false")
     """Daemons of one user on one host copy snapshots through their segment files, instead of sending

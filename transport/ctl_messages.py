@@ -301,7 +301,10 @@ class HostedReplica(Struct, frozen=True, tag=True):
 
 
 class Peers(Struct, frozen=True, tag=True):
-    """What `ckptctl peers` shows. ``endpoint`` is "" where this daemon has no peer listener."""
+    """What `ckptctl peers` shows. ``endpoint`` is "" where this daemon has no peer listener.
+
+    ``encryption`` is what snapshots are encrypted with between nodes, "plaintext" if with nothing.
+    """
 
     node: str
     endpoint: str
@@ -310,6 +313,7 @@ class Peers(Struct, frozen=True, tag=True):
     ranks: tuple[ReplicationStatus, ...]
     replicas: tuple[HostedReplica, ...]
     counters: dict[str, int]
+    encryption: str = ""
 
 
 class DrillReport(Struct, frozen=True, tag=True):

@@ -45,7 +45,7 @@ __all__ = [
     "seed_of",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_HEADER_BYTES = 1024
 MAX_CHUNK_BYTES = 16 << 20
 MAX_BODY_BYTES = 32 << 20
@@ -59,6 +59,7 @@ Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Node = Annotated[str, Meta(max_length=128)]
 Short = Annotated[str, Meta(max_length=500)]
 Slot = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Random = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class Open(Struct, frozen=True, array_like=True, gc=False, tag=1):
@@ -143,19 +144,26 @@ class Reply(Struct, frozen=True, array_like=True, gc=False, tag=12):
 
 
 class Dial(Struct, frozen=True, array_like=True, gc=False, tag=13):
-    """Let me open a stream for chunks. ``slot`` names it: the one that had this name is ended before the answer."""
+    """Let me open a stream for chunks. ``slot`` names it: the one that had this name is ended before the answer.
+
+    ``ciphers`` are those that the asker takes (`sealing.Cipher`), ``secret`` is its part of the keys.
+    """
 
     op: Number
     slot: Slot
+    ciphers: Annotated[tuple[Annotated[int, Meta(ge=0, lt=256)], ...], Meta(max_length=16)]
+    secret: Random
 
 
 class Ticket(Struct, frozen=True, array_like=True, gc=False, tag=14):
-    """Where to connect, and the 32 random bytes to say there: once, and soon."""
+    """Where to connect, and the 32 random bytes to say there: once, and soon. ``cipher`` is one of those that were asked for."""
 
     op: Number
     host: Node
     port: Annotated[int, Meta(ge=1, lt=1 << 16)]
-    ticket: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    ticket: Random
+    cipher: Annotated[int, Meta(ge=0, lt=256)]
+    secret: Random
 
 
 Ask = Open | Write | Read | Probe | Request | Dial

@@ -30,8 +30,8 @@ MAX_WINDOW = 8  # chunks; more do not make one connection faster, and fall out o
 ACTIVE_S = 5.0
 
 Frames = Sequence[zmq.Frame]
-# Whose stream, its slot, and how to answer: host, port, ticket; from any thread.
-GrantDial = Callable[["Connection", bytes, Callable[[str, int, bytes], None]], None]
+# Who wants a stream, what it asked, and how to answer, from any thread. Raises `Refusal`.
+GrantDial = Callable[["Connection", f.Dial, Callable[[f.Ticket], None]], None]
 
 
 @dataclass(slots=True)
@@ -231,11 +231,10 @@ class Server:
         if self._parts.dial is None:
             raise Refusal(Fault.REFUSED, "there are no streams here")
 
-        def answer(host: str, port: int, ticket: bytes) -> None:
-            granted = f.Ticket(ask.op, host, port, ticket)
+        def answer(granted: f.Ticket) -> None:
             self._parts.call(lambda: self._answer(identity, granted))
 
-        self._parts.dial(connection, ask.slot, answer)
+        self._parts.dial(connection, ask, answer)
 
     def _answer(self, identity: bytes, answer: f.Answer) -> None:
         self._parts.send(identity, f.encode(answer), None)

@@ -18,6 +18,7 @@ from enum import StrEnum
 from ckptd.transport import streams
 from ckptd.transport.chunks import Chunk, ChunkUse
 from ckptd.transport.frames import Ticket
+from ckptd.transport.sealing import Forged, RecordKey
 from ckptd.transport.stream_frames import (
     ANSWER_BYTES,
     StreamAnswer,
@@ -34,7 +35,6 @@ __all__ = ["ClientStream", "Operation", "StreamEvents", "Verdict"]
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-SCRATCH_BYTES = 64 << 10
 
 
 class Verdict(StrEnum):
@@ -66,23 +66,35 @@ class StreamEvents:
     answered: Callable[[ClientStream, int, Verdict, StreamAnswer | None, str], None]
     over: Callable[[ClientStream], None]
     garbage: Callable[[str], None]
+    forged: Callable[[str], None]
 
 
 class ClientStream:
-    """Connects at once. `send`, ``operations`` and `break_off` are for the fabric's thread."""
+    """Connects at once. `send`, ``operations`` and `break_off` are for the fabric's thread.
 
-    def __init__(self, events: StreamEvents, ticket: Ticket, name: str) -> None:
+    Args:
+        keys: of this stream, up and down; None in plaintext.
+    """
+
+    def __init__(
+        self,
+        events: StreamEvents,
+        ticket: Ticket,
+        name: str,
+        keys: tuple[RecordKey, RecordKey] | None,
+    ) -> None:
         self.operations: dict[int, Operation] = {}
-        self.was_up = False
+        self.was_useful = False  # something that was asked on it was done
         self._events = events
         self._ticket = ticket
+        self._name = name
+        self._keys = keys
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._to_send: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
         self._ending = False
         self._sender = threading.Thread(target=self._run, name=f"to-{name}", daemon=True)
-        self._receiver = threading.Thread(target=self._receive, name=f"from-{name}", daemon=True)
         self._sender.start()
 
     def send(self, chunk: Chunk) -> None:
@@ -107,6 +119,8 @@ class ClientStream:
                 self._talk(connection)
         except OSError as error:
             logger.debug("no stream to %s:%d: %s", self._ticket.host, self._ticket.port, error)
+        except Forged as error:
+            self._forged(error)
         except Exception:  # the thread's main: the owner must hear of the end
             logger.exception("a stream to %s failed", self._ticket.host)
         self._events.call(lambda: self._events.over(self))
@@ -127,31 +141,35 @@ class ClientStream:
         return connection
 
     def _talk(self, connection: socket.socket) -> None:
-        connection.sendall(encode_preamble(self._ticket.ticket))
-        header = bytearray(ANSWER_BYTES)
-        streams.receive_into(connection, memoryview(header))
-        window = _welcome(header)
+        up, down = (None, None) if self._keys is None else self._keys
+        connection.sendall(encode_preamble(self._ticket.ticket, up))
+        answers = streams.receiver_of(connection, down)
+        window = _welcome(answers)
+        sender = streams.sender_of(connection, up)
         streams.set_patience(connection, streams.STALL_S)
-        self._receiver.start()
+        receiver = threading.Thread(
+            target=self._receive, args=(connection, answers), name=f"from-{self._name}", daemon=True
+        )
+        receiver.start()
         try:
             self._events.call(lambda: self._events.up(self, window))
             while not self._ending and (operation := self._to_send.get()) is not None:
-                self._send(connection, operation)
+                self._send(sender, operation)
         finally:
             self._ending = True
             streams.shut(connection)
-            self._receiver.join()
+            receiver.join()
 
-    def _send(self, connection: socket.socket, operation: Operation) -> None:
+    def _send(self, sender: streams.StreamSender, operation: Operation) -> None:
         chunk = operation.chunk
         key = chunk.transfer.key
         kind = StreamKind.WRITE if chunk.transfer.is_put else StreamKind.READ
         ask = StreamAsk(kind, operation.number, key.region, key.token, chunk.offset, chunk.length)
         if kind is StreamKind.READ:
-            connection.sendall(encode_ask(ask))
+            sender.send(encode_ask(ask))
         elif operation.claim():
             try:
-                streams.send_payload(connection, encode_ask(ask), operation.view, operation.digest)
+                sender.send_payload(encode_ask(ask), operation.view, operation.digest)
             finally:
                 operation.finish()
         else:
@@ -159,19 +177,19 @@ class ClientStream:
 
     # --- the receiver ---
 
-    def _receive(self) -> None:
+    def _receive(self, connection: socket.socket, answers: streams.StreamReceiver) -> None:
         header = bytearray(ANSWER_BYTES)
-        view, scratch = memoryview(header), memoryview(bytearray(SCRATCH_BYTES))
-        connection = self._connection
-        assert connection is not None
+        view = memoryview(header)
         try:
-            while not self._ending and streams.receive_header(connection, view):
-                self._answered(connection, decode_answer(header), scratch)
+            while not self._ending and answers.receive_header(view):
+                self._answered(decode_answer(header), answers)
         except ValueError as error:
             what = f"on a stream to {self._ticket.host}: {error}"
             self._events.call(lambda: self._events.garbage(what))
         except OSError as error:
             logger.debug("a stream to %s ended: %s", self._ticket.host, error)
+        except Forged as error:
+            self._forged(error)
         except Exception:  # the thread's main: the sender must hear of the end
             logger.exception("a stream to %s failed", self._ticket.host)
         finally:
@@ -179,15 +197,17 @@ class ClientStream:
             self._to_send.put(None)
             streams.shut(connection)
 
-    def _answered(
-        self, connection: socket.socket, answer: StreamAnswer, scratch: memoryview
-    ) -> None:
+    def _forged(self, error: Forged) -> None:
+        what = f"on a stream to {self._name}: {error}"
+        self._events.call(lambda: self._events.forged(what))
+
+    def _answered(self, answer: StreamAnswer, answers: streams.StreamReceiver) -> None:
         operation = self.operations.get(answer.op)
         if operation is None:
             raise ValueError(f"an answer to {answer.op}, which is not open")
         is_put = operation.chunk.transfer.is_put
         if answer.kind is StreamKind.FAULT:
-            self._failed(connection, answer, operation)
+            self._failed(answer, operation, answers)
         elif answer.kind is StreamKind.ACK and is_put:
             if operation.digest.value != answer.digest:
                 raise ValueError("an acknowledgement of something else")
@@ -195,30 +215,28 @@ class ClientStream:
         elif answer.kind is StreamKind.DATA and not is_put:
             if answer.length != operation.chunk.length:
                 raise ValueError(f"{answer.length} bytes instead of {operation.chunk.length}")
-            self._arrived(connection, answer, operation, scratch)
+            self._arrived(answer, operation, answers)
         else:
             raise ValueError(f"an answer of kind {answer.kind} that was not asked for")
 
     def _failed(
-        self, connection: socket.socket, answer: StreamAnswer, operation: Operation
+        self, answer: StreamAnswer, operation: Operation, answers: streams.StreamReceiver
     ) -> None:
-        detail = bytearray(answer.length)
-        streams.receive_into(connection, memoryview(detail))
-        self._tell(operation, Verdict.FAILED, answer, detail.decode(errors="replace"))
+        detail = answers.receive(answer.length).decode(errors="replace")
+        self._tell(operation, Verdict.FAILED, answer, detail)
 
     def _arrived(
-        self,
-        connection: socket.socket,
-        answer: StreamAnswer,
-        operation: Operation,
-        scratch: memoryview,
+        self, answer: StreamAnswer, operation: Operation, answers: streams.StreamReceiver
     ) -> None:
         if not operation.claim():
-            streams.drain(connection, answer.length, scratch)
+            answers.drain(answer.length)
             self._tell(operation, Verdict.SKIPPED, answer)
             return
         try:
-            good = streams.receive_payload(connection, operation.view, operation.digest)
+            good = answers.receive_payload(operation.view, operation.digest)
+        except Forged:
+            self._tell(operation, Verdict.DAMAGED, answer)
+            raise
         finally:
             operation.finish()
         self._tell(operation, Verdict.DONE if good else Verdict.DAMAGED, answer)
@@ -232,10 +250,10 @@ class ClientStream:
         self._events.call(lambda: self._events.answered(self, number, verdict, answer, detail))
 
 
-def _welcome(header: bytearray) -> int:
+def _welcome(answers: streams.StreamReceiver) -> int:
     """The window."""
     try:
-        answer = decode_answer(header)
+        answer = decode_answer(answers.receive(ANSWER_BYTES))
     except ValueError as error:
         raise ConnectionRefusedError(f"this is no data port: {error}") from error
     if answer.kind is not StreamKind.WELCOME:

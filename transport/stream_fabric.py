@@ -1,13 +1,13 @@
-"""The verbs with chunks over plain TCP streams, and everything else over ZeroMQ.
+"""The verbs with chunks over TCP streams, and everything else over ZeroMQ.
 
-ZeroMQ costs about twice the processor time of TCP for each byte, which is what the training next to us needs. So the bytes
-of puts and gets go straight between the registered buffers and the socket; control messages, who a peer is, and whom a
-stream belongs to stay on the (authenticated, encrypted) control connections.
+ZeroMQ costs about twice the processor time of TCP for each byte, and CURVE ten times what AES costs on a processor that has
+instructions for it; the training next to us needs that time. So the bytes of puts and gets go straight between the registered buffers
+and the socket, sealed by `ckptd.transport.sealing`; control messages, who a peer is, whom a stream belongs to, and the
+secrets that its keys come from stay on the control connections, which CURVE authenticates and encrypts.
 
-What keys protect: a stream is opened with a ticket that the authenticated peer was given, valid once and for seconds. The bytes
-on it are compared with xxh3 digests, which finds damage, not forgery, and they are NOT encrypted: whoever can read the
-network between two nodes can read the snapshots, and whoever can change its packets can change them. Where that is
-not acceptable use `ZmqFabric`, or a network that encrypts.
+Plaintext streams are for whoever asks for them: both sides must, or have no keys at all. Their bytes are compared with xxh3 digests,
+which find damage and no forgery: whoever can read the network between the two nodes can read the snapshots, and whoever can change
+its packets can change them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from urllib.parse import urlsplit
 
 import zmq
 
+from ckptd.transport import frames as f
 from ckptd.transport.keys import Keys
 from ckptd.transport.links import PeerLink
+from ckptd.transport.regions import Refusal
+from ckptd.transport.sealing import Cipher, common_cipher, offered_ciphers
 from ckptd.transport.serving import Connection, ServerParts
 from ckptd.transport.stream_lanes import StreamLink
-from ckptd.transport.stream_server import StreamServer, StreamServerParts
-from ckptd.transport.verbs import PeerAddress, Serve
+from ckptd.transport.stream_server import DialGrant, StreamServer, StreamServerParts
+from ckptd.transport.verbs import Fault, PeerAddress, Serve
 from ckptd.transport.zmq_fabric import DEFAULT_CREDITS, ZmqFabric
 
 __all__ = ["STREAM_CHUNK_BYTES", "StreamFabric"]
@@ -37,9 +40,12 @@ class StreamFabric(ZmqFabric):
 
     Args:
         data_port: where streams come in, on the endpoint's address; 0 takes a free one.
+        plaintext: do not encrypt streams to and from peers that say the same. Without ``keys`` no stream is encrypted.
 
-    The others are those of `ZmqFabric`. ``allow_plain`` says of the endpoint what it says there; that the bytes of
-    streams are not encrypted is not asked about.
+    The others are those of `ZmqFabric`.
+
+    Raises:
+        ValueError: as `ZmqFabric`, or the library that encrypts is missing.
     """
 
     def __init__(
@@ -58,9 +64,13 @@ class StreamFabric(ZmqFabric):
         gate: Callable[[], bool] | None = None,
         short_cut: bool = True,
         data_port: int = 0,
+        plaintext: bool = False,
     ) -> None:
         if not 0 <= data_port < 1 << 16:
             raise ValueError(f"{data_port} is no port")
+        self._ciphers = (
+            (Cipher.PLAINTEXT,) if keys is None else offered_ciphers(plaintext=plaintext)
+        )
         self._data_port = data_port
         self._credits = credits
         super().__init__(
@@ -83,6 +93,10 @@ class StreamFabric(ZmqFabric):
         """Host and port that peers are told to connect streams to."""
         return urlsplit(self.address.endpoint).hostname or "", self._streams.port
 
+    @property
+    def encryption(self) -> str:
+        return self._ciphers[0].title
+
     def _listen_for_more(self) -> None:
         bound = urlsplit(self._router.getsockopt_string(zmq.LAST_ENDPOINT)).hostname or ""
         parts = StreamServerParts(
@@ -90,6 +104,7 @@ class StreamFabric(ZmqFabric):
             self._regions,
             self.counters,
             self._garbage,
+            self._forgeries,
             self._credits,
             self._node_of,
         )
@@ -98,20 +113,27 @@ class StreamFabric(ZmqFabric):
     def _make_server_parts(self, serve: Serve, credits: int) -> ServerParts:
         return replace(super()._make_server_parts(serve, credits), dial=self._dial)
 
-    def _dial(
-        self, peer: Connection, slot: bytes, answer: Callable[[str, int, bytes], None]
-    ) -> None:
-        def granted(ticket: bytes) -> None:
-            answer(*self.data_address, ticket)
+    def _dial(self, peer: Connection, ask: f.Dial, answer: Callable[[f.Ticket], None]) -> None:
+        cipher = common_cipher(ask.ciphers, self._ciphers)
+        if cipher is None:
+            ours = " or ".join(each.title for each in self._ciphers)
+            raise Refusal(
+                Fault.REFUSED, f"streams here are {ours}, which {peer.node} does not take"
+            )
 
-        self._streams.grant(peer.node, peer.key, slot, granted)
+        def granted(ticket: bytes, secret: bytes) -> None:
+            host, port = self.data_address
+            answer(f.Ticket(ask.op, host, port, ticket, cipher, secret))
+
+        grant = DialGrant(peer.node, peer.key, ask.slot, cipher, ask.secret, granted)
+        self._streams.grant(grant)
 
     def _revoke_untrusted(self) -> None:
         super()._revoke_untrusted()
         self._streams.revoke_untrusted()
 
     def _make_link(self, address: PeerAddress) -> PeerLink:
-        return StreamLink(self._link_parts, address)
+        return StreamLink(self._link_parts, address, self._ciphers, self._forgeries)
 
     def _stop_serving(self) -> None:
         super()._stop_serving()

@@ -1,10 +1,10 @@
 """What is said on a stream: fixed binary headers, payloads behind them. Integers are little-endian.
 
-    preamble, 40 bytes, client → server, once      ask, 64 bytes, client → server
-     0  4  "CKT1"                                   0  4  "CKQ1"
+    preamble, 56 bytes, client → server, once      ask, 64 bytes, client → server
+     0  4  "CKT2"                                   0  4  "CKQ1"
      4  4  zero                                     4  1  kind: 1 WRITE, 2 READ
      8 32  ticket                                   5  3  zero
-                                                    8  8  op: chosen by the client, never twice on a stream
+    40 16  proof (plaintext: zero)                  8  8  op: chosen by the client, never twice on a stream
     answer, 40 bytes, server → client              16  8  region
      0  4  "CKA1"                                  24 16  token
      4  1  kind: 3 WELCOME, 4 ACK, 5 DATA,         40  8  offset, from the start of the region
@@ -17,10 +17,15 @@
     24  8  digest (ACK: of the payload that came; FAULT: of the detail; else 0)
     32  8  xxh3_64 of bytes [0, 32)
 
-A WRITE and a DATA are followed by ``length`` bytes and their digest, 8 bytes, as in `frames.digest_of`. It comes last, so
-that either side computes it piece by piece while the bytes are in its cache. A FAULT is followed by its detail in
-UTF-8. Asks are answered in their order. A header that does not match its own digest ends the stream: where the next one
-begins is not known any more.
+A WRITE and a DATA are followed by ``length`` bytes, a FAULT by its detail in UTF-8. Asks are answered in their order. A header that
+does not match its own digest ends the stream: where the next one begins is not known any more.
+
+Between nodes that have keys all of this but the preamble goes in records (`ckptd.transport.sealing`): each header is one, a detail
+is one, and a payload is one for each 2^20 bytes of it and one for the rest. The proof is the first record up: of no bytes, and bound to the
+40 bytes before it.
+
+In plaintext a payload is followed by its digest, 8 bytes, as in `frames.digest_of`. It comes last, so that either side computes it
+piece by piece while the bytes are in its cache.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from typing import NamedTuple
 import xxhash
 
 from ckptd.transport.frames import MAX_CHUNK_BYTES
+from ckptd.transport.sealing import TAG_BYTES, RecordKey
 from ckptd.transport.verbs import Fault
 
 __all__ = [
@@ -40,6 +46,7 @@ __all__ = [
     "MAX_DETAIL_BYTES",
     "PREAMBLE_BYTES",
     "TRAILER",
+    "Preamble",
     "StreamAnswer",
     "StreamAsk",
     "StreamKind",
@@ -52,14 +59,14 @@ __all__ = [
     "encode_preamble",
 ]
 
-PREAMBLE = Struct("<4s4x32s")
+PREAMBLE = Struct("<4s4x32s16s")
 ASK = Struct("<4sB3xQQ16sQQQ")
 ANSWER = Struct("<4sBBHQQQQ")
 TRAILER = Struct("<Q")
 PREAMBLE_BYTES = PREAMBLE.size
 ASK_BYTES = ASK.size
 ANSWER_BYTES = ANSWER.size
-TICKET_MAGIC, ASK_MAGIC, ANSWER_MAGIC = b"CKT1", b"CKQ1", b"CKA1"
+TICKET_MAGIC, ASK_MAGIC, ANSWER_MAGIC = b"CKT2", b"CKQ1", b"CKA1"
 MAX_DETAIL_BYTES = 500
 FAULTS: dict[int, Fault] = {1: Fault.REGION, 2: Fault.BOUNDS, 3: Fault.ACCESS, 4: Fault.DIGEST}
 NUMBERS = {fault: number for number, fault in FAULTS.items()}
@@ -101,19 +108,30 @@ class StreamAnswer(NamedTuple):
     fault: Fault | None = None
 
 
-def encode_preamble(ticket: bytes) -> bytes:
-    return PREAMBLE.pack(TICKET_MAGIC, ticket)
+class Preamble(NamedTuple):
+    ticket: bytes
+    proof: bytes
+    proven: bytes  # what the proof is bound to: all before it
 
 
-def decode_preamble(data: bytes | bytearray) -> bytes:
-    """The ticket.
+def encode_preamble(ticket: bytes, key: RecordKey | None = None) -> bytes:
+    """With the proof that whoever shows the ticket has its key, if there is one."""
+    proof = bytearray(TAG_BYTES)
+    if key is not None:
+        key.seal(b"", memoryview(proof), encode_preamble(ticket)[:-TAG_BYTES])
+    return PREAMBLE.pack(TICKET_MAGIC, ticket, proof)
+
+
+def decode_preamble(data: bytes | bytearray) -> Preamble:
+    """The ticket, and a proof that is not checked yet.
 
     Raises:
         ValueError: this is no preamble.
     """
     if len(data) != PREAMBLE_BYTES or not data.startswith(TICKET_MAGIC):
         raise ValueError(f"{len(data)} bytes that do not begin a stream")
-    return bytes(PREAMBLE.unpack(data)[1])
+    _, ticket, proof = PREAMBLE.unpack(data)
+    return Preamble(ticket, proof, bytes(data[:-TAG_BYTES]))
 
 
 def encode_ask(ask: StreamAsk) -> bytes:

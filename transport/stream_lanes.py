@@ -13,13 +13,16 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 
 from ckptd.transport import frames as f
 from ckptd.transport.chunks import Chunk
 from ckptd.transport.data_lanes import ChunkEvents, ChunkLane
+from ckptd.transport.garbage import ForgeryLog
 from ckptd.transport.lanes import Lane, LaneState
 from ckptd.transport.links import LinkParts, PeerLink
+from ckptd.transport.sealing import SECRET_BYTES, Cipher, RecordKey, stream_keys
 from ckptd.transport.stream_client import ClientStream, StreamEvents, Verdict
 from ckptd.transport.stream_frames import StreamAnswer
 from ckptd.transport.verbs import FabricCounters, PeerAddress
@@ -51,6 +54,7 @@ class StreamLane:
         counters: FabricCounters,
         call: Callable[[Callable[[], None]], bool],
         ask: Callable[[StreamLane], bool],
+        forgeries: ForgeryLog,
     ) -> None:
         self.slot = secrets.token_bytes(16)
         self.state = State.IDLE
@@ -66,7 +70,7 @@ class StreamLane:
         self._failures = 0
         self._opened_times = 0
         self._stream_events = StreamEvents(
-            call, self._is_up, self._answered, self._over, events.garbage
+            call, self._is_up, self._answered, self._over, events.garbage, forgeries.seen
         )
 
     # --- ChunkLane ---
@@ -117,13 +121,15 @@ class StreamLane:
 
     # --- for the link ---
 
-    def granted(self, ticket: f.Ticket, name: str) -> None:
-        """The peer is done with the stream before; connect the next one."""
+    def granted(
+        self, ticket: f.Ticket, name: str, keys: tuple[RecordKey, RecordKey] | None
+    ) -> None:
+        """The peer is done with the stream before; connect the next one, with these keys if it is sealed."""
         if self.state is not State.ASKED:
             return  # given up meanwhile
         self.release_limbo()
         self.state = State.DIALING
-        self._stream = ClientStream(self._stream_events, ticket, name)
+        self._stream = ClientStream(self._stream_events, ticket, name, keys)
 
     def control_lost(self) -> None:
         """The connection that tickets come over broke."""
@@ -143,8 +149,6 @@ class StreamLane:
         if stream is not self._stream:
             return
         self.state, self._window = State.UP, max(1, window)
-        stream.was_up = True
-        self._failures = 0
         self._opened_times += 1
         self._counters.reconnects += self._opened_times > 1
 
@@ -164,6 +168,8 @@ class StreamLane:
         if answer is not None:
             self._window = max(1, answer.window)
         if verdict is Verdict.DONE:
+            stream.was_useful = True
+            self._failures = 0
             self._events.done(chunk)
         elif verdict is Verdict.DAMAGED:
             self._events.damaged(chunk)
@@ -180,50 +186,85 @@ class StreamLane:
             return
         self._stream = None
         self.state = State.WANTED
-        if not stream.was_up:
+        if (
+            not stream.was_useful
+        ):  # else somebody who breaks each one would have us dial without a pause
             self._failures = min(self._failures + 1, 10)
             delay_s = min(REDIAL_MAX_S, REDIAL_S * 2.0**self._failures)
             self._not_before = time.monotonic() + delay_s
 
 
-class StreamLink(PeerLink):
-    """A link whose chunks go over streams; over ZeroMQ if the peer has none."""
+@dataclass(frozen=True, slots=True)
+class _Dialled:
+    """What was asked of a peer: a stream for a lane, and our part of its keys."""
 
-    def __init__(self, parts: LinkParts, address: PeerAddress) -> None:
+    lane: StreamLane
+    secret: bytes
+
+
+class StreamLink(PeerLink):
+    """A link whose chunks go over streams; over ZeroMQ, encrypted as the control connection is, if the peer has none for us.
+
+    Args:
+        ciphers: what we take for them.
+    """
+
+    def __init__(
+        self,
+        parts: LinkParts,
+        address: PeerAddress,
+        ciphers: tuple[Cipher, ...],
+        forgeries: ForgeryLog,
+    ) -> None:
+        self._ciphers, self._forgeries = ciphers, forgeries
         self._dials = itertools.count(1)
-        self._asked: dict[int, StreamLane] = {}
+        self._asked: dict[int, _Dialled] = {}
         super().__init__(parts, address)
 
     def _make_chunk_lane(self, index: int) -> ChunkLane:
-        return StreamLane(self.chunk_events, self._parts.counters, self._parts.call, self._dial)
+        parts = self._parts
+        return StreamLane(
+            self.chunk_events, parts.counters, parts.call, self._dial, self._forgeries
+        )
 
     def _dial(self, lane: StreamLane) -> bool:
         if not self._ensure(self._control, time.monotonic()):
             return False
         if self._control.state is not LaneState.UP:
             return False
-        number = next(self._dials)
-        if not self._control.send(f.encode(f.Dial(number, lane.slot))):
+        number, secret = next(self._dials), secrets.token_bytes(SECRET_BYTES)
+        if not self._control.send(f.encode(f.Dial(number, lane.slot, self._ciphers, secret))):
             return False
-        for old in [op for op, other in self._asked.items() if other is lane]:
+        for old in [op for op, other in self._asked.items() if other.lane is lane]:
             del self._asked[old]
-        self._asked[number] = lane
+        self._asked[number] = _Dialled(lane, secret)
         return True
 
     def _other_answer(self, answer: f.Answer) -> bool:
         if isinstance(answer, f.Ticket):
-            lane = self._asked.pop(answer.op, None)
-            if lane is not None:
-                lane.granted(answer, self.address.node)
+            dialled = self._asked.pop(answer.op, None)
+            if dialled is not None:
+                self._granted(dialled, answer)
             return True
         if isinstance(answer, f.FaultReply) and self._asked.pop(answer.op, None) is not None:
             self._use_zmq(answer.detail)
             return True
         return False
 
+    def _granted(self, dialled: _Dialled, ticket: f.Ticket) -> None:
+        node = self.address.node
+        if ticket.cipher not in self._ciphers:
+            self._use_zmq(f"it chose cipher {ticket.cipher}, which was not offered")
+            return
+        cipher, keys = Cipher(ticket.cipher), None
+        if cipher is not Cipher.PLAINTEXT:
+            both = (dialled.secret, ticket.secret)
+            keys = stream_keys(cipher, ticket.ticket, both, (self._parts.wiring.node, node))
+        dialled.lane.granted(ticket, node, keys)
+
     def _use_zmq(self, detail: str) -> None:
-        """The peer has no data port."""
-        logger.info("chunks for %s go over ZeroMQ: %s", self.address.node, detail)
+        """The peer has no data port, or none for us."""
+        logger.warning("chunks for %s go over ZeroMQ: %s", self.address.node, detail)
         lanes = self._chunk_lanes
         self._chunk_lanes = [
             super(StreamLink, self)._make_chunk_lane(index) for index in range(len(lanes))

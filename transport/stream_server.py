@@ -1,7 +1,8 @@
 """The data port: streams that peers open with a ticket, each served by a thread of its own.
 
 A stream is STRANGER (connected, no ticket yet) → SERVING → OVER. A ticket is valid once and for a few seconds, and its
-stream belongs to the peer that the control connection authenticated. Each stream has a slot, named by the peer: a new
+stream belongs to the peer that the control connection authenticated: who shows the ticket must have its keys, too, where the stream is
+sealed, and nothing that was not sealed with them is taken. Each stream has a slot, named by the peer: a new
 ticket for a slot is only given when the stream that had it is OVER, so that nothing sent before a connection broke can
 arrive after what was sent again.
 
@@ -17,15 +18,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from ckptd.transport import streams
-from ckptd.transport.garbage import GarbageLog
+from ckptd.transport.garbage import ForgeryLog, GarbageLog
 from ckptd.transport.regions import LocalRegion, Refusal, Regions
+from ckptd.transport.sealing import SECRET_BYTES, Cipher, Forged, RecordKey, stream_keys
 from ckptd.transport.stream_frames import (
+    ANSWER_BYTES,
     ASK_BYTES,
     PREAMBLE_BYTES,
+    Preamble,
     StreamAnswer,
     StreamAsk,
     StreamKind,
@@ -36,7 +40,7 @@ from ckptd.transport.stream_frames import (
 )
 from ckptd.transport.verbs import Access, FabricCounters, Fault
 
-__all__ = ["StreamServer", "StreamServerParts"]
+__all__ = ["DialGrant", "StreamServer", "StreamServerParts"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +49,11 @@ MAX_TICKETS = 1024
 MAX_STRANGERS = 64
 MAX_STREAMS = 1024
 MAX_WINDOW = 8  # chunks; more than fills the connection while an acknowledgement is on its way
-SCRATCH_BYTES = 64 << 10
 ACCEPT_RETRY_S = 0.2  # no descriptors left, say
 ENDING_S = 2.0
 
 SlotKey = tuple[str, bytes]  # node, slot: nobody can end another's stream
-Answer = Callable[[bytes], None]
+DirectionKeys = tuple[RecordKey | None, RecordKey | None]  # up, down; None: in plaintext
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +64,34 @@ class StreamServerParts:
     regions: Regions
     counters: FabricCounters
     garbage: GarbageLog
+    forgeries: ForgeryLog
     credits: int
     node_of: Callable[[str], str | None] | None = None  # as in `ServerParts`
 
 
 @dataclass(frozen=True, slots=True)
-class _Ticket:
-    key: SlotKey
+class DialGrant:
+    """A stream that a peer may open, while ``public_key`` is trusted as that node's ("" without keys).
+
+    ``answer`` is given a ticket and our part of the stream's keys, from any thread.
+    """
+
+    node: str
     public_key: str
+    slot: bytes
+    cipher: Cipher
+    secret: bytes
+    answer: Callable[[bytes, bytes], None]
+
+    @property
+    def key(self) -> SlotKey:
+        return self.node, self.slot
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    grant: DialGrant
+    secret: bytes
     valid_until: float
 
 
@@ -100,20 +123,15 @@ class StreamServer:
         )
         self._acceptor.start()
 
-    def grant(self, node: str, public_key: str, slot: bytes, answer: Answer) -> None:
-        """Give ``node`` a ticket, when the stream that it had in this slot is over. Answered from any thread.
-
-        The ticket, and the stream, count while ``public_key`` is trusted as that node's ("" without keys).
-        """
-        key = (node, slot)
+    def grant(self, grant: DialGrant) -> None:
+        """Give its node a ticket, when the stream that it had in this slot is over."""
         with self._lock:
-            self._withdraw(key)
-            old = self._serving.get(key)
+            self._withdraw(grant.key)
+            old = self._serving.get(grant.key)
             if old is not None:
-                old.successor = answer
-                old.successor_key = public_key
+                old.successor = grant
         if old is None:
-            answer(self._issue(key, public_key))
+            self._issue(grant)
         else:
             old.break_off()
 
@@ -124,7 +142,7 @@ class StreamServer:
                 s for s in self._serving.values() if not self._trusted(s.key[0], s.public_key)
             ]
             for ticket, entry in list(self._tickets.items()):
-                if not self._trusted(entry.key[0], entry.public_key):
+                if not self._trusted(entry.grant.node, entry.grant.public_key):
                     del self._tickets[ticket]
         for stream in streams_:
             self.count("revoked")
@@ -151,20 +169,36 @@ class StreamServer:
 
     # --- for streams, on their threads ---
 
-    def redeem(self, stream: _ServedStream, ticket: bytes) -> bool:
-        """Let a stranger in; false if the ticket is not valid (any more)."""
+    def redeem(self, stream: _ServedStream, shown: Preamble) -> DirectionKeys | None:
+        """Let a stranger in, with the keys of its stream; None if the ticket is not valid (any more).
+
+        Raises:
+            Forged: it has no key for its ticket, which stays valid for who has.
+        """
         with self._lock:
             self._strangers.discard(stream)
-            found = self._tickets.pop(ticket, None)
+            found = self._tickets.get(shown.ticket)
             if found is None or found.valid_until < time.monotonic() or self._closed.is_set():
-                return False
-            if len(self._serving) >= MAX_STREAMS or found.key in self._serving:
-                return False
-            if not self._trusted(found.key[0], found.public_key):
-                return False
-            stream.key, stream.public_key = found.key, found.public_key
-            self._serving[found.key] = stream
-            return True
+                return None
+            grant = found.grant
+            if len(self._serving) >= MAX_STREAMS or grant.key in self._serving:
+                return None
+            if not self._trusted(grant.node, grant.public_key):
+                return None
+            keys = self._proven(shown, found)
+            del self._tickets[shown.ticket]
+            stream.key, stream.public_key = grant.key, grant.public_key
+            self._serving[grant.key] = stream
+            return keys
+
+    def _proven(self, shown: Preamble, ticket: _Ticket) -> DirectionKeys:
+        grant = ticket.grant
+        if grant.cipher is Cipher.PLAINTEXT:
+            return None, None
+        secrets_, ends = (grant.secret, ticket.secret), (grant.node, self._parts.name)
+        up, down = stream_keys(grant.cipher, shown.ticket, secrets_, ends)
+        up.open(memoryview(shown.proof), memoryview(bytearray()), shown.proven)
+        return up, down
 
     def over(self, stream: _ServedStream) -> None:
         """The thread ends, and touches no region any more."""
@@ -173,7 +207,7 @@ class StreamServer:
             if self._serving.get(stream.key) is stream:
                 del self._serving[stream.key]
         if stream.successor is not None and not self._closed.is_set():
-            stream.successor(self._issue(stream.key, stream.successor_key))
+            self._issue(stream.successor)
 
     def window(self) -> int:
         return max(1, min(MAX_WINDOW, self._parts.credits // max(1, len(self._serving))))
@@ -186,20 +220,20 @@ class StreamServer:
 
     # --- tickets and strangers ---
 
-    def _issue(self, key: SlotKey, public_key: str) -> bytes:
-        ticket = secrets.token_bytes(32)
+    def _issue(self, grant: DialGrant) -> None:
+        ticket, secret = secrets.token_bytes(32), secrets.token_bytes(SECRET_BYTES)
         now = time.monotonic()
         with self._lock:
-            self._withdraw(key)
+            self._withdraw(grant.key)
             for old in [t for t, entry in self._tickets.items() if entry.valid_until < now]:
                 del self._tickets[old]
             if len(self._tickets) >= MAX_TICKETS:
                 del self._tickets[next(iter(self._tickets))]
-            self._tickets[ticket] = _Ticket(key, public_key, now + TICKET_S)
-        return ticket
+            self._tickets[ticket] = _Ticket(grant, secret, now + TICKET_S)
+        grant.answer(ticket, secret)
 
     def _withdraw(self, key: SlotKey) -> None:
-        for old in [ticket for ticket, entry in self._tickets.items() if entry.key == key]:
+        for old in [ticket for ticket, entry in self._tickets.items() if entry.grant.key == key]:
             del self._tickets[old]
 
     def _accept(self) -> None:
@@ -224,18 +258,19 @@ class StreamServer:
 class _ServedStream:
     """One stream, from the first byte on. Its thread owns the socket; `break_off` is for any thread."""
 
+    _sender: streams.StreamSender  # both once it was let in
+    _receiver: streams.StreamReceiver
+
     def __init__(
         self, server: StreamServer, parts: StreamServerParts, connection: socket.socket
     ) -> None:
         self.key: SlotKey = ("", b"")
         self.public_key = ""
-        self.successor: Answer | None = None  # who waits for our end
-        self.successor_key = ""
+        self.successor: DialGrant | None = None  # who waits for our end
         self._server = server
         self._parts = parts
         self._connection = connection
         self._ending = False
-        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.thread = threading.Thread(target=self._run, name=f"stream-{parts.name}", daemon=True)
 
     def break_off(self) -> None:
@@ -246,38 +281,46 @@ class _ServedStream:
     def _run(self) -> None:
         try:
             streams.configure(self._connection)
-            if self._welcome():
-                self._serve()
+            keys = self._welcome()
+            if keys is not None:
+                self._talk(*keys)
         except OSError as error:
             logger.debug("a stream of %s ended: %s", self.key[0], error)
+        except Forged as error:
+            whose = f"a stream of {self.key[0]}" if self.key[0] else "the data port"
+            self._parts.forgeries.seen(f"on {whose}: {error}")
         except Exception:  # the thread's main: the peer must see the end, and its successor come in
             logger.exception("a stream of %s failed", self.key[0])
         finally:
             self._connection.close()
             self._server.over(self)
 
-    def _welcome(self) -> bool:
+    def _welcome(self) -> DirectionKeys | None:
         streams.set_patience(self._connection, TICKET_S)
         try:
             # One call: whoever sends a byte now and then is not waited for longer.
             data = self._connection.recv(PREAMBLE_BYTES, socket.MSG_WAITALL)
-            ticket = decode_preamble(data)
+            shown = decode_preamble(data)
         except (OSError, ValueError) as error:
             self._parts.garbage.seen(f"on the data port: {error}")
-            return False
-        if not self._server.redeem(self, ticket):
+            return None
+        keys = self._server.redeem(self, shown)
+        if keys is None:
             self._server.count("unauthenticated")
             logger.warning("a stream with a ticket that is not valid was refused")
-            return False
+        return keys
+
+    def _talk(self, up: RecordKey | None, down: RecordKey | None) -> None:
         streams.set_patience(self._connection, streams.STALL_S)
-        hello = StreamAnswer(StreamKind.WELCOME, 0, self._server.window())
-        self._connection.sendall(encode_answer(hello))
-        return True
+        self._sender = streams.sender_of(self._connection, down)
+        self._receiver = streams.receiver_of(self._connection, up)
+        self._answer(StreamAnswer(StreamKind.WELCOME, 0, self._server.window()))
+        self._serve()
 
     def _serve(self) -> None:
         header = bytearray(ASK_BYTES)
         view = memoryview(header)
-        while not self._ending and streams.receive_header(self._connection, view):
+        while not self._ending and self._receiver.receive_header(view):
             try:
                 ask = decode_ask(header)
             except ValueError as error:
@@ -292,11 +335,15 @@ class _ServedStream:
         digest = streams.PayloadDigest(ask.region, ask.offset, ask.length)
         try:
             with self._use(ask, Access.WRITE) as (_, target), target:
-                good = streams.receive_payload(self._connection, target, digest)
+                good = self._receiver.receive_payload(target, digest)
         except Refusal as refusal:
-            streams.drain(self._connection, ask.length, self._scratch)
+            self._receiver.drain(ask.length)
             self._refuse(ask, refusal)
             return
+        except Forged:
+            with suppress(OSError):  # the peer finds out by itself
+                self._fault(ask, Fault.DIGEST, "a record that its key does not open")
+            raise
         if not good:
             self._server.count("bad_digests")
             self._fault(ask, Fault.DIGEST, "the digest does not match")
@@ -310,7 +357,7 @@ class _ServedStream:
         head = StreamAnswer(StreamKind.DATA, ask.op, self._server.window(), ask.length)
         try:
             with self._use(ask, Access.READ) as (_, source), source:
-                streams.send_payload(self._connection, encode_answer(head), source, digest)
+                self._sender.send_payload(encode_answer(head), source, digest)
         except Refusal as refusal:
             self._refuse(ask, refusal)
             return
@@ -328,7 +375,8 @@ class _ServedStream:
         self._fault(ask, refusal.fault, refusal.detail)
 
     def _fault(self, ask: StreamAsk, fault: Fault, detail: str) -> None:
-        self._connection.sendall(encode_fault(ask.op, self._server.window(), fault, detail))
+        message = encode_fault(ask.op, self._server.window(), fault, detail)
+        self._sender.send(message[:ANSWER_BYTES], message[ANSWER_BYTES:])
 
     def _answer(self, answer: StreamAnswer) -> None:
-        self._connection.sendall(encode_answer(answer))
+        self._sender.send(encode_answer(answer))

@@ -2,14 +2,14 @@
 
 A process *registers* a buffer and hands the region's key to a peer, by a message; the peer *puts* bytes into the region or
 *gets* bytes out of it, without any code of the owner taking part. A transfer is cut into chunks, each an operation of its
-own that may be repeated, reordered or lost without harm: it names region, offset, length and xxh3_64 of its bytes. So a
-transfer survives a lost connection (chunks not yet acknowledged are sent again), and nothing is remembered between chunks.
+own that may be repeated, reordered or lost without harm: it names region, offset and length, and its bytes carry an xxh3_64
+or, sealed, a tag. So a transfer survives a lost connection (chunks not yet acknowledged are sent again), and nothing is remembered between chunks.
 
 Contract, held by ``tests/transport/contract.py`` for every fabric:
 
-* A put completes ``ok`` when every byte lies in the region and was compared with its digest there; a get, when every byte
-  lies in the target and was compared. What failed says why (`Fault`), and never raises in the caller's thread.
-* A chunk whose digest does not match is not acknowledged. It is asked for again a few times, then the transfer fails with
+* A put completes ``ok`` when every byte lies in the region and was verified there (by its digest; by its tag on an encrypted
+  stream); a get, when every byte lies in the target and was verified. What failed says why (`Fault`), and never raises in the caller's thread.
+* A chunk that is not what was sent is not acknowledged. It is asked for again a few times, then the transfer fails with
   ``DIGEST``. The owner of a region shows its content to others only after the transfer, never before (a slot is ``filling``).
 * A request outside of the region, without its token, from another peer than the one it was registered for, or after
   `Region.revoke`, touches no byte and is refused: ``REGION``, ``BOUNDS`` or ``ACCESS``. It is counted; it closes nothing.
@@ -138,6 +138,9 @@ class FabricCounters:
     chunk_retries: int = 0
     refused: int = 0  # requests refused: region, bounds, access
     bad_digests: int = 0
+    forged: int = (
+        0  # encrypted streams that were broken off because somebody else's bytes came on them
+    )
     garbage: int = 0  # frames that are nothing of ours
     unauthenticated: int = 0  # connections refused for their key
     revoked: int = 0  # connections and streams ended because their key is not trusted any more
@@ -227,6 +230,14 @@ class Fabric(Protocol):
     """One node's end of all connections."""
 
     counters: FabricCounters
+
+    @property
+    def encryption(self) -> str:
+        """What the bytes of snapshots are encrypted with on their way to peers who want no other; "plaintext" if with nothing."""
+
+    @property
+    def newest_forgery(self) -> str:
+        """The last of `FabricCounters.forged`, in words."""
 
     @property
     def address(self) -> PeerAddress:

@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ckptd.transport.copying import Copier
 from ckptd.transport.frames import MAX_BODY_BYTES, MAX_CHUNK_BYTES
-from ckptd.transport.garbage import GarbageLog
+from ckptd.transport.garbage import ForgeryLog, GarbageLog
 from ckptd.transport.keys import Keys, check_security
 from ckptd.transport.lanes import (
     HEARTBEAT_MS,
@@ -99,6 +99,7 @@ class ZmqFabric:
         self._keys = keys
         self._regions = Regions()
         self._garbage = GarbageLog(self.counters)
+        self._forgeries = ForgeryLog(self.counters)
         self._pacer = Pacer(rate_bytes_per_s, gate)
         self._copier = Copier(f"copies-{node}") if short_cut else None
         self._loop = Loop(f"fabric-{node}", self._tick, self._end)
@@ -128,6 +129,16 @@ class ZmqFabric:
     def address(self) -> PeerAddress:
         """What peers must be told to reach us."""
         return self._address
+
+    @property
+    def encryption(self) -> str:
+        """What the bytes of snapshots are encrypted with on their way to peers who want no other; "plaintext" if with nothing."""
+        return "plaintext" if self._keys is None else "CURVE"
+
+    @property
+    def newest_forgery(self) -> str:
+        """The last of ``counters.forged``, in words. What CURVE refuses is not told by libzmq and not counted."""
+        return self._forgeries.newest
 
     def register(
         self, buffer: memoryview, *, access: Access, scope: Scope, file: FileRange | None = None

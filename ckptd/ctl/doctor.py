@@ -22,6 +22,7 @@ from ckptd.errors import DaemonUnavailable
 from ckptd.launch import answers
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.settings import DaemonConfig
+from ckptd.transport.sealing import Cipher, offered_ciphers
 from ckptd.units import format_bytes
 
 __all__ = ["Finding", "Grade", "as_rows", "diagnose"]
@@ -62,6 +63,7 @@ def diagnose(config: DaemonConfig, environ: Mapping[str, str]) -> list[Finding]:
         lambda: check_ptrace(Path("/proc/sys/kernel/yama/ptrace_scope")),
         check_clock,
         lambda: check_copy_tunable(environ),
+        lambda: check_peer_data(config),
         check_versions,
     )
     return [check() for check in checks]
@@ -246,6 +248,26 @@ def check_copy_tunable(environ: Mapping[str, str]) -> Finding:
         f"{_THRESHOLD_TUNABLE} is not set",
         f"optional: start trainers with GLIBC_TUNABLES={_THRESHOLD_TUNABLE}=0x40000",
     )
+
+
+def check_peer_data(config: DaemonConfig) -> Finding:
+    """Are snapshots encrypted on their way to peers?"""
+    name = "peer encryption"
+    if not config.peer_listen:
+        return Finding(name, Grade.OK, "snapshots stay on this node")
+    if config.peer_security == "plain":
+        return Finding(
+            name, Grade.WARN, "peers are not authenticated", "set peer_security to curve"
+        )
+    if config.peer_data == "zmq":
+        return Finding(name, Grade.OK, "CURVE")
+    try:
+        first = offered_ciphers(plaintext=config.peer_data == "stream-plaintext")[0]
+    except ValueError as error:
+        return Finding(name, Grade.FAIL, str(error), "pip install 'cryptography>=47'")
+    if first is Cipher.PLAINTEXT:
+        return Finding(name, Grade.WARN, "snapshots travel unencrypted", "set peer_data to stream")
+    return Finding(name, Grade.OK, first.title)
 
 
 def check_versions() -> Finding:

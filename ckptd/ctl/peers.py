@@ -166,6 +166,8 @@ def render_peers(answer: m.Peers) -> str:
     parts = [f"node {answer.node}: {listen}"]
     if answer.public_key:
         parts[0] += f", key {answer.public_key}"
+    if answer.encryption:
+        parts[0] += f"\nsnapshots travel to peers in {answer.encryption}"
     parts.append(
         format_table(["peer", "endpoint", "labels", "alive", "heard", "free"], peers)
         if peers

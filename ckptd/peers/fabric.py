@@ -69,6 +69,13 @@ def make_fabric(
     try:
         if config.peer_data == "zmq":
             return ZmqFabric(node, config.peer_listen, **options)
-        return StreamFabric(node, config.peer_listen, data_port=config.peer_data_port, **options)
+        plaintext = config.peer_data == "stream-plaintext"
+        return StreamFabric(
+            node,
+            config.peer_listen,
+            data_port=config.peer_data_port,
+            plaintext=plaintext,
+            **options,
+        )
     except ValueError as error:
         raise UnusableFolder(f"peers cannot be served: {error}") from error

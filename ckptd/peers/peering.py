@@ -61,6 +61,13 @@ logger = logging.getLogger(__name__)
 
 _RUN_IDLE_S = 3600.0  # a run that joined and has had no segment here since
 _WAITS = 16_384  # more than tickets and reads together
+_FORGED_EVERY_S = (
+    10.0  # an event for all since the last one: who forges streams does not fill the log
+)
+_PLAINTEXT = (
+    "snapshots travel to and from peers unencrypted: whoever reads the network reads them, and whoever "
+    "changes its packets changes them"
+)
 
 
 class Peering:
@@ -124,6 +131,7 @@ class Peering:
         self.fetch, self.fetch_of = self.fetches.fetch, self.fetches.of
         store.other_bytes = lambda: self.replicas.used_bytes + self.fetches.copies.used_bytes
         self._settlers = Workers("settle", 2, _WAITS, lambda: post(self._settlers.collect))
+        self._forged, self._forged_due_s = 0, 0.0
         self.host: Host | None = None
         if self.fabric is not None:
             self.host = Host(
@@ -142,6 +150,9 @@ class Peering:
                 clock=clock,
             )
             events.add("info", "peers", f"peers reach this node at {self.fabric.address.endpoint}")
+            if self.fabric.encryption == "plaintext":
+                why = f"peer_security = {config.peer_security}, peer_data = {config.peer_data}"
+                events.add("warning", "plaintext", f"{_PLAINTEXT} ({why})")
 
     @property
     def card(self) -> NodeCard:
@@ -335,6 +346,7 @@ class Peering:
             ranks=tuple(s for run in self.runs.values() for s in run.status(now_s)),
             replicas=tuple(_hosted(segment) for segment in self.replicas.everything()),
             counters=self.fabric_counters,
+            encryption="" if self.fabric is None else self.fabric.encryption,
         )
 
     def adopt(self) -> None:
@@ -365,6 +377,8 @@ class Peering:
         retain_s = self._config.retain_detached_s
         self._guarded("records", lambda: self.records.expire(now_s, retain_s, self._is_wanted))
         self._guarded("fetches", self.fetches.tick)
+        if self.fabric is not None:
+            self._watch_forgeries(self.fabric, now_s)
 
     def wake(self, now_s: float) -> float:
         """Between ticks: try again what is due; returns when to come back (infinity: at the next tick)."""
@@ -442,6 +456,18 @@ class Peering:
             if self.host is not None:
                 self.host.note_epoch(record.job, record.run, record.epoch, record.epoch_start)
         return p.PeerDone()
+
+    def _watch_forgeries(self, fabric: Fabric, now_s: float) -> None:
+        new = fabric.counters.forged - self._forged
+        if new and now_s >= self._forged_due_s:
+            self._forged += new
+            self._forged_due_s = now_s + _FORGED_EVERY_S
+            text = (
+                f"{new} data streams brought something that the peer did not send, and were broken off; the last "
+                f"{fabric.newest_forgery}. Nothing of it is kept, and what they carried is sent again. Somebody "
+                "changes packets on the way, or something damages them past TCP's checksum."
+            )
+            self._events.add("error", "stream_forged", text)
 
     def _end(self, run: Run) -> None:
         """No longer replicate a run; peers need not keep its replicas for us."""

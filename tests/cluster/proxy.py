@@ -16,15 +16,26 @@ import socket
 import struct
 import threading
 import time
-from typing import Self
+from collections.abc import Callable
+from typing import Protocol, Self
 
-__all__ = ["FaultProxy"]
+__all__ = ["FaultProxy", "Meddler"]
 
 CHUNK_BYTES = 64 << 10
 CONNECT_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 10.0
 LOOK_S = 0.2  # a blocked thread looks so often whether its connection was cut
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, zero seconds; `close` then sends RST
+
+
+class Meddler(Protocol):
+    """One connection, as its attacker sees it. Each direction has a thread."""
+
+    def up(self, data: bytes) -> bytes | None:
+        """What is passed on to the target, of what came from the client; None ends the connection."""
+
+    def down(self, data: bytes) -> bytes | None:
+        """The other direction."""
 
 
 class FaultProxy:
@@ -53,6 +64,9 @@ class FaultProxy:
     truncate_after: int | None = None
     """Pass so many more bytes on in a direction, then end the connection in the middle of a chunk. Every
     connection counts from zero, at its beginning or, for those that exist, at the switch."""
+
+    meddle: Callable[[], Meddler] | None = None
+    """Called for each new connection: somebody who reads what passes and chooses what is passed on."""
 
     def __init__(
         self, target: tuple[str, int], *, listen: tuple[str, int] = ("127.0.0.1", 0)
@@ -105,6 +119,7 @@ class FaultProxy:
         self.delay_s, self.bytes_per_s = 0.0, None
         self.blackhole = self.refuse = False
         self.corrupt_every = self.truncate_after = None
+        self.meddle = None
 
     def _spawn(self, target: object, *args: object) -> None:
         assert callable(target)
@@ -133,10 +148,16 @@ class FaultProxy:
             self._open |= {near, far}
         if self._closed.is_set():
             self.cut()
-        self._spawn(self._pump, near, far)
-        self._spawn(self._pump, far, near)
+        meddler = self.meddle() if self.meddle is not None else None
+        self._spawn(self._pump, near, far, None if meddler is None else meddler.up)
+        self._spawn(self._pump, far, near, None if meddler is None else meddler.down)
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pump(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        meddle: Callable[[bytes], bytes | None] | None,
+    ) -> None:
         """One direction of one connection, to its end."""
         faults = _Direction(self)
         try:
@@ -146,6 +167,13 @@ class FaultProxy:
                 if self.blackhole:
                     continue
                 passed = faults.damaged(data)
+                if meddle is not None:
+                    chosen = meddle(data)
+                    if chosen is None:
+                        self._end(source, sink)
+                        return
+                    self._send(sink, chosen)
+                    continue
                 self._send(sink, passed)
                 if len(passed) < len(data):
                     self._end(source, sink)

@@ -18,11 +18,15 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from ckptd.transport import sealing, streams
+from ckptd.transport.frames import Dial, Ticket
 from ckptd.transport.keys import Keys, trust
+from ckptd.transport.sealing import Cipher
 from ckptd.transport.serving import Connection
 from ckptd.transport.stream_fabric import StreamFabric
 from ckptd.transport.stream_frames import (
     ANSWER_BYTES,
+    PREAMBLE_BYTES,
     StreamAsk,
     StreamKind,
     decode_answer,
@@ -210,6 +214,23 @@ class TestStreamsWithKeys(TestStreamFabric):
     test_a_server_killed_and_restarted_is_no_hang = None  # type: ignore[assignment]
     test_a_peer_that_hangs_keeps_no_buffer = None  # type: ignore[assignment]
 
+    def test_a_link_that_always_damages_ends_in_a_digest_fault(
+        self, proxied: tuple[Pair, TcpProxy]
+    ) -> None:
+        """Nobody can find the bytes that he means to damage, but he can damage all that are many."""
+        pair, proxy = proxied
+        key = pair.expose(bytearray(CHUNK))
+        assert pair.peer.put(memoryview(b"1"), key).wait(WAIT_S).ok
+
+        def damage(passing: bytearray) -> None:
+            if len(passing) > 1024:
+                passing[-1] ^= 1
+
+        proxy.damage = damage
+        done = pair.peer.put(memoryview(b"damage-this-one-" * 128), key).wait(WAIT_S)
+        assert done.fault is Fault.DIGEST
+        assert pair.there.counters.forged >= 2
+
     def test_garbage_on_the_port_is_counted_and_harmless(self, pair: Pair) -> None:
         """On both ports; libzmq says nothing of strangers that a control port with keys turns away."""
         assert isinstance(pair.there, StreamFabric)
@@ -220,6 +241,16 @@ class TestStreamsWithKeys(TestStreamFabric):
         until(lambda: pair.there.counters.garbage == 4)
         key = pair.expose(bytearray(8))
         assert pair.peer.put(memoryview(b"12345678"), key).wait(WAIT_S).ok
+
+
+class TestSmallRecordsWithKeys(TestStreamsWithKeys):
+    """Chunks of many records, keys for a few records each, and the cipher for processors without AES."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(streams, "RECORD_BYTES", 10_000)
+        monkeypatch.setattr(sealing, "RECORDS_PER_KEY", 5)
+        monkeypatch.setattr(sealing, "_has_aes_instructions", lambda: False)
 
 
 # --- the data port -----------------------------------------------------------------------------------------
@@ -234,11 +265,11 @@ def fabric() -> Iterator[StreamFabric]:
 
 def ticket_of(fabric: StreamFabric, node: str = "here", slot: bytes = bytes(16)) -> bytes:
     """What the control connection of ``node`` would be answered."""
-    tickets: list[bytes] = []
+    tickets: list[Ticket] = []
     peer = Connection(node, "", data=True, heard_at=0.0)
-    fabric._dial(peer, slot, lambda host, port, ticket: tickets.append(ticket))
+    fabric._dial(peer, Dial(1, slot, (Cipher.PLAINTEXT,), bytes(32)), tickets.append)
     until(lambda: bool(tickets))
-    return tickets[0]
+    return tickets[0].ticket
 
 
 def ask(key: RegionKey, offset: int, length: int, kind: StreamKind = StreamKind.WRITE) -> bytes:
@@ -251,7 +282,7 @@ def digest(key: RegionKey, offset: int, data: bytes) -> bytes:
     return made.value.to_bytes(8, "little")
 
 
-@pytest.mark.parametrize("junk", [b"", b"GET / HTTP/1.1\r\n\r\n", b"CKT1" + bytes(35), bytes(9999)])
+@pytest.mark.parametrize("junk", [b"", b"GET / HTTP/1.1\r\n\r\n", b"CKT2" + bytes(51), bytes(9999)])
 def test_junk_is_counted_and_closed(fabric: StreamFabric, junk: bytes) -> None:
     assert knock(fabric.data_address, junk) == b""
     until(lambda: fabric.counters.garbage == 1)
@@ -388,7 +419,7 @@ class FakePeer:
                 return
             with closing(connection):
                 connection.settimeout(WAIT_S)
-                connection.recv(40, socket.MSG_WAITALL)
+                connection.recv(PREAMBLE_BYTES, socket.MSG_WAITALL)
                 for answer in self._answers:
                     connection.sendall(answer)
                 connection.recv(1)

@@ -35,13 +35,13 @@ def test_headers_have_the_bytes_that_are_specified() -> None:
     assert ask[24:40] == ASK.token
     assert int.from_bytes(ask[40:48], "little") == ASK.offset
     assert answer[:8] == b"CKA1" + b"\4\0\x08\0"
-    assert encode_preamble(b"t" * 32) == b"CKT1" + bytes(4) + b"t" * 32
+    assert encode_preamble(b"t" * 32) == b"CKT2" + bytes(4) + b"t" * 32 + bytes(16)
 
 
 def test_what_is_packed_comes_back() -> None:
     assert decode_ask(encode_ask(ASK)) == ASK
     assert decode_answer(encode_answer(ACK)) == ACK
-    assert decode_preamble(encode_preamble(b"t" * 32)) == b"t" * 32
+    assert decode_preamble(encode_preamble(b"t" * 32))[:2] == (b"t" * 32, bytes(16))
 
 
 @pytest.mark.parametrize("fault", [Fault.REGION, Fault.BOUNDS, Fault.ACCESS, Fault.DIGEST])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from ckptd.config import load_config
 from ckptd.ctl import doctor
 from ckptd.ctl.doctor import Grade
+from ckptd.transport import sealing
 from tests.ckptd.running import running_daemon, small_tmpfs
 
 
@@ -32,6 +34,7 @@ def test_a_daemon_that_answers_is_well_and_the_report_is_complete() -> None:
         "ptrace",
         "clock",
         "copy speed",
+        "peer encryption",
         "versions",
     }
     assert all(name in text for name in findings)
@@ -42,6 +45,27 @@ def test_no_daemon_is_a_warning_with_the_fix(tmp_path: Path) -> None:
     finding = doctor.check_daemon(f"ipc://{tmp_path}/s")
     assert finding.grade is Grade.WARN
     assert "ckptd run" in finding.fix
+
+
+def test_what_goes_to_peers_in_plaintext_is_said() -> None:
+    alone = load_config(environ={}).config
+    assert doctor.check_peer_data(alone).grade is Grade.OK
+    usual = replace(alone, peer_listen="tcp://127.0.0.1:0")
+    assert doctor.check_peer_data(usual).detail in ("AES-256-GCM", "ChaCha20-Poly1305")
+    assert doctor.check_peer_data(replace(usual, peer_data="zmq")).detail == "CURVE"
+    unencrypted = replace(usual, peer_data="stream-plaintext")
+    assert doctor.check_peer_data(unencrypted).grade is Grade.WARN
+    assert doctor.check_peer_data(replace(usual, peer_security="plain")).grade is Grade.WARN
+
+
+def test_without_the_library_that_encrypts_peers_cannot_be_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sealing, "_has_library", lambda: False)
+    usual = replace(load_config(environ={}).config, peer_listen="tcp://127.0.0.1:0")
+    finding = doctor.check_peer_data(usual)
+    assert finding.grade is Grade.FAIL
+    assert "cryptography" in finding.fix
 
 
 def test_folders(tmp_path: Path) -> None:
