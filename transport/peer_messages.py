@@ -223,7 +223,7 @@ class Floor(Struct, frozen=True, tag=True):
     """What the nodes of a run agree on, up or down a tree (`ckptd.replication.floor`).
 
     ``members_id`` names the tree, ``kind`` is below (to the parent) or floor (to a child); ``counted`` and what is
-    carried go up only.
+    carried go up only. ``sequence`` orders what one boot of the sender tells; of which boot it is says ``boot_id``.
     """
 
     job: Name
@@ -237,6 +237,7 @@ class Floor(Struct, frozen=True, tag=True):
     counted: Count = 65_535
     carried_epoch: KnownEpoch = -1
     carried_floor: Iteration = -1
+    boot_id: ShortText = ""
 
 
 class TellRun(Struct, frozen=True, tag=True):

@@ -27,7 +27,7 @@ __all__ = ["Housekeeper"]
 
 logger = logging.getLogger(__name__)
 
-_SWEEP_AFTER_NS = 2_000_000_000  # a filled slot that nobody announced is looked after so late
+_SWEEP_AFTER_S = 2.0  # a filled slot that nobody announced is looked after so late
 _SETTLED_S = 30.0  # slots in active use are overwritten within this time, and are not scrubbed
 
 
@@ -52,6 +52,7 @@ class Housekeeper:
         self._sealers, self._slow = sealers, slow
         self._map = None if digest_pool is None else digest_pool.map
         self._sealing: set[tuple[Segment, int]] = set()
+        self._waiting: dict[tuple[Segment, int], tuple[int, float]] = {}  # sequence, seen since
         self._scrubs: deque[tuple[Segment, int, int]] = deque()
         self._scrubbing = False
         self._next_round_s = 0.0
@@ -92,12 +93,13 @@ class Housekeeper:
 
     def tick(self, now_s: float, live_runs: Collection[tuple[str, str]]) -> None:
         """Look after owners that went, slots that wait, runs that expired, the scrub."""
+        waiting, self._waiting = self._waiting, {}
         for segment in self._store.everything():
             if not segment.in_place():
                 self._vanished(segment)
                 continue
             self._watch_owner(segment, now_s)
-            self._sweep(segment)
+            self._sweep(segment, now_s, waiting)
         self._expire(now_s, live_runs)
         self._scrub(now_s)
 
@@ -193,14 +195,20 @@ class Housekeeper:
             segment.key,
         )
 
-    def _sweep(self, segment: Segment) -> None:
-        before = time.time_ns() - _SWEEP_AFTER_NS
+    def _sweep(
+        self, segment: Segment, now_s: float, before: dict[tuple[Segment, int], tuple[int, float]]
+    ) -> None:
+        """Seal what has been filled for a while. When it was filled its header tells, but by a clock that may have been set since."""
         for index in range(segment.geometry.num_slots):
             header = segment.header(index)
             if header is None:
                 self._report_damage(segment, index)
-            elif header.state is SlotState.FILLED and header.filled_at_ns < before:
-                self.seal(segment, index)
+            elif header.state is SlotState.FILLED:
+                seen = before.get((segment, index), (-1, 0.0))
+                since_s = seen[1] if seen[0] == header.sequence else now_s
+                self._waiting[segment, index] = header.sequence, since_s
+                if now_s - since_s >= _SWEEP_AFTER_S:
+                    self.seal(segment, index)
 
     def _report_damage(self, segment: Segment, index: int) -> None:
         """A header that is bad twice in a row is damaged; once, it may be half written."""
@@ -258,12 +266,14 @@ class Housekeeper:
         )
 
     def _worth_scrubbing(self, settled_s: float) -> list[tuple[Segment, int, int]]:
-        before = time.time_ns() - int(settled_s * 1e9)
+        now_ns = time.time_ns()
+        before = now_ns - int(settled_s * 1e9)
         return [
             (segment, index, header.sequence)
             for segment in (*self._store.everything(), *self.replicas())
             for index, header in segment.headers()
-            if header.state is SlotState.SEALED and header.sealed_at_ns < before
+            # What was sealed in the future was so before the clock was set back.
+            if header.state is SlotState.SEALED and not before <= header.sealed_at_ns <= now_ns
         ]
 
     def _scrubbed(self, segment: Segment, index: int, outcome: Outcome) -> None:

@@ -3,6 +3,10 @@
 A neighbour that has not answered a hello for ``peer_deadline_s`` is *lost* until it answers again; one that answers with
 another boot id was restarted, and knows neither leases nor tickets of before.
 
+Which of two boots of a node is the newer one is told by these answers alone, and by no clock: a node has one daemon at a time,
+and a hello is asked only when the one before is over, so whoever answers it lived after whoever answered that. What comes by itself
+from another boot than the one that answered last may be of an earlier one, however late, and is not acted on.
+
 A node whose place in every run was taken, and that does not answer either, is forgotten: each that is known costs a connection
 with three descriptors, and on machines that are replaced for months these would otherwise be used up.
 """
@@ -117,6 +121,18 @@ class Neighbours:
         """The connection to a node, None if its address is not known."""
         neighbour = self._known.get(node)
         return None if neighbour is None else neighbour.link
+
+    def boot_of(self, node: str) -> str:
+        """The newest boot of a node that is known to have lived; "" if it never answered."""
+        neighbour = self._known.get(node)
+        return "" if neighbour is None else neighbour.boot_id
+
+    def look_at(self, node: str) -> None:
+        """Something came from another boot of it: ask who lives there now, unless that is asked already."""
+        neighbour = self._known.get(node)
+        if neighbour is not None:
+            neighbour.next_hello_s = float("-inf")
+            self._look_after(node, neighbour, self._clock())
 
     def tell_all(self, message: p.PeerMessage) -> None:
         """Send everybody what needs no answer."""

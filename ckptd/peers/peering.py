@@ -532,15 +532,24 @@ class Peering:
                 self.host.heard(peer, message.boot_id)
             reply(self.neighbours.welcome(message, self.replicas.free_bytes))
         elif isinstance(message, p.Floor):
-            run = self.runs.get((message.job, message.run))
-            if run is not None:
-                run.floor_message(peer, message)
+            self._floor_message(peer, message)
             reply(p.PeerDone())
         elif isinstance(message, p.TellRun):
             reply(self._told_of_run(peer, message.record))
         elif self.host is None or not self.host.serve(peer, message, reply):
             text = f"{type(message).__name__} is no request"
             reply(p.PeerRefused("bad_message", text))
+
+    def _floor_message(self, peer: str, message: p.Floor) -> None:
+        """A boot that may be over tells nothing; what a new one tells comes again with its next heartbeat."""
+        run = self.runs.get((message.job, message.run))
+        if run is None:
+            return
+        if message.boot_id != self.neighbours.boot_of(peer):
+            self._events.count("floor.other_boot")
+            self.neighbours.look_at(peer)
+            return
+        run.floor_message(peer, message)
 
     def _promise_of(self, job: str, run: str) -> tuple[int, Promise, int]:
         found = self.runs.get((job, run))

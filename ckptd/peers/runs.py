@@ -183,7 +183,9 @@ class Run:
             replication.peer_back(node)
 
     def peer_restarted(self, node: str) -> None:
-        """It is there, and knows nothing of our leases any more."""
+        """It is there, and knows nothing of our leases any more, nor how far it had counted its reports."""
+        if self._tree is not None:
+            self._tree.restarted(node)
         for replication in self._replications:
             replication.peer_restarted(node)
 
@@ -327,7 +329,7 @@ class Run:
             names,
             self._store.node_id,
             ranks=ranks,
-            started=time.time_ns(),
+            started=time.monotonic_ns(),  # counts within this boot of the daemon: no clock that is set
             epoch=self.epoch,
             carried=self._carried,
         )
@@ -405,6 +407,7 @@ class Run:
                         told.span,
                         told.counted,
                         *told.carried,
+                        link.boot_id,
                     )
                 )
 

@@ -11,7 +11,8 @@ Two rules keep that safe:
   its substitute holds nothing yet, or a primary that was the only copy gives way to targets. Taking the
   maximum would miss that and let the floor pass an iteration that was withdrawn before it was announced;
   taking whatever comes last would let a late copy of an old message do the same. So each report carries
-  a sequence that grows with every change, and over restarts of its sender; an older one is ignored.
+  a sequence that grows with every change in one life of its sender; an older one is ignored. Who restarted (`restarted`) begins
+  anew. Of which life a message is the shell knows, which hands over none of a life that is over.
 * **Downwards the largest counts.** Once announced, iterations before the floor may be given away
   anywhere, so to take it back would promise what is gone already. A floor never decreases within one
   membership; a node that missed one, or was restarted, has an older floor and merely keeps more.
@@ -113,8 +114,7 @@ class FloorTree:
         ranks: the ranks of this node. At the start they have nothing replicated (-1), so
             that no floor is announced before each was heard of.
         fan_out: children per node.
-        started: where this node's sequence begins: larger than any it has used before, such as the
-            time of the daemon's start in nanoseconds.
+        started: where this node's sequence begins: larger than any that this boot of its daemon has used before.
         resend_s: the period of the heartbeat.
         epoch: the run's epoch, for which this tree stands.
         carried: the newest floor that this node knew before, if the history of this epoch went on from there or later.
@@ -230,6 +230,11 @@ class FloorTree:
             return []
         self._reports[child] = (sequence, _Standing(value, horizon, span, counted, carried))
         return self._settle()
+
+    def restarted(self, child: str) -> None:
+        """Another life of a child counts its reports anew. The last one of the life before holds until then."""
+        if child in self._reports:
+            self._reports[child] = (-1, self._reports[child][1])
 
     def on_floor(self, value: int, *, horizon: int = -1, span: int = 1) -> list[FloorMessage]:
         """The parent's announcement. Not newer than what is known here: ignored.

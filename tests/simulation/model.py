@@ -183,6 +183,7 @@ class Daemon:
     tickets: dict[int, Ticket] = field(default_factory=dict)
     peers: dict[str, int] = field(default_factory=dict)  # node: the boot that was heard of last
     lost: set[str] = field(default_factory=set)
+    trees: int = 0  # how many it has planted
 
     @classmethod
     def start(cls, boot: int, now_s: float) -> Daemon:

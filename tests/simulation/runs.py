@@ -80,7 +80,8 @@ class Runs(Senders):
         run.epoch, run.epoch_start, run.members = self.epoch, self.epoch_start, self.members
         run.dead.clear()
         working = [node for node, ranks in run.members.items() if ranks]
-        started = int(self.now_s * 1e6) << 20
+        daemon.trees += 1
+        started = daemon.trees << 20  # as in every life of a daemon
         run.tree = FloorTree(
             working, name, ranks=run.members[name], fan_out=FAN_OUT, started=started,
             epoch=run.epoch, carried=run.carried,
@@ -113,6 +114,8 @@ class Runs(Senders):
         daemon = self.nodes[name].daemon
         assert daemon is not None
         self.end_peer(daemon, peer, daemon.peers[peer])
+        if daemon.run.tree is not None:
+            daemon.run.tree.restarted(peer)
         lost, back = rep.PeerLost(peer, "its daemon was restarted"), rep.PeerBack(peer)
         for rank, sender in list(daemon.run.senders.items()):
             self.feed(name, daemon, rank, sender, lost, back)
@@ -180,16 +183,21 @@ class Runs(Senders):
         )
 
     def _send(self, name: str, run: RunSide, messages: Iterable[FloorMessage]) -> None:
-        tree_id = run.members_id
+        tree_id, daemon = run.members_id, self.nodes[name].daemon
+        assert daemon is not None
+        by = name, daemon.boot
         for told in messages:
             node = told.to_node
-            self.send(name, node, lambda d, t=told: self._floor_message(d, name, tree_id, t))  # type: ignore[misc]
+            self.send(name, node, lambda d, t=told: self._floor_message(d, by, tree_id, t))  # type: ignore[misc]
 
     def _floor_message(
-        self, daemon: Daemon, sender: str, tree_id: str, message: FloorMessage
+        self, daemon: Daemon, told_by: tuple[str, int], tree_id: str, message: FloorMessage
     ) -> None:
-        run, name = daemon.run, message.to_node
+        run, name, (sender, boot) = daemon.run, message.to_node, told_by
         if run.tree is None or run.members_id != tree_id:
+            return
+        if daemon.peers.get(sender) != boot:
+            self.look(name, sender)
             return
         horizon, span = message.horizon, message.span
         if message.kind is FloorKind.BELOW:

@@ -48,10 +48,10 @@ def test_a_seed_replays_exactly() -> None:
 @pytest.mark.parametrize(
     ("config", "seed"),
     [
-        (WorldConfig(hard_until_held=False), 20),
+        (WorldConfig(hard_until_held=False), 30),
         (WorldConfig(reads_anew=False), 86),
         (WorldConfig(carries=False), 138),
-        (WorldConfig(counts_span=False), 146),
+        (WorldConfig(counts_span=False), 308),
         (WorldConfig(unique_epochs=False), 43),
     ],
     ids=["hard", "anew", "carries", "span", "epochs"],

@@ -128,6 +128,22 @@ def test_another_boot_is_told_also_of_one_that_was_lost(setting: Setting) -> Non
     assert setting.heard() == [("restarted", "b", "b3"), ("back", "b")]
 
 
+def test_which_boot_lives_is_what_answered_last_and_is_asked_at_once(setting: Setting) -> None:
+    """Something came from a boot that has not answered yet: it may be the next one, or one that is over."""
+    peer = setting.meet("tcp://1")
+    assert setting.neighbours.boot_of("b") == ""
+    setting.later()
+    peer.answer("b1")
+    assert setting.neighbours.boot_of("b") == "b1"
+    for _ in range(3):
+        setting.neighbours.look_at("b")
+    assert len(peer.hellos) == 1, "one question at a time, so that answers have an order"
+    peer.answer("b2")
+    assert setting.neighbours.boot_of("b") == "b2"
+    assert setting.heard() == [("restarted", "b", "b2")]
+    setting.neighbours.look_at("nobody")
+
+
 def test_a_restart_is_noticed_across_a_change_of_address(setting: Setting) -> None:
     old = setting.meet("tcp://1")
     setting.later()

@@ -133,14 +133,21 @@ def test_a_late_copy_of_a_withdrawn_report_is_ignored() -> None:
 
 
 def test_a_restarted_child_is_believed_at_once() -> None:
+    """Its sequence began at the time of its start: after a clock that stepped back its reports were ignored for good, and the floor stayed."""
     root = FloorTree(["a", "b"], "a")
     for message in FloorTree(["a", "b"], "b", ranks=[0], started=5000).set_rank(0, 12):
         root.on_below("b", message.value, message.sequence)
     assert root.floor == 12
-    (again,) = FloorTree(["a", "b"], "b", ranks=[0], started=9000).resend(now_s=0.0)
+    root.restarted("b")
+    assert root.floor == 12
+    child = FloorTree(["a", "b"], "b", ranks=[0], started=10)
+    (again,) = child.resend(now_s=0.0)
     root.on_below("b", again.value, again.sequence)
     root.set_rank(7, 20)
     assert (again.value, root.floor) == (-1, 12)
+    for message in child.set_rank(0, 15):
+        root.on_below("b", message.value, message.sequence)
+    assert root.floor == 15
 
 
 def test_a_floor_is_handed_on_once() -> None:
@@ -183,39 +190,39 @@ def test_what_breaks_the_protocol_is_refused() -> None:
 
 
 class Network:
-    """Trees of one run, and the messages between them in a bag that a seed empties."""
+    """Trees of one run, and the messages between them in a bag that a seed empties.
+
+    Each life of a node counts its reports from 0. Nodes learn of a restart by a `hello`, and take messages of the life that they know;
+    those of a life before may still be on their way.
+    """
 
     def __init__(self, ranks_of: Mapping[str, list[int]], fan_out: int, seed: int) -> None:
         self.random = random.Random(seed)
         self.ranks_of = ranks_of
         self.fan_out = fan_out
-        self.started = 0
+        self.boots = dict.fromkeys(ranks_of, 0)
+        self.known = {node: dict.fromkeys(ranks_of, 1) for node in ranks_of}
         self.trees = {node: self.boot(node) for node in ranks_of}
         self.values = {rank: -1 for ranks in ranks_of.values() for rank in ranks}
         self.best = dict.fromkeys(self.values, -1)
-        self.flying: list[tuple[str, FloorMessage]] = []
+        self.flying: list[tuple[str, int, FloorMessage]] = []
         self.floors = dict.fromkeys(ranks_of, -1)
         self.now_s = 0.0
 
     def boot(self, node: str) -> FloorTree:
-        self.started += 1_000_000
-        return FloorTree(
-            list(self.ranks_of),
-            node,
-            ranks=self.ranks_of[node],
-            fan_out=self.fan_out,
-            started=self.started,
-        )
+        self.boots[node] += 1
+        return FloorTree(list(self.ranks_of), node, ranks=self.ranks_of[node], fan_out=self.fan_out)
 
     def restart(self, node: str) -> None:
         """The node forgets its floor and what it was told; its ranks are set anew."""
         self.trees[node] = self.boot(node)
+        self.known[node] = {}
         self.floors[node] = -1
         for rank in self.ranks_of[node]:
             self.send(node, self.trees[node].set_rank(rank, self.values[rank]))
 
     def send(self, node: str, messages: Iterable[FloorMessage]) -> None:
-        self.flying += [(node, message) for message in messages]
+        self.flying += [(node, self.boots[node], message) for message in messages]
         self.check()
 
     def set_rank(self, node: str, rank: int, value: int) -> None:
@@ -225,16 +232,25 @@ class Network:
 
     def deliver(self, *, faulty: bool) -> None:
         """One message: any of those on their way, perhaps lost, perhaps kept for another time."""
-        sender, message = self.flying.pop(self.random.randrange(len(self.flying)))
+        sender, boot, message = self.flying.pop(self.random.randrange(len(self.flying)))
         if faulty and self.random.random() < 0.2:
             return
         if faulty and self.random.random() < 0.2:
-            self.flying.append((sender, message))
+            self.flying.append((sender, boot, message))
+        if not faulty or self.random.random() < 0.5:
+            self.hello(message.to_node, sender)
+        if self.known[message.to_node].get(sender) != boot:
+            return
         tree = self.trees[message.to_node]
         if message.kind is BELOW:
             self.send(message.to_node, tree.on_below(sender, message.value, message.sequence))
         else:
             self.send(message.to_node, tree.on_floor(message.value))
+
+    def hello(self, node: str, other: str) -> None:
+        if self.known[node].get(other) != self.boots[other]:
+            self.known[node][other] = self.boots[other]
+            self.trees[node].restarted(other)
 
     def heartbeat(self) -> None:
         self.now_s += 1.0
