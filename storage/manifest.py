@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Annotated
@@ -30,10 +30,13 @@ from ckptd.storage.sealed_json import (
     ManifestError,
     decode_sealed,
     from_base64,
+    head_of,
     in_range,
     seal_json,
 )
+from ckptd.storage.signing import SIGNER, ManifestSigner
 from ckptd.storage.snapshots import MAX_BYTES, Extent, StoredObject, StoredSnapshot
+from ckptd.storage.strong_digest import STRONG_DIGEST
 
 __all__ = [
     "MANIFEST_FORMAT",
@@ -46,11 +49,13 @@ __all__ = [
     "agreement",
 ]
 
-MANIFEST_FORMAT = "ckptd.manifest/1"
+MANIFEST_FORMAT = "ckptd.manifest/2"
+_FORMATS = {1: "ckptd.manifest/1", 2: MANIFEST_FORMAT}
 MAX_MANIFEST_BYTES = 64 << 20
 _MAX_WINDOW = 2**32 - 1
 _MAX_SLOTS = 1 << 16
 _MAX_NUMBER = 2**63 - 1
+_SIGNATURE_BYTES = 64
 _MAX_DESCRIPTOR_BYTES = 16 << 20
 
 
@@ -64,6 +69,9 @@ class RankManifest:
         num_slots: how many of them the ring had.
         descriptor: the segment's descriptor, opaque to storage.
         tool: name and version of what wrote it.
+        version: of the format. 1 has neither digests of images nor signatures; it is read, and not written any more.
+        signer: public key of who signed it (`ckptd.storage.signing`); "" if nobody did.
+        signature: 64 bytes over `signed_bytes`; empty if nobody signed.
     """
 
     job: str
@@ -79,6 +87,9 @@ class RankManifest:
     descriptor: bytes
     tool: str
     snapshots: tuple[StoredSnapshot, ...]
+    version: int = 2
+    signer: str = ""
+    signature: bytes = b""
 
     def __post_init__(self) -> None:
         check_run(self.job, self.run, self.run_id, self.tool)
@@ -91,12 +102,21 @@ class RankManifest:
         in_range("num_slots", self.num_slots, 1, _MAX_SLOTS)
         in_range("bytes of the descriptor", len(self.descriptor), 0, _MAX_DESCRIPTOR_BYTES)
         _check_chain(self.snapshots)
+        self._check_version()
         prefix = run_prefix(self.job, self.run)
         for snapshot in self.snapshots:
             if snapshot.image_len > self.slot_bytes:
                 raise ManifestError(f"the image of iteration {snapshot.iteration} fits no slot")
             if not all(stored.key.startswith(prefix) for stored in snapshot.objects):
                 raise ManifestError(f"an object lies outside {prefix}")
+
+    def _check_version(self) -> None:
+        if self.version not in _FORMATS:
+            raise ManifestError(f"version {self.version} of the manifest is unsupported")
+        if (len(self.signature), bool(self.signer)) not in ((0, False), (_SIGNATURE_BYTES, True)):
+            raise ManifestError("a signature has 64 bytes and a signer, or there is neither")
+        if self.version == 1 and (self.signer or any(s.image_digest for s in self.snapshots)):
+            raise ManifestError("version 1 has no digests of images, and no signature")
 
     @property
     def start(self) -> int:
@@ -136,8 +156,31 @@ class RankManifest:
 
     def to_bytes(self) -> bytes:
         """As it is stored; ManifestError if that is more than `MAX_MANIFEST_BYTES`."""
+        body = self._body()
+        if self.version > 1:
+            body["signature"] = base64.b64encode(self.signature).decode("ascii")
+        data = seal_json(body)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise ManifestError(
+                f"the manifest has {len(data)} bytes, may have {MAX_MANIFEST_BYTES}"
+            )
+        return data
+
+    def signed_by(self, signer: ManifestSigner | None) -> RankManifest:
+        """The same, signed; None: unsigned."""
+        if signer is None:
+            return self
+        named = replace(self, signer=signer.public, signature=bytes(_SIGNATURE_BYTES))
+        return replace(named, signature=signer.sign(named.signed_bytes))
+
+    @property
+    def signed_bytes(self) -> bytes:
+        """What a signature covers: all of the manifest that stands before it."""
+        return head_of(self._body())
+
+    def _body(self) -> dict[str, object]:
         body: dict[str, object] = {
-            "format": MANIFEST_FORMAT,
+            "format": _FORMATS[self.version],
             "job": self.job,
             "run": self.run,
             "run_id": self.run_id,
@@ -152,14 +195,11 @@ class RankManifest:
             "num_slots": self.num_slots,
             "descriptor": base64.b64encode(self.descriptor).decode("ascii"),
             "tool": self.tool,
-            "snapshots": [_snapshot_fields(snapshot) for snapshot in self.snapshots],
+            "snapshots": [_snapshot_fields(snapshot, self.version) for snapshot in self.snapshots],
         }
-        data = seal_json(body)
-        if len(data) > MAX_MANIFEST_BYTES:
-            raise ManifestError(
-                f"the manifest has {len(data)} bytes, may have {MAX_MANIFEST_BYTES}"
-            )
-        return data
+        if self.version > 1:
+            body["signer"] = self.signer
+        return body
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankManifest:
@@ -180,6 +220,9 @@ class RankManifest:
             from_base64("descriptor", wire.descriptor),
             wire.tool,
             snapshots,
+            2 if wire.format == MANIFEST_FORMAT else 1,
+            wire.signer,
+            from_base64("signature", wire.signature),
         )
         if manifest.to_bytes() != data:
             raise ManifestError("the manifest is not spelled as this version writes it")
@@ -233,10 +276,11 @@ class _WireSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     anchors: str
     objects: list[_WireObject]
     extents: list[tuple[_Natural, _Natural, _Natural, _Natural]]
+    image_digest: Annotated[str, Meta(pattern=f"^({STRONG_DIGEST})?$")] = ""
 
 
 class _WireManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    format: Annotated[str, Meta(pattern=f"^{MANIFEST_FORMAT}$")]
+    format: Annotated[str, Meta(pattern=f"^({'|'.join(_FORMATS.values())})$")]
     job: _Text
     run: _Text
     run_id: _Text
@@ -253,14 +297,16 @@ class _WireManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool: _Text
     snapshots: list[_WireSnapshot]
     digest: str
+    signer: Annotated[str, Meta(pattern=f"^({SIGNER})?$")] = ""
+    signature: Annotated[str, Meta(max_length=88)] = ""
 
 
 _manifest_decoder = msgspec.json.Decoder(_WireManifest)
 
 
-def _snapshot_fields(snapshot: StoredSnapshot) -> dict[str, object]:
+def _snapshot_fields(snapshot: StoredSnapshot, version: int) -> dict[str, object]:
     bitmap = snapshot.anchors.to_bytes((snapshot.num_operators + 7) // 8, "little")
-    return {
+    fields: dict[str, object] = {
         "iteration": snapshot.iteration,
         "previous": snapshot.previous,
         "sequence": snapshot.sequence,
@@ -276,6 +322,9 @@ def _snapshot_fields(snapshot: StoredSnapshot) -> dict[str, object]:
         "objects": [list(stored) for stored in snapshot.objects],
         "extents": [list(extent) for extent in snapshot.extents],
     }
+    if version > 1:
+        fields["image_digest"] = snapshot.image_digest
+    return fields
 
 
 def _snapshot(told: _WireSnapshot) -> StoredSnapshot:
@@ -299,6 +348,7 @@ def _snapshot(told: _WireSnapshot) -> StoredSnapshot:
         int.from_bytes(bitmap, "little"),
         tuple([StoredObject(stored.key, stored.size, stored.etag) for stored in told.objects]),
         tuple([Extent(*extent) for extent in told.extents]),
+        told.image_digest,
     )
 
 

@@ -24,6 +24,7 @@ from ckptd.storage.names import RunName, run_prefix
 from ckptd.storage.objects import ObjectMissing, ObjectStore, Range
 from ckptd.storage.read_plan import ObjectReads, plan_reads
 from ckptd.storage.run_identity import MAX_RUN_BYTES, RunIdentity
+from ckptd.storage.strong_digest import matches
 from ckptd.storage.upload_plan import StoredIndex
 
 __all__ = [
@@ -219,6 +220,9 @@ def restore_snapshot(
         raise _damage(snapshot, image) from error
     if not _is_of(view, snapshot):
         raise _damaged_header(snapshot, view.data_offset)
+    if snapshot.image_digest and not matches(image, snapshot.image_digest):
+        everything = _objects_of(snapshot, [(0, snapshot.image_len)])
+        raise SnapshotDamaged(snapshot.iteration, ("the image",), everything)
 
 
 def _fill(store: ObjectStore, reads: ObjectReads, begin: int, into: memoryview) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "check_seal",
     "decode_sealed",
     "from_base64",
+    "head_of",
     "in_range",
     "seal_json",
 ]
@@ -40,9 +41,14 @@ class ManifestError(ValueError):
 
 def seal_json(fields: Mapping[str, object]) -> bytes:
     """``fields`` (at least one), and their digest."""
-    head = f"{_text(fields, 1)[:-2]},\n".encode("ascii")  # without "\n}", which follows the digest
+    head = head_of(fields)
     digest = xxhash.xxh3_128_hexdigest(head)
     return head + f' "digest": "{digest}"\n}}\n'.encode("ascii")
+
+
+def head_of(fields: Mapping[str, object]) -> bytes:
+    """``fields`` (at least one) as they are spelled before one more field."""
+    return f"{_text(fields, 1)[:-2]},\n".encode("ascii")  # without "\n}", which follows the last
 
 
 def check_seal(data: bytes) -> None:

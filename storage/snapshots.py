@@ -18,6 +18,7 @@ from ckptd.storage.names import (
     parse,
 )
 from ckptd.storage.sealed_json import MAX_TEXT, ManifestError, in_range
+from ckptd.storage.strong_digest import is_strong_digest
 
 __all__ = [
     "MAX_BYTES",
@@ -71,6 +72,7 @@ class StoredSnapshot:
     anchors: int
     objects: tuple[StoredObject, ...]
     extents: tuple[Extent, ...]
+    image_digest: str = ""  # see `ckptd.storage.strong_digest`; "" in manifests of version 1
 
     def __post_init__(self) -> None:
         in_range("iteration", self.iteration, 0, MAX_ITERATION)
@@ -85,6 +87,8 @@ class StoredSnapshot:
         in_range("num_operators", self.num_operators, 0, MAX_OPERATORS)
         if len(self.header_digest) != _DIGEST_BYTES:
             raise ManifestError(f"a header digest has {len(self.header_digest)} bytes")
+        if self.image_digest and not is_strong_digest(self.image_digest):
+            raise ManifestError(f"{self.image_digest[:80]!r} is not the digest of an image")
         if self.anchors < 0 or self.anchors >> self.num_operators:
             raise ManifestError(f"iteration {self.iteration} anchors operators that are not there")
         _check_objects(self.objects)

@@ -32,6 +32,7 @@ from ckptd.storage.reader import (
     read_manifest,
     restore_snapshot,
 )
+from ckptd.storage.strong_digest import strong_digest
 from ckptd.storage.upload_plan import StoredIndex, UploadPlan, plan_upload
 
 __all__ = ["TOOL", "Overtaken", "RankStore", "UnknownSnapshot", "Uploaded"]
@@ -306,5 +307,6 @@ def _stored(slot: HeldSlot, plan: UploadPlan, info: ObjectInfo) -> tuple[StoredS
         view.anchors,
         plan.objects(info.etag),
         plan.extents,
+        strong_digest(slot.image),
     )
     return stored, bytes(slot.image[: view.data_offset])

@@ -12,6 +12,7 @@ from ckptd.storage.image_layout import ImageLayout
 from ckptd.storage.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.objects import ObjectStore
 from ckptd.storage.run_identity import RunIdentity
+from ckptd.storage.strong_digest import strong_digest
 from ckptd.storage.upload_plan import StoredIndex, UploadPlan, plan_upload
 
 JOB, RUN, RUN_ID = "moe", "run-1", "0123abcd"
@@ -65,6 +66,7 @@ class Sample:
             anchors=view.anchors,
             objects=plan.objects(etag),
             extents=plan.extents,
+            image_digest=strong_digest(self.image),
         )
 
 

@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from ckptd.storage.manifest import (
 from ckptd.storage.names import ObjectName, parse
 from ckptd.storage.run_identity import MAX_RUN_BYTES, RunIdentity
 from ckptd.storage.sealed_json import seal_json
+from ckptd.storage.signing import ManifestSigner, Signers, create_signer
 from tests.storage.samples import JOB, RUN, RUN_ID, manifest_of
 
 KEY = ObjectName(JOB, RUN, 40, 0, 7, 3, "0a" * 8).key
@@ -92,6 +94,7 @@ def manifests(draw: st.DrawFn) -> RankManifest:
             anchors=anchors,
             objects=objects,
             extents=tuple(extents),
+            image_digest=draw(st.sampled_from(["", f"blake3:{'0a' * 32}", f"sha256:{'0b' * 32}"])),
         )
         snapshots.append(told)
         previous = iteration
@@ -119,13 +122,61 @@ def test_it_is_json_that_ends_with_the_digest_of_the_lines_before() -> None:
     lines = data.splitlines(keepends=True)
     digest = xxhash.xxh3_128_hexdigest(b"".join(lines[:-2]))
     assert lines[-2:] == [f' "digest": "{digest}"\n'.encode(), b"}\n"]
-    assert told["format"] == "ckptd.manifest/1"
+    assert told["format"] == "ckptd.manifest/2"
     assert (told["start"], told["end"], told["rank"], told["world_size"]) == (40, 40, 0, 1)
     assert told["snapshots"][0]["extents"][1] == [150, 100, 1, 400]
     assert told["snapshots"][0]["objects"][1] == [OTHER, 500, ""]
     assert base64.b64decode(told["snapshots"][0]["anchors"]) == b"\xff\x01"
     assert data.isascii()
     assert max(map(len, data.splitlines())) < 200
+
+
+def test_what_an_earlier_version_wrote_is_read() -> None:
+    """Version 1 has no digests of images; durable checkpoints of it must not be lost by an update."""
+    old = replace(MANIFEST, version=1)
+    data = old.to_bytes()
+    assert json.loads(data)["format"] == "ckptd.manifest/1"
+    assert not {"signer", "signature", "image_digest"} & {
+        *json.loads(data),
+        *json.loads(data)["snapshots"][0],
+    }
+    assert RankManifest.from_bytes(data) == old
+    with pytest.raises(ManifestError, match="version 1"):
+        replace(manifest_of([snapshot(image_digest=f"sha256:{'0b' * 32}")]), version=1)
+
+
+def test_a_signature_covers_everything_before_it(tmp_path: Path) -> None:
+    """xxh3 is no signature: whoever can write to the store could change digest and bytes together, unnoticed."""
+    create_signer(tmp_path)
+    signed = MANIFEST.signed_by(ManifestSigner.load(tmp_path))
+    data = signed.to_bytes()
+    assert RankManifest.from_bytes(data) == signed
+    trusted = Signers.load(tmp_path)
+    assert data.startswith(signed.signed_bytes + b' "signature": "')
+    assert trusted.objection(signed.signer, signed.signature, signed.signed_bytes) == ""
+    changed = replace(
+        signed,
+        snapshots=(
+            snapshot(image_len=299, extents=(Extent(0, 150, 0, 50), Extent(150, 149, 1, 300))),
+        ),
+    )
+    assert "bytes were changed" in trusted.objection(
+        changed.signer, changed.signature, changed.signed_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"signer": "0a" * 32},
+        {"signature": bytes(64)},
+        {"signer": "0a" * 32, "signature": b"1"},
+        {"version": 3},
+    ],
+)
+def test_half_a_signature_is_none(change: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError):
+        replace(MANIFEST, **change)
 
 
 def test_every_flipped_bit_is_found() -> None:
@@ -164,7 +215,8 @@ def _first(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "another format": lambda f: f.update(format="ckptd.manifest/2"),
+    "another format": lambda f: f.update(format="ckptd.manifest/3"),
+    "the format before": lambda f: f.update(format="ckptd.manifest/1"),
     "a field too many": lambda f: f.update(more=1),
     "a field too few": lambda f: f.pop("tool"),
     "no snapshots": lambda f: f.update(snapshots=[]),

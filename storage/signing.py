@@ -1,0 +1,159 @@
+"""Signatures of manifests (Ed25519), so that a store need not be trusted with what is restored from it.
+
+    <folder>/sign.key              the secret of this node, 64 hexadecimal digits, 0600
+    <folder>/sign.pub              its public key, for others
+    <folder>/signers/<name>.pub    the public key of a node whose manifests are believed
+
+A manifest tells the digest of every image, so its signature covers all bytes that a restore reads (docs/format.md section 4).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+__all__ = ["SIGNER", "ManifestSigner", "Signers", "SigningError", "create_signer", "trust_signer"]
+
+SIGNER = r"[0-9a-f]{64}"  # a public key names who signed
+_KEY = re.compile(SIGNER)
+_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}\Z")
+_OTHERS = 0o077
+
+
+class SigningError(ValueError):
+    """Key files that are missing, damaged or not safe; says which, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestSigner:
+    """Signs; its public key is its name."""
+
+    _secret: Ed25519PrivateKey = field(repr=False)
+    public: str
+
+    @classmethod
+    def load(cls, folder: Path) -> ManifestSigner:
+        """The key that `create_signer` left there.
+
+        Raises:
+            SigningError: there is none, it is damaged, or others may read it.
+        """
+        path = Path(folder) / "sign.key"
+        try:
+            mode, text = path.stat().st_mode, path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SigningError(
+                f"no usable key in {path}: {error}; `ckptctl keys new-signer` makes one"
+            ) from error
+        if mode & _OTHERS:
+            raise SigningError(f"{path} may be read by others: chmod 600 {path}")
+        if not _KEY.fullmatch(text):
+            raise SigningError(f"{path} is not 64 hexadecimal digits")
+        return cls._of(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text)))
+
+    @classmethod
+    def _of(cls, secret: Ed25519PrivateKey) -> ManifestSigner:
+        return cls(secret, secret.public_key().public_bytes_raw().hex())
+
+    def sign(self, data: bytes) -> bytes:
+        """64 bytes."""
+        return self._secret.sign(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Signers:
+    """Whose manifests are believed: name by public key."""
+
+    names: Mapping[str, str]
+
+    @classmethod
+    def load(cls, folder: Path) -> Signers:
+        """Those in ``<folder>/signers``, and this node's own.
+
+        Raises:
+            SigningError: there is none, or a file holds no key. One that is passed over in silence would make good checkpoints unusable.
+        """
+        folder = Path(folder)
+        files = {path.stem: path for path in sorted((folder / "signers").glob("[!.]*.pub"))}
+        if (folder / "sign.pub").exists():
+            files["this node"] = folder / "sign.pub"
+        names: dict[str, str] = {}
+        for name, path in files.items():
+            names[_read_public(path)] = name
+        if not names:
+            raise SigningError(
+                f"no signer is trusted: `ckptctl keys trust-signer` puts one into {folder / 'signers'}"
+            )
+        return cls(names)
+
+    def objection(self, signer: str, signature: bytes, data: bytes) -> str:
+        """Why ``data`` is not believed; "" if a trusted signer signed it."""
+        if not signer:
+            return "it is not signed"
+        if signer not in self.names:
+            return f"it is signed by {signer}, who is not trusted"
+        try:
+            Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer)).verify(signature, data)
+        except InvalidSignature:
+            return f"its signature is not that of {self.names[signer]}: its bytes were changed"
+        return ""
+
+
+def create_signer(folder: Path) -> str:
+    """Make this node's key; the folder is made, with 0700, if need be. Returns the public key.
+
+    Raises:
+        SigningError: there is a key already; it is never overwritten.
+    """
+    folder = Path(folder)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    secret = Ed25519PrivateKey.generate()
+    public = secret.public_key().public_bytes_raw().hex()
+    _write_new(folder / "sign.key", secret.private_bytes_raw().hex())
+    _write_new(folder / "sign.pub", public)
+    return public
+
+
+def trust_signer(folder: Path, name: str, public: str) -> None:
+    """Believe what the node ``name`` signs with this key; replaces the key it had.
+
+    Raises:
+        SigningError: not a name or key.
+    """
+    if not _NAME.match(name):
+        raise SigningError(f"{name!r} is no name: 1 to 64 letters, digits, '.', '_', '-'")
+    if not _KEY.fullmatch(public):
+        raise SigningError("a signer's key is 64 hexadecimal digits")
+    target = Path(folder) / "signers" / f"{name}.pub"
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    scratch = target.with_name(f".{name}.{os.getpid()}")
+    scratch.unlink(missing_ok=True)
+    _write_new(scratch, public)
+    scratch.replace(target)
+
+
+def _read_public(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SigningError(f"cannot read {path}: {error}") from error
+    if not _KEY.fullmatch(text):
+        raise SigningError(f"{path} holds no key: 64 hexadecimal digits")
+    return text
+
+
+def _write_new(path: Path, text: str) -> None:
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise SigningError(f"{path} exists and is not overwritten") from error
+    with open(handle, "w", encoding="ascii") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
