@@ -60,7 +60,9 @@ class Setting:
     def attach(self, by: bytes = READER) -> m.Attached:
         rank = 0 if by == READER else 1
         self.ask(m.Hello("1", os.getpid()), by)
-        reply = self.ask(m.Attach("job", "run", rank, 2, f"stage{rank}", 1, MIB, "a test"), by)
+        reply = self.ask(
+            m.Attach("job", "run", rank, 2, f"stage{rank}", 1, MIB, "a test", (), by), by
+        )
         assert isinstance(reply, m.Attached), reply
         return reply
 
