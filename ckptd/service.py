@@ -239,6 +239,13 @@ class Service:
             frozenset(message.held) if self._owners.prove(key, message.token) else frozenset(),
             message.token,
         )
+        if waiting := self._peering.waits_for(message.job, message.run):
+            return m.Refused(
+                RefusalCode.NOT_READY,
+                f"{len(waiting)} files of {message.job}/{message.run} cannot be opened now, such as {waiting[0]}: "
+                "what is in them is not known yet",
+                "`ckptctl events` says why (segment_waits); `ckptctl forget` gives them up",
+            )
         owner = self._current_owner(wish)
         if owner is None and len(self.sessions) >= self.sessions.limit:
             return m.Refused(

@@ -117,7 +117,11 @@ class Link:
                 return
             except AttachRefused as error:
                 # A killed trainer owns its rank until the kernel is done with it: restarts are quicker than that.
-                if error.code != RefusalCode.RANK_TAKEN or time.monotonic() >= patient_until:
+                until: dict[str, float] = {
+                    RefusalCode.RANK_TAKEN: patient_until,
+                    RefusalCode.NOT_READY: deadline,
+                }
+                if time.monotonic() >= until.get(error.code, 0.0):
                     raise
             except FAILURES as error:
                 final = isinstance(error, WireError) and error.code in ("protocol", "untrusted")

@@ -65,6 +65,7 @@ class RefusalCode(StrEnum):
     NOT_FOUND = "not_found"  # no such job, run or generation
     IN_USE = "in_use"  # a live trainer still owns it
     STALE_EPOCH = "stale_epoch"  # the run has been recovered again since
+    NOT_READY = "not_ready"  # what is in memory cannot be read yet: ask again
     CLOSING = "closing"  # the daemon is shutting down
     INTERNAL = "internal"  # a bug of ours; the daemon's log has the traceback
 

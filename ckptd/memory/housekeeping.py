@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ckptd.events import EventLog
+from ckptd.memory.adopting import Adopted, tell_adopted
 from ckptd.memory.ring import SlotState
 from ckptd.memory.sealer import Outcome, Verdict, scrub_slot, seal_slot
 from ckptd.memory.segment_file import Segment, settle
@@ -53,6 +54,7 @@ class Housekeeper:
         self._map = None if digest_pool is None else digest_pool.map
         self._sealing: set[tuple[Segment, int]] = set()
         self._waiting: dict[tuple[Segment, int], tuple[int, float]] = {}  # sequence, seen since
+        self._unsettled: set[Segment] = set()
         self._scrubs: deque[tuple[Segment, int, int]] = deque()
         self._scrubbing = False
         self._next_round_s = 0.0
@@ -73,10 +75,12 @@ class Housekeeper:
 
     def start(self, now_s: float) -> None:
         """Adopt what an earlier daemon left, and say so."""
-        segments, bad = self._store.adopt(now_s)
-        for path, why in bad:
-            self._events.add("error", "bad_segment", f"{path.name} is put aside: {why}")
-        for segment in segments:
+        self._adopted(self._store.adopt(now_s))
+        self._next_round_s = now_s + self._config.scrub_interval_s
+
+    def _adopted(self, found: Adopted) -> None:
+        tell_adopted(self._events, found)
+        for segment in found.segments:
             owner = "its trainer lives" if segment.detached_at_s is None else "without a trainer"
             self._events.add(
                 "info",
@@ -89,10 +93,12 @@ class Housekeeper:
             self._slow.submit(
                 partial(self._store.lock_in_memory, segment), _nothing, self._slow_failed
             )
-        self._next_round_s = now_s + self._config.scrub_interval_s
 
     def tick(self, now_s: float, live_runs: Collection[tuple[str, str]]) -> None:
-        """Look after owners that went, slots that wait, runs that expired, the scrub."""
+        """Look after files and owners that went, slots that wait, runs that expired, the scrub."""
+        self._adopted(self._store.adopt_waiting(now_s))
+        for segment in list(self._unsettled):
+            self.settle(segment)
         waiting, self._waiting = self._waiting, {}
         for segment in self._store.everything():
             if not segment.in_place():
@@ -104,8 +110,17 @@ class Housekeeper:
         self._scrub(now_s)
 
     def settle(self, segment: Segment) -> None:
-        """Free what a dead trainer was filling and seal what it had filled."""
-        report = settle(segment)
+        """Free what a dead trainer was filling and seal what it had filled; what cannot be done now is done at a next tick."""
+        self._unsettled.discard(segment)
+        if self._store.get(segment.key, segment.generation) is not segment:
+            return  # it went meanwhile
+        try:
+            report = settle(segment)
+        except OSError as error:
+            self._unsettled.add(segment)
+            self._events.count("settle_again")
+            logger.warning("%s is settled later: %s", segment.path.name, error)
+            return
         where = f"{segment.key} generation {segment.generation}"
         for index in report.freed:
             self._events.add(

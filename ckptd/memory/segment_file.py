@@ -154,9 +154,11 @@ class SettleReport:
     damaged: tuple[int, ...]
 
 
-def open_segment(path: Path, *, readonly: bool = False) -> Segment:
+def open_segment(path: Path, *, readonly: bool = False, named: str = "") -> Segment:
     """Map an existing segment file and check all that can be checked without its slots.
 
+    Args:
+        named: the name that its content must confirm, if it is not the one that it has.
     Raises:
         SegmentError: its content cannot be believed.
         ValueError: its name contradicts its content, or it is not a file of this user.
@@ -175,7 +177,7 @@ def open_segment(path: Path, *, readonly: bool = False) -> Segment:
         access = mmap.ACCESS_READ if readonly else mmap.ACCESS_WRITE
         buffer = memoryview(mmap.mmap(fd, size, access=access))
         geometry, descriptor = read_prologue(buffer)
-        _check_file_name(path.name, descriptor)
+        _check_file_name(named or path.name, descriptor)
     except BaseException:
         os.close(fd)
         raise

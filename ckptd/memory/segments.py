@@ -2,7 +2,8 @@
 
 The files are the only truth; a `SegmentStore` is what one finds by looking at them. A file gets
 its name when it is complete, so a crash leaves a temporary (removed at the next start) and never
-half a segment. A file that cannot be believed is put aside as `*.bad`, not deleted.
+half a segment. A file that cannot be believed is put aside as `*.bad`, not deleted; one that cannot
+be had now waits (`ckptd.memory.adopting`).
 
 Boundary logs and parked state live beside the snapshots and count and age alike. But whoever looks for snapshots must not
 come upon one: iterating, `of_rank` and `of_run` leave them out; `everything` and its like are for those
@@ -23,9 +24,9 @@ from pathlib import Path
 
 import msgspec
 
-from ckptd.errors import SegmentError
+from ckptd.memory.adopting import ASIDE, Adopted, Adoption
 from ckptd.memory.pages import allocate, populate, try_mlock
-from ckptd.memory.segment_file import Segment, open_segment
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import (
     SegmentDescriptor,
     SegmentGeometry,
@@ -88,6 +89,7 @@ class SegmentStore:
         # The same by run, rank and generation: this is asked for at every beat, of every rank, however many runs are held.
         self._runs: dict[tuple[str, str], dict[RankKey, dict[int, Segment]]] = {}
         self._plans: dict[tuple[RankKey, int], SegmentPlan] = {}
+        self._adoption = Adoption(folder, FILE_ENDS.values(), superseded=self._superseded)
         # What else lives in this folder and counts: the replicas of other nodes' segments.
         self.other_bytes: Callable[[], int] = int
         # And what ranks of this node have of that: copies that they read.
@@ -170,22 +172,45 @@ class SegmentStore:
             promised=promised,
         )
 
-    def adopt(self, now_s: float) -> tuple[list[Segment], list[tuple[Path, str]]]:
-        """Take over the files of an earlier daemon; returns them and (bad file, why) pairs."""
-        bad: list[tuple[Path, str]] = []
+    def adopt(self, now_s: float) -> Adopted:
+        """Take over the files of an earlier daemon."""
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
-        for path in sorted(p for end in FILE_ENDS.values() for p in self.folder.glob(f"*{end}")):
-            try:
-                segment = open_segment(path)
-            except (OSError, ValueError, SegmentError) as error:
-                aside = path.with_name(path.name + ".bad")
-                path.replace(aside)
-                bad.append((aside, str(error)))
-                continue
+        first = self._take_over(self._adoption.begin(), now_s)
+        return first.and_then(self._take_over(self._adoption.come_back(), now_s))
+
+    def adopt_waiting(self, now_s: float) -> Adopted:
+        """Try again what could not be had before."""
+        return self._take_over(self._adoption.again(), now_s)
+
+    def waits_for(self, job: str, run: str) -> list[str]:
+        """The files of a run that are here, and could not be taken over yet."""
+        return self._adoption.waits_for(f"{job}~{run}~")
+
+    def _take_over(self, found: Adopted, now_s: float) -> Adopted:
+        for segment in found.segments:
             segment.detached_at_s = None if segment.owned() else now_s
             self._enter(segment)
-        return self.everything(), bad
+        return found
+
+    def _superseded(self, told: SegmentDescriptor) -> bool:
+        """Whether its rank went on without it, in a segment that was made later."""
+        key = RankKey(told.job, told.run, told.rank)
+        return max(self._generations(key), default=-1) > told.generation or any(
+            segment.descriptor.created_at_ns > told.created_at_ns
+            for segment in self.all_of_rank(key)
+        )
+
+    def _generations(self, key: RankKey, *, aside: bool = False) -> list[int]:
+        """Of all files of a rank, also of those that wait; ``aside``: and of those that were put aside."""
+        stem = f"{key.job}~{key.run}~r{key.rank}~g"
+        found = []
+        for path in self.folder.glob(f"{stem}*"):
+            name = path.name.removesuffix(ASIDE) if aside else path.name
+            number, dot, end = name.removeprefix(stem).partition(".")
+            if number.isdecimal() and dot + end in FILE_ENDS.values():
+                found.append(int(number))
+        return found
 
     def plan(self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int) -> SegmentPlan:
         """Lay out the next generation of a rank; nothing is promised yet.
@@ -195,6 +220,8 @@ class SegmentStore:
         """
         key = RankKey(descriptor.job, descriptor.run, descriptor.rank)
         known = [generation for k, generation in [*self._segments, *self._plans] if k == key]
+        # What waits, or was put aside, has its number still: it may come back.
+        known += self._generations(key, aside=True)
         final = msgspec.structs.replace(
             descriptor,
             generation=max(known, default=-1) + 1,
@@ -262,11 +289,11 @@ class SegmentStore:
             del self._runs[key.job, key.run]
 
     def remove_bad(self, job: str, run: str) -> int:
-        """Delete what was put aside of a run; returns how many files."""
-        found = list(self.folder.glob(f"{job}~{run}~*.bad"))
+        """Delete what was put aside of a run, or waits to be taken over; returns how many files."""
+        found = list(self.folder.glob(f"{job}~{run}~*{ASIDE}"))
         for path in found:
             path.unlink(missing_ok=True)
-        return len(found)
+        return len(found) + self._adoption.forget(f"{job}~{run}~")
 
     def lock_in_memory(self, segment: Segment) -> None:
         """mlock as configured; a failure is recorded in `segment.mlocked` and tolerated."""

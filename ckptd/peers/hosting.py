@@ -119,7 +119,9 @@ class Host:
 
     def serve(self, peer: str, message: p.PeerMessage, answer: AnswerPeer) -> bool:
         """Answer a message about snapshots, now or later; false if it is about something else."""
-        if isinstance(message, p.OpenReplica):
+        if isinstance(message, p.OpenReplica | GetHoldings) and (waiting := self._waiting(message)):
+            answer(p.PeerRefused("busy", f"{waiting} cannot be opened here now"))
+        elif isinstance(message, p.OpenReplica):
             self._leases.open(peer, message, answer)
         elif isinstance(message, p.BeginSlot):
             answer(self._tickets.begin(peer, message))
@@ -146,6 +148,11 @@ class Host:
         else:
             return False
         return True
+
+    def _waiting(self, message: p.OpenReplica | GetHoldings) -> str:
+        """A file of that run of which nobody can tell what is in it: an answer without it would say that it is not there."""
+        of = message.job, message.run
+        return next(iter(self._store.waits_for(*of) + self._replicas.waits_for(*of)), "")
 
     def holdings(self, job: str, run: str) -> Holdings:
         """Every sealed snapshot of a run that lies here."""

@@ -19,6 +19,7 @@ import msgspec
 from ckptd.events import EventLog
 from ckptd.fetching.fetches import Fetches
 from ckptd.fetching.tools import Doubt
+from ckptd.memory.adopting import Adopted, tell_adopted
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segments import SegmentStore
@@ -314,6 +315,7 @@ class Peering:
             self._end(found)
         self.records.forget(job, run)
         freed = 0
+        self.replicas.forget_waiting(job, run)
         for segment in self.replicas.all_of_run(job, run):
             freed += segment.file_bytes
             if self.host is not None:
@@ -352,22 +354,33 @@ class Peering:
     def adopt(self) -> None:
         """Take over the replicas that an earlier daemon left; what it had brought for trainers to read goes."""
         self.fetches.copies.sweep()
-        found, bad, damaged = self.replicas.adopt()
-        for path, why in bad:
-            self._events.add("error", "bad_segment", f"{path.name} is put aside: {why}")
-        for segment, index in damaged:
+        self.records.adopt()
+        self._adopted(self.replicas.adopt())
+
+    def _adopt_waiting(self) -> None:
+        found = self.replicas.adopt_waiting()
+        if found != Adopted():
+            self._adopted(found)
+
+    def _adopted(self, found: Adopted) -> None:
+        tell_adopted(self._events, found)
+        for segment, index in found.damaged:
             text = f"{segment.path.name} slot {index} had a damaged header and is free now"
             self._events.add("error", "slot_damaged", text, segment.key)
-        for segment in found:
+        for segment in found.segments:
             self._events.add("info", "replica_adopted", segment.path.name, segment.key)
-        self.records.adopt()
         if self.host is not None:
             for record in self.records:
                 for epoch, start in record.epochs:
                     self.host.note_epoch(record.job, record.run, epoch, start)
 
+    def waits_for(self, job: str, run: str) -> list[str]:
+        """The files of a run that are here, and could not be taken over yet: nobody can tell what is in them."""
+        return self._store.waits_for(job, run) + self.replicas.waits_for(job, run)
+
     def tick(self, now_s: float) -> None:
         """Hellos, deadlines, and what time brings to runs, replicas and fetches."""
+        self._guarded("adopt", self._adopt_waiting)
         self._guarded("quiet", lambda: self._quiet.watch(self._store))
         self._guarded("neighbours", lambda: self.neighbours.tick(now_s))
         for run in list(self.runs.values()):

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import msgspec
 
-from ckptd.errors import SegmentError
+from ckptd.memory.adopting import Adopted, Adoption
 from ckptd.memory.inventory import slot_record
 from ckptd.memory.ring import SlotRecord, SlotState
-from ckptd.memory.segment_file import Segment, open_segment
+from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import (
     SegmentDescriptor,
     SlotHeader,
@@ -61,6 +60,7 @@ class ReplicaStore:
         self._segments: dict[str, Segment] = {}
         self._plans: dict[str, SegmentPlan] = {}
         self._operators: dict[str, str] = {}
+        self._adoption = Adoption(store.folder, REPLICA_ENDS.values())
         store.other_bytes = lambda: self.used_bytes
         # What live sessions said that they need in all, by rank.
         self.promised: Callable[[], Mapping[RankKey, int]] = dict
@@ -96,23 +96,26 @@ class ReplicaStore:
         every = self.everything()
         return [s for s in every if (s.descriptor.job, s.descriptor.run) == (job, run)]
 
-    def adopt(self) -> tuple[list[Segment], list[tuple[Path, str]], list[tuple[Segment, int]]]:
-        """Take over the replicas of an earlier daemon; returns them, (bad file, why) pairs, and slots whose header was damaged."""
-        bad: list[tuple[Path, str]] = []
-        damaged: list[tuple[Segment, int]] = []
-        for path in sorted(
-            p for e in REPLICA_ENDS.values() for p in self._store.folder.glob(f"*{e}")
-        ):
-            try:
-                segment = open_segment(path)
-            except (OSError, ValueError, SegmentError) as error:
-                aside = path.with_name(path.name + ".bad")
-                path.replace(aside)
-                bad.append((aside, str(error)))
-                continue
-            damaged += [(segment, index) for index in _free_unsealed(segment)]
-            self._segments[path.name] = segment
-        return self.everything(), bad, damaged
+    def adopt(self) -> Adopted:
+        """Take over the replicas of an earlier daemon."""
+        return self._take_over(self._adoption.begin().and_then(self._adoption.come_back()))
+
+    def adopt_waiting(self) -> Adopted:
+        """Try again what could not be had before."""
+        return self._take_over(self._adoption.again())
+
+    def waits_for(self, job: str, run: str) -> list[str]:
+        """The files of a run that are here, and could not be taken over yet."""
+        return self._adoption.waits_for(f"{job}~{run}~")
+
+    def forget_waiting(self, job: str, run: str) -> int:
+        """Delete what waits of a run; returns how many files."""
+        return self._adoption.forget(f"{job}~{run}~")
+
+    def _take_over(self, found: Adopted) -> Adopted:
+        found.damaged = [(s, index) for s in found.segments for index in _free_unsealed(s)]
+        self._segments.update((segment.path.name, segment) for segment in found.segments)
+        return found
 
     def plan(
         self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int, origin: str

@@ -12,7 +12,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from resource import RLIMIT_NOFILE, setrlimit
 
 import pytest
 
@@ -69,8 +71,9 @@ class DaemonProcess:
         self.spawn(*flags)
         self.ctl("wait", "--timeout", "20")
 
-    def spawn(self, *flags: str) -> subprocess.Popen[bytes]:
-        """Start without waiting."""
+    def spawn(self, *flags: str, files: int | None = None) -> subprocess.Popen[bytes]:
+        """Start without waiting; with at most so many open files."""
+        limit = None if files is None else partial(setrlimit, RLIMIT_NOFILE, (files, files))
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*self.command, *flags],
@@ -79,6 +82,7 @@ class DaemonProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                preexec_fn=limit,  # noqa: PLW1509 - it takes no lock
             )
         return self.process
 

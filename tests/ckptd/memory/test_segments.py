@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.memory import locks
+from ckptd.memory.adopting import Adopted
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.memory.ring import SlotState
 from ckptd.memory.sealer import Verdict, scrub_slot, seal_slot
@@ -64,7 +65,8 @@ def test_adopting_finds_what_was_there(folder: Path) -> None:
     first = make_store(folder).create(descriptor(), 2, MIB)
     fill(first, 0, 5)
     second = make_store(folder)
-    adopted, bad = second.adopt(now_s=1.0)
+    found = second.adopt(now_s=1.0)
+    adopted, bad = found.segments, found.bad
     assert bad == []
     assert [segment.key for segment in adopted] == [KEY]
     assert state_of(adopted[0], 0) is SlotState.FILLED
@@ -85,7 +87,8 @@ def test_what_lies_beside_snapshots_counts_and_is_adopted_and_is_not_found_where
     assert len(store.facts()) == 2
     fill(log, 0, 5)
     again = make_store(folder)
-    adopted, bad = again.adopt(now_s=1.0)
+    taken = again.adopt(now_s=1.0)
+    adopted, bad = taken.segments, taken.bad
     assert ([s.holds_snapshots for s in adopted], bad) == ([True, False], [])
     for found in (list(again), again.of_rank(KEY), again.of_run("job", "run")):
         assert [s.path for s in found] == [snapshots.path]
@@ -139,7 +142,7 @@ def test_another_kind_under_a_name_of_snapshots_is_not_believed(
 def test_a_segment_whose_trainer_lives_is_adopted_as_owned(folder: Path) -> None:
     fd = own(make_store(folder).create(descriptor(), 1, MIB))
     try:
-        (adopted,), _ = make_store(folder).adopt(now_s=1.0)
+        (adopted,) = make_store(folder).adopt(now_s=1.0).segments
         assert adopted.detached_at_s is None
     finally:
         os.close(fd)
@@ -185,8 +188,9 @@ def test_what_cannot_be_believed_is_put_aside_with_the_reason(
     assert callable(damage)
     damage(segment.path)
     store = make_store(folder)
-    adopted, ((aside, why),) = store.adopt(now_s=0.0)
-    assert adopted == []
+    found = store.adopt(now_s=0.0)
+    ((aside, why),) = found.bad
+    assert found.segments == []
     assert reason in why
     assert aside.name.endswith(".seg.bad")
     assert aside.exists()
@@ -196,13 +200,13 @@ def test_what_cannot_be_believed_is_put_aside_with_the_reason(
 def test_a_link_is_not_followed(folder: Path) -> None:
     target = make_store(folder).create(descriptor(), 1, 4096).path.rename(folder / "elsewhere")
     (folder / "job~run~r0~g0.seg").symlink_to(target)
-    adopted, bad = make_store(folder).adopt(now_s=0.0)
-    assert (adopted, len(bad)) == ([], 1)
+    found = make_store(folder).adopt(now_s=0.0)
+    assert (found.segments, len(found.bad)) == ([], 1)
 
 
 def test_leftovers_of_a_crash_are_removed(folder: Path) -> None:
     (folder / ".job~run~r0~g0.seg.123.tmp").write_bytes(b"half")
-    assert make_store(folder).adopt(now_s=0.0) == ([], [])
+    assert make_store(folder).adopt(now_s=0.0) == Adopted()
     assert list(folder.iterdir()) == []
 
 

@@ -267,7 +267,10 @@ def test_a_ring_that_became_too_narrow_gets_a_wider_one_beside_it(setting: Setti
     assert iterations(setting.open(num_slots=3, span=4)) == [1, 2, 3, 4]
     setting.host.tick(setting.now_s)
     assert first in list(setting.replicas), "the floor is in it"
-    assert {s.path for s in ReplicaStore(setting.store).adopt()[0]} == {first.path, second.path}
+    assert {s.path for s in ReplicaStore(setting.store).adopt().segments} == {
+        first.path,
+        second.path,
+    }
     setting.promise = Promise(4, 4)
     setting.host.tick(setting.now_s)
     assert list(setting.replicas) == [second]

@@ -73,7 +73,8 @@ def test_no_ring_is_made_that_a_restart_could_not_read(setting: Setting) -> None
         refused = setting.ask(msgspec.structs.replace(message, span=span))
         assert isinstance(refused, p.PeerRefused)
         assert refused.code == "bad_message"
-    found, bad, _ = ReplicaStore(setting.store).adopt()
+    adopted = ReplicaStore(setting.store).adopt()
+    found, bad = adopted.segments, adopted.bad
     assert len(found) == 1
     assert bad == []
 

@@ -174,8 +174,9 @@ def test_a_replica_of_a_log_goes_when_the_floor_has_left_it_behind(setting: Sett
 def test_a_replica_of_a_log_is_found_again_by_the_next_daemon(setting: Setting) -> None:
     send(setting, opened(setting), 4, 5, oldest=4)
     next_store = ReplicaStore(setting.store)
-    found, bad, damaged = next_store.adopt()
-    assert (bad, damaged) == ([], [])
+    adopted = next_store.adopt()
+    found = adopted.segments
+    assert (adopted.bad, adopted.damaged) == ([], [])
     assert [segment.is_log for segment in found] == [True]
     assert next_store.used_bytes == setting.replicas.used_bytes > 0
     for segment in found:
@@ -186,9 +187,9 @@ def test_a_log_under_the_name_of_a_replica_of_snapshots_is_put_aside(setting: Se
     opened(setting)
     (replica,) = setting.replicas.logs()
     replica.path.rename(replica.path.with_suffix(".rep"))
-    found, bad, _ = ReplicaStore(setting.store).adopt()
-    assert found == []
-    assert [path.name.endswith(".rep.bad") for path, _ in bad] == [True]
+    found = ReplicaStore(setting.store).adopt()
+    assert found.segments == []
+    assert [path.name.endswith(".rep.bad") for path, _ in found.bad] == [True]
 
 
 def test_snapshots_come_before_logs(setting: Setting) -> None:

@@ -64,7 +64,8 @@ def test_a_replica_that_cannot_be_believed_is_put_aside_and_the_rest_is_served(
     path = store.folder / replica_file_name("job", "run", 7, 0, "0" * 16)
     assert callable(damage)
     damage(path)
-    found, bad, damaged = ReplicaStore(store).adopt()
+    adopted = ReplicaStore(store).adopt()
+    found, bad, damaged = adopted.segments, adopted.bad, adopted.damaged
     assert [segment.path for segment in found] == [good]
     aside = path.with_name(path.name + ".bad")
     assert [name for name, _ in bad] == [aside]
@@ -83,9 +84,10 @@ def test_slots_that_nobody_goes_on_with_are_free_again(store: SegmentStore) -> N
     at = segment.geometry.header_offset(2)
     segment.buffer[at + 8] ^= 1
     assert segment.header(2) is None
-    (found,), bad, damaged = ReplicaStore(store).adopt()
+    adopted = ReplicaStore(store).adopt()
+    (found,), bad, damaged = adopted.segments, adopted.bad, adopted.damaged
     assert not bad
     assert damaged == [(found, 2)]
     free = SlotState.FREE
     assert states_in(segment.path) == [SlotState.SEALED, free, free, free]
-    assert ReplicaStore(store).adopt()[2] == [], "it is reported once"
+    assert ReplicaStore(store).adopt().damaged == [], "it is reported once"
