@@ -114,7 +114,8 @@ class RecordKey:
 
     def seal(self, content: bytes | memoryview, record: memoryview, bound: bytes = b"") -> None:
         """Fill ``record``, which has `TAG_BYTES` more than ``content``; ``bound`` is authenticated and not sent."""
-        self._aead.encrypt_into(self._next_nonce(), content, bound, record)
+        nonce = self._next_nonce()  # first: it may replace the cipher
+        self._aead.encrypt_into(nonce, content, bound, record)
 
     def open(self, record: memoryview, content: memoryview, bound: bytes = b"") -> None:
         """Fill ``content`` with what was sealed; it may lie where ``record`` does.
@@ -124,8 +125,9 @@ class RecordKey:
         """
         from cryptography.exceptions import InvalidTag
 
+        nonce = self._next_nonce()
         try:
-            self._aead.decrypt_into(self._next_nonce(), record, bound, content)
+            self._aead.decrypt_into(nonce, record, bound, content)
         except InvalidTag:
             # OpenSSL has written what it decrypted before it knew the tag: bytes that an attacker may have chosen.
             content[:] = bytes(len(content))
