@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -11,6 +11,7 @@ import msgspec
 
 from ckptd.client.agreement import Exchange, Failure, raise_together
 from ckptd.memory.ring import SlotRecord, epoch_table
+from ckptd.memory.slots import DRAWN_EPOCHS, epoch_after, other_histories
 from ckptd.recovery.facts import RankFacts, facts_from_wire, facts_to_wire
 from ckptd.recovery.held import STORE_NODE, HeldRecords, from_wire, to_wire
 from ckptd.recovery.holdings import held_from_segments
@@ -19,6 +20,9 @@ from ckptd.recovery.pieces import Source
 from ckptd.transport.messages import Holdings, Member, NodeCard, RunSeen
 
 __all__ = ["NodeRecord", "RankNote", "RunView", "SeesRun", "see_run"]
+
+
+_EPOCHS_TOLD = 32  # of each node: what is older has long been overwritten
 
 
 class SeesRun(Protocol):
@@ -40,7 +44,7 @@ class RunView:
     held: tuple[HeldRecords, ...]
     idle: tuple[NodeCard, ...] = ()  # nodes that answered and have no rank now
     silent: tuple[str, ...] = ()  # nodes that took part before and did not answer
-    clock_s: int = 0  # unix time, as rank 0 has it
+    drawn: int = 0  # by lot, by rank 0
     known_epoch: int = (
         -1
     )  # the highest that any node knows of; nothing may have been sealed in it yet
@@ -49,14 +53,20 @@ class RunView:
     facts: Mapping[int, RankFacts] = field(default_factory=dict)  # by rank, as far as there are any
     hints: tuple[int, ...] = ()  # by rank: what earlier trainers learned
     records: tuple[NodeRecord, ...] = ()  # what the nodes that answered know of the run
+    # Epochs that the newest one does not go back to; nothing of them is told above.
+    others: frozenset[int] = frozenset()
 
     def last_epoch(self, highest: int) -> int:
         """The highest that was seen, or of which a node knows; -1: none."""
         return max(highest, self.known_epoch)
 
     def next_epoch(self, highest: int) -> int:
-        """Above every epoch that was seen or is known, and above those that lie on a node that did not answer."""
-        return max(1 + self.last_epoch(highest), self.clock_s)
+        """Above every epoch that was seen or is known; and another one than whoever is away begins meanwhile.
+
+        Raises:
+            ValueError: there is no higher one.
+        """
+        return epoch_after(self.last_epoch(highest), self.drawn)
 
     @property
     def epochs(self) -> dict[int, int]:
@@ -114,6 +124,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
         recoverable: whether a suffix of each of them, or of all ranks, was complete once.
         lost: it took part, and its record was damaged.
         holds: something of the run is there, or known there, until it is forgotten.
+        epochs: the newest ones that it knows, and which one each of them follows (-1: not told).
     """
 
     node: str
@@ -122,6 +133,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     recoverable: bool = False
     lost: bool = False
     holds: bool = False
+    epochs: tuple[tuple[int, int], ...] = ()
 
 
 class RankNote(msgspec.Struct, frozen=True):
@@ -156,7 +168,7 @@ class _Here(msgspec.Struct, frozen=True):
 class _Told(msgspec.Struct, frozen=True):
     """What one rank tells of its node and of idle ones."""
 
-    clock_s: int
+    drawn: int
     failure: Failure
     cards: list[NodeCard] = []
     held: list[bytes] = []
@@ -196,13 +208,14 @@ def see_run(
     ]
     cards = tuple(h.card for h in here)
     speaks = min(r for r, card in enumerate(cards) if card.node == session.card.node)
-    mine, failed = _Told(int(time.time()), Failure()), None
+    drawn = secrets.randbelow(DRAWN_EPOCHS)
+    mine, failed = _Told(drawn, Failure()), None
     if rank == speaks:
         try:
-            mine = _ask(session, job, run, cards, storage)
+            mine = _ask(session, job, run, cards, storage, drawn)
         except Exception as error:  # noqa: BLE001 - the others wait to hear of it; raised below
             failed = error
-            mine = _Told(int(time.time()), Failure.of(session.card.node, error))
+            mine = _Told(drawn, Failure.of(session.card.node, error))
     everybody = [
         msgspec.msgpack.decode(data, type=_Told) for data in exchange(msgspec.msgpack.encode(mine))
     ]
@@ -210,11 +223,13 @@ def see_run(
     return _view(here, everybody)
 
 
-def _ask(session: SeesRun, job: str, run: str, cards: tuple[NodeCard, ...], storage: bool) -> _Told:
+def _ask(
+    session: SeesRun, job: str, run: str, cards: tuple[NodeCard, ...], storage: bool, drawn: int
+) -> _Told:
     known = tuple(sorted({card.node for card in cards}))
     seen = session.see_run(job, run, known, storage=storage)
     return _Told(
-        int(time.time()),
+        drawn,
         Failure(session.card.node),
         list(seen.cards),
         [to_wire(held_from_segments(h.node, h.segments)) for h in seen.holdings],
@@ -232,31 +247,56 @@ def _record_of(held: Holdings) -> NodeRecord:
         return NodeRecord(held.node, holds=anything)
     ranks = tuple(r for m in record.members if m.card.node == held.node for r in m.ranks)
     known = record.lost or record.newest_epoch > record.forgotten
+    epochs = tuple((epoch, follows) for epoch, _, follows in record.epochs[-_EPOCHS_TOLD:])
     return NodeRecord(
-        held.node, record.epoch, ranks, record.recoverable, record.lost, known or anything
+        held.node, record.epoch, ranks, record.recoverable, record.lost, known or anything, epochs
     )
 
 
 def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
     cards = tuple(h.card for h in here)
+    held = _once(theirs.held for theirs in everybody)
     parked = _once(theirs.parked for theirs in everybody)
     logs = _once(theirs.logs for theirs in everybody)
+    records = {r.node: r for theirs in everybody for r in theirs.records}
+    others = _other_histories((*held, *parked, *logs), records.values())
+    held, parked, logs = (_without_epochs(each, others) for each in (held, parked, logs))
     # Several nodes may know of the same idle one.
     idle = {card.node: card for theirs in everybody for card in theirs.cards}
     wanted = {name for theirs in everybody for name in theirs.wanted}
     return RunView(
         cards,
         tuple(h.ring_bytes for h in here),
-        _once(theirs.held for theirs in everybody),
+        held,
         tuple(idle[name] for name in sorted(idle)),
         tuple(sorted(wanted - set(idle) - {card.node for card in cards})),
-        everybody[0].clock_s,
+        everybody[0].drawn,
         max(theirs.epoch for theirs in everybody),
         parked,
         logs,
         _facts_of(here, logs, parked),
         tuple(h.hint for h in here),
-        tuple({r.node: r for theirs in everybody for r in theirs.records}.values()),
+        tuple(records.values()),
+        frozenset(others),
+    )
+
+
+def _other_histories(held: Iterable[HeldRecords], records: Iterable[NodeRecord]) -> set[int]:
+    follows: dict[int, int] = {}
+    for record in records:
+        for epoch, before in record.epochs:
+            follows[epoch] = max(before, follows.get(epoch, -1))
+    seen = {record.epoch for h in held for record in h.records}
+    return other_histories(seen | follows.keys(), follows)
+
+
+def _without_epochs(
+    held: Iterable[HeldRecords], epochs: Collection[int]
+) -> tuple[HeldRecords, ...]:
+    if not epochs:
+        return tuple(held)
+    return tuple(
+        replace(h, records=tuple(r for r in h.records if r.epoch not in epochs)) for h in held
     )
 
 

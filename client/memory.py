@@ -227,7 +227,9 @@ class RankMemory:
         self.begin_epoch_after(view, epoch, end)
         self._give_up(unlike)
         self.table = self._table(self._segments.current())
-        for record in truncate(self.table.records(), end):
+        records = self.table.records()
+        of_others = [r for r in records if r.epoch in view.others and r.iteration <= end]
+        for record in (*truncate(records, end), *of_others):
             self._release(record)
         if arriving is None:
             return self.images([own for own in attempt.own if own is not None])

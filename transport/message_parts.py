@@ -96,7 +96,7 @@ class RunRecord(Struct, frozen=True, tag=True):
     """Who takes part in a run, as a node knows it over all lives of its daemon (docs/replication.md section 2a).
 
     ``members`` are those of ``epoch``, with what identifies each of them; ``former`` took part before, and may hold what this epoch
-    cannot replace until its history has a floor. ``epochs``: where each epoch that was ever heard of began.
+    cannot replace until its history has a floor. ``epochs``: of each epoch that was heard of, where it began and which one it follows (-1: not told).
     ``recoverable``: of every rank of this node, or of every rank, a suffix of this history was complete once. ``forgotten``: this epoch and all before it
     were forgotten by command. ``lost``: the file was damaged, so that nobody knows who takes part.
     """
@@ -107,7 +107,7 @@ class RunRecord(Struct, frozen=True, tag=True):
     epoch_start: Iteration = -1
     members: tuple[Member, ...] = ()
     former: tuple[NodeCard, ...] = ()
-    epochs: tuple[tuple[Epoch, Iteration], ...] = ()
+    epochs: tuple[tuple[Epoch, Iteration, KnownEpoch], ...] = ()
     recoverable: bool = False
     forgotten: KnownEpoch = -1
     lost: bool = False
@@ -120,7 +120,7 @@ class RunRecord(Struct, frozen=True, tag=True):
     @property
     def newest_epoch(self) -> int:
         """The highest that is known; -1: none."""
-        return max(self.epoch, self.forgotten, *(epoch for epoch, _ in self.epochs), -1)
+        return max(self.epoch, self.forgotten, *(epoch for epoch, _, _ in self.epochs), -1)
 
 
 class HeldSlot(Struct, frozen=True, tag=True):

@@ -10,6 +10,9 @@
 Each recovery begins an *epoch*: another history, which leaves the one before at ``epoch_start``
 (``docs/replication.md`` section 2). A record of an older epoch that comes after that is *stale*: it
 belongs to a history that was abandoned, and may still lie where nobody could free it at the time.
+
+An epoch is a number of 32 bits: in the upper 20 how many epochs came before it, in the lower 12 what its ranks drew by lot. So two recoveries
+that did not know of each other, because the nodes of one were away, begin different epochs. No clock enters into it.
 """
 
 from __future__ import annotations
@@ -22,18 +25,32 @@ from types import MappingProxyType
 from ckptd.errors import LocalProtocolError
 
 __all__ = [
+    "DRAWN_EPOCHS",
     "NO_EPOCHS",
     "TRANSITIONS",
     "SlotRecord",
     "SlotState",
     "check_transition",
+    "epoch_after",
+    "epoch_can_follow",
     "epoch_table",
     "is_stale",
     "live",
+    "other_histories",
     "stale_after",
 ]
 
 NO_EPOCHS: Mapping[int, int] = MappingProxyType({})
+
+
+_DRAWN_BITS = 12
+DRAWN_EPOCHS = 1 << _DRAWN_BITS
+"""As many different epochs may follow one."""
+_MAX_EPOCH = (1 << 32) - 1
+_MOST_AHEAD = 1024  # epochs that a node may have missed: so many recoveries without it
+_MOST_UNKNOWN = (
+    3 << 30
+)  # to one who knows nothing of a run: a quarter of all is left to it whatever it is told
 
 
 class SlotState(IntEnum):
@@ -100,6 +117,48 @@ def check_transition(old: SlotState, new: SlotState) -> None:
             operation="slot transition",
             hint=f"From {old.name.lower()} it can only become {allowed}",
         )
+
+
+def epoch_after(highest: int, drawn: int) -> int:
+    """The epoch that follows the highest one that is known (-1: none).
+
+    Args:
+        drawn: by lot, the same on all ranks, below `DRAWN_EPOCHS`.
+    Raises:
+        ValueError: there is no higher one.
+    """
+    assert 0 <= drawn < DRAWN_EPOCHS
+    epoch = ((max(highest, 0) >> _DRAWN_BITS) + 1 << _DRAWN_BITS) + drawn
+    if epoch > _MAX_EPOCH:
+        raise ValueError(
+            f"no epoch follows {highest}: give the job another run=, or `ckptctl forget` this one on all nodes"
+        )
+    return epoch
+
+
+def epoch_can_follow(epoch: int, highest: int) -> bool:
+    """Whether a peer may tell a node of this epoch that knows of none above ``highest``: one message must not use them up."""
+    return epoch <= (_MOST_UNKNOWN if highest < 0 else highest + (_MOST_AHEAD << _DRAWN_BITS))
+
+
+def other_histories(epochs: Iterable[int], follows: Mapping[int, int]) -> set[int]:
+    """The epochs, of these, that the newest one does not go back to: nodes that were away went on from the same past by themselves.
+
+    The newest epoch is the one with the highest number, so with the longest past; of equally long ones the lot decides. It goes back to
+    the one that it follows, and so on. Nothing of the others counts: not even what lies before the newest one's start.
+
+    Args:
+        follows: the epoch before an epoch, where that is known. Where it is not, the next lower one of these is taken for it.
+    """
+    others: set[int] = set()
+    child, *older = sorted({*epochs}, reverse=True) or [-1]
+    for epoch in older:
+        parent = follows.get(child, -1)
+        if 0 <= parent < epoch:
+            others.add(epoch)
+        else:
+            child = epoch
+    return others
 
 
 def epoch_table(

@@ -107,6 +107,11 @@ class Filling:
         if len(self._tickets) >= _MAX_TICKETS:
             return p.PeerRefused("busy", "too many slots are being filled")
         job, run = segment.descriptor.job, segment.descriptor.run
+        newest = self._known.newest_epoch(job, run)
+        if max(header.epoch, message.epoch) > newest:
+            # Told by itself it would make all that lies here stale, or end every promise.
+            text = f"epoch {max(header.epoch, message.epoch)}, and of none after {newest} was told"
+            return p.PeerRefused("bad_message", text)
         told = Promise(message.floor, message.horizon)
         if message.epoch >= 0:
             self._known.learn(job, run, message.epoch, told, message.span)

@@ -22,6 +22,7 @@ from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import set_slot_state, slot_lock_byte
 from ckptd.memory.segments import SegmentStore
+from ckptd.memory.slots import epoch_can_follow
 from ckptd.peers.filling import Filling
 from ckptd.peers.leasing import Leasing
 from ckptd.peers.lending import Lending
@@ -217,7 +218,14 @@ class Host:
     # -- replicas --------------------------------------------------------------------------------
 
     def _told_epoch(self, message: p.OpenReplica) -> None:
+        newest = self._newest_epoch(message.job, message.run)
+        if not epoch_can_follow(message.epoch, newest):
+            raise ValueError(f"epoch {message.epoch} after {newest}")
         self.note_epoch(message.job, message.run, message.epoch, message.epoch_start)
+
+    def _newest_epoch(self, job: str, run: str) -> int:
+        record = self._records.of(job, run)
+        return -1 if record is None else record.newest_epoch
 
     def _is_here(self, segment: Segment) -> bool:
         return self._replicas.get(segment.path.name) is segment

@@ -89,9 +89,11 @@ class Leasing:
             answer(p.PeerRefused("bad_message", f"the descriptor is of {told}"))
             return
         try:
-            self._told_epoch(
-                message
-            )  # before it is told what is held: not what the epoch abandoned
+            # Before it is told what is held: not what the epoch abandoned.
+            self._told_epoch(message)
+        except ValueError as error:
+            answer(p.PeerRefused("bad_message", str(error)))
+            return
         except OSError as error:
             answer(p.PeerRefused("quota", f"the epoch of {plan.key} cannot be written: {error}"))
             return

@@ -23,6 +23,7 @@ from ckptd.memory.adopting import Adopted, tell_adopted
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segments import SegmentStore
+from ckptd.memory.slots import epoch_can_follow
 from ckptd.peers.fabric import make_fabric, static_peers
 from ckptd.peers.hosting import Host, local_holdings
 from ckptd.peers.neighbours import NeighbourEvents, Neighbours
@@ -371,7 +372,7 @@ class Peering:
             self._events.add("info", "replica_adopted", segment.path.name, segment.key)
         if self.host is not None:
             for record in self.records:
-                for epoch, start in record.epochs:
+                for epoch, start, _ in record.epochs:
                     self.host.note_epoch(record.job, record.run, epoch, start)
 
     def waits_for(self, job: str, run: str) -> list[str]:
@@ -464,6 +465,9 @@ class Peering:
         if peer not in names or self._store.node_id not in names:
             return p.PeerRefused("bad_message", f"{peer} and this node are not both members of it")
         known = self.records.of(record.job, record.run)
+        newest = -1 if known is None else known.newest_epoch
+        if not epoch_can_follow(record.newest_epoch, newest):
+            return p.PeerRefused("bad_message", f"epoch {record.newest_epoch} after {newest}")
         if known is None or record.epoch >= known.epoch:
             self.records.told(record)
             if self.host is not None:

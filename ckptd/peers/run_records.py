@@ -37,6 +37,7 @@ _MAX_EPOCHS = 256  # more recoveries ago than any snapshot in memory is old
 _MAX_RECORDS = 4096
 
 RunName = tuple[str, str]  # job, run
+Epochs = tuple[tuple[int, int, int], ...]
 
 
 class RunRecords:
@@ -92,7 +93,7 @@ class RunRecords:
             epoch_start=message.epoch_start,
             members=message.members,
             former=_once(others),
-            epochs=_with_epoch(before, message.epoch, message.epoch_start),
+            epochs=_with_epoch(before.epochs, message.epoch, message.epoch_start, message.follows),
             recoverable=recoverable,
             lost=False,
         )
@@ -102,8 +103,8 @@ class RunRecords:
         """A peer tells who takes part in a run of which no rank is here."""
         before = self._known(record.job, record.run)
         epochs = before.epochs
-        for epoch, start in record.epochs:
-            epochs = _with_epoch(msgspec.structs.replace(before, epochs=epochs), epoch, start)
+        for epoch in record.epochs:
+            epochs = _with_epoch(epochs, *epoch)
         here = {member.card.node for member in record.members}
         others = [c for c in (*record.former, *before.cards) if c.node not in here]
         fresh = msgspec.structs.replace(
@@ -115,7 +116,7 @@ class RunRecords:
     def note_epoch(self, job: str, run: str, epoch: int, start: int) -> None:
         """A recovery began this epoch; who takes part in it was not told."""
         before = self._known(job, run)
-        epochs = _with_epoch(before, epoch, start)
+        epochs = _with_epoch(before.epochs, epoch, start, -1)
         if epochs != before.epochs:
             self._write(msgspec.structs.replace(before, epochs=epochs))
 
@@ -236,11 +237,12 @@ def decode_record(data: bytes) -> RunRecord:
         raise _bad(f"it cannot be read ({error})") from error
 
 
-def _with_epoch(record: RunRecord, epoch: int, start: int) -> tuple[tuple[int, int], ...]:
+def _with_epoch(epochs: Epochs, epoch: int, start: int, follows: int) -> Epochs:
     """Of two starts of one epoch the smaller counts, as in `ckptd.memory.slots.epoch_table`."""
-    known = dict(record.epochs)
-    known[epoch] = min(start, known.get(epoch, start))
-    return tuple(sorted(known.items())[-_MAX_EPOCHS:])
+    known = {each[0]: each[1:] for each in epochs}
+    known_start, known_follows = known.get(epoch, (start, follows))
+    known[epoch] = min(start, known_start), max(follows, known_follows)
+    return tuple((number, *known[number]) for number in sorted(known)[-_MAX_EPOCHS:])
 
 
 def _once(cards: list[NodeCard]) -> tuple[NodeCard, ...]:

@@ -224,6 +224,12 @@ class Run:
         self._agreed()
 
     def _heard(self, tree: FloorTree, sender: str, message: Floor) -> list[FloorMessage]:
+        if message.carried_epoch > self.epoch:
+            raise RemoteProtocolError(
+                f"a floor of epoch {message.carried_epoch}, in epoch {self.epoch}",
+                operation="floor",
+                ids={"from": sender},
+            )
         if message.kind == FloorKind.BELOW:
             return tree.on_below(
                 sender,

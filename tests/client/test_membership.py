@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from ckptd.client.agreement import Exchange
@@ -13,7 +14,15 @@ from ckptd.errors import DaemonUnavailable, RemoteProtocolError
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader, pack_slot_header
 from ckptd.recovery.facts import RankFacts, facts_to_wire
-from ckptd.transport.messages import HeldSegment, HeldSlot, Holdings, Member, NodeCard, RunSeen
+from ckptd.transport.messages import (
+    HeldSegment,
+    HeldSlot,
+    Holdings,
+    Member,
+    NodeCard,
+    RunRecord,
+    RunSeen,
+)
 from tests.client.meeting import outcomes
 
 
@@ -104,17 +113,58 @@ def test_who_answered_anybody_is_not_silent() -> None:
 def test_an_epoch_in_which_nothing_was_sealed_is_known() -> None:
     found = view(
         Asks(NodeCard("a"), seen("a", epoch=3)),
-        Asks(NodeCard("b"), seen("b", "idle", epoch=4_000_000_000)),
+        Asks(NodeCard("b"), seen("b", "idle", epoch=5 << 12)),
     )
-    assert found.known_epoch == 4_000_000_000
-    assert found.next_epoch(2) == 4_000_000_001, "whatever the clock says"
-    assert found.next_epoch(4_000_000_005) == 4_000_000_006
+    assert found.known_epoch == 5 << 12
+    assert found.next_epoch(2) == (6 << 12) + found.drawn
+    assert found.next_epoch(9 << 12) == (10 << 12) + found.drawn
 
 
-def test_epochs_begin_at_the_time_of_rank_0() -> None:
-    view = RunView((), (), (), clock_s=1_800_000_000, known_epoch=7)
-    assert view.next_epoch(-1) == 1_800_000_000
-    assert view.next_epoch(1_800_000_000) == 1_800_000_001, "twice in one second"
+def test_an_epoch_is_a_number_above_all_that_are_known_and_a_lot() -> None:
+    """No clock: one that was ten minutes ahead made a healthy history stale."""
+    epochs = [RunView((), (), (), drawn=drawn, known_epoch=-1).next_epoch(-1) for drawn in (0, 7)]
+    assert epochs == [4096, 4103]
+    after = RunView((), (), (), drawn=1, known_epoch=4103).next_epoch(4096)
+    assert after == 8193, "after either of them"
+    with pytest.raises(ValueError, match=r"no epoch follows .*`ckptctl forget`"):
+        RunView((), (), (), known_epoch=(1 << 32) - 1).next_epoch(-1)
+
+
+def held_by(node: str, epoch: int, *iterations: int) -> HeldSegment:
+    slots = tuple(
+        HeldSlot(
+            i,
+            pack_slot_header(
+                SlotHeader(SlotState.SEALED, iteration, iteration - 1, sequence=1, epoch=epoch)
+            ),
+            b"\1",
+        )
+        for i, iteration in enumerate(iterations)
+    )
+    return msgspec.structs.replace(segment_of(0, f"s{epoch}", bytes(112)), slots=slots)
+
+
+@pytest.mark.parametrize("lost_branch", [(2 << 12) + 1, (2 << 12) + 9])
+def test_two_histories_that_did_not_know_of_each_other_are_not_mixed(lost_branch: int) -> None:
+    """Nodes a and b recovered without c, and c without them: both took the next number, one from iteration 10, the other from 15. By number alone
+    the snapshots of c up to 15 would count as the past of what began at 15."""
+    base, kept, newest = 1 << 12, (2 << 12) + 5, 3 << 12
+
+    def told(node: str, *epochs: tuple[int, int, int]) -> RunRecord:
+        return RunRecord("job", "run", members=(member(node, 0),), epochs=epochs)
+
+    ab = told("a", (base, -1, -1), (kept, 15, base), (newest, 17, kept))
+    c = told("c", (base, -1, -1), (lost_branch, 10, base))
+    segments = (held_by("a", base, 14, 15), held_by("a", kept, 16, 17), held_by("a", newest, 18))
+    theirs = (held_by("c", base, 10), held_by("c", lost_branch, 11, 12, 13, 14, 15))
+    found = view(
+        Asks(NodeCard("a"), RunSeen((Holdings("a", segments, newest, record=ab),), ())),
+        Asks(NodeCard("c"), RunSeen((Holdings("c", theirs, lost_branch, record=c),), ())),
+    )
+    assert found.others == {lost_branch}
+    left = {(r.epoch, r.iteration) for h in found.held for r in h.records}
+    assert left == {(base, 10), (base, 14), (base, 15), (kept, 16), (kept, 17), (newest, 18)}
+    assert found.next_epoch(newest) >> 12 == 4
 
 
 def test_a_daemon_that_is_away_is_every_ranks_error() -> None:

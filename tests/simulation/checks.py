@@ -42,6 +42,7 @@ class Checks(Network):
         self.epoch, self.epoch_start = 0, -1
         self.follows = -1  # the epoch before this one, as far as anybody knew
         self.epochs: dict[int, int] = {0: -1}
+        self.pasts: dict[int, dict[int, int]] = {0: self.epochs}  # by epoch: those it goes back to
         self.parents: dict[State, State | None] = {}  # state: the one before
         self.truth: dict[tuple[int, int, int, int], Content] = {}  # fill: content
         self.announced: Announced | None = None

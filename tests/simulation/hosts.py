@@ -174,6 +174,7 @@ class Hosts(Checks):
 
     def note_epoch(self, daemon: Daemon, at: str, epoch: int, start: int) -> None:
         """What a recovery abandoned is freed."""
+        self.nodes[at].record.learn(epoch, start)
         if not daemon.known.note_epoch(*JOB, epoch, start):
             return
         node, epochs = self.nodes[at], daemon.known.epochs(*JOB)

@@ -17,9 +17,36 @@ from ckptd.replication.replicas import Promise
 from ckptd.replication.target import ReplicationConfig
 
 __all__ = [
-    "DEADLINE_S", "FAN_OUT", "JOB", "LEASE_IDLE_S", "NO_PLACEMENT", "REPLICATION", "SLACK", "STEP_S", "TICKET_S",
-    "TICK_S", "TORN", "Announced", "Content", "Daemon", "Hint", "Holder", "Lease", "Node", "RunSide", "Segment",
-    "Sender", "Slot", "State", "Ticket", "Trainer", "Transfer", "Vouched", "WorldConfig", "digest_of",
+    "DEADLINE_S",
+    "FAN_OUT",
+    "JOB",
+    "LEASE_IDLE_S",
+    "NO_PLACEMENT",
+    "REPLICATION",
+    "SLACK",
+    "STEP_S",
+    "TICKET_S",
+    "TICK_S",
+    "TORN",
+    "Announced",
+    "Content",
+    "Daemon",
+    "Hint",
+    "Holder",
+    "Lease",
+    "Node",
+    "Record",
+    "RunSide",
+    "Segment",
+    "Sender",
+    "Slot",
+    "State",
+    "Ticket",
+    "Trainer",
+    "Transfer",
+    "Vouched",
+    "WorldConfig",
+    "digest_of",
 ]  # fmt: skip
 
 SLACK = 2
@@ -50,7 +77,9 @@ class WorldConfig:
     chaos_s: float = 25.0
     quiet_s: float = 15.0
     unique_epochs: bool = True
-    "False: one more than the highest epoch seen (shows why it may not be)."
+    "False: one more than the highest epoch seen, and nothing drawn by lot (shows why it may not be)."
+    remembers: bool = True
+    "False: who takes part, and which epochs there were, is in the memory of daemons alone."
     carries: bool = True
     "False: a new epoch, and a restarted root, know nothing of a floor (and span) of before."
     hard_until_held: bool = True
@@ -191,9 +220,23 @@ class Daemon:
         return cls(boot, KnownRuns(lambda job, name: (run.epoch, run.promise, run.span)), run)
 
 
+@dataclass(slots=True)
+class Record:
+    """What a machine knows of the run over the lives of its daemon: `ckptd.peers.run_records`, in short."""
+
+    epochs: dict[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # its start, and which it follows
+    names: set[str] = field(default_factory=set)  # who takes part, or did
+
+    def learn(self, epoch: int, start: int, follows: int = -1) -> None:
+        known_start, known_follows = self.epochs.get(epoch, (start, follows))
+        self.epochs[epoch] = min(start, known_start), max(follows, known_follows)
+
+
 @dataclass(slots=True, eq=False)
 class Node:
-    """A machine. Its segments survive its daemon."""
+    """A machine. Its segments survive its daemon, and so does its record."""
 
     name: str
     labels: Mapping[str, str]
@@ -202,6 +245,7 @@ class Node:
     life: int = 0
     daemon: Daemon | None = None
     segments: dict[str, Segment] = field(default_factory=dict)
+    record: Record = field(default_factory=Record)
     delay_s: float = 0.1
     full: bool = False
     corrupts: bool = False

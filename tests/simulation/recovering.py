@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from ckptd.memory.ring import NoSuffix, SlotState, epoch_table, find_suffix, is_stale
+from ckptd.memory.ring import NoSuffix, SlotState, find_suffix
+from ckptd.memory.slots import DRAWN_EPOCHS, epoch_after, other_histories
 from ckptd.recovery.plan import HeldRecords, NoRecovery, Piece, RecoveryPlan, plan_recovery
-from tests.simulation.model import JOB, Slot, State
+from tests.simulation.model import Slot, State
 from tests.simulation.training import Training
 
 __all__ = ["Recovering"]
@@ -15,6 +16,8 @@ __all__ = ["Recovering"]
 
 class Recovering(Training):
     """Killing all trainers, and starting them again."""
+
+    others: set[int]  # epochs that the history of the last recovery does not go back to
 
     def start_daemon(self, name: str) -> None:
         raise NotImplementedError
@@ -42,26 +45,43 @@ class Recovering(Training):
                         segment.move(slot.record.index, SlotState.SEALED)
         away = [name for name in self.nodes if name not in usable]
         homes = self._new_homes(usable)
-        held = self.holdings(away)
+        held, epochs = self._seen(usable)
         plan = plan_recovery(held, len(self.homes), homes=homes)
         self.check_promise(away, plan)
-        if isinstance(plan, NoRecovery) and self._worth_waiting(held, away):
+        if isinstance(plan, NoRecovery) and self._worth_waiting(held, usable):
             self.tell(f"waits for {away}: {plan.reason}")
             self.seen["waited"] += 1
             self.later(1.0, lambda: self.recover(run_id))
             return
         self.seen["recovered" if isinstance(plan, RecoveryPlan) else "began anew"] += 1
-        highest = plan.epoch
-        if self.config.unique_epochs:
-            highest = max(highest, int(self.now_s * 100))
-        told = [self.nodes[name].daemon for name in usable]
-        known = [max(d.known.newest_epoch(*JOB), d.run.epoch) for d in told if d is not None]
-        self.follows = max([plan.epoch, *known])
-        self._resume(plan, homes, highest + 1)
+        self.follows = max([plan.epoch, *epochs])
+        drawn = self.rng.randrange(DRAWN_EPOCHS) if self.config.unique_epochs else 0
+        epoch = epoch_after(self.follows, drawn)
+        if any(epoch >> 12 == known >> 12 for known in self.pasts):
+            self.seen["epoch taken twice"] += 1
+        for name in usable if isinstance(plan, NoRecovery) else ():
+            self.nodes[name].record.names.clear()  # by command, where anything is left
+        self._resume(plan, homes, epoch)
 
-    def _worth_waiting(self, held: Iterable[HeldRecords], away: Collection[str]) -> bool:
-        """Nobody begins anew while somebody is silent who may hold what is missing."""
-        silent = [name for name in away if name in self.members and self.nodes[name].up]
+    def _seen(self, usable: list[str]) -> tuple[list[HeldRecords], set[int]]:
+        """What those who answer hold of the newest history, and the epochs of which they know."""
+        away = [name for name in self.nodes if name not in usable]
+        held, follows = self.holdings(away), dict[int, int]()
+        for name in usable:
+            for epoch, (_, before) in self.nodes[name].record.epochs.items():
+                follows[epoch] = max(before, follows.get(epoch, -1))
+        epochs = {*follows, *(record.epoch for h in held for record in h.records)}
+        self.others = others = other_histories(epochs, follows)
+        self.seen["other history"] += bool(others)
+        left = [
+            replace(h, records=tuple(r for r in h.records if r.epoch not in others)) for h in held
+        ]
+        return left, epochs
+
+    def _worth_waiting(self, held: Iterable[HeldRecords], usable: Collection[str]) -> bool:
+        """Nobody begins anew while somebody is silent who may hold what is missing, as far as those who answer know."""
+        known = {name for n in usable for name in self.nodes[n].record.names}
+        silent = [name for name in known - {*usable} if self.nodes[name].up]
         complete = any(
             not isinstance(find_suffix(h.records, h.num_operators), NoSuffix) for h in held
         )
@@ -79,10 +99,11 @@ class Recovering(Training):
     def _resume(self, plan: RecoveryPlan | NoRecovery, homes: dict[int, str], epoch: int) -> None:
         end = plan.end if isinstance(plan, RecoveryPlan) else -1
         self.tell(f"recovery: epoch {epoch} from {end}: {plan.reason}; homes {homes}")
-        if end < self.highest:
+        past = self.pasts.get(self.follows, {0: -1})
+        if end < self.highest or self.epoch not in past:  # or nobody who is left knows of that one
             self.announced, self.highest = None, end
         self.homes, self.epoch, self.epoch_start = homes, epoch, end
-        self.epochs = epoch_table((), self.epochs) | {epoch: end}
+        self.epochs = self.pasts[epoch] = past | {epoch: end}
         if isinstance(plan, RecoveryPlan):
             source = plan.per_rank[0][-1].sources[0]
             content = self.nodes[source.node].segments[source.segment].slots[source.index].content
@@ -127,11 +148,10 @@ class Recovering(Training):
                     there.record, generation=segment.generation, index=index
                 )
                 self.check_copy(segment, index)
-        known = {**self.epochs}
         for segment in self.own_segments(rank):
             for slot in segment.slots:
                 record = slot.record
-                if record.sealed and (record.iteration > end or is_stale(record, known)):
+                if record.sealed and (record.iteration > end or record.epoch in self.others):
                     segment.move(record.index, SlotState.FREE)
 
     def start_job(self, end: int) -> None:

@@ -19,7 +19,7 @@ import heapq
 from collections import Counter
 
 from ckptd.memory.ring import SlotState
-from tests.simulation.model import DEADLINE_S, TICK_S, Daemon, Node, Trainer, WorldConfig
+from tests.simulation.model import DEADLINE_S, TICK_S, Daemon, Node, Record, Trainer, WorldConfig
 from tests.simulation.recovering import Recovering
 
 __all__ = ["World", "WorldConfig", "play"]
@@ -100,6 +100,10 @@ class World(Recovering):
                 if not segment.own and state in (SlotState.FILLING, SlotState.FILLED):
                     segment.move(slot.record.index, SlotState.FREE)
         daemon = node.daemon = Daemon.start(next(self.count), self.now_s)
+        if not self.config.remembers:
+            node.record = Record()
+        for epoch, (start, _) in node.record.epochs.items():
+            self.note_epoch(daemon, name, epoch, start)
         for peer in self.nodes:
             if peer != name and (boot := self.boot_of(name, peer)) != -1:
                 daemon.peers[peer] = boot
@@ -116,6 +120,7 @@ class World(Recovering):
         self.tell(f"{name}: destroyed")
         self._end_daemon(node)
         node.up, node.life, node.segments = False, node.life + 1, {}
+        node.record = Record()
         self.changed = True
         self.later(self.rng.uniform(3.0, 10.0), lambda: self.replace_machine(name))
         self.links_changed()

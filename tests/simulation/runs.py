@@ -48,7 +48,9 @@ class Runs(Senders):
         late = epoch != self.epoch or not self.running or self.homes[rank] != name
         if late or self.nodes[name].daemon is not daemon:
             return
-        run = daemon.run
+        run, record = daemon.run, self.nodes[name].record
+        record.learn(epoch, self.epoch_start, self.follows)
+        record.names |= self.members.keys()
         if (run.epoch, run.epoch_start, run.members) != (epoch, self.epoch_start, self.members):
             self._begin_epoch(name, daemon)
         if rank not in run.senders:

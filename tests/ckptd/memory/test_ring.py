@@ -31,6 +31,7 @@ from ckptd.memory.ring import (
     stale_after,
     truncate,
 )
+from ckptd.memory.slots import epoch_after, epoch_can_follow, other_histories
 
 FREE, FILLING, FILLED, SEALED, QUARANTINED = SlotState
 
@@ -590,3 +591,47 @@ def test_dropping_generations_hurts_no_promise(records: list[SlotRecord], curren
     else:
         alive = {r.key for r in live(records) if r.sealed}
         assert alive <= {r.key for r in left}
+
+
+# -- numbers of epochs ---------------------------------------------------------------------------
+
+
+def test_an_epoch_is_above_every_known_one_whatever_was_drawn() -> None:
+    first = epoch_after(-1, 4095)
+    assert epoch_after(first, 0) > first
+    assert epoch_after(epoch_after(first, 9), 0) > epoch_after(first, 4095)
+    assert epoch_after(1_790_000_000, 0) > 1_790_000_000, "those of a run that counted by time"
+    with pytest.raises(ValueError, match="no epoch follows"):
+        epoch_after((1 << 32) - 1, 0)
+
+
+def test_one_message_does_not_use_epochs_up() -> None:
+    """Near 2^32 from a peer it would leave a run without a next one, and make all that is held stale."""
+    assert not epoch_can_follow((1 << 32) - 1, -1)
+    assert not epoch_can_follow((1 << 32) - 1, 5 << 12)
+    assert epoch_can_follow(epoch_after(5 << 12, 3), 5 << 12)
+    assert epoch_can_follow(1, 5 << 12), "an older one is no news"
+    newest = -1
+    for _ in range(3):
+        newest = max(
+            e for e in (1 << 32, 3 << 30, 1 << 30, 1 << 23, 1) if epoch_can_follow(e, newest)
+        )
+    assert epoch_after(newest, 0) < 1 << 32
+
+
+@pytest.mark.parametrize(
+    ("epochs", "follows", "others"),
+    [
+        ([], {}, []),
+        ([0, 1, 2], {}, []),
+        ([10, 21, 22], {21: 10, 22: 10}, [21]),  # of equally long ones the lot decides
+        ([10, 21, 22, 30], {21: 10, 22: 10, 30: 21}, [22]),  # but a longer one counts
+        ([10, 21, 22, 31, 32], {21: 10, 22: 10, 31: 22, 32: 21}, [22, 31]),
+        ([10, 21, 40], {21: 10, 40: 30, 30: 22}, []),  # nobody can tell any more
+        ([10, 20, 30], {30: 10, 20: 10}, [20]),
+    ],
+)
+def test_what_the_newest_epoch_does_not_go_back_to_is_another_history(
+    epochs: list[int], follows: dict[int, int], others: list[int]
+) -> None:
+    assert sorted(other_histories(epochs, follows)) == others

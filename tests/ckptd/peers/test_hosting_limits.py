@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,6 +120,25 @@ def test_who_is_refused_frees_nothing(setting: Setting, wrong: str) -> None:
     answer = setting.ask(message)
     assert isinstance(answer, p.ReplicaOpened)
     assert answer.held == (), "a message that is right frees it, before it is told what is held"
+
+
+def test_an_epoch_near_the_last_one_kills_no_run(setting: Setting) -> None:
+    """One message made all that lay here stale, and left the run without a next epoch: by the epoch itself, a snapshot's, or a promise's."""
+    lease = setting.open().lease
+    setting.fill(lease, snapshot_of(5))
+    last = (1 << 32) - 1
+    header = dataclasses.replace(snapshot_of(6).header, epoch=last, epoch_start=-1)
+    for message in (
+        open_replica("away", epoch=last),
+        begin_slot(lease, dataclasses.replace(snapshot_of(6), header=header)),
+        begin_slot(lease, snapshot_of(6), epoch=last, floor=1 << 40, horizon=1 << 40),
+    ):
+        refused = setting.ask(message)
+        assert isinstance(refused, p.PeerRefused)
+        assert refused.code == "bad_message"
+    assert states_in(setting.only.path)[0] is SlotState.SEALED
+    assert setting.host.holdings("job", "run").epoch == 1
+    assert isinstance(setting.ask(begin_slot(lease, snapshot_of(6))), p.SlotGranted)
 
 
 # -- who is gone ---------------------------------------------------------------------------------

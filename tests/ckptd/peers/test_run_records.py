@@ -14,7 +14,7 @@ from ckptd.transport.messages import Join, Member, NodeCard, RunRecord
 
 A, B, C = (NodeCard(name, f"tcp://{name}:1", labels={"rack": "1"}) for name in "abc")
 FIRST = Join(4, -1, (Member(A, (0, 1)), Member(B, (2,))))
-NEXT = Join(5, 7, (Member(A, (0, 1)), Member(C, (2,))))
+NEXT = Join(5, 7, (Member(A, (0, 1)), Member(C, (2,))), follows=4)
 
 
 class Node:
@@ -54,13 +54,13 @@ def test_the_next_daemon_knows_who_takes_part(node: Node) -> None:
     node.join(FIRST)
     before = node.of()
     node.restart()
-    assert node.of() == before == RunRecord("job", "run", 4, -1, FIRST.members, (), ((4, -1),))
+    assert node.of() == before == RunRecord("job", "run", 4, -1, FIRST.members, (), ((4, -1, -1),))
     node.join(NEXT)
     node.restart()
     told = node.of()
     assert (told.epoch, told.epoch_start, told.members) == (5, 7, NEXT.members)
     assert told.former == (B,), "it may hold what the new history cannot replace yet"
-    assert told.epochs == ((4, -1), (5, 7))
+    assert told.epochs == ((4, -1, -1), (5, 7, 4))
     assert told.recoverable, "it goes on from iteration 7, so that was recoverable"
     assert [path.name for path in node.folder.iterdir()] == ["job~run.run"]
 
@@ -86,7 +86,7 @@ def test_epochs_of_which_peers_tell_are_kept_with_the_smaller_start(node: Node) 
     for start in (7, 5, 6):
         node.records.note_epoch("job", "run", 9, start)
     node.restart()
-    assert node.of().epochs == ((9, 5),)
+    assert node.of().epochs == ((9, 5, -1),)
     assert (node.of().epoch, node.of().newest_epoch) == (-1, 9), "who takes part was not told"
 
 
@@ -175,7 +175,7 @@ def test_a_record_expires_when_nothing_of_its_run_has_been_here_for_long(node: N
 
 
 def test_encoding() -> None:
-    record = RunRecord("job", "run", 4, -1, FIRST.members, (C,), ((4, -1),), True, 2, False)
+    record = RunRecord("job", "run", 4, -1, FIRST.members, (C,), ((4, -1, 3),), True, 2, False)
     data = encode_record(record)
     assert data[:12] == b"CKPTDRUN\x01\0\0\0"
     assert decode_record(data) == record
