@@ -165,12 +165,17 @@ class Lane:
         return True
 
     def send_view(self, header: bytes, view: memoryview) -> zmq.MessageTracker | None:
-        """Queue a message whose payload is not copied; its tracker, or None if there is no room."""
+        """Queue a message whose payload is not copied; its tracker, or None if there is no room.
+
+        Without encryption libzmq has the kernel read the payload, and aborts the process if it is in a file that was cut
+        short meanwhile: then a copy is sent.
+        """
         if self._socket is None:
             return None
+        payload = bytes(view) if self._wiring.curve is None else view
         try:
             self._socket.send(header, zmq.DONTWAIT | zmq.SNDMORE)
-            tracker = self._socket.send(view, zmq.DONTWAIT, copy=False, track=True)
+            tracker = self._socket.send(payload, zmq.DONTWAIT, copy=False, track=True)
         except zmq.Again:
             return None
         assert tracker is not None

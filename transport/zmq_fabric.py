@@ -327,10 +327,11 @@ class ZmqFabric:
     def _send_view(
         self, identity: bytes, header: bytes, view: memoryview
     ) -> zmq.MessageTracker | None:
+        payload = bytes(view) if self._keys is None else view  # see `Lane.send_view`
         try:
             self._router.send(identity, zmq.DONTWAIT | zmq.SNDMORE)
             self._router.send(header, zmq.DONTWAIT | zmq.SNDMORE)
-            return self._router.send(view, zmq.DONTWAIT, copy=False, track=True)
+            return self._router.send(payload, zmq.DONTWAIT, copy=False, track=True)
         except zmq.ZMQError as error:
             logger.debug("an answer was dropped: %s", error)
             return None

@@ -8,6 +8,7 @@ that a daemon before this one got, costs at most a tick.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ckptd.events import EventLog
+from ckptd.memory import locks
 from ckptd.memory.adopting import Adopted, tell_adopted
 from ckptd.memory.ring import SlotState
 from ckptd.memory.sealer import Outcome, Verdict, scrub_slot, seal_slot
@@ -202,13 +204,25 @@ class Housekeeper:
             self.settle(segment)
 
     def _vanished(self, segment: Segment) -> None:
-        self._store.discard(segment)
+        """Only this segment is lost, whatever was done to it."""
+        if not segment.cut:
+            self._store.discard(segment)
+            text = f"{segment.path.name} was removed or replaced behind our back"
+            self._events.add(
+                "error", "segment_vanished", f"{text}; its snapshots are lost", segment.key
+            )
+            return
+        size = os.fstat(segment.fd).st_size
+        others = set(locks.holders_of(segment.path)) - {os.getpid()}
+        self._store.remove(segment)
         self._events.add(
             "error",
-            "segment_vanished",
-            f"{segment.path.name} was removed or replaced behind our back; its snapshots are lost",
+            "segment_cut",
+            f"{segment.path.name} was cut from {segment.file_bytes} to {size} bytes by a process that may write to it "
+            f"(open in process {', '.join(map(str, sorted(others))) or 'unknown'}); its snapshots are lost, and it is removed",
             segment.key,
         )
+        self._slow.submit(segment.close, _nothing, self._slow_failed)
 
     def _sweep(
         self, segment: Segment, now_s: float, before: dict[tuple[Segment, int], tuple[int, float]]

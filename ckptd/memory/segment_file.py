@@ -5,7 +5,6 @@ Slot states are changed here only under the slot's lock, or where no trainer can
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from ckptd.config import trusted_users
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
+from ckptd.memory.file_mapping import FileMapping
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import (
     OWNER_LOCK_BYTE,
@@ -50,7 +50,7 @@ class Segment:
     path: Path
     descriptor: SegmentDescriptor
     geometry: SegmentGeometry
-    buffer: memoryview
+    mapping: FileMapping
     fd: int
     file_bytes: int
     mlocked: bool = False
@@ -77,10 +77,20 @@ class Segment:
         """Whether it is part of a ring."""
         return self.descriptor.holds_snapshots
 
+    @property
+    def buffer(self) -> memoryview:
+        """All of the file, mapped."""
+        return self.mapping.view
+
+    @property
+    def cut(self) -> bool:
+        """Did somebody make the file shorter than it was mapped? Nothing that was in it is to be believed then."""
+        return self.mapping.cut or os.fstat(self.fd).st_size < self.file_bytes
+
     def in_place(self) -> bool:
-        """Is our file still the one with this name? False if somebody removed or replaced it."""
+        """Is our file still the one with this name? False if somebody removed, replaced or cut it."""
         try:
-            return self.path.stat().st_ino == os.fstat(self.fd).st_ino
+            return self.path.stat().st_ino == os.fstat(self.fd).st_ino and not self.cut
         except FileNotFoundError:
             return False
 
@@ -174,14 +184,13 @@ def open_segment(path: Path, *, readonly: bool = False, named: str = "") -> Segm
             raise ValueError(f"it belongs to user {os.fstat(fd).st_uid}")
         if size == 0:
             raise SegmentError("it is empty", operation="read segment")
-        access = mmap.ACCESS_READ if readonly else mmap.ACCESS_WRITE
-        buffer = memoryview(mmap.mmap(fd, size, access=access))
-        geometry, descriptor = read_prologue(buffer)
+        mapping = FileMapping(fd, size, readonly=readonly)
+        geometry, descriptor = read_prologue(mapping.view)
         _check_file_name(named or path.name, descriptor)
     except BaseException:
         os.close(fd)
         raise
-    return Segment(path, descriptor, geometry, buffer, fd, size)
+    return Segment(path, descriptor, geometry, mapping, fd, size)
 
 
 def _check_file_name(name: str, descriptor: SegmentDescriptor) -> None:

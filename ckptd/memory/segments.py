@@ -15,7 +15,6 @@ who look after memory, whatever is in it. Generations of a rank are counted over
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from ckptd.memory.adopting import ASIDE, Adopted, Adoption
+from ckptd.memory.file_mapping import FileMapping
 from ckptd.memory.pages import allocate, populate, try_mlock
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import (
@@ -314,7 +314,8 @@ class SegmentStore:
         fd = os.open(temporary, flags, 0o600)
         try:
             file_bytes = allocate(fd, plan.geometry.total_bytes)
-            buffer = memoryview(mmap.mmap(fd, file_bytes))
+            mapping = FileMapping(fd, file_bytes)
+            buffer = mapping.view
             populate(buffer, hugepages=self._hugepages == "auto")
             why_not = None if self._mlock == "off" else try_mlock(buffer)
             if why_not is not None and self._mlock == "on":
@@ -331,7 +332,7 @@ class SegmentStore:
             raise
         mlocked = self._mlock != "off" and why_not is None
         return Segment(
-            plan.path, plan.descriptor, plan.geometry, buffer, fd, file_bytes, mlocked=mlocked
+            plan.path, plan.descriptor, plan.geometry, mapping, fd, file_bytes, mlocked=mlocked
         )
 
 

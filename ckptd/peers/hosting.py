@@ -196,6 +196,11 @@ class Host:
         self._lending.tick()
         self._tickets.tick(now_s)
         self._reads.tick(now_s)
+        for segment in self._replicas.everything():
+            if not segment.in_place():
+                text = f"{segment.path.name} was removed, replaced or cut short behind our back"
+                self._events.add("error", "segment_vanished", text)
+                self.remove(segment, "it is lost")
         for segment, why in self._unneeded(now_s) or self._expired(now_s):
             self.remove(segment, why)
         self._known.forget_promises(lambda job, run: not self._replicas.all_of_run(job, run))
