@@ -17,6 +17,7 @@ import ckptd
 from ckptd.config import ConfigError, field_docs, load_config, render_toml
 from ckptd.daemon import Daemon
 from ckptd.logs import set_up_logging
+from ckptd.printable import for_terminal
 from ckptd.runtime_dir import AlreadyRunning, UnusableFolder
 from ckptd.settings import DaemonConfig
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         loaded = load_config(flags, file=args.config)
     except ConfigError as error:
-        print(f"ckptd: {error}", file=sys.stderr)
+        print(f"ckptd: {for_terminal(str(error))}", file=sys.stderr)
         return EXIT_USAGE
     if args.print_config:
         print(render_toml(loaded), end="")
@@ -56,10 +57,10 @@ def _run(config: DaemonConfig) -> int:
     try:
         Daemon(config).run()
     except AlreadyRunning as error:
-        print(f"ckptd: {error}", file=sys.stderr)
+        print(f"ckptd: {for_terminal(str(error))}", file=sys.stderr)
         return EXIT_ALREADY_RUNNING
     except UnusableFolder as error:
-        print(f"ckptd: {error}", file=sys.stderr)
+        print(f"ckptd: {for_terminal(str(error))}", file=sys.stderr)
         return EXIT_UNUSABLE
     return 0
 

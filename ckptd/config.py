@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ckptd.printable import hide_options, hide_secrets
 from ckptd.settings import DaemonConfig
 from ckptd.transport.local_trust import own_users
 
@@ -162,10 +163,12 @@ def render_table() -> str:
 
 
 def render_toml(loaded: LoadedConfig) -> str:
-    """The configuration as TOML, each value with where it came from."""
+    """The configuration as TOML, each value with where it came from; credentials in it are hidden."""
     lines = []
     for key in _fields():
         value = getattr(loaded.config, key)
+        if key in _SECRETIVE and value:
+            value = (hide_options if key == "store_options" else hide_secrets)(value)
         text = json.dumps(value, ensure_ascii=False)
         lines.append(f"{key} = {text}  # {loaded.sources[key]}")
     return "\n".join(lines) + "\n"

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter, deque
 
+from ckptd.printable import one_line
 from ckptd.sessions import RankKey
 from ckptd.transport.messages import EventInfo, Events
 
@@ -27,7 +28,8 @@ class EventLog:
         self.counters: Counter[str] = Counter()
 
     def add(self, level: str, kind: str, message: str, key: RankKey | None = None) -> None:
-        """Record one event; level is info, warning or error."""
+        """Record one event; level is info, warning or error. What trainers and peers say is made safe to print here."""
+        kind, message = one_line(kind), one_line(message)
         self._last_seq += 1
         self._events.append(
             EventInfo(

@@ -130,8 +130,8 @@ def _start(folder: Path, endpoint: str, flags: Mapping[str, str], deadline: floa
     if log.exists() and log.stat().st_size > _LOG_LIMIT_BYTES:
         log.replace(folder / "ckptd.log.old")
     command = [sys.executable, "-m", "ckptd", "run"]
-    for key, text in flags.items():
-        command += ["--" + key.replace("_", "-"), text]
+    # Everybody on the host can read a command line: options, which may hold credentials, go another way.
+    settings = {"CKPTD_" + key.upper(): text for key, text in flags.items()}
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
@@ -139,7 +139,7 @@ def _start(folder: Path, endpoint: str, flags: Mapping[str, str], deadline: floa
             stdout=output,
             stderr=output,
             cwd="/",
-            env=_environment(),
+            env=_environment() | settings,
             start_new_session=True,
         )
     while not answers(endpoint):

@@ -6,8 +6,22 @@ import json
 import logging
 import sys
 import time
+from typing import Any
 
-__all__ = ["set_up_logging"]
+from ckptd.printable import for_terminal, one_line
+
+__all__ = ["TextFormatter", "set_up_logging"]
+
+
+class TextFormatter(logging.Formatter):
+    """A record is one line, whatever its message holds; a traceback follows on lines of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = one_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return for_terminal(super().formatException(ei))
 
 
 class _JsonFormatter(logging.Formatter):
@@ -16,10 +30,10 @@ class _JsonFormatter(logging.Formatter):
             "time": f"{self._time(record)}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": one_line(record.getMessage()),
         }
         if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
+            fields["exception"] = for_terminal(self.formatException(record.exc_info))
         return json.dumps(fields, ensure_ascii=False)
 
     def _time(self, record: logging.LogRecord) -> str:
@@ -33,7 +47,7 @@ def set_up_logging(level: str, style: str) -> None:
         handler.setFormatter(_JsonFormatter())
     else:
         text = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
-        handler.setFormatter(logging.Formatter(text, "%Y-%m-%d %H:%M:%S"))
+        handler.setFormatter(TextFormatter(text, "%Y-%m-%d %H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -33,6 +33,7 @@ from ckptd.ctl.store_lookup import (
     read_manifests_of,
 )
 from ckptd.ctl.store_views import RunShown, rows_of, runs_in, show_checkpoint, standing_of
+from ckptd.printable import for_terminal
 from ckptd.settings import DaemonConfig
 from ckptd.storage.catalog import Catalog
 from ckptd.storage.names import MAX_ITERATION, check_name
@@ -185,7 +186,7 @@ def _rm(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Outcom
 def _gc(store: OpenedStore, args: argparse.Namespace, config: DaemonConfig) -> Outcome:
     def planned(plan: Collected) -> None:
         if not args.json:
-            print(render.planned(plan), flush=True)
+            print(for_terminal(render.planned(plan)), flush=True)
 
     found = collect(store, args, policy_of(args, config), planned)
     refused = any(each.refused for each in found)

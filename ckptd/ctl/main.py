@@ -45,6 +45,7 @@ from ckptd.ctl.store_access import StoreProblem
 from ckptd.errors import DaemonUnavailable, ElasticError, RemoteProtocolError
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.launch import answers, connect
+from ckptd.printable import for_terminal
 from ckptd.settings import DaemonConfig
 from ckptd.transport import messages as m
 from ckptd.transport.keys import KeysError
@@ -276,10 +277,11 @@ def _show(args: argparse.Namespace, answer: Any, text: Callable[[], str]) -> Non
     if args.json:
         print(msgspec.json.encode(answer).decode())
     else:
-        print(text())
+        print(for_terminal(text()))
 
 
 def _fail(args: argparse.Namespace, code: int, message: str) -> int:
+    message = for_terminal(message)
     print(f"ckptctl: {message}", file=sys.stderr)
     if args.json:
         print(msgspec.json.encode({"error": message, "exit_status": code}).decode())

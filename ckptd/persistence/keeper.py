@@ -21,6 +21,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from ckptd.logs import TextFormatter
 from ckptd.persistence import wire as w
 from ckptd.persistence.pacer import Pacer
 from ckptd.persistence.rank_store import Overtaken, UnknownSnapshot
@@ -357,7 +358,9 @@ class _Opening:
 
 def main(argv: list[str]) -> int:
     """Serve the daemon at the other end of the inherited descriptor until it is gone."""
-    logging.basicConfig(level=logging.INFO, format="ckptd store keeper: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(TextFormatter("ckptd store keeper: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # we end with the daemon, not with its terminal
     channel = w.Channel(socket.socket(fileno=int(argv[1])), w.decode_to_keeper)

@@ -1,0 +1,66 @@
+"""What may be printed: text without credentials, and without characters that steer a terminal or forge a line of a log.
+
+Events, log lines, errors and what `ckptctl` prints pass here, wherever they come from: a trainer's notice, a peer's refusal, the
+error of a store's client.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+__all__ = ["HIDDEN", "for_terminal", "hide_options", "hide_secrets", "one_line"]
+
+HIDDEN = "***"
+
+_SECRET = r"(?:secret|token|passw|pwd|credential|signature|access_?key|account_?key|api_?key|sas|authoriz)"
+# scheme://user:password@host, also without a password; the user may be the key.
+_USER = re.compile(r"(?<=://)[^/\s'\"@?#]+@")
+# ?token=…, &X-Amz-Signature=…, secret_access_key=…
+_PAIR = re.compile(rf"(?i)([\w.-]*{_SECRET}[\w.-]*=)[^&\s'\",;)}}]+")
+# "aws_secret_access_key": "…", as in options and in errors that repeat them
+_FIELD = re.compile(rf"(?i)(['\"][\w.-]*{_SECRET}[\w.-]*['\"]\s*:\s*)(\"[^\"]*\"|'[^']*')")
+_SECRET_NAME = re.compile(rf"(?i){_SECRET}|^key$|^auth$")
+# Controls of C0 and C1, other line ends, and what turns the direction of text.
+_CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+_STEERS = re.compile(f"[{_CONTROL}]")
+# Of a text of several lines: colours are ours, too.
+_STEERS_TERMINAL = re.compile(rf"(?!\n)(?!\x1b\[[0-9;]*m)[{_CONTROL}]")
+
+
+def hide_secrets(text: str) -> str:
+    """The text with credentials in URLs, in pairs and in fields replaced."""
+    text = _USER.sub(f"{HIDDEN}@", text)
+    text = _PAIR.sub(rf"\g<1>{HIDDEN}", text)
+    return _FIELD.sub(rf'\g<1>"{HIDDEN}"', text)
+
+
+def one_line(text: str) -> str:
+    """The text as it can stand in an event or a line of a log: no secrets, controls escaped."""
+    return _STEERS.sub(_escaped, hide_secrets(text))
+
+
+def for_terminal(text: str) -> str:
+    """The same for text of several lines."""
+    return _STEERS_TERMINAL.sub(_escaped, hide_secrets(text))
+
+
+def hide_options(options: str) -> str:
+    """A JSON object of options, with the values of secret ones replaced; at any depth."""
+    try:
+        return json.dumps(_hidden(json.loads(options)), ensure_ascii=False)
+    except ValueError:
+        return HIDDEN
+
+
+def _hidden(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: HIDDEN if _SECRET_NAME.search(k) else _hidden(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_hidden(each) for each in value]
+    return hide_secrets(value) if isinstance(value, str) else value
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()

@@ -1,0 +1,158 @@
+"""Secrets appear in no output, and what trainers and peers say steers no terminal and forges no line of a log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ckptd.config import load_config, render_toml
+from ckptd.events import EventLog
+from ckptd.launch import ensure_daemon
+from ckptd.logs import set_up_logging
+from ckptd.printable import for_terminal, hide_options, hide_secrets, one_line
+from ckptd.transport.messages import Notice
+from tests.ckptd.running import attach, eventually, running_daemon
+
+SECRET = "hunter2-very-secret"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"s3://me:{SECRET}@bucket/p is away", "s3://***@bucket/p is away"),
+        (f"https://{SECRET}@host/x", "https://***@host/x"),
+        (
+            f"GET https://h/x?a=1&X-Amz-Signature={SECRET}&b=2",
+            "GET https://h/x?a=1&X-Amz-Signature=***&b=2",
+        ),
+        (f"https://h/x?token={SECRET}", "https://h/x?token=***"),
+        (f"secret_access_key={SECRET}, region=eu", "secret_access_key=***, region=eu"),
+        (f"{{'aws_secret_access_key': '{SECRET}'}}", "{'aws_secret_access_key': \"***\"}"),
+        ("tcp://10.0.0.1:5 and s3://bucket/a@b stay", "tcp://10.0.0.1:5 and s3://bucket/a@b stay"),
+    ],
+)
+def test_secrets_are_hidden(text: str, shown: str) -> None:
+    assert hide_secrets(text) == shown
+
+
+def test_options_keep_what_is_not_secret() -> None:
+    told = {
+        "region": "eu",
+        "secret_access_key": SECRET,
+        "client": {"headers": {"Authorization": SECRET}},
+    }
+    shown = hide_options(json.dumps(told))
+    assert SECRET not in shown
+    assert json.loads(shown)["region"] == "eu"
+
+
+def test_controls_are_escaped() -> None:
+    assert one_line("a\nb\x1b[2J\u202ec\x9b\x7f") == "a\\nb\\x1b[2J\\u202ec\\x9b\\x7f"
+    assert for_terminal("a\n\x1b[31mred\x1b[0m\x1b[2J") == "a\n\x1b[31mred\x1b[0m\\x1b[2J"
+
+
+def test_print_config_hides_credentials() -> None:
+    """It printed them as they were."""
+    environ = {
+        "CKPTD_STORE": f"s3://me:{SECRET}@bucket/p?token={SECRET}",
+        "CKPTD_STORE_OPTIONS": json.dumps({"secret": SECRET, "region": "eu"}),
+    }
+    shown = render_toml(load_config(environ=environ))
+    assert SECRET not in shown
+    assert "bucket/p" in shown
+    assert "region" in shown
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_a_log_line_is_one_line_without_secrets(
+    style: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    try:
+        set_up_logging("info", style)
+        logging.getLogger("x").info("first s3://u:%s@b\n2026 ERROR forged \x1b[2J", SECRET)
+        try:
+            raise ValueError(f"https://h/?token={SECRET}")
+        except ValueError:
+            logging.getLogger("x").exception("second")
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    told = capsys.readouterr().err
+    assert SECRET not in told
+    assert "\x1b" not in told
+    assert [line for line in told.splitlines() if line.startswith("2026 ERROR")] == []
+
+
+def test_an_event_is_stored_without_secrets_and_controls() -> None:
+    events = EventLog(10)
+    events.add("info", "kind\x1b", f"s3://u:{SECRET}@b\nforged")
+    (event,) = events.page(0, 10).events
+    assert (event.kind, event.message) == ("kind\\x1b", "s3://***@b\\nforged")
+
+
+def test_what_a_trainer_says_reaches_neither_log_nor_terminal_as_it_is() -> None:
+    """A notice cleared the screen of whoever looked at the events, and forged lines in the daemon's log."""
+    with running_daemon() as daemon, daemon.client() as client:
+        attach(client)
+        client.send(
+            Notice("error", "k\x1b[2J", f"\x1b]0;title\x07\nforged ERROR s3://a:{SECRET}@b")
+        )
+        eventually(lambda: "forged" in daemon.ctl("events").stdout, "it is told")
+        for told in (daemon.ctl("events").stdout, daemon.log_text()):
+            assert "\x1b" not in told
+            assert "\x07" not in told
+            assert SECRET not in told
+            assert "\nforged" not in told
+
+
+def test_options_of_a_started_daemon_are_in_no_command_line(tmp_path: Path) -> None:
+    """They were flags, which everybody on the host can read."""
+    segments = Path(tempfile.mkdtemp(prefix="ckptd-test-argv-", dir="/dev/shm"))
+    flags = {
+        "runtime_dir": str(tmp_path / "run"),
+        "segment_dir": str(segments),
+        "memory": "64MiB",
+        "store": f"s3://me:{SECRET}@bucket/prefix",
+        "store_options": json.dumps({"secret_access_key": SECRET, "region": "eu"}),
+        "store_backend": "obstore",
+    }
+    ensure_daemon(**flags, timeout_s=30)
+    started: list[int] = []
+    try:
+        pids = map(int, running_pids())
+        started += [pid for pid in pids if str(segments) in environ_of(pid)]
+        assert started
+        assert all(SECRET not in command_of(pid) for pid in started)
+        assert SECRET not in (tmp_path / "run" / "ckptd.log").read_text()
+    finally:
+        for pid in started:
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(segments)
+
+
+def running_pids() -> list[str]:
+    return [name for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def environ_of(pid: int) -> str:
+    return read_proc(pid, "environ")
+
+
+def command_of(pid: int) -> str:
+    return read_proc(pid, "cmdline")
+
+
+def read_proc(pid: int, what: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{what}").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""  # it has ended, or is another user's
