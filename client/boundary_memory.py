@@ -245,15 +245,12 @@ class LogMemory(BesideMemory):
             first_needed = self.first_needed()
             self.drop_older(first_needed)
             claimed = self._claim(iteration, first_needed)
-            if isinstance(claimed, str) and not self._promise_is_hard():
-                # As in the ring. And a gap now would be there for as long as the promise is behind.
+            if isinstance(claimed, str):
+                # A gap now would be there for as long as the promise is behind; where logs are missing all ranks go back, and nothing is lost.
                 claimed = self._claim(iteration, self.first_needed(promised=False))
                 self._stats.log_overrides += not isinstance(claimed, str)
             if not isinstance(claimed, str) or not self._seal_a_snapshot():
                 return claimed
-
-    def _promise_is_hard(self) -> bool:
-        return self._memory.table.ring_hint.sole and self._memory.session.connected
 
     def _seal_a_snapshot(self) -> bool:
         """Whether a snapshot could be sealed here: steps may be quicker than the daemon, and what is not sealed frees nothing."""

@@ -344,8 +344,7 @@ class Capture:
         busy: set[tuple[int, int]] = set()
         drained = False
         self.need_generation = ""
-        hint = self._table.ring_hint
-        hard = hint.sole and self._connected()
+        hard = self._table.is_hard(connected=self._connected())
         for _ in range(segment.geometry.num_slots + 2):
             records = self._table.records()
             choice = choose_slot(
@@ -353,7 +352,7 @@ class Capture:
                 self._num_operators,
                 busy=busy,
                 generation=segment.generation,
-                protected=self._table.promised(records, self._num_operators),
+                protected=self._table.promised(records, self._num_operators, hard=hard),
                 hard=hard,
                 epochs=self._table.epochs,
             )

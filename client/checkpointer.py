@@ -90,8 +90,6 @@ class Checkpointer:
         inline_copy: copy in the training thread, beside it, or (None) whichever is measured to be faster; CPU only.
         nan_check_every: look for NaN in the weights of every that many snapshots (0: never).
         replicas: on how many other nodes each snapshot is kept; None leaves it to the daemons' configuration.
-        keep_floor: while replication is behind by more than the ring has room for, keep the newest snapshot that all ranks have replicated, and leave out
-            newer ones until there is more memory. Otherwise it is given away where other nodes hold it, and the loss of one of those may be the loss of all.
         replicated: what several ranks have alike though no wrapper tells: patterns of parameter names, each with the process
             group (or one-dimensional ``DeviceMesh``) over which what matches is replicated.
         capture_once: what several ranks have alike is captured by one of them (bytes are spread evenly); False: by each.
@@ -133,7 +131,6 @@ class Checkpointer:
         inline_copy: bool | None = None,
         nan_check_every: int = 16,
         replicas: int | None = None,
-        keep_floor: bool = False,
         replicated: Mapping[str, Any] | None = None,
         capture_once: bool = True,
         start_from: str | os.PathLike[str] | None = None,
@@ -197,7 +194,6 @@ class Checkpointer:
                     topology=topology,
                     version=importlib.metadata.version("ckptd"),
                     replicas=replicas,
-                    keeps_floor=keep_floor,
                     timeout_s=timeout_s,
                     stats=self._stats,
                 )

@@ -86,13 +86,13 @@ class Generations:
             connected: whether the daemon can tell how far the other ranks are.
         """
         records, epochs = table.records(), table.epochs
-        hint = SlotTable(list(self._segments)).ring_hint
-        keeps = hint.sole and connected
+        every = SlotTable(list(self._segments))
+        hint, keeps = every.ring_hint, every.is_hard(connected=connected)
         numbers = droppable_generations(
             records,
             num_operators,
             self.current()[-1].generation,
-            protected=table.promised(records, num_operators) if keeps else (),
+            protected=table.promised(records, num_operators, hard=True) if keeps else (),
             epochs=epochs,
         )
         if not isinstance(find_suffix(records, num_operators, epochs=epochs), NoSuffix):

@@ -57,11 +57,9 @@ class RankMemory:
         version: str,
         timeout_s: float,
         replicas: int | None = None,
-        keeps_floor: bool = False,
         stats: Stats | None = None,
     ) -> None:
         self.identity, self.topology, self._replicas = identity, topology, replicas
-        self._keeps_floor = keeps_floor
         self._segments = Generations()
         self._ahead: tuple[MappedSegment, ...] = ()  # made for a plan that does not count yet
         self.logs = Generations()  # of the boundary log: no snapshot is in them
@@ -378,7 +376,6 @@ class RankMemory:
             window=window,
             num_operators=num_operators,
             client=payload,
-            keeps_floor=self._keeps_floor,
         )
 
     @property

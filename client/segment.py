@@ -225,15 +225,34 @@ class SlotTable:
     def ring_hint(self) -> RingHint:
         """What the daemon told last; a segment that is new has not been told yet."""
         told = [hint for s in self.segments if (hint := s.ring_hint).span]
-        return max(told, key=lambda hint: (hint.floor, hint.horizon), default=RingHint())
+        return max(told, key=lambda hint: (hint.floor, hint.horizon, hint.aim), default=RingHint())
 
-    def promised(self, records: Sequence[SlotRecord], num_operators: int) -> set[tuple[int, int]]:
-        """The slots that a recovery together with the other ranks may need (docs/replication.md §6)."""
+    def is_hard(self, *, connected: bool) -> bool:
+        """Whether what is `promised` must stay, so that newer snapshots are left out instead.
+
+        While the daemon is away nobody can tell what other nodes still hold. A run of one rank needs no common start.
+        """
+        several = any(segment.descriptor.world_size > 1 for segment in self.segments[-1:])
+        return several and (self.ring_hint.sole or not connected)
+
+    def promised(
+        self, records: Sequence[SlotRecord], num_operators: int, *, hard: bool = False
+    ) -> set[tuple[int, int]]:
+        """The slots that a recovery together with the other ranks may need (docs/replication.md §6).
+
+        Where they must stay (`is_hard`), these are no more than what the run agreed on or may agree on next.
+        """
         hint = self.ring_hint
         if not hint.span:
             return set()
-        promise = Promise(hint.floor, hint.horizon)
-        return promised(records, num_operators, promise=promise, epochs=self.epochs, span=hint.span)
+        return promised(
+            records,
+            num_operators,
+            promise=Promise(hint.floor, hint.horizon),
+            epochs=self.epochs,
+            span=hint.span,
+            up_to=hint.aim if hard else None,
+        )
 
     def ask_quiet(self, quiet: bool) -> None:
         """Ask the daemon to leave the network to training, or take that back."""

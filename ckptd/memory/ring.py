@@ -21,8 +21,8 @@ Everything else that is sealed is given away oldest first. The newest suffix of 
 never begins earlier than its predecessor did, hence nothing that is given away is missed later.
 
 Beyond that, ``protected`` names what a recovery together with the other ranks would need (`ckptd.replication.replicas.promised`).
-Where other nodes keep it too, it is given away when there is nothing else (``SlotChoice.overrides_floor``), since
-training must not wait; where this ring is the only one that holds it (``hard``) it never is.
+Where two other nodes keep it, it is given away when there is nothing else (``SlotChoice.overrides_floor``); where fewer do
+(``hard``) it never is: then there is no slot, and the snapshot is left out.
 
 How many slots: with a window of W, one chain, and each operator at most W snapshots apart, the suffix
 takes W slots, one snapshot is being filled and one digested: W + 2 never run out (`slots_for_window`).

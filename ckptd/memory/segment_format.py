@@ -112,7 +112,6 @@ class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """Whose segment it is and for what; ``client`` is the trainer's own, opaque to the daemon.
 
     ``replicated``: of a boundary log, whether it is to have replicas on other nodes. Snapshots have, wherever there are peers.
-    ``keeps_floor``: of snapshots, whether the ring keeps what the run agreed on (`RingHint`) also while other nodes hold it.
 
     The bounds are checked where a descriptor is decoded: peers send them, and every table of slots is as wide as they say.
     """
@@ -131,7 +130,6 @@ class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     client: bytes = b""
     kind: Kind = "snapshots"
     replicated: bool = False
-    keeps_floor: bool = False
 
     @property
     def is_log(self) -> bool:

@@ -248,7 +248,8 @@ class Host:
             promise, span = self._known.promise(told.job, told.run)
             epochs = self._known.epochs(told.job, told.run)
             slots = self._replicas.slots_of(group)
-            for name, why in removable(slots, promise, epochs=epochs, span=span):
+            is_open = any(self._in_use(segment, now_s) for segment in group)
+            for name, why in removable(slots, promise, epochs=epochs, span=span, is_open=is_open):
                 segment = self._replicas.get(name)
                 if segment is not None and not self._in_use(segment, now_s):
                     found.append((segment, why))

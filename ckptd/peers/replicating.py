@@ -24,6 +24,7 @@ from ckptd.recovery.holdings import header_record
 from ckptd.replication.core import Replicator
 from ckptd.replication.events import (
     Abort,
+    Agreed,
     Begin,
     BeginRefused,
     Effect,
@@ -42,6 +43,7 @@ from ckptd.replication.events import (
     Slots,
     Targets,
 )
+from ckptd.replication.replicas import Promise
 from ckptd.sessions import RankKey
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import HeldSlot
@@ -97,10 +99,21 @@ class RankReplication:
         self._granted: set[tuple[str, int]] = set()  # node, ticket: neither sealed nor given back
         self._closed = False
 
-    def set_targets(self, nodes: Iterable[str]) -> None:
-        """From now on replicate to these nodes."""
+    def begin(self, promise: Promise | None) -> None:
+        """What there is, before anything is told of it; and what the run agreed on, unless this is its only rank."""
+        self._handle(Joined(*self._epoch()))
+        self.read_slots()
+        if promise is not None:
+            self._handle(Agreed(promise.floor, promise.horizon))
+
+    def set_targets(self, nodes: Iterable[str], *, missing: bool = False) -> None:
+        """From now on replicate to these nodes; ``missing``: another that should be among them is away."""
         self.feed(Joined(*self._epoch()))
-        self.feed(Targets(tuple(nodes)))
+        self.feed(Targets(tuple(nodes), missing))
+
+    def agreed(self, promise: Promise) -> None:
+        """The run agreed on this."""
+        self.feed(Agreed(promise.floor, promise.horizon))
 
     def rejoined(self) -> None:
         """The run's epoch or span changed."""
@@ -151,10 +164,10 @@ class RankReplication:
 
     def feed(self, *events: Event) -> None:
         """Events that belong together, and what follows from them."""
-        before = self.core.replicated_up_to
+        before = self.core.word, self.core.aim
         for event in events:
             self._handle(event)
-        if self.core.replicated_up_to != before and not self._closed:
+        if (self.core.word, self.core.aim) != before and not self._closed:
             self._progressed()
 
     def _handle(self, event: Event) -> None:

@@ -43,7 +43,9 @@ class SnapshotRing:
             self._num_operators = segments[-1].descriptor.num_operators
         if not self._num_operators:
             return None
-        return Slots(tuple(r for r in records_of(segments) if r.sealed), self._num_operators)
+        records = tuple(r for r in records_of(segments) if r.sealed)
+        num_slots = max((s.geometry.num_slots for s in segments[-1:]), default=0)
+        return Slots(records, self._num_operators, num_slots)
 
     def told(self, record: SlotRecord) -> SlotRecord:
         return record

@@ -23,6 +23,7 @@ from ckptd.replication.core import Replicator
 from ckptd.replication.floor import NOTHING_CARRIED, Carried, FloorKind, FloorMessage, FloorTree
 from ckptd.replication.logs import LogReplicator
 from ckptd.replication.replicas import Promise
+from ckptd.replication.target import Interval
 from ckptd.sessions import RankKey
 from ckptd.settings import DaemonConfig
 from ckptd.transport.messages import Join, Member, ReplicationStatus, TargetStatus
@@ -33,6 +34,7 @@ __all__ = ["Run"]
 logger = logging.getLogger(__name__)
 
 _MOST = (1 << 16) - 1
+_LOOKS = 3
 
 LinkTo = Callable[[str], PeerLink | None]
 
@@ -71,6 +73,7 @@ class Run:
         self._asked_replicas = -1
         self._tree: FloorTree | None = None
         self._carried = NOTHING_CARRIED
+        self._agreeing = False
 
     @property
     def epoch_pair(self) -> tuple[int, int]:
@@ -111,7 +114,7 @@ class Run:
             ring = SnapshotRing(self._store, key)
             self.ranks[key.rank] = self._replication(
                 key,
-                Replicator(),
+                Replicator(aim=self._aim_of(key.rank)),
                 ring,
                 span=lambda: self.span,
                 progressed=lambda: self._progressed(key.rank),
@@ -124,6 +127,7 @@ class Run:
                 span=lambda: 1,
                 progressed=lambda: None,
             )
+            self.ranks[key.rank].begin(self.promise if self._num_ranks > 1 else None)
         self._retarget()
         self.ranks[key.rank].changed()
         self.logs[key.rank].changed()
@@ -345,16 +349,18 @@ class Run:
 
     def _retarget(self) -> None:
         before = self.placement
-        self.placement = self._place()
+        self.placement = self._place(self.dead)
+        whole = self._place(set()) if self.dead else self.placement
         for rank, replication in self.ranks.items():
             # Also if they are the same: the replication may be new (another epoch, another rank).
-            replication.set_targets(self.placement.targets.get(rank, ()))
+            missing = not self.dead.isdisjoint(whole.targets.get(rank, ()))
+            replication.set_targets(self.placement.targets.get(rank, ()), missing=missing)
             self.logs[rank].set_targets(self.placement.targets.get(rank, ()))
         for warning in self.placement.warnings:
             if warning not in before.warnings:
                 self._events.add("warning", "placement", f"{self.job}/{self.run}: {warning}")
 
-    def _place(self) -> Placement:
+    def _place(self, without: set[str]) -> Placement:
         wanted = self._asked_replicas if self._asked_replicas >= 0 else self._config.replicas
         reachable = [m for m in self.members if m.card.endpoint]
         nodes = [NodeFacts(m.card.node, m.card.labels, _capacity(m)) for m in reachable]
@@ -366,26 +372,31 @@ class Run:
             )
         ]
         domains = tuple(name for name in self._config.domains.split(",") if name)
-        return plan_placement(nodes, ranks, replicas=wanted, domains=domains, without=self.dead)
+        return plan_placement(nodes, ranks, replicas=wanted, domains=domains, without=without)
 
     # -- the floor -------------------------------------------------------------------------------
 
     def _progressed(self, rank: int) -> None:
         if self._tree is None or rank not in self.ranks:
             return
-        replication = self.ranks[rank]
-        if replication.core.sole:
-            # Nothing of what is told here goes from now on, so look once more at what is there.
-            self._protect_rank(rank)
-            replication.read_slots()
-        replicated = replication.core.replicated
-        self._send(
-            self._tree.set_rank(
-                rank, replicated.last, first=replicated.first, span=self._window(rank)
+        if self._secured(rank):
+            told = self.ranks[rank].core.word
+            self._send(
+                self._tree.set_rank(rank, told.last, first=told.first, span=self._window(rank))
             )
-        )
         self._agreed()
         self._protect_rank(rank)
+
+    def _secured(self, rank: int) -> bool:
+        """Nothing of what is promised here goes from now on: tell the ring, then look once more at what is there."""
+        replication = self.ranks[rank]
+        for _ in range(_LOOKS):
+            aim = replication.core.aim
+            self._protect_rank(rank)
+            replication.read_slots()
+            if replication.core.aim == aim:
+                return True
+        return False  # the ring is quicker than we are: at the next snapshot, or tick
 
     def _window(self, rank: int) -> int:
         if self._num_ranks == 1:
@@ -418,19 +429,32 @@ class Run:
                 )
 
     def _agreed(self) -> None:
-        """Act on what the tree knows now; an older promise is only ever added to."""
-        if self._tree is None:
-            return
+        """Act on what the tree knows now, and on what that leads to."""
+        if self._agreeing:
+            return  # whoever does so looks again
+        self._agreeing = True
+        try:
+            while self._tree is not None and self._adopt(self._tree):
+                self._protect()
+        finally:
+            self._agreeing = False
+
+    def _adopt(self, tree: FloorTree) -> bool:
+        """Take over what the tree knows, whether that is news; an older promise is only ever added to."""
         fresh = Promise(
-            max(self.promise.floor, self._tree.floor), max(self.promise.horizon, self._tree.horizon)
+            max(self.promise.floor, tree.floor), max(self.promise.horizon, tree.horizon)
         )
-        if self._tree.span > self.span:
-            self.span = self._tree.span
+        if tree.span > self.span:
+            self.span = tree.span
             for replication in self.ranks.values():
                 replication.rejoined()
-        if fresh != self.promise:
-            self.promise = fresh
-            self._protect()
+        if fresh == self.promise:
+            return False
+        self.promise = fresh
+        if self._num_ranks > 1:
+            for replication in self.ranks.values():
+                replication.agreed(fresh)
+        return True
 
     def _protect(self) -> None:
         """Tell the trainers' rings what should stay."""
@@ -440,25 +464,29 @@ class Run:
     def _protect_rank(self, rank: int) -> None:
         core, promise = self.ranks[rank].core, self.promise
         epoch, epoch_start = self.epoch_pair
-        if promise.floor < 0:
-            # After a recovery there may be one, which somebody else knows; it is told when the new tree agrees.
-            held = epoch_start < 0
+        if promise.floor < 0 and epoch_start < 0:
+            elsewhere = core.num_counted  # nothing is anywhere yet
         else:
-            held = core.replicated.first <= promise.floor <= core.replicated.last
-        # A target that counts may yet have to receive the suffix of the floor.
-        needed = core.sole or not held
-        together, behind = self._together(), min(core.behind, _MOST)
-        hint = RingHint(promise.floor, promise.horizon, min(self.span, _MOST), False, behind, epoch)
+            # Of the targets that count, some may yet have to receive the suffix of the floor. And after a recovery there may be a floor
+            # that somebody else knows; it is told when the new tree agrees.
+            elsewhere = core.num_holding(promise.floor) if promise.floor >= 0 else 0
+        hint = RingHint(
+            promise.floor,
+            max(promise.horizon, core.aim.first),
+            min(self.span, _MOST),
+            self._num_ranks > 1 and elsewhere < 2,
+            min(core.behind, _MOST),
+            epoch,
+            core.aim.last,
+        )
         for segment in self._store.of_rank(self._key(rank)):
-            sole = (needed or segment.descriptor.keeps_floor) and together
-            segment.protect(hint._replace(sole=sole))
+            segment.protect(hint)
 
-    def _together(self) -> bool:
-        """Whether there are other ranks, and all their nodes can tell how far they are: otherwise no floor can move."""
-        away = [m.card.node for m in self.members if m.ranks and m.card.node != self._store.node_id]
-        if any(node in self.dead or self._link(node) is None for node in away):
-            return False
-        return self._num_ranks > 1
+    def _aim_of(self, rank: int) -> Interval:
+        """What a daemon before this one had promised to the others in this epoch, as it stands beside the slots; else where the epoch began."""
+        told = [segment.ring_hint for segment in self._store.of_rank(self._key(rank))]
+        aims = [Interval(h.horizon, h.aim) for h in told if h.span and h.epoch == self.epoch]
+        return max(aims, key=lambda aim: aim.last, default=Interval(-1, self.epoch_start))
 
 
 def _capacity(member: Member) -> int | None:

@@ -21,20 +21,32 @@ from ckptd.replication.target import NO_INTERVAL, Interval, Lag, Target
 
 __all__ = ["Copies"]
 
+# A floor goes on by so many snapshots at a time at least; more than that only where there are slots beside them.
+_REACH = 2
+
 
 class Copies:
     """The local table, and beside it what targets hold; see the module. Nothing in it grows with time.
 
     Attributes:
         local: by iteration: sealed, of the living history, the one that counts.
+        aim: suffixes of the local ring that end here are brought to the targets, and are the next that may become the floor: the
+            ring gives none of them away meanwhile. See `take_aim`.
+        keeps_aim: whether the local ring is told of the aim, so that targets can be served by it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, aim: Interval = NO_INTERVAL) -> None:
         self.local: dict[int, SlotRecord] = {}
+        self.aim = aim
+        self.keeps_aim = False
+        self._least_end = -1  # no suffix that ends before will become the floor
+        self._ring_slots = 0
         self._known: dict[SnapshotKey, SlotRecord] = {}
         self._num_operators = 0
         self._num_slots = 0
-        self._own: Interval | None = None  # what the primary holds; None until somebody asks
+        self._own: list[int] | None = (
+            None  # where the primary's suffixes end; None until somebody asks
+        )
         self._span = 1
         self._epochs: dict[int, int] = {}
         self._joined: dict[int, int] = {}
@@ -50,9 +62,15 @@ class Copies:
         return True
 
     def take_table(
-        self, records: Iterable[SlotRecord], num_operators: int, targets: Collection[Target]
+        self,
+        records: Iterable[SlotRecord],
+        num_operators: int,
+        targets: Collection[Target],
+        *,
+        ring_slots: int = 0,
     ) -> None:
-        """The local ring as it is now."""
+        """The local ring as it is now, and how many slots are filled in turn."""
+        self._ring_slots = ring_slots
         if num_operators != self._num_operators:  # other operators: nothing that is held counts
             self._num_operators = num_operators
             self._known.clear()
@@ -113,9 +131,72 @@ class Copies:
 
     def own_interval(self) -> Interval:
         """Where suffixes end that the local ring holds now: unlike a host it may have given the older ones away."""
-        if self._own is None:
-            self._own = self._count_own()
-        return self._own
+        ends = self._own_ends()
+        return Interval(ends[0], ends[-1]) if ends else NO_INTERVAL
+
+    def take_aim(self, floor: int, horizon: int, target: Target | None) -> None:
+        """Choose what is to become the next floor, unless that is under way.
+
+        After a recovery the first one is all that is here up to where the recovery went back to, also what is still on its way: until the
+        new tree has agreed, each of these may be a floor that somebody else knows. An aim stands until the floor has reached it, or the horizon has passed it by: other ranks may count on it. So the ring holds
+        the floor's suffix, the aim's, and rolls on with the slots that are left. The aim reaches a little way from the floor on, if what
+        follows the floor is still here; otherwise it ends with the newest suffix, and begins a little before: ranks that choose at
+        about the same time have an iteration in common.
+
+        Args:
+            target: the one that counts. What it does not take is no aim, but for what was promised already.
+        """
+        self._least_end = max(floor, horizon)
+        usable = self._usable(target)
+        whole = self.aim.last >= 0 and self._is_whole(self.aim.last)
+        if whole and target is not None and not self._is_whole(self.aim.last, usable):
+            self.aim = Interval(self.aim.first, max(floor, self.in_aim(target).last))
+            whole = self.aim.last >= 0
+        ends = self._own_ends() if len(usable) == len(self.local) else self._count_ends(usable)
+        coming = self.aim.first < 0 and (not ends or ends[-1] < self.aim.last)
+        if (whole or coming) and self.aim.last > floor and self.aim.last >= horizon:
+            return
+        later = [end for end in ends if end > floor and end >= horizon]
+        if later:
+            reach = self._reach
+            if ends[0] <= self._least_end:
+                self.aim = Interval(ends[0], later[:reach][-1])
+            else:
+                self.aim = Interval(later[-reach:][0], later[-1])
+        elif not whole:
+            self.aim = NO_INTERVAL
+
+    @property
+    def _reach(self) -> int:
+        return max(_REACH, self._ring_slots - 2 * self._span - 2)
+
+    def holds(self, target: Target, end: int) -> bool:
+        """Whether the target holds the suffix that ends there."""
+        table = self._held_table(target)
+        return spanning_suffix(table, self._num_operators, self._span, end=end) is not None
+
+    def in_aim(self, target: Target | None) -> Interval:
+        """Where suffixes end, within the aim and without a gap, that the local ring holds, and the target; the last is -1: at none
+        yet, and never at one before the first."""
+        mine: list[int] = []
+        first = max(self.aim.first, self._least_end)
+        for end in sorted((e for e in self.local if first <= e <= self.aim.last), reverse=True):
+            linked = not mine or self.local[mine[-1]].previous == end
+            if linked and self._is_whole(end):
+                mine.append(end)
+            elif mine:
+                break
+        if not mine:
+            return Interval(self.aim.first, -1)
+        if target is None:
+            return Interval(mine[-1], mine[0])
+        there = self._held_table(target)
+        known = [self._is_whole(end, there) for end in mine]
+        if not any(known):
+            return Interval(mine[-1], -1)
+        newest = known.index(True)
+        oldest = known.index(False, newest) if False in known[newest:] else len(mine)
+        return Interval(mine[oldest - 1], mine[newest])
 
     def next_for(self, target: Target) -> SlotRecord | None:
         """The snapshot to send next; None if the target has everything."""
@@ -149,22 +230,48 @@ class Copies:
         local = set(map(key_of, self.local.values()))
         target.held = {key for key in target.held if key in local or key in keep}
 
+    def _first_suffix(self, usable: Mapping[int, SlotRecord]) -> Suffix | None:
+        """What a target that has nothing gets first."""
+        if self.keeps_aim and self.aim.last >= 0:
+            for end in (max(self.aim.first, self._least_end), self.aim.last):
+                found = spanning_suffix(usable, self._num_operators, self._span, end=end)
+                if found is not None:
+                    return found
+        return spanning_suffix(usable, self._num_operators, self._span)
+
     def _held_table(self, target: Target) -> dict[int, SlotRecord]:
         records = (self._known[key] for key in target.held if key in self._known)
         return newest_by_iteration(records, self._epochs)
 
-    def _count_own(self) -> Interval:
-        newest = spanning_suffix(self.local, self._num_operators, self._span)
+    def _usable(self, target: Target | None) -> Mapping[int, SlotRecord]:
+        """What is here, but for what the target does not take."""
+        if target is None or not target.skipped:
+            return self.local
+        return {i: r for i, r in self.local.items() if key_of(r) not in target.skipped}
+
+    def _is_whole(self, end: int, table: Mapping[int, SlotRecord] | None = None) -> bool:
+        """Whether the local ring, or this part of it, holds the suffix that ends there."""
+        table = self.local if table is None else table
+        return spanning_suffix(table, self._num_operators, self._span, end=end) is not None
+
+    def _own_ends(self) -> list[int]:
+        """Where suffixes end that the local ring holds, of the newest chain, oldest first."""
+        if self._own is None:
+            self._own = self._count_ends(self.local)
+        return self._own
+
+    def _count_ends(self, table: Mapping[int, SlotRecord]) -> list[int]:
+        newest = spanning_suffix(table, self._num_operators, self._span)
         if newest is None:
-            return NO_INTERVAL
+            return []
         everything = (1 << self._num_operators) - 1
-        covered = 0
-        oldest_first = reversed(chain_from(self.local[newest.end], self.local))
+        covered, ends = 0, []
+        oldest_first = reversed(chain_from(table[newest.end], table))
         for length, record in enumerate(oldest_first, start=1):
             covered |= record.anchors
             if covered & everything == everything and length >= self._span:
-                return Interval(record.iteration, newest.end)
-        return NO_INTERVAL
+                ends.append(record.iteration)
+        return ends
 
     def _run(self, newest: Suffix, table: Mapping[int, SlotRecord], old: Interval) -> Interval:
         """Walk back from the newest complete end for as long as every snapshot is one."""
@@ -189,12 +296,19 @@ class Copies:
     def needed(self, target: Target) -> list[SlotRecord]:
         """The local snapshots, in order, that bring the target up to date.
 
-        It goes on where the target is, if what comes next is still here; otherwise it begins with the
-        newest suffix.
+        It goes on where the target is, if what comes next is still here; otherwise it begins with the suffix of the aim, which
+        stays here until the target has it, or the newest one.
         """
         local = [self.local[iteration] for iteration in sorted(self.local)]
-        usable = {r.iteration: r for r in local if key_of(r) not in target.skipped}
-        found = spanning_suffix(usable, self._num_operators, self._span)
+        if self.keeps_aim and self.aim.last >= 0:
+            aimed = [record for record in local if record.iteration <= self.aim.last]
+            if (done := self.in_aim(target).last) >= 0:
+                # Beyond the aim no more than what the ring still has, as a rule, when the floor comes to it.
+                beyond = local[len(aimed) :][: self._reach]
+                return [record for record in aimed + beyond if record.iteration > done]
+            local = aimed
+        usable = self._usable(target)
+        found = self._first_suffix(usable)
         start = None if found is None else found.start
         tip = max(self._held_table(target), default=-1)
         if tip >= 0 and (start is None or tip < start):

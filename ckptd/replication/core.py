@@ -24,6 +24,10 @@ What a target holds (`ckptd.replication.copies`) is believed from `Opened` and `
 restarts. The complete suffixes that it holds end at the iterations ``first`` to ``last``, without a gap: a
 target that was begun anew (a substitute, or one that fell behind the local ring) holds none that ends
 before ``first``, hence a common end of all ranks exists only within every rank's interval.
+
+Where fewer than two targets count, the primary is one of the promised copies (`Replicator.word`): what the rank promises is held by
+its own ring *and* a target. So there is an *aim*, a few suffixes of the ring that are brought to the target and that the ring keeps
+meanwhile, while it rolls on in its other slots.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from ckptd.memory.snapshot_events import Hold, Joined, Note, Release, SnapshotKe
 from ckptd.replication.copies import Copies
 from ckptd.replication.events import (
     Abort,
+    Agreed,
     Begin,
     BeginRefused,
     Effect,
@@ -69,14 +74,24 @@ __all__ = ["Replicator"]
 
 
 class Replicator:
-    """One rank's replication; see the module. Nothing in it grows with time."""
+    """One rank's replication in one epoch; see the module. Nothing in it grows with time.
+
+    Args:
+        aim: of a daemon before this one, in this epoch; other ranks may count on it.
+    """
 
     def __init__(
-        self, config: ReplicationConfig | None = None, *, copies: Copies | None = None
+        self,
+        config: ReplicationConfig | None = None,
+        *,
+        copies: Copies | None = None,
+        aim: Interval = NO_INTERVAL,
     ) -> None:
         self._config = config or ReplicationConfig()
         self._targets: dict[str, Target] = {}
-        self._copies = copies or Copies()
+        self._copies = copies or Copies(aim)
+        self._agreed: Agreed | None = None
+        self._missing = False
         self._holders: dict[SnapshotKey, int] = {}
         self._effects: list[Effect] = []
         self._now_s = 0.0
@@ -119,6 +134,37 @@ class Replicator:
         """Where suffixes end that the primary holds."""
         return self._copies.own_interval()
 
+    @property
+    def num_counted(self) -> int:
+        """How many targets the floor waits for."""
+        return sum(target.counted for target in self._targets.values())
+
+    def num_holding(self, end: int) -> int:
+        """How many of them hold the suffix that ends there."""
+        counted = (target for target in self._targets.values() if target.counted)
+        return sum(self._copies.holds(target, end) for target in counted)
+
+    @property
+    def aim(self) -> Interval:
+        """What may become the next floor on the word of this rank; see `word`."""
+        return self._copies.aim
+
+    @property
+    def word(self) -> Interval:
+        """Where suffixes end that this rank promises to the others; -1 as the last: at none yet, and at none before ``first``.
+
+        With two targets or more that count, what all of them hold. With one, what it and the local ring hold: the aim, as far as it has
+        come. With none, the aim by itself where nothing could be elsewhere (no placement, no memory); but nothing while a target is away
+        or stuck, because the floor would go on from what that may hold to what is nowhere else.
+        """
+        counted = [t for t in self._targets.values() if t.counted]
+        if self._agreed is None or len(counted) > 1:
+            return self.replicated
+        stuck = any(t.wanted and not t.no_memory for t in self._targets.values())
+        if not counted and (self._missing or stuck):
+            return NO_INTERVAL
+        return self._copies.in_aim(counted[0] if counted else None)
+
     def current_up_to(self, node: str) -> int:
         """The end of the newest complete suffix on ``node``, or -1."""
         target = self._targets.get(node)
@@ -155,14 +201,18 @@ class Replicator:
         match event:
             case Joined():
                 self._join(event)
-            case Targets(nodes):
+            case Targets(nodes, missing):
+                self._missing = missing
                 self._place(nodes)
-            case Slots(records, num_operators):
-                self._take_table(records, num_operators)
+            case Slots():
+                self._take_table(event)
+            case Agreed():
+                self._agreed = event
             case Tick():
                 pass
             case _:
                 self._of_target(event)
+        self._take_aim()
         for target in list(self._targets.values()):
             self._advance(target)
         return self._effects
@@ -218,8 +268,26 @@ class Replicator:
                 self._stop(target, "not a target any more")
                 self._drop_if_done(target)
 
-    def _take_table(self, records: Iterable[SlotRecord], num_operators: int) -> None:
-        self._copies.take_table(records, num_operators, self._targets.values())
+    def _take_aim(self) -> None:
+        """With two targets that count the ring need not wait for either, so there is no aim but what was promised."""
+        if self._agreed is None:
+            return
+        copies, kept, before = self._copies, self._copies.keeps_aim, self._copies.aim
+        counted = [target for target in self._targets.values() if target.counted]
+        copies.keeps_aim = len(counted) < 2
+        if copies.keeps_aim:
+            target = counted[0] if counted else None
+            copies.take_aim(self._agreed.floor, self._agreed.horizon, target)
+        else:
+            copies.aim = Interval(-1, max(copies.aim.last, self.replicated.last))
+        if copies.keeps_aim != kept or (kept and copies.aim != before):
+            for target in self._targets.values():
+                target.planned = False
+
+    def _take_table(self, told: Slots) -> None:
+        self._copies.take_table(
+            told.records, told.num_operators, self._targets.values(), ring_slots=told.num_slots
+        )
         for target in self._targets.values():
             gone = target.record is not None and self._copies.here(target.record) is None
             if gone and target.phase is Phase.PUTTING:

@@ -16,6 +16,7 @@ from ckptd.memory.snapshot_events import (
 
 __all__ = [
     "Abort",
+    "Agreed",
     "Begin",
     "BeginRefused",
     "Effect",
@@ -41,17 +42,33 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The placement: the nodes that shall hold this rank's replicas. `Joined` comes before it."""
+    """The placement: the nodes that shall hold this rank's replicas. `Joined` comes before it.
+
+    ``missing``: a node that would be one of them is away, and what it holds may be all that there is elsewhere.
+    """
 
     nodes: tuple[str, ...]
+    missing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The primary's slot tables (all generations) after a seal or another change."""
+    """The primary's slot tables (all generations) after a seal or another change.
+
+    ``num_slots``: how many the generation has that is filled now.
+    """
 
     records: tuple[SlotRecord, ...]
     num_operators: int
+    num_slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What the run agreed on, as far as this node knows (`ckptd.replication.replicas.Promise`). A run of one rank needs none of it."""
+
+    floor: int
+    horizon: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +205,7 @@ Event = (
     Joined
     | Targets
     | Slots
+    | Agreed
     | Opened
     | OpenRefused
     | Granted

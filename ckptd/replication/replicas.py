@@ -132,12 +132,17 @@ def promised(
     epochs: Mapping[int, int] = _NO_EPOCHS,
     span: int = 1,
     incoming: SlotRecord | None = None,
+    up_to: int | None = None,
 ) -> set[Key]:
-    """The sealed slots that stay; with ``incoming``, also those that it links to. See the module."""
+    """The sealed slots that stay; with ``incoming``, also those that it links to. See the module.
+
+    Args:
+        up_to: no suffix that ends later can become the floor before who holds these slots is told.
+    """
     newest = newest_by_iteration(_told(records), epochs)
     at_floor = spanning_suffix(newest, num_operators, span, end=promise.floor)
     least = max(promise.floor, promise.horizon)
-    suffixes = [at_floor, *_ends_from(newest, num_operators, span, least)]
+    suffixes = [at_floor, *_ends_from(newest, num_operators, span, least, up_to)]
     if not any(suffixes):
         suffixes = [spanning_suffix(newest, num_operators, span)]
     kept = [record for suffix in suffixes if suffix is not None for record in suffix.records]
@@ -152,13 +157,18 @@ def removable(
     *,
     epochs: Mapping[int, int] = _NO_EPOCHS,
     span: int = 1,
+    is_open: bool = False,
 ) -> list[tuple[str, str]]:
     """The replicas that no promise needs, and why; who calls passes over those that a peer has open.
+
+    Where a peer has one open, what its newest chain links to in others stays: the chain that is being built lies in several replicas
+    where the primary's ring has grown.
 
     As long as there is no floor, only those go that hold nothing but abandoned histories.
 
     Args:
         group: by name: the number of operators, and the slots.
+        is_open: whether a peer has one of them open.
     """
     found = []
     records = [record for _, slots in group.values() for record in slots]
@@ -166,7 +176,7 @@ def removable(
     for name, (num_operators, slots) in group.items():
         alike = [r for n, others in group.values() if n == num_operators for r in others]
         reason = _why_removable(slots, alike, num_operators, promise, known, span)
-        if reason:
+        if reason and not (is_open and _is_built_on(slots, alike, num_operators, known, span)):
             found.append((name, reason))
     return found
 
@@ -176,6 +186,18 @@ def stale_slots(records: Iterable[SlotRecord], epochs: Mapping[int, int] = _NO_E
     table = list(_told(records))
     known = epoch_table(table, epochs)
     return [record.key for record in table if is_stale(record, known)]
+
+
+def _is_built_on(
+    slots: Sequence[SlotRecord],
+    alike: Sequence[SlotRecord],
+    num_operators: int,
+    epochs: Mapping[int, int],
+    span: int,
+) -> bool:
+    newest = newest_by_iteration(_told(alike), epochs)
+    tip = _chain(newest[max(newest)], newest, num_operators, span) if newest else []
+    return any(slot.key in {record.key for record in tip} for slot in slots)
 
 
 def _why_removable(
@@ -245,11 +267,11 @@ def spanning_suffix(
 
 
 def _ends_from(
-    newest: Mapping[int, SlotRecord], num_operators: int, span: int, least: int
+    newest: Mapping[int, SlotRecord], num_operators: int, span: int, least: int, most: int | None
 ) -> Iterator[Suffix]:
-    """The complete suffixes that end at iteration ``least`` or later, in order."""
+    """The complete suffixes that end at iteration ``least`` or later, and at ``most`` or earlier, in order."""
     for iteration in sorted(newest):
-        if iteration >= least:
+        if iteration >= least and (most is None or iteration <= most):
             found = spanning_suffix(newest, num_operators, span, end=iteration)
             if found is not None:
                 yield found

@@ -29,7 +29,6 @@ _GIVEN = frozenset(
         "replicated",
         "start_from",
         "topology",
-        "keep_floor",
     }
 )
 

@@ -339,7 +339,6 @@ class ElasticJob:
             daemon=self._daemon,
             topology=WORLD_TOPOLOGY,
             policy="dense",
-            keep_floor=True,
             park=True,
             replicated=whole.replicated if self.world_size > 1 else None,
             **options,

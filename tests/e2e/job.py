@@ -83,7 +83,7 @@ def _no_room(ckpt: Checkpointer) -> bool:
         records,
         capture._num_operators,
         generation=generation,
-        protected=table.promised(records, capture._num_operators),
+        protected=table.promised(records, capture._num_operators, hard=table.ring_hint.sole),
         hard=table.ring_hint.sole,
         epochs=table.epochs,
     )

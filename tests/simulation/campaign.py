@@ -1,4 +1,4 @@
-"""Many schedules of `tests.simulation.replication_world`.
+"""Many schedules of `tests.simulation.replication_world`, and one in twenty as many of each row of `tests.simulation.single_losses`.
 
 ``python -m tests.simulation.campaign --schedules 10000 --seed 0 [--processes 2]`` prints a line per thousand;
 a seed that breaks a promise is printed with its trace, and the rest is still played: one night tells all of them.
@@ -15,14 +15,24 @@ from collections.abc import Sequence
 from multiprocessing import get_context
 
 from tests.simulation.replication_world import play
+from tests.simulation.single_losses import ROWS, play_row
 
 __all__ = ["main"]
+
+
+_ROWS_SHARE = 20
+_PRICE = ("losses asked", "skipped", "snapshots")
 
 
 def _played(seed: int) -> tuple[int, Counter[str], str]:
     """The seed, what it showed, and how it failed ("" if it did not)."""
     try:
-        return seed, play(seed).seen, ""
+        seen = play(seed).seen
+        if seed % _ROWS_SHARE == 0:
+            for row in ROWS:
+                told = play_row(seed // _ROWS_SHARE, row).seen
+                seen.update({f"{row}: {what}": told[what] for what in _PRICE})
+        return seed, seen, ""
     except Exception:  # noqa: BLE001 - whatever went wrong belongs to this seed, and is printed with it
         return seed, Counter(), traceback.format_exc()
 

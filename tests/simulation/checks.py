@@ -3,12 +3,11 @@
 (a) A sealed copy is the primary's snapshot, byte by byte.
 (b) A plan's pieces are one history.
 (c) The promise of the floor F. When F was announced, each rank had *holders*: the targets that its replicator
-    counted, or its own primary where none counted; its latest word on F counts (of its newest epoch). As long as a daemon of the run knows
+    counted, and its own primary where there was one or none; its latest word on F counts (of its newest epoch). As long as a daemon of the run knows
     of F, no newer floor is announced and no recovery went below F: every holder whose memory still exists holds the rank's complete suffix that ends at F. Lose any nodes, of
     which at most r have not been lost yet: if each rank is left one such holder, or its own node with a suffix
     that ends at F, then a plan exists for the job killed now, and ends at F or later. A node that is cut off
-    is lost for the time being. A primary that gave the suffix away while its daemon or another node of the
-    run was away holds it no longer.
+    is lost for the time being.
 (d) No host gives a slot away that it promised to keep.
 (e) What is not needed goes; (f) when all is calm, the floor follows the job. See `World.settle`.
 """
@@ -48,7 +47,6 @@ class Checks(Network):
         self.announced: Announced | None = None
         self.highest = -1  # of all floors of the live history
         self.vouched: dict[int, list[Vouched]] = {}
-        self.waived: dict[int, int] = {}  # rank: what was given away, rightly
         self.changed = True
 
     # What was said.
@@ -130,8 +128,11 @@ class Checks(Network):
         node = self.nodes[holder.node]
         return node.up and node.life == holder.life
 
-    def waives(self, rank: int, floor: int) -> bool:
-        return floor - self.span < self.waived.get(rank, -1)
+    def is_soft(self, rank: int, floor: int) -> bool:
+        """Whether a primary may have given the suffix away: a run of one rank needs no common start, and two others may hold it."""
+        others = [name for name in self.nodes if self.nodes[name].up]
+        held = sum(self.holds(name, rank, floor, own=False) for name in others)
+        return len(self.homes) == 1 or held > 1
 
     # The checks.
 
@@ -181,7 +182,7 @@ class Checks(Network):
             return
         for rank, holders in told.holders.items():
             for holder in holders:
-                if not self.stands(holder) or (holder.own and self.waives(rank, told.floor)):
+                if not self.stands(holder) or (holder.own and self.is_soft(rank, told.floor)):
                     continue
                 assert self.holds(holder.node, rank, told.floor, own=holder.own), (
                     f"(c) {holder} does not hold rank {rank} up to the floor {told.floor}"
@@ -204,5 +205,5 @@ class Checks(Network):
         return any(self._counts(holder, rank, told.floor, lost) for holder in told.holders[rank])
 
     def _counts(self, holder: Holder, rank: int, floor: int, lost: Collection[str]) -> bool:
-        waived = holder.own and self.waives(rank, floor)
-        return self.stands(holder) and holder.node not in lost and not waived
+        soft = holder.own and self.is_soft(rank, floor)
+        return self.stands(holder) and holder.node not in lost and not soft

@@ -198,7 +198,8 @@ class Hosts(Checks):
             group = {name: (trainer.window, r) for name, r in self.group(node, rank).items()}
             if in_use.issuperset(group):
                 continue
-            for name, _ in removable(group, promise, epochs=epochs, span=span):
+            is_open = not in_use.isdisjoint(group)
+            for name, _ in removable(group, promise, epochs=epochs, span=span, is_open=is_open):
                 if name not in in_use:
                     gone = node.segments.pop(name)
                     self.seen["replica removed"] += 1

@@ -82,8 +82,10 @@ class WorldConfig:
     "False: who takes part, and which epochs there were, is in the memory of daemons alone."
     carries: bool = True
     "False: a new epoch, and a restarted root, know nothing of a floor (and span) of before."
-    hard_until_held: bool = True
-    "False: a primary is soft as soon as some target counts, whatever that holds."
+    hard: bool = True
+    "False: a primary gives the floor's suffix away as soon as one target holds it."
+    withholds: bool = True
+    "False: a primary vouches by itself while its target is away."
     reads_anew: bool = True
     "False: a primary vouches for what its slots were told to hold last, not for what they hold now."
     counts_span: bool = True
@@ -107,6 +109,7 @@ class Hint(NamedTuple):
     span: int = 0
     sole: bool = False
     epoch: int = 0
+    aim: int = -1
 
 
 NO_HINT = Hint()
@@ -194,7 +197,7 @@ class RunSide:
     carried: Carried = NOTHING_CARRIED
     span: int = 1
     tree: FloorTree | None = None
-    apart_s: float = -1e9  # when this daemon or another node was away last
+    agreeing: bool = False
 
     @property
     def members_id(self) -> str:
@@ -215,8 +218,8 @@ class Daemon:
     trees: int = 0  # how many it has planted
 
     @classmethod
-    def start(cls, boot: int, now_s: float) -> Daemon:
-        run = RunSide(apart_s=now_s)
+    def start(cls, boot: int) -> Daemon:
+        run = RunSide()
         return cls(boot, KnownRuns(lambda job, name: (run.epoch, run.promise, run.span)), run)
 
 

@@ -114,7 +114,6 @@ class Recovering(Training):
                 self._load(rank, pieces, copies[rank], end)
         else:
             self.history = []
-            self.waived.clear()
             for rank in homes:
                 for segment in self.own_segments(rank):
                     del self.nodes[homes[rank]].segments[segment.name]

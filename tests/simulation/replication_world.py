@@ -99,7 +99,7 @@ class World(Recovering):
                 state = slot.record.state
                 if not segment.own and state in (SlotState.FILLING, SlotState.FILLED):
                     segment.move(slot.record.index, SlotState.FREE)
-        daemon = node.daemon = Daemon.start(next(self.count), self.now_s)
+        daemon = node.daemon = Daemon.start(next(self.count))
         if not self.config.remembers:
             node.record = Record()
         for epoch, (start, _) in node.record.epochs.items():

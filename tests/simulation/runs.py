@@ -17,6 +17,7 @@ from ckptd.replication.floor import (
     FloorTree,
 )
 from ckptd.replication.replicas import Promise
+from ckptd.replication.target import NO_INTERVAL, Interval
 from tests.simulation.model import (
     FAN_OUT,
     REPLICATION,
@@ -31,6 +32,8 @@ from tests.simulation.model import (
 from tests.simulation.senders import Senders
 
 __all__ = ["Runs"]
+
+_LOOKS = 3
 
 
 class Runs(Senders):
@@ -54,7 +57,14 @@ class Runs(Senders):
         if (run.epoch, run.epoch_start, run.members) != (epoch, self.epoch_start, self.members):
             self._begin_epoch(name, daemon)
         if rank not in run.senders:
-            run.senders[rank] = Sender(Replicator(REPLICATION))
+            sender = Sender(Replicator(REPLICATION, aim=self._aim_of(name, run, rank)))
+            run.senders[rank] = sender
+            joined = Joined(max(run.epoch, 0), run.epoch_start, run.span)
+            self.handle(name, daemon, rank, sender, joined)
+            self.handle(name, daemon, rank, sender, self.slots_of(name, rank))
+            if len(self.homes) > 1:
+                agreed = rep.Agreed(run.promise.floor, run.promise.horizon)
+                self.handle(name, daemon, rank, sender, agreed)
         self._retarget(name, daemon)
         self.tell_slots(name, daemon, rank, run.senders[rank])
         self.progressed(name, daemon, rank)
@@ -125,11 +135,14 @@ class Runs(Senders):
     def _retarget(self, name: str, daemon: Daemon) -> None:
         run = daemon.run
         run.placement = self._place(run.members, run.dead)
+        whole = self._place(run.members, set())
         for rank, sender in list(run.senders.items()):
             targets = run.placement.targets.get(rank, ())
+            away = not run.dead.isdisjoint(whole.targets.get(rank, ()))
             joined = Joined(max(run.epoch, 0), run.epoch_start, run.span)
             self.feed(name, daemon, rank, sender, joined)
-            self.feed(name, daemon, rank, sender, rep.Targets(targets))
+            missing = away and self.config.withholds
+            self.feed(name, daemon, rank, sender, rep.Targets(targets, missing))
 
     def _place(self, members: Mapping[str, tuple[int, ...]], dead: set[str]) -> Placement:
         """The same for all that know the same, so it is worked out once."""
@@ -155,12 +168,26 @@ class Runs(Senders):
         run = daemon.run
         if run.tree is None or rank not in run.senders:
             return
-        sender = run.senders[rank]
-        if sender.core.sole and self.config.reads_anew:
-            self._protect_rank(name, daemon, rank)  # first: from here on nothing of it goes
-            self.tell_slots(name, daemon, rank, sender)
-        told = sender.core.replicated
-        holders = self._holders(name, sender)
+        if self._secured(name, daemon, rank):
+            self._tell_tree(name, run, rank)
+        self._agreed(name, daemon)
+        self._protect_rank(name, daemon, rank)
+
+    def _secured(self, name: str, daemon: Daemon, rank: int) -> bool:
+        """Nothing of what is promised goes from now on."""
+        sender = daemon.run.senders[rank]
+        for _ in range(_LOOKS if self.config.reads_anew else 0):
+            aim = sender.core.aim
+            self._protect_rank(name, daemon, rank)
+            self.handle(name, daemon, rank, sender, self.slots_of(name, rank))
+            if sender.core.aim == aim:
+                return True
+        return not self.config.reads_anew
+
+    def _tell_tree(self, name: str, run: RunSide, rank: int) -> None:
+        assert run.tree is not None
+        told = run.senders[rank].core.word
+        holders = self._holders(name, run.senders[rank])
         if run.span >= self.span:  # else the tree does not count it
             self.vouch(rank, Vouched(run.epoch, told.first, told.last, holders))
         windows = [
@@ -171,18 +198,27 @@ class Runs(Senders):
             run,
             run.tree.set_rank(rank, told.last, first=told.first, span=max(windows, default=1)),
         )
-        self._agreed(name, daemon)
-        self._protect_rank(name, daemon, rank)
 
     def _holders(self, name: str, sender: Sender) -> tuple[Holder, ...]:
-        if sender.core.sole:
-            return (Holder(name, self.nodes[name].life, True),)
+        """The targets that count; and where they are fewer than two and there are others, the primary."""
         states = sender.core.states(now_s=self.now_s)
-        return tuple(
+        found = [
             Holder(state.node, sender.lives.get(state.node, -1), False)
             for state in states
             if state.counted
-        )
+        ]
+        if not found or (len(found) < 2 and len(self.homes) > 1):
+            found.append(Holder(name, self.nodes[name].life, True))
+        return tuple(found)
+
+    def _aim_of(self, name: str, run: RunSide, rank: int) -> Interval:
+        """What a daemon before this one had promised in this epoch, else where the epoch began."""
+        mine = [s for s in self.nodes[name].segments.values() if s.own and s.rank == rank]
+        hints = [s.hint for s in mine if s.hint.span and s.hint.epoch == run.epoch]
+        if not self.config.carries:
+            return NO_INTERVAL
+        aims = [Interval(hint.horizon, hint.aim) for hint in hints]
+        return max(aims, key=lambda aim: aim.last, default=Interval(-1, run.epoch_start))
 
     def _send(self, name: str, run: RunSide, messages: Iterable[FloorMessage]) -> None:
         tree_id, daemon = run.members_id, self.nodes[name].daemon
@@ -215,6 +251,15 @@ class Runs(Senders):
 
     def _agreed(self, name: str, daemon: Daemon) -> None:
         run = daemon.run
+        if run.agreeing:
+            return
+        run.agreeing = True
+        while self._adopt(name, daemon):
+            self._protect(name, daemon)
+        run.agreeing = False
+
+    def _adopt(self, name: str, daemon: Daemon) -> bool:
+        run = daemon.run
         assert run.tree is not None
         before, tree = run.promise, run.tree
         fresh = Promise(max(before.floor, tree.floor), max(before.horizon, tree.horizon))
@@ -222,11 +267,14 @@ class Runs(Senders):
             run.span = tree.span
             joined = Joined(max(run.epoch, 0), run.epoch_start, run.span)
             self.feed_all(name, daemon, joined)
-        if fresh != before:
-            run.promise = fresh
-            if fresh.floor > before.floor:
-                self.announce(fresh.floor, run.epoch)
-            self._protect(name, daemon)
+        if fresh == before:
+            return False
+        run.promise = fresh
+        if fresh.floor > before.floor:
+            self.announce(fresh.floor, run.epoch)
+        if len(self.homes) > 1:
+            self.feed_all(name, daemon, rep.Agreed(fresh.floor, fresh.horizon))
+        return True
 
     def tick(self, name: str, daemon: Daemon) -> None:
         """Once a second, for as long as this daemon lives."""
@@ -250,26 +298,28 @@ class Runs(Senders):
             self._protect_rank(name, daemon, rank)
 
     def _protect_rank(self, name: str, daemon: Daemon, rank: int) -> None:
-        run = daemon.run
-        sole = self._is_sole(
-            run.senders[rank], run.promise.floor, after_recovery=run.epoch_start >= 0
+        run, core = daemon.run, daemon.run.senders[rank].core
+        promise = run.promise
+        horizon = max(promise.horizon, core.aim.first)
+        hint = Hint(
+            promise.floor,
+            horizon,
+            run.span,
+            self._is_sole(run, rank),
+            max(run.epoch, 0),
+            core.aim.last,
         )
-        sole = sole and self._together(name, run)
         for segment in self.nodes[name].segments.values():
             if segment.own and segment.rank == rank:
-                promise, epoch = run.promise, max(run.epoch, 0)
-                segment.hint = Hint(promise.floor, promise.horizon, run.span, sole, epoch)
+                segment.hint = hint
 
-    def _is_sole(self, sender: Sender, floor: int, *, after_recovery: bool) -> bool:
-        """Whether no target is known to hold the suffix that ends at the floor."""
-        told = sender.core.replicated
-        held = not after_recovery if floor < 0 else told.first <= floor <= told.last
-        return sender.core.sole or not (held or not self.config.hard_until_held)
-
-    def _together(self, name: str, run: RunSide) -> bool:
-        """Whether there are other ranks, and all their nodes can tell how far they are."""
-        away = {node for node, ranks in run.members.items() if ranks and node != name}
-        if away & run.dead:
-            run.apart_s = self.now_s
-            return False
-        return sum(map(len, run.members.values())) > 1
+    def _is_sole(self, run: RunSide, rank: int) -> bool:
+        """Whether fewer than two targets are known to hold the suffix that ends at the floor."""
+        core, floor = run.senders[rank].core, run.promise.floor
+        if floor < 0 and run.epoch_start < 0:
+            elsewhere = core.num_counted
+        else:
+            elsewhere = core.num_holding(floor) if floor >= 0 else 0
+        return sum(map(len, run.members.values())) > 1 and elsewhere < (
+            2 if self.config.hard else 1
+        )

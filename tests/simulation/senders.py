@@ -23,11 +23,10 @@ class Senders(Hosts):
         """Events that belong together, and what follows from them."""
         if sender.closed or self.nodes[name].daemon is not daemon:
             return
-        before = sender.core.replicated_up_to
+        before = sender.core.word, sender.core.aim
         for event in events:
-            for effect in sender.core.handle(event, now_s=self.now_s):
-                self._perform(name, daemon, rank, sender, effect)
-        if sender.core.replicated_up_to != before:
+            self.handle(name, daemon, rank, sender, event)
+        if (sender.core.word, sender.core.aim) != before:
             self.progressed(name, daemon, rank)
         wake_s = sender.core.wake_at_s
         if wake_s is not None and sender.woken_s != wake_s:
@@ -41,14 +40,21 @@ class Senders(Hosts):
 
     def tell_slots(self, name: str, daemon: Daemon, rank: int, sender: Sender) -> None:
         """The rank's slots changed."""
-        records = tuple(
-            record
-            for segment in self.nodes[name].segments.values()
-            if segment.own and segment.rank == rank
-            for record in segment.records
-            if record.sealed
-        )
-        self.feed(name, daemon, rank, sender, rep.Slots(records, self.trainers[rank].window))
+        self.feed(name, daemon, rank, sender, self.slots_of(name, rank))
+
+    def slots_of(self, name: str, rank: int) -> rep.Slots:
+        """As they are now."""
+        mine = [s for s in self.nodes[name].segments.values() if s.own and s.rank == rank]
+        records = tuple(record for s in mine for record in s.records if record.sealed)
+        num_slots = len(max(mine, key=lambda s: s.generation).slots) if mine else 0
+        return rep.Slots(records, self.trainers[rank].window, num_slots)
+
+    def handle(
+        self, name: str, daemon: Daemon, rank: int, sender: Sender, event: rep.Event
+    ) -> None:
+        """One event, of which nobody is told."""
+        for effect in sender.core.handle(event, now_s=self.now_s):
+            self._perform(name, daemon, rank, sender, effect)
 
     def close_sender(self, name: str, sender: Sender) -> None:
         """Stop: transfers are cancelled, slots let go, here and on the targets."""

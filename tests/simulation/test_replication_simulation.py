@@ -14,8 +14,10 @@ import pytest
 
 from ckptd.replication.replicas import Admit, Deny, Promise, admit
 from tests.simulation.replication_world import WorldConfig, play
+from tests.simulation.single_losses import ROWS, play_row
 
 SEEDS = int(os.environ.get("CKPTD_SIM_REPLICATION_SEEDS", "200"))
+SINGLE_LOSSES = int(os.environ.get("CKPTD_SIM_SINGLE_LOSSES", "6"))
 # Whatever of this never occurred was not tested.
 TROUBLE = (
     "began anew", "busy", "cut off", "daemon crashed", "destroyed", "digest", "fetched", "floor moved",
@@ -35,7 +37,9 @@ def test_every_promise_holds_through_seeded_chaos() -> None:
         assert seen[what] > 0, f"{SEEDS} seeds never showed: {what} ({dict(seen)})"
 
 
-@pytest.mark.parametrize("seed", [2086, 5091, 5429, 11445, 13400, 16406])
+@pytest.mark.parametrize(
+    "seed", [2086, 5091, 5429, 11445, 13400, 16406, 231, 510, 699, 2465, 10573, 20254]
+)
 def test_seeds_that_broke_a_promise_once(seed: int) -> None:
     """Each showed a rule that was wrong; of thousands played it was the only one."""
     play(seed)
@@ -48,18 +52,54 @@ def test_a_seed_replays_exactly() -> None:
 @pytest.mark.parametrize(
     ("config", "seed"),
     [
-        (WorldConfig(hard_until_held=False), 54),
-        (WorldConfig(reads_anew=False), 181),
-        (WorldConfig(carries=False), 138),
+        (WorldConfig(reads_anew=False), 53),
+        (WorldConfig(carries=False), 14),
         (WorldConfig(counts_span=False), 308),
     ],
-    ids=["hard", "anew", "carries", "span"],
+    ids=["anew", "carries", "span"],
 )
 def test_a_rule_that_is_left_out_is_missed(config: WorldConfig, seed: int) -> None:
     """What each of them says is in `WorldConfig`; the seed is one that shows why."""
     play(seed)
     with pytest.raises(AssertionError, match=r"\([cf]\)"):
         play(seed, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS)
+def test_the_loss_of_either_of_two_nodes_leaves_a_plan(row: str) -> None:
+    """Replication slower than training, a daemon that is down for longer than its deadline, or daemons that do not hear one another: the
+    floor was announced and the state behind it given away, so that the loss of one node was the loss of everything, in 22, 22 and 25 of the first 25 seeds.
+
+    Asked after every event, for each of the two. What it costs is a few snapshots that are left out; while replication keeps up, none.
+    """
+    seen: Counter[str] = Counter()
+    for seed in range(SINGLE_LOSSES):
+        seen.update(play_row(seed, row).seen)
+    assert seen["losses asked"] > 100 * SINGLE_LOSSES
+    assert seen["floor moved"] > 5 * SINGLE_LOSSES
+    if row == "fast":
+        assert seen["skipped"] == 0
+    else:
+        assert seen["skipped"] < seen["snapshots"] / 4
+
+
+@pytest.mark.parametrize(
+    ("config", "row"),
+    [(WorldConfig(hard=False), "slow"), (WorldConfig(withholds=False), "cut")],
+    ids=["hard", "withholds"],
+)
+def test_a_rule_without_which_one_node_is_everything_is_missed(
+    config: WorldConfig, row: str
+) -> None:
+    """A ring that gives away what one other node holds, and a rank that vouches alone for what its target may lack."""
+
+    def play_rows() -> None:
+        for seed in range(25):
+            play_row(seed, row, config)
+
+    with pytest.raises(AssertionError, match=r"\(c\)|without n"):
+        play_rows()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ What must hold after each event:
 
 * once a complete suffix was sealed there is one, and it never gets older (but for a flipped bit in it);
 * its slots are not touched while it is the newest;
-* the suffix that ends at the floor is touched by a trainer that has nothing else, and by a replica never;
+* the suffix that ends at the floor is touched only if two others hold it (not ``hard``), and if there is nothing else;
 * nothing of an abandoned history is seen;
 * what it restores is, operator by operator, the history of this very training.
 
@@ -171,7 +171,9 @@ class Simulation:
             return
         self.seen["overrode the floor"] += 1
         assert choice.overrides_floor, "the suffix at the floor is given away in silence"
-        assert not self.hard, "a replica gives away the suffix at the floor"
+        assert not self.hard, (
+            "a ring gives away the suffix at the floor, which fewer than two others hold"
+        )
         self.floor = None
 
     def die(self) -> None:

@@ -14,7 +14,6 @@ from ckptd.replication.replicas import Promise, promised
 from tests.simulation.model import (
     SLACK,
     STEP_S,
-    TICK_S,
     TORN,
     Content,
     Hint,
@@ -63,8 +62,7 @@ class Training(Runs):
             trainer.previous = -1
             return
         segment = self.own_segments(rank)[-1]
-        hint = self._hint(rank)
-        hard = hint.sole and self.nodes[self.homes[rank]].daemon is not None
+        hint, hard = self._hint(rank), self._is_hard(rank)
         choice = self._claim(rank, segment, hint, hard)
         if choice.index is None:
             self.seen["skipped"] += 1
@@ -72,18 +70,22 @@ class Training(Runs):
             if not self._pending(rank, trainer) and state[1] >= trainer.retry_at:
                 trainer.coming = trainer.num_slots
             return
+        self.seen["snapshots"] += 1
         self.seen["overrode"] += choice.overrides_floor
-        if choice.releases is not None and not hard:
-            self._waive(rank, choice.releases)
         self._fill(rank, segment, choice.index, state)
         self._drop_unneeded(rank)
         self._maybe_grow(rank, trainer, crowded=hard and not choice.left)
 
     def _hint(self, rank: int) -> Hint:
         told = [segment.hint for segment in self.own_segments(rank) if segment.hint.span]
-        return max(told, key=lambda hint: (hint.floor, hint.horizon), default=Hint())
+        return max(told, key=lambda hint: (hint.floor, hint.horizon, hint.aim), default=Hint())
 
-    def _promised(self, rank: int, hint: Hint) -> set[tuple[int, int]]:
+    def _is_hard(self, rank: int) -> bool:
+        """While its daemon is away a trainer cannot know what others hold."""
+        away = self.nodes[self.homes[rank]].daemon is None
+        return len(self.homes) > 1 and (self._hint(rank).sole or away)
+
+    def _promised(self, rank: int, hint: Hint, hard: bool) -> set[tuple[int, int]]:
         records = [record for s in self.own_segments(rank) for record in s.records]
         if not hint.span:
             return set()
@@ -93,6 +95,7 @@ class Training(Runs):
             promise=Promise(hint.floor, hint.horizon),
             epochs={self.epoch: self.epoch_start},
             span=hint.span,
+            up_to=hint.aim if hard else None,
         )
 
     def _claim(self, rank: int, segment: Segment, hint: Hint, hard: bool) -> SlotChoice:
@@ -104,19 +107,12 @@ class Training(Runs):
                 window,
                 busy={slot.record.key for s in segments for slot in s.slots if slot.readers},
                 generation=segment.generation,
-                protected=self._promised(rank, hint),
+                protected=self._promised(rank, hint, hard),
                 hard=hard,
                 epochs={self.epoch: self.epoch_start},
             )
             if choice.index is not None or not self._seal_filled(rank):
                 return choice
-
-    def _waive(self, rank: int, iteration: int) -> None:
-        """This is given away. Where no floor can move a primary may do so, even if nobody else holds it."""
-        daemon = self.nodes[self.homes[rank]].daemon
-        alone = len(self.homes) == 1
-        if alone or daemon is None or self.now_s - daemon.run.apart_s <= 1.5 * TICK_S:
-            self.waived[rank] = max(self.waived.get(rank, -1), iteration)
 
     def _fill(self, rank: int, segment: Segment, index: int, state: State) -> None:
         iteration, trainer = self.iteration, self.trainers[rank]
@@ -209,19 +205,16 @@ class Training(Runs):
         hint, home = self._hint(rank), self.nodes[self.homes[rank]]
         records = [record for s in segments for record in s.records]
         window, epochs = self.trainers[rank].window, {self.epoch: self.epoch_start}
-        keeps = hint.sole and home.daemon is not None
+        keeps = self._is_hard(rank)
         unneeded = droppable_generations(
             records,
             window,
             segments[-1].generation,
-            protected=self._promised(rank, hint) if keeps else (),
+            protected=self._promised(rank, hint, True) if keeps else (),
             epochs=epochs,
         )
         for segment in segments:
             if segment.generation in unneeded and not any(s.readers for s in segment.slots):
-                self._waive(
-                    rank, max([r.iteration for r in segment.records if r.sealed], default=-1)
-                )
                 del home.segments[segment.name]
                 self.changed = True
                 self.seen["generation dropped"] += 1
