@@ -25,7 +25,7 @@ __all__ = ["Admin", "openers"]
 
 
 class Admin:
-    """Reads sessions, segments and events; only `forget` changes anything."""
+    """Reads sessions, segments and events; only `forget` and `unquarantine` change anything."""
 
     def __init__(
         self,
@@ -133,26 +133,47 @@ class Admin:
             tuple(
                 inventory.rank_snapshots(self._store.all_of_rank(key), operators=message.operators)
                 for key in sorted(keys)
-            )
+            ),
+            tuple(self._peering.quarantine.told(message.job, message.run)),
         )
 
     def events(self, message: m.GetEvents) -> m.Events:
         """A page of the event log."""
         return self._events.page(message.since, message.limit)
 
+    def unquarantine(self, message: m.Unquarantine) -> m.Done | m.Refused:
+        """What replays had quarantined here counts again, after its digests were verified once more."""
+        name = f"{message.job}/{message.run}"
+        if not self._peering.quarantine.failures(message.job, message.run):
+            return m.Refused(RefusalCode.NOT_FOUND, f"no failed replay of {name} is known here")
+        if refused := self._in_use(message.job, message.run):
+            return refused
+        slots = self._peering.quarantine.lift(message.job, message.run)
+        for segment, index, sequence in slots:
+            self._housekeeper.doubt(segment, index, sequence)
+        text = f"{name}: {len(slots)} snapshots of this node are no longer quarantined"
+        self._events.add("warning", "unquarantined", text)
+        return m.Done(text)
+
+    def _in_use(self, job: str, run: str) -> m.Refused | None:
+        """Why nothing can be done to a run now: it has live trainers."""
+        alive = [s for s in self._sessions if (s.key.job, s.key.run) == (job, run)]
+        owned = [segment for segment in self._store.all_of_run(job, run) if segment.owned()]
+        if not alive and not owned:
+            return None
+        pids = sorted({s.pid for s in alive} | set(openers(owned)))
+        return m.Refused(
+            RefusalCode.IN_USE,
+            f"{job}/{run} has live trainers: process {', '.join(map(str, pids)) or 'unknown'}",
+            "end them first",
+        )
+
     def forget(self, message: m.Forget) -> m.Done | m.Refused:
         """Free a run that no trainer owns."""
         segments = self._store.all_of_run(message.job, message.run)
         name = f"{message.job}/{message.run}"
-        alive = [s for s in self._sessions if (s.key.job, s.key.run) == (message.job, message.run)]
-        owned = [segment for segment in segments if segment.owned()]
-        if alive or owned:
-            pids = sorted({s.pid for s in alive} | set(openers(owned)))
-            return m.Refused(
-                RefusalCode.IN_USE,
-                f"{name} has live trainers: process {', '.join(map(str, pids)) or 'unknown'}",
-                "end them first",
-            )
+        if refused := self._in_use(message.job, message.run):
+            return refused
         bad = self._store.remove_bad(message.job, message.run)
         known = self._peering.knows(message.job, message.run)
         replicas = self._peering.forget(message.job, message.run)

@@ -28,6 +28,7 @@ from ckptd.park_events import ParkEvents
 from ckptd.park_requests import ParkRequests
 from ckptd.peers.peering import Peering
 from ckptd.persistence.tier import StorageTier
+from ckptd.recovery.quarantine import open_failures
 from ckptd.reserving import Answer, Reserving, segment_info
 from ckptd.sessions import (
     Admitted,
@@ -139,6 +140,7 @@ class Service:
             m.GetPeers: lambda _identity, _message, _answer: peering.status(),
             m.Drill: self._drill,
             m.Join: self._join,
+            m.TellReplay: self._tell_replay,
             m.Fetch: self._fetch,
             m.GetFetch: self._fetch_state,
             m.GetStatus: lambda _identity, _message, _answer: admin.status(),
@@ -149,6 +151,7 @@ class Service:
             m.BringStored: lambda _identity, message, _: self._bringing.bring(message),
             m.Park: self._park,
             m.Forget: self._forget,
+            m.Unquarantine: lambda _identity, message, _: admin.unquarantine(message),
         }
 
     def handle(
@@ -417,7 +420,9 @@ class Service:
             "info", "detached", f"process {session.pid} left {session.key}{final}", session.key
         )
         self._peering.leave(session.key, final=message.final)
-        if self._tier is not None and not message.final:
+        # What a replay did not reproduce is not to replace what is durable.
+        doubted = open_failures(self._peering.quarantine.failures(session.key.job, session.key.run))
+        if self._tier is not None and not message.final and not doubted:
             self._tier.leave(session.key)
         if message.final:
             self._elastic.forget(session.key.job, session.key.run)
@@ -460,6 +465,13 @@ class Service:
             self._tier.join(
                 session.key, session.wish.world_size, message.epoch, message.epoch_start
             )
+        return m.Done()
+
+    def _tell_replay(self, identity: bytes, message: m.TellReplay, _: Answer) -> m.Reply:
+        session = self.sessions.of_identity(identity)
+        if session is None:
+            return _no_session("TellReplay")
+        self._peering.quarantine.tell(session.key.job, session.key.run, message.failure)
         return m.Done()
 
     def ranks_of(self, job: str, run: str) -> list[int]:

@@ -16,6 +16,7 @@ import msgspec
 from ckptd.client.agreement import Exchange, all_or_none, vote
 from ckptd.client.facts import LogFacts, told_facts
 from ckptd.client.fed_logs import FedLogs
+from ckptd.client.joint_start import Recovered
 from ckptd.client.membership import RunView
 from ckptd.client.memory import RankMemory
 from ckptd.client.park_memory import parked_image
@@ -24,6 +25,7 @@ from ckptd.client.retrieval import Attempt
 from ckptd.client.same_schedule import Told, differing, of_parked
 from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.client.value_logs import ValueLogs
+from ckptd.client.verification import Replayed
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.memory.segment_hints import HINT_APART, HINT_APART_AGAIN
 from ckptd.recovery.facts import RankFacts
@@ -31,9 +33,10 @@ from ckptd.recovery.holdings import operators_id
 from ckptd.recovery.localized import LocalizedPlan, NotLocalized, RankKind, RankPlan, plan_localized
 from ckptd.recovery.log_facts import facts_told_by_logs
 from ckptd.recovery.pieces import Piece, Source
+from ckptd.recovery.quarantine import open_failures, snapshots_used
 from ckptd.transport.messages import NodeCard
 
-__all__ = ["ApartStart", "begin_apart", "come_together"]
+__all__ = ["ApartStart", "begin_apart", "come_together", "recovered_apart"]
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +140,12 @@ def _begin(
     return ApartStart(plan, trial.mine, images, trial.feeds, values)
 
 
+def recovered_apart(start: ApartStart) -> Recovered:
+    """What this rank begins with; each of those that replay decides for itself."""
+    replayed = Replayed(snapshots_used(start.mine.snapshots), everybody=False, localized=True)
+    return Recovered(start.images, start.plan.reason, replayed)
+
+
 def come_together(memory: RankMemory, start: ApartStart) -> None:
     """The localized recovery is over."""
     start.close()
@@ -171,8 +180,10 @@ def _look(
 def _plan(view: RunView, world_size: int) -> LocalizedPlan | NotLocalized:
     if any(hint & HINT_APART_AGAIN for hint in view.hints):
         return NotLocalized("two localized recoveries in a row have not come to their end")
+    if open_failures(view.failures):
+        return NotLocalized("a replay of this run did not reproduce what was recorded")
     return plan_localized(
-        view.held, view.parked, view.logs, view.facts, world_size, homes=view.homes
+        view.usable, view.parked, view.logs, view.facts, world_size, homes=view.homes
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ckptd.client.comparing import Differences
 from ckptd.client.layout import SAFETENSORS_DTYPES
 from ckptd.client.segment import MappedSegment
 from ckptd.cuda.engine import CopyItem
@@ -215,29 +216,32 @@ class Comparison:
         self._view, self.iteration = view, iteration
         self._missing = {n for n in view.names() if parse_record_name(n) is not None}
         self.compared = 0
-        self.differences: list[str] = []
+        self.differences = Differences()
 
     def add(self, key: RecordKey, tensor: Tensor) -> None:
         """This record was sent again."""
         name = record_name(key)
         if name not in self._missing:
-            self.differences.append(f"{name} was not sent before")
+            self.differences.add(f"{name} was not sent before")
             return
         self._missing.discard(name)
         self.compared += 1
         was = self._view.tensor(name)
         if (was.dtype, was.shape) != (SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape)):
             now = f"{SAFETENSORS_DTYPES[tensor.dtype]} {list(tensor.shape)}"
-            self.differences.append(f"{name} was {was.dtype} {list(was.shape)}, is {now}")
-        elif not _same_bytes(tensor, self._view.data(name)):
-            self.differences.append(f"{name} has other bits")
+            self.differences.add(f"{name} was {was.dtype} {list(was.shape)}, is {now}")
+            return
+        sent, logged = _bytes_of(tensor), self._view.data(name)
+        if sent != logged:
+            self.differences.add(f"{name} has other bits", logged, sent)
 
-    def end(self) -> list[str]:
+    def end(self) -> Differences:
         """The step is over; every difference that there was."""
-        return self.differences + [f"{name} was not sent again" for name in sorted(self._missing)]
+        for name in sorted(self._missing):
+            self.differences.add(f"{name} was not sent again")
+        return self.differences
 
 
-def _same_bytes(tensor: Tensor, was: memoryview) -> bool:
-    """Whether ``tensor`` has these bits; on the calling thread alone, as numpy compares."""
-    here = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return here.numel() == len(was) and bytes(here.numpy()) == was
+def _bytes_of(tensor: Tensor) -> bytes:
+    """Its bits; copied and compared on the calling thread alone, as numpy does."""
+    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

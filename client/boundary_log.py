@@ -24,12 +24,12 @@ from ckptd.client.binding import local
 from ckptd.client.boundary_fill import Comparison, Layouts, LogFill, Room
 from ckptd.client.boundary_memory import LogMemory
 from ckptd.client.communication import Communication
+from ckptd.client.comparing import Differences
 from ckptd.client.describe import human
 from ckptd.client.facts import LogFacts, find_facts, told_facts
 from ckptd.client.layout import SAFETENSORS_DTYPES
 from ckptd.client.memory import RankMemory
 from ckptd.client.plan import Plan
-from ckptd.client.replay import ReplayMismatch
 from ckptd.client.silent_log import SilentLog
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine, CopyItem
@@ -51,7 +51,6 @@ class BoundaryLog(SilentLog):
         engine: copies of its own: boundaries are not to wait for a snapshot's copies.
         plan: what is captured when, as soon as that is known; None while nothing is captured.
         silent: whether what is sent now is not to be logged (a rehearsal, a verification).
-        on_mismatch: ``raise`` or ``warn``.
         limit_bytes: the most that the log may take; None leaves it to the daemon's quota.
         replicate: whether the log is to have replicas on other nodes.
         communication: sees with whom this rank communicates; None: it is alone, or nothing can be told.
@@ -69,7 +68,6 @@ class BoundaryLog(SilentLog):
         *,
         plan: Callable[[], Plan | None],
         silent: Callable[[], bool],
-        on_mismatch: str,
         limit_bytes: int | None = None,
         replicate: bool = False,
         communication: Communication | None = None,
@@ -82,7 +80,7 @@ class BoundaryLog(SilentLog):
         if replicate is not True and replicate is not False:
             raise ValueError(f"replicate={replicate!r}: pass True or False")
         self._memory, self._engine, self._stats = memory, engine, stats
-        self._plan, self._silent, self._on_mismatch = plan, silent, on_mismatch
+        self._plan, self._silent = plan, silent
         self._slots = LogMemory(memory, engine, stats, limit_bytes, replicate=replicate)
         self._layouts = Layouts(memory.identity.metadata())
         # A hand-written pipeline may log from hooks, which run on the backward's thread.
@@ -322,13 +320,13 @@ class BoundaryLog(SilentLog):
             self._room = Room()
             self._begin(step, replaying)
 
-    def end(self) -> None:
-        """The body of the step is over.
+    def end(self) -> Differences:
+        """The body of the step is over; never raises.
 
-        Raises:
-            ReplayMismatch: it was a replayed one that sent other bits than before, and ``on_mismatch`` is ``raise``.
+        Returns:
+            What a replayed one sent otherwise than before. It is in the log, too; whoever calls decides what follows.
         """
-        told: list[str] = []
+        told = Differences()
         step = self._iteration
         if self._communication is not None:
             with self._surviving():
@@ -340,14 +338,15 @@ class BoundaryLog(SilentLog):
             if comparison is not None:
                 told = comparison.end()
                 self._stats.log_compared += comparison.compared
-                self._stats.log_mismatches += len(told)
+                self._stats.log_mismatches += len(told.texts)
             fill, self._fill = self._fill, None
             if fill is not None:
                 self._end_fill(fill)
             if not self._trouble:
                 self._failures = 0
         if told:
-            self._tell(step, told)
+            self._tell(step, told.texts)
+        return told
 
     def abandon(self) -> None:
         """The body was left in its middle: what it sent is not kept; never raises."""
@@ -457,8 +456,6 @@ class BoundaryLog(SilentLog):
         )
         logger.error("%s", text)
         self._memory.session.notice("error", "replay_mismatch", text)
-        if self._on_mismatch == "raise":
-            raise ReplayMismatch(text)
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:

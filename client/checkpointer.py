@@ -166,7 +166,7 @@ class Checkpointer:
             replicated=replicated,
         )
         self._binding, self._identity = subject.binding, subject.identity
-        self._operators, self._on_mismatch = subject.operators, on_mismatch
+        self._operators = subject.operators
         self._options = Options(
             policy,
             window,
@@ -361,7 +361,6 @@ class Checkpointer:
             self._subject.device,
             plan=self._plan,
             silent=lambda: self._loop.silent,
-            on_mismatch=self._on_mismatch,
             limit_bytes=limit_bytes,
             replicate=replicate,
             alike=self._sharing.alike(self._operators, self._identity.rank),
@@ -428,7 +427,7 @@ class Checkpointer:
             suffix = newest_window(memory, self._meet)
             assert recorder.plan is not None
             images = memory.images(suffix.records)
-            replay = self._recovery.replay_of(images, recorder.plan, self._meet, on_mismatch="warn")
+            replay = self._recovery.replay_of(images, recorder.plan, self._meet)
             return certify(
                 replay,
                 DenseState(self._binding, self._subject.stateful),
@@ -518,7 +517,6 @@ class Checkpointer:
             self._cleanup.callback(found.apart.close)
         restore(
             found,
-            self._recovery,
             self._loop,
             memory,
             engine=self._engine,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from ckptd.client import values
@@ -15,24 +16,73 @@ from ckptd.client.operators import Operator
 from ckptd.client.rng import capture_rng
 from ckptd.client.scalars import Stateful, gather_groups, reproducible
 
-__all__ = ["describe", "live_tensor", "same_bits", "scalar_differences"]
+__all__ = ["Differences", "describe", "live_tensor", "same_bits", "scalar_differences"]
+
+
+class Differences:
+    """What is not as it was recorded, in words, and digests of it: whoever replays again can tell whether it comes to the same.
+
+    Attributes:
+        texts: one for each thing that differs.
+    """
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._expected, self._got = xxhash.xxh3_128(), xxhash.xxh3_128()
+
+    def __bool__(self) -> bool:
+        return bool(self.texts)
+
+    @property
+    def expected(self) -> str:
+        """Over all that was recorded and is not what it is now."""
+        return self._expected.hexdigest()
+
+    @property
+    def got(self) -> str:
+        """Over what is there instead."""
+        return self._got.hexdigest()
+
+    def add(self, what: str, expected: Any = b"", got: Any = b"") -> None:
+        """One more; the bytes are what was recorded, and what there is."""
+        self.texts.append(what)
+        for digest, data in ((self._expected, expected), (self._got, got)):
+            digest.update(what.encode())
+            digest.update(data)
+
+    def add_tensors(self, what: str, recorded: Tensor, live: Tensor) -> None:
+        """The same of a tensor."""
+        self.add(what, _raw(recorded), _raw(live.to(recorded.dtype)))
+
+    def extend(self, others: Differences) -> None:
+        """And what was found elsewhere."""
+        if others:
+            self.texts += others.texts
+            self._expected.update(others.expected.encode())
+            self._got.update(others.got.encode())
 
 
 def scalar_differences(
-    binding: Binding, stateful: Mapping[str, Stateful], scalars: Mapping[str, Any]
-) -> list[str]:
-    """What of random state, group options and the user's state is not as these step scalars have it."""
-    found = []
-    if capture_rng() != scalars["rng"]:
-        found.append(
-            "the random number generators (was a data iterator created before Checkpointer, or other code drawing?)"
-        )
-    if not values.equal(gather_groups(binding), scalars["groups"]):
-        found.append("the optimizer's parameter group options (is a scheduler missing in state=?)")
+    binding: Binding,
+    stateful: Mapping[str, Stateful],
+    scalars: Mapping[str, Any],
+    found: Differences,
+) -> None:
+    """Add what of random state, group options and the user's state is not as these step scalars have it."""
+    rng, groups = capture_rng(), gather_groups(binding)
+    if rng != scalars["rng"]:
+        what = "the random number generators (was a data iterator created before Checkpointer, or other code drawing?)"
+        found.add(what, values.pack(scalars["rng"]), values.pack(rng))
+    if not values.equal(groups, scalars["groups"]):
+        what = "the optimizer's parameter group options (is a scheduler missing in state=?)"
+        found.add(what, values.pack(scalars["groups"]), values.pack(groups))
     for name, item in stateful.items():
-        if reproducible(item) and values.pack(item.state_dict()) != scalars["state"][name]:
-            found.append(f"state[{name!r}] (was its iterator created before Checkpointer?)")
-    return found
+        if not reproducible(item):
+            continue
+        packed = values.pack(item.state_dict())
+        if packed != scalars["state"][name]:
+            what = f"state[{name!r}] (was its iterator created before Checkpointer?)"
+            found.add(what, scalars["state"][name], packed)
 
 
 def live_tensor(binding: Binding, source: Source) -> Tensor | None:
@@ -68,6 +118,11 @@ def same_bits(live: Tensor, recorded: Tensor) -> bool:
     if host.numel() == 0:
         return True
     return torch.equal(_bits(host.contiguous()), _bits(recorded))
+
+
+def _raw(tensor: Tensor) -> Any:
+    host = tensor.detach().cpu().contiguous()
+    return host.reshape(-1).view(torch.uint8).numpy() if host.numel() else b""
 
 
 def _bits(tensor: Tensor) -> Tensor:

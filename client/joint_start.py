@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ckptd.client.agreement import Exchange, all_or_none, vote
 from ckptd.client.membership import RunView
 from ckptd.client.memory import RankMemory
 from ckptd.client.retrieval import Attempt
 from ckptd.client.snapshot_image import SnapshotImage
-from ckptd.errors import DaemonUnavailable
+from ckptd.client.verification import Replayed
+from ckptd.errors import CorruptionError, DaemonUnavailable
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import WORLD_TOPOLOGY
 from ckptd.recovery.held import STORE_NODE
@@ -24,18 +26,31 @@ from ckptd.recovery.plan import (
     complete_suffixes,
     plan_recovery,
 )
+from ckptd.recovery.quarantine import (
+    describe_failure,
+    quarantined_failures,
+    snapshots_used,
+    spans_told,
+)
 
-__all__ = ["recover_together"]
+__all__ = ["Recovered", "recover_together"]
 
 logger = logging.getLogger(__name__)
 
 _PLANS = 5  # nodes may come and go while a plan is made
 _NODES_TOLD = 8
+_FAILURES_TOLD = 3
 
 
-def recover_together(
-    memory: RankMemory, exchange: Exchange
-) -> tuple[list[SnapshotImage], str] | str:
+class Recovered(NamedTuple):
+    """What this rank begins with, oldest first, how it was chosen, and what is replayed for it."""
+
+    images: list[SnapshotImage]
+    reason: str
+    replayed: Replayed
+
+
+def recover_together(memory: RankMemory, exchange: Exchange) -> Recovered | str:
     """The newest suffix that every rank can have, and how it was chosen; or why there is none.
 
     What lies here is verified before use: a slot that fails its digests is quarantined and reported, and the ranks plan
@@ -46,6 +61,7 @@ def recover_together(
         AttachRefused: there is no memory for what must be brought here, or the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or so was refused on another rank, or nodes are missing without which the
             run would have to begin anew.
+        CorruptionError: all that is left is quarantined; on every rank.
     """
     recoverable_before = storage = False
     for _ in range(_PLANS):
@@ -56,6 +72,7 @@ def recover_together(
             storage = True
             view, plan = _plan(memory, exchange, storage)
         if isinstance(plan, NoRecovery):
+            _refuse_what_is_quarantined(memory, plan, view)
             _refuse_to_forget(memory, plan, view, recoverable_before)
             _tell_start(memory, plan, view)
             with all_or_none(exchange, memory.session.node_id):
@@ -67,7 +84,7 @@ def recover_together(
         if not _again(memory, exchange, attempt):
             with all_or_none(exchange, memory.session.node_id):
                 images = memory.resume(pieces, attempt, view, epoch=plan.epoch, end=plan.end)
-            return images, plan.reason
+            return Recovered(images, _why(plan, view), _replayed(plan, memory.identity.rank))
     # Every rank comes here together. Starting over would free what the others hold safely.
     raise DaemonUnavailable(
         f"no plan for the recovery held after {_PLANS} attempts",
@@ -82,9 +99,50 @@ def _plan(
     view = memory.see(exchange, storage=storage)
     with memory.planning():
         plan = plan_recovery(
-            view.held, memory.identity.world_size, homes=view.homes, epochs=view.epochs
+            view.usable, memory.identity.world_size, homes=view.homes, epochs=view.epochs
         )
     return view, plan
+
+
+def _replayed(plan: RecoveryPlan, rank: int) -> Replayed:
+    """All ranks have the same boundaries where they have snapshots of the same iterations."""
+    iterations = {
+        tuple(piece.record.iteration for piece in pieces) for pieces in plan.per_rank.values()
+    }
+    return Replayed(snapshots_used(plan.per_rank[rank]), len(iterations) == 1)
+
+
+def _why(plan: RecoveryPlan, view: RunView) -> str:
+    quarantined = quarantined_failures(view.failures)
+    if not quarantined:
+        return plan.reason
+    return (
+        f"{plan.reason}; {spans_told(quarantined)} are quarantined, since no replay reproduced them"
+    )
+
+
+def _refuse_what_is_quarantined(memory: RankMemory, plan: NoRecovery, view: RunView) -> None:
+    """Raise where nothing is left but what no replay reproduces: somebody has to decide.
+
+    Raises:
+        CorruptionError: so it is; every rank decides this from the same data.
+    """
+    quarantined = quarantined_failures(view.failures)
+    if not quarantined:
+        return
+    job, run = memory.identity.job, memory.identity.run
+    away = f"; {_nodes(view.silent)} did not answer" if view.silent else ""
+    told = "; ".join(describe_failure(failure) for failure in quarantined[-_FAILURES_TOLD:])
+    raise CorruptionError(
+        f"there is no state left that a replay reproduces. Quarantined are {spans_told(quarantined)}, because two replays of each "
+        f"came to the same result and not to what was recorded ({told}). Memory, peers and storage hold nothing else: "
+        f"{plan.reason}{away}",
+        operation="recover",
+        ids={"job": job, "run": run},
+        hint=f"Nothing was deleted: `ckptctl snapshots` shows it. If the program or the machine has changed since, start it as it was "
+        f"after `ckptctl unquarantine {job} {run}` on every node. To train on from what was recorded all the same, do that and pass "
+        f'on_mismatch="warn". To begin anew, `ckptctl forget {job} {run}` on every node, or pass run= a new name',
+    )
 
 
 def _refuse_to_forget(

@@ -25,7 +25,7 @@ from ckptd.client.pipeline_part import PipelinePart
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
 from ckptd.client.recorder import Recorder
-from ckptd.client.recovery import Recovery, Resumption
+from ckptd.client.recovery import Resumption
 from ckptd.client.rehearsal import callables_of, rehearsal_tap, without_trace
 from ckptd.client.replay import Replay
 from ckptd.client.replay_part import ReplayPart
@@ -82,10 +82,10 @@ class LoopSide:
         self._counter, self._precision, self._meet = counter, precision, meet
         self._guard = Guard(memory.session, self._stats)
 
-    def resume(self, found: Resumption, recovery: Recovery) -> None:
+    def resume(self, found: Resumption) -> None:
         """What was found is loaded: the loop begins with its replay, and the snapshots go on from there."""
         assert self.recorder is not None
-        self.replaying.resume(found, recovery)
+        self.replaying.resume(found)
         self._counter.enabled = False
         self.recorder.resume(
             found.plan, last=found.replay.end, phase=found.phase, sharing=found.sharing
@@ -144,11 +144,11 @@ class LoopSide:
 
     def _top(self, step: int) -> None:
         self.replaying.check_whole()
-        self.pipeline.end()
+        sent = self.pipeline.end()
         if self._memory is not None:
             self.pipeline.come_together(step, self._memory, self._wait_for_all)
         recorder = self.recorder
-        if self.replaying.top(step, self._memory):
+        if self.replaying.top(step, sent):
             if recorder is not None:
                 recorder.watch()
             if not self.replaying.frozen:

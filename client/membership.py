@@ -17,7 +17,8 @@ from ckptd.recovery.held import STORE_NODE, HeldRecords, from_wire, to_wire
 from ckptd.recovery.holdings import held_from_segments
 from ckptd.recovery.log_facts import facts_told_by_logs
 from ckptd.recovery.pieces import Source
-from ckptd.transport.messages import Holdings, Member, NodeCard, RunSeen
+from ckptd.recovery.quarantine import epochs_told, without_marked
+from ckptd.transport.messages import Holdings, Member, NodeCard, ReplayFailure, RunSeen
 
 __all__ = ["NodeRecord", "RankNote", "RunView", "SeesRun", "see_run"]
 
@@ -55,6 +56,7 @@ class RunView:
     records: tuple[NodeRecord, ...] = ()  # what the nodes that answered know of the run
     # Epochs that the newest one does not go back to; nothing of them is told above.
     others: frozenset[int] = frozenset()
+    failures: tuple[ReplayFailure, ...] = ()  # replays that did not reproduce, as any node knows
 
     def last_epoch(self, highest: int) -> int:
         """The highest that was seen, or of which a node knows; -1: none."""
@@ -69,10 +71,16 @@ class RunView:
         return epoch_after(self.last_epoch(highest), self.drawn)
 
     @property
+    def usable(self) -> tuple[HeldRecords, ...]:
+        """What is held and not quarantined."""
+        return without_marked(self.held, self.failures)
+
+    @property
     def epochs(self) -> dict[int, int]:
-        """Where epochs began of which a parked state or a log tells; perhaps no snapshot does."""
-        beside = (*self.parked, *self.logs)
-        return epoch_table(record for held in beside for record in held.records)
+        """Where epochs began of which something tells that is no usable snapshot: a parked state, a log, what is quarantined."""
+        beside = (*self.parked, *self.logs, *(self.held if self.failures else ()))
+        records = (record for held in beside for record in held.records)
+        return epoch_table(records, epochs_told(self.failures))
 
     @property
     def homes(self) -> dict[int, str]:
@@ -177,6 +185,7 @@ class _Told(msgspec.Struct, frozen=True):
     parked: list[bytes] = []
     logs: list[bytes] = []
     records: list[NodeRecord] = []
+    failures: list[ReplayFailure] = []
 
 
 def see_run(
@@ -238,6 +247,7 @@ def _ask(
         [to_wire(held_from_segments(h.node, h.parked)) for h in seen.holdings],
         [to_wire(held_from_segments(h.node, h.logs)) for h in seen.holdings],
         [_record_of(h) for h in seen.holdings if h.node != STORE_NODE],
+        [failure for h in seen.holdings for failure in h.failures],
     )
 
 
@@ -278,6 +288,7 @@ def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
         tuple(h.hint for h in here),
         tuple(records.values()),
         frozenset(others),
+        tuple(dict.fromkeys(f for theirs in everybody for f in theirs.failures)),
     )
 
 

@@ -31,7 +31,7 @@ from ckptd.recovery.facts import RankFacts
 from ckptd.recovery.held import HeldRecords
 from ckptd.recovery.pieces import Piece, Source
 from ckptd.storage.image import ImageView
-from ckptd.transport.messages import Attach, Join, Member, SegmentInfo
+from ckptd.transport.messages import Attach, Join, Member, ReplayFailure, SegmentInfo
 
 __all__ = ["LAYOUT_VERSION", "RankMemory"]
 
@@ -64,6 +64,8 @@ class RankMemory:
         self._ahead: tuple[MappedSegment, ...] = ()  # made for a plan that does not count yet
         self.logs = Generations()  # of the boundary log: no snapshot is in them
         self.parks = Generations()  # of parked state
+        # Replays that did not reproduce, as far as any node knew when this start last asked.
+        self.failures: tuple[ReplayFailure, ...] = ()
         # With whom this rank communicates, where that was told on another node, by an earlier trainer.
         self.brought_facts: LogFacts | None = None
         self._stats = stats or Stats()
@@ -173,7 +175,9 @@ class RankMemory:
         )
         of = (self.identity.job, self.identity.run, self.identity.rank)
         with self.planning():
-            return see_run(self.session, *of, exchange, note=mine, storage=storage)
+            view = see_run(self.session, *of, exchange, note=mine, storage=storage)
+        self.failures = view.failures
+        return view
 
     @contextmanager
     def planning(self) -> Iterator[None]:

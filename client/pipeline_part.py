@@ -17,6 +17,7 @@ from ckptd.client.apart import Apart
 from ckptd.client.apart_start import ApartStart, come_together
 from ckptd.client.boundary_log import BoundaryLog
 from ckptd.client.communication import Communication
+from ckptd.client.comparing import Differences
 from ckptd.client.identity import Identity
 from ckptd.client.memory import RankMemory
 from ckptd.client.stage_shapes import StageShapes
@@ -114,10 +115,9 @@ class PipelinePart:
         if self.log is not None:
             self.log.begin(step, replaying=replaying)
 
-    def end(self) -> None:
-        """It is over."""
-        if self.log is not None:
-            self.log.end()
+    def end(self) -> Differences:
+        """It is over; what a replayed one sent otherwise than before."""
+        return Differences() if self.log is None else self.log.end()
 
     def abandon(self) -> None:
         """It was left before its update."""

@@ -12,18 +12,19 @@ import torch
 
 from ckptd.client import values
 from ckptd.client.agreement import Exchange, all_or_none
-from ckptd.client.apart_start import ApartStart, begin_apart
+from ckptd.client.apart_start import ApartStart, begin_apart, recovered_apart
 from ckptd.client.exchange import exchange
 from ckptd.client.freeze import Tape
 from ckptd.client.handing import Handing, arrange
 from ckptd.client.joint_start import recover_together
 from ckptd.client.memory import RankMemory
 from ckptd.client.plan import Plan, captured_once, plan_from_payload
-from ckptd.client.replay import Replay, ReplayMismatch
+from ckptd.client.replay import Replay
 from ckptd.client.sharing import Sharing
 from ckptd.client.signature import signature, signature_difference
 from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.client.subject import Subject
+from ckptd.client.verification import Verification
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused
 from ckptd.memory.ring import NoSuffix, Suffix, find_suffix
@@ -45,6 +46,7 @@ class Resumption:
     phase: int
     reason: str
     sharing: Sharing
+    verification: Verification
     apart: ApartStart | None = None  # after a localized recovery: who begins where
 
 
@@ -110,9 +112,7 @@ class Recovery:
         with all_or_none(meet, memory.session.node_id):
             memory.settle_filled(_SEAL_WAIT_S)
         apart = self._apart(memory, meet)
-        found = (
-            recover_together(memory, meet) if apart is None else (apart.images, apart.plan.reason)
-        )
+        found = recover_together(memory, meet) if apart is None else recovered_apart(apart)
         if isinstance(found, str):
             memory.forget_everything()
             return None
@@ -122,14 +122,20 @@ class Recovery:
             self._heed(meet(bytes([memory.hint])))
             with all_or_none(meet, memory.session.node_id):
                 plan = self._plan_of(memory)
-            images, reason = found
+                changed = self._changed_since(memory)
+            images = found.images
             with all_or_none(meet, memory.session.node_id):
                 alone = apart is not None and not apart.replays
                 replay = self.replay_of(images, plan, meet, alone=alone)
                 # What is loaded first must have arrived. The rest is waited for in replay.
                 _ = images[0].view
             undo.pop_all()
-        return Resumption(replay, plan, images[-1].phase, reason, self._sharing, apart)
+        verification = Verification(
+            memory, meet, found.replayed, on_mismatch=self._on_mismatch, changed=changed
+        )
+        return Resumption(
+            replay, plan, images[-1].phase, found.reason, self._sharing, verification, apart
+        )
 
     def _apart(self, memory: RankMemory, meet: Exchange) -> ApartStart | None:
         """A collective call."""
@@ -165,7 +171,6 @@ class Recovery:
         plan: Plan,
         meet: Exchange,
         *,
-        on_mismatch: str | None = None,
         alone: bool = False,
     ) -> Replay:
         """A replay of these snapshots, oldest first; a collective call if there are several ranks.
@@ -188,26 +193,8 @@ class Recovery:
             stateful=self._stateful,
             tape=self._tape,
             freezing=self.freezing,
-            on_mismatch=on_mismatch or self._on_mismatch,
             handing=handing,
         )
-
-    def advance(self, replay: Replay, memory: RankMemory) -> None:
-        """The top of a replayed step; a mismatch under ``inputs`` leaves a hint for the next start.
-
-        Raises:
-            ReplayMismatch: what was recomputed is not what was recorded.
-        """
-        try:
-            replay.advance()
-        except ReplayMismatch:
-            if replay.freezing == "inputs":
-                # User code may read all gradients in a way that no tap sees; dropping them is exact for it.
-                logger.error(
-                    "the next start of this run replays with freezing 'drop' instead of 'inputs'"
-                )
-                memory.leave_hint(HINT_DROP_GRADIENTS)
-            raise
 
     def _check_signature(self, payload: bytes) -> None:
         told = values.unpack(payload)
@@ -219,14 +206,18 @@ class Recovery:
                 f"the snapshots of job {job}, run {run} are of another model: {difference}",
                 f"pass run= a new name, or `ckptctl forget {job} {run}`",
             )
-        for what, before, now in (
-            ("torch", told["torch"], str(torch.__version__)),
-            ("intra-op threads", told["threads"], torch.get_num_threads()),
-        ):
-            if before != now:
-                logger.warning(
-                    "%s: %s when the snapshots were taken, %s now; this can change bits (replay verifies itself)",
-                    what,
-                    before,
-                    now,
-                )
+
+    def _changed_since(self, memory: RankMemory) -> str:
+        """How this machine differs from the one that took the newest snapshots, in what can change bits."""
+        told = values.unpack(memory.table.segments[-1].descriptor.client)
+        changed = [
+            f"{what}: {before} when the snapshots were taken, {now} now"
+            for what, before, now in (
+                ("torch", told["torch"], str(torch.__version__)),
+                ("intra-op threads", told["threads"], torch.get_num_threads()),
+            )
+            if before != now
+        ]
+        for text in changed:
+            logger.warning("%s; this can change bits (replay verifies itself)", text)
+        return "; ".join(changed)

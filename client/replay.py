@@ -31,7 +31,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptd.client import values
 from ckptd.client.activity import Activity
 from ckptd.client.binding import Binding, local
-from ckptd.client.comparing import describe, live_tensor, same_bits, scalar_differences
+from ckptd.client.comparing import (
+    Differences,
+    describe,
+    live_tensor,
+    same_bits,
+    scalar_differences,
+)
 from ckptd.client.freeze import BackwardLimiter, Tape
 from ckptd.client.handing import Handing, Piece
 from ckptd.client.layout import Source
@@ -61,7 +67,6 @@ class Replay:
         stateful: the user's objects by name.
         tape: supplies recorded values during replayed steps.
         freezing: ``drop`` or ``inputs`` (see ``client.freeze``).
-        on_mismatch: ``raise`` or ``warn``.
         handing: between the ranks that have something alike; None if each has recorded all of its own.
     """
 
@@ -75,13 +80,12 @@ class Replay:
         stateful: Mapping[str, Stateful],
         tape: Tape,
         freezing: str,
-        on_mismatch: str = "raise",
         handing: Handing | None = None,
     ) -> None:
         self._binding, self._operators, self._engine = binding, operators, engine
         self._handing = handing or Handing(-1, ())
         self._images, self._stateful, self._tape = list(images), stateful, tape
-        self.freezing, self.on_mismatch = freezing, on_mismatch
+        self.freezing = freezing
         self._position = 0
         self._activity = Activity(binding, operators)
         self._known_scalars: dict[int, dict[str, Any]] = {}
@@ -214,11 +218,11 @@ class Replay:
         )
         round_frozen_masters(self._binding, self._activity.frozen_rows)
 
-    def advance(self) -> None:
+    def advance(self) -> Differences:
         """The top of the next step: compare, load, activate. After the last snapshot the state is dense.
 
-        Raises:
-            ReplayMismatch: with ``on_mismatch="raise"``, naming what differs first.
+        Returns:
+            What was recomputed otherwise than it was recorded. It is in the log, too; whoever calls decides what follows.
         """
         self._position += 1
         image, scalars = self._images[self._position], self._scalars(self._position)
@@ -226,13 +230,15 @@ class Replay:
         self._load(image, scalars, everything=False)
         if self.dense:
             # What a rank was handed it has not recorded, so it could compare nothing.
-            found += self._handing.unlike(self._checksum)
+            for text in self._handing.unlike(self._checksum):
+                found.add(text)
             self._limiter.stop()
             self._tape.play(None)
         else:
             self._play()
         if found:
-            self._report(found, image.iteration)
+            self._report(found.texts, image.iteration)
+        return found
 
     def abandon(self) -> None:
         """Undo every patch."""
@@ -376,8 +382,8 @@ class Replay:
 
     # -- comparing -------------------------------------------------------------------------------
 
-    def _compare(self, image: SnapshotImage, scalars: dict[str, Any]) -> list[str]:
-        found = []
+    def _compare(self, image: SnapshotImage, scalars: dict[str, Any]) -> Differences:
+        found = Differences()
         active_rows = {
             name: rows
             for name, rows in self._activity.rows_of(self._activity.active).items()
@@ -391,9 +397,10 @@ class Replay:
             pieces = [source] if source.kind == "buffer" else self._pieces(source, active_rows, {})
             for piece in pieces:
                 self.compared += 1
-                if not same_bits(rows_of_piece(live, piece), rows_within(recorded, piece, source)):
-                    found.append(describe(self._operators, piece))
-        found += scalar_differences(self._binding, self._stateful, scalars)
+                now, before = rows_of_piece(live, piece), rows_within(recorded, piece, source)
+                if not same_bits(now, before):
+                    found.add_tensors(describe(self._operators, piece), before, now)
+        scalar_differences(self._binding, self._stateful, scalars, found)
         return found
 
     def _checksum(self, operators: frozenset[int]) -> str:
@@ -408,6 +415,3 @@ class Replay:
         )
         self.mismatches.append(text)
         logger.error("%s", text)
-        if self.on_mismatch == "raise":
-            self.abandon()
-            raise ReplayMismatch(text + "; on_mismatch='warn' trains on regardless")

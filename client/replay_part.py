@@ -9,8 +9,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from ckptd.client.memory import RankMemory
-from ckptd.client.recovery import Recovery, Resumption
+from ckptd.client.comparing import Differences
+from ckptd.client.recovery import Resumption
 from ckptd.client.replay import Replay
 from ckptd.client.stats import Stats
 
@@ -27,7 +27,6 @@ class ReplayPart:
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
-        self._recovery: Recovery | None = None
         self._found: Resumption | None = None
         self._unbegun: Replay | None = None
         # Apart from `replay`: one of a single snapshot is over at the first top, and its first forward comes then.
@@ -65,16 +64,18 @@ class ReplayPart:
 
     # -- after a restart -------------------------------------------------------------------------
 
-    def resume(self, found: Resumption, recovery: Recovery) -> None:
+    def resume(self, found: Resumption) -> None:
         """What was found is loaded; its replay begins at the loop's first top."""
-        self._recovery, self._found = recovery, found
+        self._found = found
         self.replay = self._unbegun = self._unforwarded = found.replay
 
-    def top(self, step: int, memory: RankMemory | None) -> bool:
+    def top(self, step: int, sent: Differences) -> bool:
         """The top of a step; whether it is one of a replay.
 
+        Args:
+            sent: what the step before sent to other stages otherwise than when it ran first.
         Raises:
-            ReplayMismatch: what was recomputed is not what was recorded.
+            ReplayMismatch: what was recomputed is not what was recorded, on any rank.
         """
         replay = self.replay
         if self._unbegun is not None:
@@ -84,15 +85,16 @@ class ReplayPart:
             self._began_s = time.perf_counter()
         elif replay is not None and step == replay.next_iteration:
             self._stats.replayed_steps += 1
-            assert self._recovery is not None
-            assert memory is not None
-            self._recovery.advance(replay, memory)
+            assert self._found is not None
+            self._found.verification.advance(replay, sent)
         return replay is not None
 
     def end(self) -> Resumption | None:
         """The state is dense: what was resumed, where this replay came of a restart."""
         self.replay = None
         found, self._found = self._found, None
+        if found is not None:
+            found.verification.reproduced()
         return found
 
     @property

@@ -9,7 +9,7 @@ from ckptd.client.agreement import Exchange, all_or_none
 from ckptd.client.buckets import Buckets
 from ckptd.client.loop_side import LoopSide
 from ckptd.client.memory import RankMemory
-from ckptd.client.recovery import Recovery, Resumption
+from ckptd.client.recovery import Resumption
 from ckptd.client.replay import Replay
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine
@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 def restore(
     found: Resumption,
-    recovery: Recovery,
     loop: LoopSide,
     memory: RankMemory,
     *,
@@ -42,7 +41,7 @@ def restore(
     _load(replay, buckets, meet, memory.session.node_id)
     for segment in memory.table.segments:
         engine.register(segment.memory, segment.regions())
-    loop.resume(found, recovery)
+    loop.resume(found)
     if found.apart is not None:
         stages = replay.oldest_scalars.get("stages", {})
         with all_or_none(meet, memory.session.node_id):

@@ -38,6 +38,7 @@ from ckptd.transport.messages import (
     Ping,
     Pong,
     RefusalCode,
+    ReplayFailure,
     Report,
     Reserve,
     ReserveBeside,
@@ -46,6 +47,7 @@ from ckptd.transport.messages import (
     SeeRun,
     SegmentInfo,
     TellElastic,
+    TellReplay,
     Welcome,
 )
 from ckptd.transport.wire import RequestTimeout, WireError
@@ -154,6 +156,25 @@ class Session:
             logger.info("the daemon may not have heard of %s: %s", kind, error)
             return False
         return True
+
+    def tell_replay(self, failure: ReplayFailure | None) -> None:
+        """Tell the daemon that a replay did not reproduce, and wait until it has written that down; None: one did.
+
+        This process is about to end; a daemon that is away never hears of it, and the next start replays once more for nothing.
+        """
+        if failure is None:
+            self._lane.submit(self._tell_reproduced)
+            return
+        try:
+            self.link.ask(TellReplay(failure), Done, "tell of a replay")
+        except (AttachRefused, DaemonUnavailable) as error:
+            logger.error("the daemon was not told that this replay failed: %s", error)
+
+    def _tell_reproduced(self) -> None:
+        try:
+            self.link.request(TellReplay(None), Done, ANSWER_S)
+        except (AttachRefused, *FAILURES) as error:
+            logger.warning("the daemon was not told that this replay reproduced: %s", error)
 
     def park_outcome(self, number: int, iteration: int, reason: str) -> None:
         """Answer a request to park."""

@@ -7,7 +7,9 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from ckptd.transport.message_parts import (
+    Epoch,
     Holdings,
+    Iteration,
     Member,
     Name,
     NodeCard,
@@ -46,10 +48,14 @@ class Ping(Struct, frozen=True, tag=True):
 
 
 class GetHoldings(Struct, frozen=True, tag=True):
-    """What does this node hold of a run, its own ranks' and others'? (Between daemons.)"""
+    """What does this node hold of a run, its own ranks' and others'? (Between daemons.)
+
+    ``left_out``: iteration and epoch of quarantined snapshots. Storage offers no checkpoint with one of them, but older ones instead.
+    """
 
     job: Name
     run: Name
+    left_out: Annotated[tuple[tuple[Iteration, Epoch], ...], Meta(max_length=1 << 16)] = ()
 
 
 class SeeRun(Struct, frozen=True, tag=True):

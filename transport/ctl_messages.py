@@ -10,6 +10,7 @@ from ckptd.transport.message_parts import (
     Count,
     Name,
     Rank,
+    ReplayFailure,
     ShortText,
 )
 
@@ -33,12 +34,14 @@ __all__ = [
     "RankParked",
     "RankSnapshots",
     "ReplicationStatus",
+    "RunFailures",
     "SegmentStatus",
     "SessionStatus",
     "SlotInfo",
     "Snapshots",
     "Status",
     "TargetStatus",
+    "Unquarantine",
 ]
 
 # -- ckptctl -> daemon ---------------------------------------------------------------------------
@@ -69,6 +72,13 @@ class GetEvents(Struct, frozen=True, tag=True):
 
 class Forget(Struct, frozen=True, tag=True):
     """Free the memory of a run that no trainer owns."""
+
+    job: Name
+    run: Name
+
+
+class Unquarantine(Struct, frozen=True, tag=True):
+    """Take back what was concluded of this run's replays: what they had quarantined here can be recovered again."""
 
     job: Name
     run: Name
@@ -244,10 +254,19 @@ class Parks(Struct, frozen=True, tag=True):
     ranks: tuple[RankParked, ...]
 
 
+class RunFailures(Struct, frozen=True, tag=True):
+    """The replays of a run that did not reproduce what was recorded."""
+
+    job: str
+    run: str
+    failures: tuple[ReplayFailure, ...]
+
+
 class Snapshots(Struct, frozen=True, tag=True):
     """What `ckptctl snapshots` shows."""
 
     ranks: tuple[RankSnapshots, ...]
+    replays: tuple[RunFailures, ...] = ()
 
 
 class TargetStatus(Struct, frozen=True, tag=True):

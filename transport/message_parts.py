@@ -25,7 +25,9 @@ __all__ = [
     "NodeCard",
     "NumSlots",
     "Rank",
+    "RankMismatch",
     "RefusalCode",
+    "ReplayFailure",
     "RunRecord",
     "SegmentInfo",
     "ShortText",
@@ -161,6 +163,37 @@ class SegmentInfo(Struct, frozen=True, tag=True):
     num_slots: NumSlots
 
 
+class RankMismatch(Struct, frozen=True, tag=True):
+    """What one rank recomputed otherwise than it was recorded: how many things, and the first of them in words.
+
+    ``expected`` and ``got`` are digests, over all that differs, of what was recorded and of what was recomputed.
+    """
+
+    rank: Rank
+    what: Text
+    count: Count
+    expected: ShortText
+    got: ShortText
+
+
+class ReplayFailure(Struct, frozen=True, tag=True):
+    """A replay that did not reproduce at ``iteration`` what was recorded there, and what follows from it (`ckptd.recovery.quarantine.Verdict`).
+
+    ``snapshots``: iteration, epoch and start of that epoch of every snapshot that the replay had used by then, oldest first. ``ranks``: the first of the
+    ranks that differ. ``result`` is equal for replays that came to the same result on all ranks. ``freezing``: how it was replayed.
+    """
+
+    iteration: Iteration
+    snapshots: Annotated[
+        tuple[tuple[Iteration, Epoch, Iteration], ...], Meta(min_length=1, max_length=1 << 16)
+    ]
+    ranks: Annotated[tuple[RankMismatch, ...], Meta(max_length=16)]
+    result: ShortText
+    freezing: ShortText
+    verdict: ShortText
+    reason: Text = ""
+
+
 class Holdings(Struct, frozen=True, tag=True):
     """Everything sealed that this node holds of a run, and the highest epoch of it that the node knows (-1: none).
 
@@ -175,3 +208,4 @@ class Holdings(Struct, frozen=True, tag=True):
     record: RunRecord | None = (
         None  # who takes part, as this node knows it; None: it never heard of the run
     )
+    failures: tuple[ReplayFailure, ...] = ()  # replays that did not reproduce

@@ -45,12 +45,14 @@ from ckptd.transport.ctl_messages import (
     RankParked,
     RankSnapshots,
     ReplicationStatus,
+    RunFailures,
     SegmentStatus,
     SessionStatus,
     SlotInfo,
     Snapshots,
     Status,
     TargetStatus,
+    Unquarantine,
 )
 from ckptd.transport.elastic_messages import (
     BringStored,
@@ -82,7 +84,9 @@ from ckptd.transport.message_parts import (
     NodeCard,
     NumSlots,
     Rank,
+    RankMismatch,
     RefusalCode,
+    ReplayFailure,
     RunRecord,
     SegmentInfo,
     ShortText,
@@ -107,6 +111,7 @@ from ckptd.transport.trainer_messages import (
     Reserve,
     ReserveBeside,
     Reserved,
+    TellReplay,
 )
 
 __all__ = [
@@ -172,10 +177,12 @@ __all__ = [
     "Ping",
     "Pong",
     "Rank",
+    "RankMismatch",
     "RankParked",
     "RankSnapshots",
     "RefusalCode",
     "Refused",
+    "ReplayFailure",
     "ReplicationStatus",
     "Reply",
     "Report",
@@ -183,6 +190,7 @@ __all__ = [
     "Reserve",
     "ReserveBeside",
     "Reserved",
+    "RunFailures",
     "RunRecord",
     "RunSeen",
     "SeeRun",
@@ -197,7 +205,9 @@ __all__ = [
     "Status",
     "TargetStatus",
     "TellElastic",
+    "TellReplay",
     "Text",
+    "Unquarantine",
     "Welcome",
 ]
 
@@ -225,6 +235,8 @@ Request = (
     | BringStored
     | Park
     | Forget
+    | TellReplay
+    | Unquarantine
 )
 OneWay = Filled | Report | Notice | ParkOutcome | TellElastic
 Reply = (

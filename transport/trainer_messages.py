@@ -20,6 +20,7 @@ from ckptd.transport.message_parts import (
     NodeCard,
     NumSlots,
     Rank,
+    ReplayFailure,
     SegmentInfo,
     ShortText,
     SlotIndex,
@@ -44,6 +45,7 @@ __all__ = [
     "Reserve",
     "ReserveBeside",
     "Reserved",
+    "TellReplay",
 ]
 
 # -- trainer -> daemon ---------------------------------------------------------------------------
@@ -135,6 +137,12 @@ class Detach(Struct, frozen=True, tag=True):
     """Orderly end of a session; `final` says that the run is over and its memory may be freed."""
 
     final: bool = False
+
+
+class TellReplay(Struct, frozen=True, tag=True):
+    """A replay of this session's run did not reproduce what was recorded; None: one did, and the run goes on from there."""
+
+    failure: ReplayFailure | None = None
 
 
 class Join(Struct, frozen=True, tag=True):

@@ -156,6 +156,13 @@ def _forget(args: argparse.Namespace) -> int:
     return 0
 
 
+def _unquarantine(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        done = client.ask(m.Unquarantine(args.job, args.run), m.Done)
+    _show(args, done, lambda: done.message)
+    return 0
+
+
 def _export(args: argparse.Namespace) -> int:
     return _show_outcome(
         args, run_export(args, lambda: _segment_dir(args), partial(_whereabouts, args))
@@ -333,6 +340,12 @@ def _parser() -> argparse.ArgumentParser:
     forget.add_argument("job")
     forget.add_argument("run")
     forget.add_argument("--yes", action="store_true", help="do not ask")
+    text = (
+        "use again, at the next start, what this node quarantined because no replay reproduced it"
+    )
+    lift = add("unquarantine", _unquarantine, text)
+    lift.add_argument("job")
+    lift.add_argument("run")
     text = (
         "write the model of one iteration: safetensors, Hugging Face, torch.distributed.checkpoint"
     )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from ckptd.ctl.doctor import Finding
+from ckptd.recovery.quarantine import describe_failure
 from ckptd.transport import messages as m
 from ckptd.units import format_age, format_bytes, format_table
 
@@ -47,9 +48,9 @@ def status(answer: m.Status) -> str:
 
 def snapshots(answer: m.Snapshots, *, operators: bool) -> str:
     """One block per rank: its slots, then what could be recovered and what that would cost."""
-    if not answer.ranks:
-        return "no snapshots in memory"
-    return "\n\n".join(_rank(rank, operators=operators) for rank in answer.ranks)
+    ranks = [_rank(rank, operators=operators) for rank in answer.ranks]
+    replays = [_replays(told) for told in answer.replays]
+    return "\n\n".join([*(ranks or ["no snapshots in memory"]), *replays])
 
 
 def events(found: Sequence[m.EventInfo]) -> str:
@@ -86,6 +87,20 @@ def findings(found: Sequence[Finding]) -> str:
         lines.append(f"{finding.grade:<4}  {finding.name:<{width}}  {finding.detail}")
         if finding.fix:
             lines.append(f"      {'':<{width}}  -> {finding.fix}")
+    return "\n".join(lines)
+
+
+def _replays(told: m.RunFailures) -> str:
+    """The replays of a run that did not reproduce, and what was concluded."""
+    lines = [f"{told.job}/{told.run}: replays that did not reproduce what was recorded"]
+    for failure in told.failures:
+        lines.append(f"  {failure.verdict}: {describe_failure(failure)}")
+        lines += [
+            f"    rank {rank.rank}: {rank.what} ({rank.count} in all; recorded {rank.expected}, "
+            f"recomputed {rank.got})"
+            for rank in failure.ranks[1:]
+        ]
+        lines.append(f"    {failure.reason}")
     return "\n".join(lines)
 
 

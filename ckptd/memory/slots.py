@@ -3,9 +3,10 @@
 ::
 
     free ──► filling ──► filled ──► sealed ──► filling     reuse, outside of every promise
-     ▲          │           │         ├──────► quarantined a digest failed
-     └──────────┴───────────┴─────────┘            └─────► filling
-       the writer died · damaged · abandoned by a restore to an older iteration
+     ▲          │           │         ├──────► quarantined a digest failed, or no replay reproduces it
+     └──────────┴───────────┴─────────┘            ├─────► filling
+       the writer died · damaged                   └─────► sealed      somebody took the quarantine back
+       · abandoned by a restore to an older iteration
 
 Each recovery begins an *epoch*: another history, which leaves the one before at ``epoch_start``
 (``docs/replication.md`` section 2). A record of an older epoch that comes after that is *stale*: it
@@ -68,7 +69,7 @@ TRANSITIONS: Mapping[SlotState, frozenset[SlotState]] = {
     SlotState.FILLING: frozenset({SlotState.FILLED, SlotState.FREE}),
     SlotState.FILLED: frozenset({SlotState.SEALED, SlotState.FREE}),
     SlotState.SEALED: frozenset({SlotState.FILLING, SlotState.QUARANTINED, SlotState.FREE}),
-    SlotState.QUARANTINED: frozenset({SlotState.FILLING}),
+    SlotState.QUARANTINED: frozenset({SlotState.FILLING, SlotState.SEALED}),
 }
 
 

@@ -35,7 +35,7 @@ from ckptd.replication.logs import outdated_slots, why_log_removable
 from ckptd.replication.replicas import Promise, removable, stale_slots
 from ckptd.storage.image import MapFunction
 from ckptd.transport import peer_messages as p
-from ckptd.transport.messages import GetHoldings, Holdings, RunRecord
+from ckptd.transport.messages import GetHoldings, Holdings, ReplayFailure, RunRecord
 from ckptd.transport.verbs import Fabric
 from ckptd.units import format_age, format_bytes
 from ckptd.workers import Workers
@@ -54,6 +54,7 @@ class Host:
 
     Args:
         promise_of: what is known to be agreed on of a run: in which epoch, what, and the span.
+        failures_of: the replays of a run that did not reproduce.
         sealers: workers that verify; `map_fn`, if given, spreads one image over threads.
         slow: workers for making memory.
         settlers: workers that break off what peers do.
@@ -69,6 +70,7 @@ class Host:
         events: EventLog,
         *,
         promise_of: Callable[[str, str], tuple[int, Promise, int]],
+        failures_of: Callable[[str, str], tuple[ReplayFailure, ...]] = lambda job, run: (),
         sealers: Workers,
         slow: Workers,
         settlers: Workers,
@@ -80,7 +82,7 @@ class Host:
     ) -> None:
         self._store, self._replicas, self._events = store, replicas, events
         self._slow, self._retain_s, self._clock = slow, retain_s, clock
-        self._records = records
+        self._records, self._failures_of = records, failures_of
         self._used_s: dict[str, float] = {}
         self._doubts: dict[
             tuple[str, int], float
@@ -157,8 +159,8 @@ class Host:
 
     def holdings(self, job: str, run: str) -> Holdings:
         """Every sealed snapshot of a run that lies here."""
-        record = self._records.of(job, run)
-        return local_holdings(self._store, self._replicas, job, run, record)
+        record, failures = self._records.of(job, run), self._failures_of(job, run)
+        return local_holdings(self._store, self._replicas, job, run, record, failures)
 
     def note_epoch(self, job: str, run: str, epoch: int, start: int) -> None:
         """A recovery began this epoch: what it abandoned is freed here."""
@@ -329,9 +331,18 @@ class Host:
 
 
 def local_holdings(
-    store: SegmentStore, replicas: ReplicaStore, job: str, run: str, record: RunRecord | None
+    store: SegmentStore,
+    replicas: ReplicaStore,
+    job: str,
+    run: str,
+    record: RunRecord | None,
+    failures: tuple[ReplayFailure, ...] = (),
 ) -> Holdings:
-    """Every sealed snapshot, logged iteration and parked state of a run that lies on this node, and what it knows of the run."""
+    """Every sealed snapshot, logged iteration and parked state of a run that lies on this node, and what it knows of the run.
+
+    Args:
+        failures: the replays that did not reproduce.
+    """
     own = [held_segment(s, own=True) for s in store.of_run(job, run)]
     others = [held_segment(s, own=False) for s in replicas.of_run(job, run)]
     logs = [held_segment(s, own=True) for s in store.logs_of_run(job, run)]
@@ -344,6 +355,7 @@ def local_holdings(
         tuple(s for s in logs if s.slots),
         tuple(s for s in parked if s.slots),
         record,
+        failures,
     )
 
 

@@ -20,6 +20,7 @@ from ckptd.events import EventLog
 from ckptd.fetching.fetches import Fetches
 from ckptd.fetching.tools import Doubt
 from ckptd.memory.adopting import Adopted, tell_adopted
+from ckptd.memory.quarantine import Quarantine
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segments import SegmentStore
@@ -96,6 +97,15 @@ class Peering:
         self.boot_id = secrets.token_hex(8)  # new at each start
         map_fn = None if pool is None else pool.map
         self.replicas = ReplicaStore(store)
+        self.quarantine = Quarantine(
+            store.folder,
+            events,
+            segments=lambda job, run: (
+                *store.all_of_run(job, run),
+                *self.replicas.all_of_run(job, run),
+            ),
+            damaged=self._quarantined,
+        )
         self.runs: dict[tuple[str, str], Run] = {}
         self.records = RunRecords(store.folder, events)
         self._idle_told: dict[
@@ -142,6 +152,7 @@ class Peering:
                 self.replicas,
                 events,
                 promise_of=self._promise_of,
+                failures_of=self.quarantine.failures,
                 sealers=sealers,
                 slow=slow,
                 settlers=self._settlers,
@@ -242,8 +253,9 @@ class Peering:
             self._events.add("error", "store_silent", f"{message.job}/{message.run}: {reason}")
             answer(msgspec.structs.replace(seen, silent=(*seen.silent, STORE_NODE)))
 
+        marks = sorted(self.quarantine.marks(message.job, message.run))
         self._stored.ask(
-            GetHoldings(message.job, message.run),
+            GetHoldings(message.job, message.run, tuple(marks)),
             Holdings,
             lambda h: answer(msgspec.structs.replace(seen, holdings=(*seen.holdings, h))),
             failed,
@@ -298,6 +310,11 @@ class Peering:
         if self.host is not None:
             self.host.damaged(segment)
 
+    def _quarantined(self, segment: Segment) -> None:
+        """Snapshots here do not count any more."""
+        self.damaged(segment)
+        self.changed(segment.key)
+
     def leave(self, key: RankKey, *, final: bool) -> None:
         """A trainer ended. Its snapshots stay, and go on to peers, unless its run is over."""
         self.fetches.leave(key)
@@ -315,6 +332,7 @@ class Peering:
         if found is not None:
             self._end(found)
         self.records.forget(job, run)
+        self.quarantine.forget(job, run)
         freed = 0
         self.replicas.forget_waiting(job, run)
         for segment in self.replicas.all_of_run(job, run):
@@ -325,7 +343,8 @@ class Peering:
 
     def holdings(self, job: str, run: str) -> Holdings:
         """Everything sealed that this node holds of a run."""
-        return local_holdings(self._store, self.replicas, job, run, self.records.of(job, run))
+        record, failures = self.records.of(job, run), self.quarantine.failures(job, run)
+        return local_holdings(self._store, self.replicas, job, run, record, failures)
 
     @property
     def fabric_counters(self) -> dict[str, int]:
@@ -356,6 +375,7 @@ class Peering:
         """Take over the replicas that an earlier daemon left; what it had brought for trainers to read goes."""
         self.fetches.copies.sweep()
         self.records.adopt()
+        self.quarantine.adopt()
         self._adopted(self.replicas.adopt())
 
     def _adopt_waiting(self) -> None:
@@ -391,6 +411,7 @@ class Peering:
         retain_s = self._config.retain_detached_s
         self._guarded("records", lambda: self.records.expire(now_s, retain_s, self._is_wanted))
         self._guarded("fetches", self.fetches.tick)
+        self._guarded("quarantine", self.quarantine.tick)
         if self.fabric is not None:
             self._watch_forgeries(self.fabric, now_s)
 

@@ -166,7 +166,8 @@ class Keeper:
         return w.Answer(message.id)
 
     def _find(self, message: w.FindStored) -> Struct:
-        found = self._run(message.job, message.run).find(message.ranks)
+        left_out = frozenset(message.left_out)
+        found = self._run(message.job, message.run).find(message.ranks, left_out=left_out)
         return w.Found(message.id, found)
 
     def _offer(self, message: w.OfferStored) -> Struct:

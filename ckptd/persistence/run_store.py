@@ -256,9 +256,13 @@ class RunStore:
             return False, f"the ranks do not agree: {', '.join(c.reason for c in found)}"
         return False, found[0].reason if found else "it is not listed"
 
-    def find(self, ranks: Iterable[int]) -> list[w.StoredCheckpoint]:
+    def find(
+        self, ranks: Iterable[int], *, left_out: frozenset[tuple[int, int]] = frozenset()
+    ) -> list[w.StoredCheckpoint]:
         """The newest committed checkpoints, these ranks' part of them; none if the run has none.
 
+        Args:
+            left_out: iteration and epoch of quarantined snapshots: a checkpoint with one of them is passed over.
         Raises:
             NothingUsable: it has some, and none of them can be used. A job that took this for an empty store would begin anew.
         """
@@ -272,7 +276,7 @@ class RunStore:
                 unusable.append(f"checkpoint {checkpoint.id} is damaged")
                 continue
             try:
-                offered += [self._offer(checkpoint, rank) for rank in ranks]
+                found = [self._offer(checkpoint, rank) for rank in ranks]
             except _OfAnotherRun as error:
                 self._tell("error", "checkpoint_damaged", f"{checkpoint.id} is not ours: {error}")
                 continue
@@ -281,6 +285,9 @@ class RunStore:
                 unusable.append(text)
                 self._tell("error", "checkpoint_damaged", text)
                 continue
+            if any(self._holds_any(stored.name, left_out) for stored in found):
+                continue
+            offered += found
             left -= 1
         if unusable and not offered:
             self._passed_over.clear()  # what looked damaged for a while may be read by who asks next
@@ -288,6 +295,10 @@ class RunStore:
             self._tell("error", "storage_unusable", text)
             raise NothingUsable("", text)
         return offered
+
+    def _holds_any(self, name: str, snapshots: frozenset[tuple[int, int]]) -> bool:
+        manifest = self._offered[name]
+        return any((s.iteration, s.epoch) in snapshots for s in manifest.snapshots)
 
     def offer(self, end: int, ranks: Iterable[int]) -> list[w.StoredCheckpoint]:
         """These ranks' part of the committed checkpoint that ends there.

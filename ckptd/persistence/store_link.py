@@ -133,7 +133,8 @@ class StoreLink:
     def _find(
         self, message: GetHoldings, done: Callable[[Any], None], failed: Callable[[str, str], None]
     ) -> None:
-        ranks = sorted(self._ranks_of(message.job, message.run))
+        job, run = message.job, message.run
+        ranks, left_out = sorted(self._ranks_of(job, run)), list(message.left_out)
 
         def found(reply: w.Found) -> None:
             segments = [s for c in reply.checkpoints if (s := self._held(c)) is not None]
@@ -141,7 +142,7 @@ class StoreLink:
             done(Holdings(STORE_NODE, tuple(segments), epoch))
 
         self._ask(
-            lambda: w.FindStored(self._child.next_id(), message.job, message.run, ranks),
+            lambda: w.FindStored(self._child.next_id(), job, run, ranks, left_out),
             found,
             failed,
         )

@@ -130,12 +130,16 @@ class CommitRank(Struct, frozen=True, tag=True):
 
 
 class FindStored(Struct, frozen=True, tag=True):
-    """What committed checkpoints there are of these ranks; answered by `Found`."""
+    """What committed checkpoints there are of these ranks; answered by `Found`.
+
+    ``left_out``: iteration and epoch of snapshots that are quarantined; a checkpoint with one of them is passed over.
+    """
 
     id: int
     job: str
     run: str
     ranks: list[int]
+    left_out: list[tuple[int, int]] = []
 
 
 class FindWorlds(Struct, frozen=True, tag=True):

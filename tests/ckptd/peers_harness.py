@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from ckptd.client.identity import Identity
-from ckptd.client.joint_start import recover_together
+from ckptd.client.joint_start import Recovered, recover_together
 from ckptd.client.memory import RankMemory
 from ckptd.client.segment import MappedSegment
 from ckptd.client.snapshot_image import SnapshotImage
@@ -194,7 +194,7 @@ class Job:
         with ThreadPoolExecutor(self.world_size) as pool:
             return list(pool.map(work, self.trainers))
 
-    def recover(self) -> list[tuple[list[SnapshotImage], str] | str]:
+    def recover(self) -> list[Recovered | str]:
         """What each rank's memory says; collective."""
         meeting = _Meeting(self.net, [node.name for node in self.homes])
         return self.together(lambda t: recover_together(t.memory, meeting.exchange_of(t.rank)))

@@ -12,10 +12,9 @@ import pytest
 
 from ckptd.client.agreement import Exchange
 from ckptd.client.identity import Identity
-from ckptd.client.joint_start import recover_together
+from ckptd.client.joint_start import Recovered, recover_together
 from ckptd.client.memory import RankMemory
 from ckptd.client.segment import MappedSegment
-from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.ring import SlotState
@@ -34,7 +33,7 @@ from ckptd.transport.wire import ControlClient, RefusedError
 from tests.ckptd.running import MIB, eventually, fill
 from tests.client.meeting import outcomes
 
-Found = tuple[list[SnapshotImage], str] | str
+Found = Recovered | str
 
 
 @pytest.fixture

@@ -178,6 +178,23 @@ def slow_down_copies(ms_per_mib: float) -> None:
     engine._to_host = slow
 
 
+def tear_snapshot(iteration: int) -> None:
+    """One anchored parameter of that snapshot is recorded with a bit flipped, before its digest is made."""
+    from ckptd.client import capture
+
+    plain = capture.write_image
+
+    def torn(segment: Any, index: int, plan: Any, header: Any, packed: bytes) -> None:
+        if header.iteration == iteration:
+            known = [(s, o) for s, o in zip(plan.sources, plan.offsets, strict=False) if s]
+            anchored = {s.name for s, _ in known if s.kind == "optim"}
+            victims = [o for s, o in known if s.kind == "param" and s.name in anchored]
+            segment.slot(index)[victims[0] + 2] ^= 0x40  # the mantissa of a float32
+        plain(segment, index, plan, header, packed)
+
+    capture.write_image = torn
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
@@ -233,6 +250,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--odd-step", default="", help="STEP:skip or STEP:twice: what the optimizers do then"
     )
+    parser.add_argument(
+        "--tear-at", type=int, default=-1, help="record something wrong in that snapshot"
+    )
     parser.add_argument("--verify-at", type=int, default=-1)
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--verify", action="store_true")
@@ -262,6 +282,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         options["daemon"] = args.daemon
     from ckptd.client import Checkpointer
 
+    if args.tear_at >= 0:
+        tear_snapshot(args.tear_at)
     if args.slow_copies:
         slow_down_copies(args.slow_copies)
     ckpt = Checkpointer(job.model, job.optimizers, job.state, **options)

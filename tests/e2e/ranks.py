@@ -98,6 +98,13 @@ class Ranks:
         assert failed, f"no rank failed; their logs:\n{self.logs}"
         return self.logs
 
+    def end_by_themselves(self, *, timeout_s: float = 120) -> None:
+        """Wait until all have ended, in whatever way; who hangs is killed."""
+        deadline = time.monotonic() + timeout_s
+        for process, _ in self.started:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
     def kill(self) -> None:
         """SIGKILL to all that still live."""
         for process, _ in self.started:

@@ -1,0 +1,186 @@
+"""What this node knows of replays that did not reproduce, and the slots that are quarantined for it (docs/replication.md §2.1).
+
+One file per run beside its segments, so that it lives as long as they do: the trainer that found out is about to end, and
+the daemon may be restarted before the next one comes. It is written whole and renamed; one that cannot be read counts as none, which costs
+no more than another replay.
+
+A slot of a quarantined snapshot changes its state, whoever's it is: of a rank of this node, or a replica. Nothing in it changes, until
+the ring needs its room; so somebody can look at it, or take the quarantine back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from ckptd.events import EventLog
+from ckptd.memory import locks
+from ckptd.memory.ring import SlotState
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_format import set_slot_state, slot_lock_byte
+from ckptd.memory.segment_names import check_name
+from ckptd.recovery.quarantine import (
+    Mark,
+    add_failure,
+    describe_failure,
+    marks_of,
+    settled,
+)
+from ckptd.transport.messages import ReplayFailure, RunFailures
+
+__all__ = ["Quarantine"]
+
+logger = logging.getLogger(__name__)
+
+_END = ".replays"
+_FORMAT = 1
+_MOST_BYTES = 16 << 20
+
+RunKey = tuple[str, str]  # job, run
+
+
+class _File(msgspec.Struct, frozen=True):
+    format: int
+    failures: tuple[ReplayFailure, ...]
+
+
+class Quarantine:
+    """Failures by run, and the slots that follow from them. On the daemon's loop thread.
+
+    Args:
+        segments: everything of a run that lies here, replicas included.
+        damaged: told of each segment in which a slot was quarantined.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        events: EventLog,
+        *,
+        segments: Callable[[str, str], Iterable[Segment]],
+        damaged: Callable[[Segment], None],
+    ) -> None:
+        self._folder, self._events = folder, events
+        self._segments, self._damaged = segments, damaged
+        self._known: dict[RunKey, tuple[ReplayFailure, ...]] = {}
+
+    def adopt(self) -> None:
+        """Read what an earlier daemon wrote."""
+        for path in sorted(self._folder.glob(f"*{_END}")):
+            job, _, run = path.name.removesuffix(_END).partition("~")
+            try:
+                if path.stat().st_size > _MOST_BYTES:
+                    raise ValueError("it is too large")
+                found = msgspec.msgpack.decode(path.read_bytes(), type=_File)
+                if found.format != _FORMAT:
+                    raise ValueError(f"its format is {found.format}, not {_FORMAT}")
+                self._known[check_name(job, "job"), check_name(run, "run")] = found.failures
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
+                text = f"{path.name} is not heeded: {error}; what was quarantined may be replayed once more"
+                self._events.add("warning", "replays_unreadable", text)
+
+    def failures(self, job: str, run: str) -> tuple[ReplayFailure, ...]:
+        """What is known of a run."""
+        return self._known.get((job, run), ())
+
+    def marks(self, job: str, run: str) -> frozenset[Mark]:
+        """The snapshots of a run that are not to be used."""
+        return marks_of(self.failures(job, run))
+
+    def told(self, job: str, run: str) -> list[RunFailures]:
+        """What `ckptctl` shows; empty names mean all."""
+        return [
+            RunFailures(*key, found)
+            for key, found in sorted(self._known.items())
+            if job in ("", key[0]) and run in ("", key[1])
+        ]
+
+    def tell(self, job: str, run: str, failure: ReplayFailure | None) -> None:
+        """A replay of the run failed; None: one reproduced."""
+        known = self.failures(job, run)
+        fresh = settled(known) if failure is None else add_failure(known, failure)
+        if fresh == known:
+            return
+        self._keep((job, run), fresh)
+        if failure is not None:
+            text = f"{job}/{run}: {describe_failure(failure)}; {failure.reason}"
+            self._events.add("error", "replay_mismatch", text[:4000])
+            self._apply(job, run)
+
+    def tick(self) -> None:
+        """Look after slots that came here since (fetched, or sent by a peer); forget runs of which nothing is here."""
+        for job, run in list(self._known):
+            if not any(True for _ in self._segments(job, run)):
+                self.forget(job, run)
+            else:
+                self._apply(job, run)
+
+    def lift(self, job: str, run: str) -> list[tuple[Segment, int, int]]:
+        """Take everything back; returns the slots (and their sequence numbers) that count again and should be verified."""
+        marks = self.marks(job, run)
+        found: list[tuple[Segment, int, int]] = []
+        for segment in self._segments(job, run):
+            for index in _change(segment, marks, SlotState.QUARANTINED, SlotState.SEALED):
+                header = segment.header(index)
+                if header is not None:
+                    found.append((segment, index, header.sequence))
+        self.forget(job, run)
+        return found
+
+    def forget(self, job: str, run: str) -> None:
+        """Nothing is known of the run any more."""
+        if self._known.pop((job, run), None) is not None:
+            self._path(job, run).unlink(missing_ok=True)
+
+    def _apply(self, job: str, run: str) -> None:
+        """Quarantine the slots of marked snapshots."""
+        marks = self.marks(job, run)
+        if not marks:
+            return
+        for segment in self._segments(job, run):
+            if not segment.holds_snapshots:
+                continue
+            if slots := _change(segment, marks, SlotState.SEALED, SlotState.QUARANTINED):
+                self._damaged(segment)
+                headers = [h for index in slots if (h := segment.header(index)) is not None]
+                told = ", ".join(str(h.iteration) for h in headers)
+                text = f"{segment.path.name}: the snapshots of iterations {told} are quarantined, since no replay reproduces them"
+                self._events.add("error", "slots_quarantined", text, segment.key)
+
+    def _keep(self, key: RunKey, failures: tuple[ReplayFailure, ...]) -> None:
+        """Remember, and write it down."""
+        if not failures:
+            self.forget(*key)
+            return
+        self._known[key] = failures
+        path = self._path(*key)
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(msgspec.msgpack.encode(_File(_FORMAT, failures)))
+            temporary.replace(path)
+        except OSError as error:
+            text = f"{path.name} cannot be written: {error}; a daemon after this one will not know of it"
+            logger.error("%s", text)
+            self._events.add("error", "replays_not_written", text)
+
+    def _path(self, job: str, run: str) -> Path:
+        return self._folder / f"{job}~{run}{_END}"
+
+
+def _change(segment: Segment, marks: frozenset[Mark], old: SlotState, new: SlotState) -> list[int]:
+    """Give the slots of marked snapshots another state; returns which. One that somebody is about to fill is left alone."""
+    changed: list[int] = []
+    for index, seen in segment.headers():
+        if seen.state is not old or (seen.iteration, seen.epoch) not in marks:
+            continue
+        with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=False) as taken:
+            if taken and segment.header(index) == seen:
+                set_slot_state(segment.buffer, segment.geometry, index, new)
+                changed.append(index)
+    return changed
