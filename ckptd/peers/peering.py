@@ -20,7 +20,7 @@ from ckptd.events import EventLog
 from ckptd.fetching.fetches import Fetches
 from ckptd.fetching.tools import Doubt
 from ckptd.memory.adopting import Adopted, tell_adopted
-from ckptd.memory.quarantine import Quarantine
+from ckptd.memory.replay_failures import Quarantine
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segments import SegmentStore

@@ -212,7 +212,7 @@ class Job:
         ends = set()
         for trainer, found in zip(self.trainers, self.recover(), strict=True):
             assert not isinstance(found, str), found
-            images, _ = found
+            images = found.images
             self.check_images(trainer.rank, images)
             trainer.last = images[-1].iteration
             ends.add(trainer.last)

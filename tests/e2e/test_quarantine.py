@@ -9,13 +9,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 
 import pytest
 
 from ckptd.transport.messages import GetSnapshots, ReplayFailure, Snapshots
+from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 from tests.e2e.ranks import Ranks, story
+from tests.e2e.test_durable import committed, lose_memory
 
 # The suffix of a window of 2 is 10 and 11: what is wrong in 10 shows at 11.
 TORN, KILL_AT, TOTAL = 10, 11, 15
@@ -109,3 +112,97 @@ def test_where_one_rank_is_wrong_all_go_back(jobs: Jobs, daemon: DaemonProcess, 
     assert resumed == {min(quarantined) - 1}, story(daemon, run, *lives, after)
     for reference, out in zip(references, outs, strict=True):
         assert differences(reference, out) == []
+
+
+def test_what_peers_hold_of_it_is_quarantined_too(
+    jobs: Jobs, daemon: DaemonProcess, run: str
+) -> None:
+    """Two nodes, each with replicas of the other's rank: the wrong snapshots lie twice, and neither copy is taken again."""
+    peers = ("--memory", "256MiB", "--peer-listen", "tcp://127.0.0.1:0", "--peer-security", "plain")
+    window = ("--set", "window=2", "--set", "replicas=1")
+    with own_daemon(*peers) as one, own_daemon(*peers) as other:
+        nodes = {0: ("--daemon", one.endpoint), 1: ("--daemon", other.endpoint)}
+        references = Ranks(jobs, run, *window, daemon="none").end()
+        torn = (*nodes[1], "--tear-at", str(TORN), "--kill-delay-ms", "1000")
+        before = Ranks(jobs, run, *window, killed=1, each={0: nodes[0], 1: torn})
+        before.end_by_the_death_of(1)
+        lives = [before]
+        for wanted in (FIRST, SECOND):
+            lives.append(Ranks(jobs, run, *window, "--seed", str(70 + len(lives)), each=nodes))
+            lives[-1].end_by_themselves()
+            assert wanted in lives[-1].logs, story(other, run, *lives)
+        for node in (one, other):
+            ends = [f"~r{rank}~" for rank in (0, 1)]
+            told = node.events("slots_quarantined", run)
+            assert all(any(end in t for t in told) for end in ends), story(node, run, *lives)
+        after = Ranks(jobs, run, *window, "--seed", "79", each=nodes)
+        outs = after.end()
+        resumed = {jobs.report(out)["resumed_from"] for out in outs}
+        assert len(resumed) == 1, story(other, run, *lives, after)
+        assert resumed <= {8, 9}, story(other, run, *lives, after)
+        for reference, out in zip(references, outs, strict=True):
+            assert differences(reference, out) == []
+
+
+def test_where_memory_has_nothing_else_storage_has(
+    jobs: Jobs, daemon: DaemonProcess, run: str, tmp_path: Path
+) -> None:
+    """What is durable of the wrong iterations is passed over as well: it is the checkpoint before that one."""
+    store = tmp_path / "store"
+    often = ("--persist-every", "5", "--persist-every-s", "0", "--persist-keep-last", "4")
+    options = ("--total", "15", "--run", run)
+    with own_daemon("--memory", "256MiB", "--store", f"file://{store}", *often) as own:
+        reference = jobs.run("plain", "--total", "15", daemon="none")
+        slow = ("--step-ms", "300", "--tear-at", "9")
+        jobs.run("plain", *options, *slow, *KILLED, expect_killed=True, daemon=own.endpoint)
+        eventually(lambda: committed(store, run)[:2] == [10, 5], f"{committed(store, run)}")
+        lose_memory(own)
+        assert FIRST in fails(jobs, *options, "--seed", "77", daemon=own.endpoint)
+        assert SECOND in fails(jobs, *options, "--seed", "78", daemon=own.endpoint)
+        resumed = jobs.run("plain", *options, "--seed", "79", daemon=own.endpoint)
+        assert jobs.report(resumed)["resumed_from"] == 5, jobs.log(resumed)
+        assert differences(reference, resumed) == []
+
+
+def test_where_nothing_else_is_left_somebody_decides(
+    jobs: Jobs, daemon: DaemonProcess, run: str
+) -> None:
+    """A start that can only take what no replay reproduces says so, with the commands; and both of them do what it says."""
+    options = ("--total", "15", "--run", run)
+    jobs.run("plain", *options, *KILLED, "--tear-at", "9", expect_killed=True)
+    assert FIRST in fails(jobs, *options, "--seed", "77")
+    assert SECOND in fails(jobs, *options, "--seed", "78")
+    bytes_before = states(daemon, run)["quarantined"]
+    for seed in ("79", "80"):  # it does not change by itself
+        log = fails(jobs, *options, "--seed", seed)
+        assert "CorruptionError: recover [job=e2e" in log
+        assert "there is no state left that a replay reproduces" in log
+        assert "operator" in log
+        for command in (f"`ckptctl unquarantine e2e {run}`", f"`ckptctl forget e2e {run}`"):
+            assert command in log
+    assert states(daemon, run)["quarantined"] == bytes_before, "nothing was overwritten"
+    told = ctl(daemon, "unquarantine", "e2e", run)
+    assert f"{len(bytes_before)} snapshots of this node are no longer quarantined" in told
+    assert "quarantined" not in states(daemon, run)
+    taken = jobs.run("plain", *options, "--seed", "81", "--set", 'on_mismatch="warn"')
+    assert jobs.report(taken)["resumed_from"] == 11, jobs.log(taken)
+
+
+def test_a_program_that_is_not_deterministic_quarantines_nothing(
+    jobs: Jobs, daemon: DaemonProcess, run: str
+) -> None:
+    """Each replay comes to something else: that is no evidence against what was recorded, and a program that was mended resumes."""
+    options = ("--total", "15", "--run", run)
+    reference = jobs.run("drop", "--total", "15", daemon="none")
+    jobs.run("drop", *options, *KILLED, expect_killed=True)
+    without = ("--leave-out", "determinism")
+    assert FIRST in fails(jobs, *options, *without, "--seed", "77", case="drop")
+    for seed in ("78", "79"):
+        log = fails(jobs, *options, *without, "--seed", seed, case="drop")
+        assert "the program is not deterministic. Nothing is quarantined" in log
+    assert [f.verdict for f in failures(daemon, run)] == ["unstable"]
+    assert "quarantined" not in states(daemon, run)
+    resumed = jobs.run("drop", *options, "--seed", "80")
+    assert jobs.report(resumed)["resumed_from"] == 11, jobs.log(resumed)
+    assert differences(reference, resumed) == []
+    assert failures(daemon, run) == ()

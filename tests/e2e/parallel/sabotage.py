@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ckptd.client import replay
@@ -44,6 +46,20 @@ def _random_state() -> None:
     def nothing(state: Any) -> None: ...
 
     replay.restore_rng = nothing  # type: ignore[attr-defined]
+
+
+def _determinism() -> None:
+    """Each replayed step ends with other weights than the last time it was replayed."""
+    original = Replay.after_optimizer_step
+
+    def noisy(self: Replay, optimizer: int) -> None:
+        original(self, optimizer)
+        noise = int.from_bytes(os.urandom(4), "little") * 1e-12
+        with torch.no_grad():
+            for param in self._binding.params.values():
+                param.add_(noise)
+
+    Replay.after_optimizer_step = noisy  # type: ignore[method-assign]
 
 
 def _elsewhere() -> None:
@@ -162,6 +178,7 @@ def _own_buffers() -> None:
 LEAVE_OUT: dict[str, Callable[[], None]] = {
     "frozen weights": _frozen_weights,
     "random state": _random_state,
+    "determinism": _determinism,
     "elsewhere": _elsewhere,
     "handed weights": _handed_weights,
     "one record": _one_record,
