@@ -34,7 +34,14 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segments import SegmentStore
 from ckptd.peers.peering import Peering
 from ckptd.persistence.tier import StorageTier
-from ckptd.runtime_dir import UnusableFolder, claim, node_name, private_folder
+from ckptd.runtime_dir import (
+    UnusableFolder,
+    claim,
+    give_to_group,
+    group_number,
+    node_name,
+    private_folder,
+)
 from ckptd.sdnotify import Notifier
 from ckptd.service import Service
 from ckptd.settings import DaemonConfig
@@ -71,9 +78,10 @@ class Daemon:
 
     def __init__(self, config: DaemonConfig) -> None:
         self._config = config
-        runtime = private_folder(config.runtime_dir, "runtime folder")
+        self._group = group = group_number(config.trainer_group)
+        runtime = private_folder(config.runtime_dir, "runtime folder", group)
         self._claims = [claim(runtime, "runtime folder")]
-        folder = private_folder(config.segment_dir, "segment folder")
+        folder = private_folder(config.segment_dir, "segment folder", group)
         self._claims.append(claim(folder, "segment folder"))
         _check_filesystem(folder, config.allow_disk_segments)
         quota = quota_bytes(config.memory, folder)
@@ -89,6 +97,7 @@ class Daemon:
             config.node_id or node_name(runtime),
             mlock=config.mlock,
             hugepages=config.hugepages,
+            group=group,
         )
         self._housekeeper = Housekeeper(
             config, store, self._events, self._sealers, self._slow, pool
@@ -298,6 +307,8 @@ class Daemon:
                 socket.bind(self._config.listen)
             finally:
                 os.umask(before)
+            if self._group is not None:
+                give_to_group(path, self._group, 0o660)
         except (OSError, zmq.ZMQError) as error:
             raise UnusableFolder(f"cannot listen on {self._config.listen}: {error}") from error
         return socket

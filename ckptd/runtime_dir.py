@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import grp
 import os
 import re
 import secrets
@@ -10,7 +11,15 @@ import socket
 import stat
 from pathlib import Path
 
-__all__ = ["AlreadyRunning", "UnusableFolder", "claim", "node_name", "private_folder"]
+__all__ = [
+    "AlreadyRunning",
+    "UnusableFolder",
+    "claim",
+    "give_to_group",
+    "group_number",
+    "node_name",
+    "private_folder",
+]
 
 
 class UnusableFolder(RuntimeError):
@@ -21,8 +30,10 @@ class AlreadyRunning(RuntimeError):
     """Another daemon holds the lock."""
 
 
-def private_folder(path: str, purpose: str) -> Path:
+def private_folder(path: str, purpose: str, group: int | None = None) -> Path:
     """Make the folder with mode 0700, or accept one that is ours and that only we may write to.
+
+    With a ``group`` it becomes the group's, with mode 0750: its members may look and enter.
 
     Raises:
         UnusableFolder: it is somebody else's, a link, no folder, or cannot be made.
@@ -45,7 +56,38 @@ def private_folder(path: str, purpose: str) -> Path:
             f"the {purpose} {folder} may be written to by others (mode "
             f"{stat.S_IMODE(info.st_mode):04o}); run `chmod 700 {folder}`"
         )
+    if group is not None:
+        give_to_group(folder, group, 0o750)
     return folder
+
+
+def give_to_group(path: Path, group: int, mode: int) -> None:
+    """Let the members of a group have what the mode says.
+
+    Raises:
+        UnusableFolder: we are neither in the group nor root.
+    """
+    try:
+        os.chown(path, -1, group)
+        path.chmod(mode)
+    except OSError as error:
+        raise UnusableFolder(
+            f"{path} cannot be given to trainer_group {group}: {error}; make the daemon's user a member of it"
+        ) from error
+
+
+def group_number(name: str) -> int | None:
+    """The group that a `trainer_group` setting means; None if it is empty.
+
+    Raises:
+        UnusableFolder: there is no such group.
+    """
+    if not name:
+        return None
+    try:
+        return int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
+    except KeyError as error:
+        raise UnusableFolder(f"trainer_group = {name!r}: there is no such group") from error
 
 
 def claim(folder: Path, what: str) -> int:

@@ -64,6 +64,10 @@ class DaemonConfig:
     listen: str = _key("", endpoint_value, "an ipc:// endpoint", "ipc://<runtime_dir>/ckptd.sock")
     """Where trainers and ckptctl connect."""
 
+    trainer_group: str = _key("", str, "a group's name or number, or empty", "off")
+    """Group whose members may attach although they are other users than the daemon: they can enter the two
+    folders, connect, and map their segments. Empty: only the daemon's own user (and root)."""
+
     node_id: str = _key(
         "", name_value, "1 to 64 of A-Z a-z 0-9 . _ -", "<hostname>-<random>, kept in runtime_dir"
     )

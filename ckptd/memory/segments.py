@@ -34,7 +34,7 @@ from ckptd.memory.segment_format import (
     plan_geometry,
     write_prologue,
 )
-from ckptd.memory.segment_names import FILE_ENDS, segment_file_name
+from ckptd.memory.segment_names import FILE_ENDS, REPLICA_ENDS, segment_file_name
 from ckptd.sessions import MemoryFacts, RankKey, SegmentFacts
 from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
@@ -75,15 +75,23 @@ class SegmentStore:
     Args:
         folder: an existing folder on which this store has the only claim.
         mlock: auto, on or off, as in the configuration.
+        group: may write to segments, and read replicas.
     """
 
     def __init__(
-        self, folder: Path, quota_bytes: int, node_id: str, *, mlock: str, hugepages: str
+        self,
+        folder: Path,
+        quota_bytes: int,
+        node_id: str,
+        *,
+        mlock: str,
+        hugepages: str,
+        group: int | None = None,
     ) -> None:
         self.folder = folder
         self.quota_bytes = quota_bytes
         self.node_id = node_id
-        self._mlock = mlock
+        self._mlock, self._group = mlock, group
         self._hugepages = hugepages
         self._segments: dict[tuple[RankKey, int], Segment] = {}
         # The same by run, rank and generation: this is asked for at every beat, of every rank, however many runs are held.
@@ -326,6 +334,10 @@ class SegmentStore:
                     "CKPTD_MLOCK=auto",
                 )
             write_prologue(buffer, plan.geometry, plan.descriptor)
+            if self._group is not None:
+                os.fchown(fd, -1, self._group)
+                replica = plan.path.name.endswith(tuple(REPLICA_ENDS.values()))
+                os.fchmod(fd, 0o640 if replica else 0o660)
             temporary.rename(plan.path)
         except BaseException:
             os.close(fd)
