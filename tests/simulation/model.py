@@ -76,10 +76,6 @@ class WorldConfig:
 
     chaos_s: float = 25.0
     quiet_s: float = 15.0
-    unique_epochs: bool = True
-    "False: one more than the highest epoch seen, and nothing drawn by lot (shows why it may not be)."
-    remembers: bool = True
-    "False: who takes part, and which epochs there were, is in the memory of daemons alone."
     carries: bool = True
     "False: a new epoch, and a restarted root, know nothing of a floor (and span) of before."
     hard: bool = True

@@ -55,8 +55,7 @@ class Recovering(Training):
             return
         self.seen["recovered" if isinstance(plan, RecoveryPlan) else "began anew"] += 1
         self.follows = max([plan.epoch, *epochs])
-        drawn = self.rng.randrange(DRAWN_EPOCHS) if self.config.unique_epochs else 0
-        epoch = epoch_after(self.follows, drawn)
+        epoch = epoch_after(self.follows, self.rng.randrange(DRAWN_EPOCHS))
         if any(epoch >> 12 == known >> 12 for known in self.pasts):
             self.seen["epoch taken twice"] += 1
         for name in usable if isinstance(plan, NoRecovery) else ():

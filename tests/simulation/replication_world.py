@@ -100,8 +100,6 @@ class World(Recovering):
                 if not segment.own and state in (SlotState.FILLING, SlotState.FILLED):
                     segment.move(slot.record.index, SlotState.FREE)
         daemon = node.daemon = Daemon.start(next(self.count))
-        if not self.config.remembers:
-            node.record = Record()
         for epoch, (start, _) in node.record.epochs.items():
             self.note_epoch(daemon, name, epoch, start)
         for peer in self.nodes:
