@@ -99,6 +99,8 @@ class Session:
         self._desk = Lane("ckptd-desk", self._look_at_slots, lambda error: None, self._closed)
         self._next_look = 0.0
         self._reserving: tuple[Reserve, Future[SegmentInfo]] | None = None
+        # Generations that this trainer was told of, and has not given back.
+        self._known: set[int] | None = None
         self._joined: Join | None = None
         self._join_again = False
         self.node_id = self.segment_dir = ""
@@ -277,7 +279,7 @@ class Session:
             DaemonUnavailable: the daemon is away.
         """
         wanted = Fetch(pieces, cards)
-        return self.link.ask(wanted, Reserved, "fetch", _RESERVE_LIMIT_S).segment
+        return self._told(self.link.ask(wanted, Reserved, "fetch", _RESERVE_LIMIT_S).segment)
 
     def fetch_for_reading(
         self, rank: int, kind: str, pieces: tuple[FetchPiece, ...], cards: tuple[NodeCard, ...] = ()
@@ -311,6 +313,8 @@ class Session:
         """Tell the daemon that a generation is no longer needed."""
 
         def ask() -> None:
+            if self._known is not None:
+                self._known.discard(generation)
             try:
                 self.link.request(Drop(generation), Done, ANSWER_S)
             except (AttachRefused, *FAILURES) as error:
@@ -361,7 +365,26 @@ class Session:
         except (RequestTimeout, WireError, OSError) as error:
             self.link.lose(str(error))
             raise DaemonUnavailable(str(error), operation="reserve") from error
-        return reply.segment
+        return reply.segment if isinstance(wanted, Fetch) else self._told(reply.segment)
+
+    def _told(self, segment: SegmentInfo) -> SegmentInfo:
+        if self._known is not None:
+            self._known.add(segment.generation)
+        return segment
+
+    def _give_back_unknown(self, attached: Attached) -> None:
+        """A daemon that ended between making a segment and telling us has found it again; nobody else knows of it.
+
+        So it is with one whose `drop` the daemon did not hear.
+        """
+        told = (*attached.segments, *attached.logs, *attached.parked)
+        found = {segment.generation for segment in told}
+        if self._known is None:  # the first time: all that there is, is mapped
+            self._known = found
+            return
+        for generation in sorted(found - self._known):
+            logger.info("generation %d is given back: its answer never came", generation)
+            self.drop(generation)
 
     def _join(self) -> None:
         """Raises AttachRefused if it never will be welcome; anything else is tried again."""
@@ -397,6 +420,7 @@ class Session:
         self.slack, self.persists = attached.replication_slack, attached.persists
         self.segments, self.logs = attached.segments, attached.logs
         self.parked, self._park_asked = attached.parked, 0
+        self._give_back_unknown(attached)
         self.quota_bytes, self.available_bytes = attached.quota_bytes, attached.available_bytes
 
     def back(self) -> None:
