@@ -80,6 +80,8 @@ class Keys:
             raise KeysError(f"{path} may be read by others; chmod 600 it")
         if secret is None:
             raise KeysError(f"{path} holds no secret key")
+        for each in (Path(folder), Path(folder) / "trusted", path):
+            _check_ours(each)
         return cls(Path(folder), checked_key(public), checked_key(secret))
 
     @classmethod
@@ -327,3 +329,19 @@ def _is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _check_ours(path: Path) -> None:
+    """Whoever can write there decides whom we trust.
+
+    Raises:
+        KeysError: it belongs to another user, or others may write to it; with the command that mends it.
+    """
+    try:
+        told = path.stat()
+    except FileNotFoundError:
+        return
+    if told.st_uid not in (os.getuid(), 0):
+        raise KeysError(f"{path} belongs to user {told.st_uid}; run `chown {os.getuid()} {path}`")
+    if told.st_mode & 0o022:
+        raise KeysError(f"others may write to {path}; run `chmod go-w {path}`")

@@ -207,3 +207,12 @@ def test_a_rotation_replaces_the_pair(tmp_path: Path) -> None:
     assert found.secret != made.secret
     assert stat.S_IMODE((tmp_path / "node.key_secret").stat().st_mode) == 0o600
     assert {path.name for path in tmp_path.iterdir()} == {"node.key", "node.key_secret", "trusted"}
+
+
+@pytest.mark.parametrize("where", [".", "trusted"])
+def test_a_folder_of_keys_that_others_may_write_to_is_refused(tmp_path: Path, where: str) -> None:
+    """They could add a key of their own, and be trusted."""
+    Keys.create(tmp_path / "keys")
+    (tmp_path / "keys" / where).chmod(0o770)
+    with pytest.raises(KeysError, match=r"others may write to .*; run `chmod go-w "):
+        Keys.load(tmp_path / "keys")
