@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import zmq
-
 from ckptd.transport.chunks import Chunk, Hold
 from ckptd.transport.frames import (
     Ack,
@@ -25,10 +23,10 @@ from ckptd.transport.frames import (
     Probed,
     Read,
     Write,
-    digest_of,
     encode,
 )
 from ckptd.transport.lanes import Lane, LaneState
+from ckptd.transport.payloads import Payload
 
 __all__ = ["ChunkEvents", "ChunkLane", "ZmqChunkLane"]
 
@@ -150,11 +148,11 @@ class ZmqChunkLane:
         digest = chunk.compute_digest()
         header = Write(op, key.region, key.token, chunk.offset, chunk.length, digest)
         view = chunk.view()
-        tracker = self.lane.send_view(encode(header), view)
-        if tracker is None:
+        gone = self.lane.send_view(encode(header), view)
+        if gone is None:
             view.release()
             return False
-        chunk.transfer.hold(Hold(view, lambda: tracker.done))
+        chunk.transfer.hold(Hold(view, gone))
         return True
 
     def _read(self, op: int, chunk: Chunk) -> bool:
@@ -162,7 +160,7 @@ class ZmqChunkLane:
         header = Read(op, key.region, key.token, chunk.offset, chunk.length)
         return self.lane.send(encode(header))
 
-    def answer(self, answer: Answer, payload: zmq.Frame | None) -> None:
+    def answer(self, answer: Answer, payload: Payload | None) -> None:
         """An answer on this connection, and what came with it."""
         self._heard_at = time.monotonic()
         if isinstance(answer, Ack):
@@ -192,18 +190,17 @@ class ZmqChunkLane:
         self._unanswered.take(answer.op)
         self._events.done(chunk)
 
-    def _arrived(self, answer: Data, payload: zmq.Frame | None) -> None:
+    def _arrived(self, answer: Data, payload: Payload | None) -> None:
         chunk = self._unanswered.take(answer.op)
         if chunk is None or chunk.transfer.outcome is not None:
             return
-        if chunk.transfer.is_put or payload is None or len(payload) != chunk.length:
+        if chunk.transfer.is_put or payload is None or payload.size_bytes != chunk.length:
             self._events.damaged(chunk)
             return
-        data = payload.buffer
-        if digest_of(data, chunk.transfer.key.region, chunk.offset) != answer.digest:
+        if payload.digest(chunk.transfer.key.region, chunk.offset) != answer.digest:
             self._events.damaged(chunk)
             return
-        copy_bytes(data, chunk.view())
+        payload.copy_into(chunk.view())
         self._events.done(chunk)
 
     def _failed(self, answer: FaultReply) -> None:
@@ -219,11 +216,3 @@ class ZmqChunkLane:
             self._heard_at, quiet_s = now_s, 0.0
             self.lane.send(encode(Probe(self._unanswered.number())))
         return PROBE_AFTER_S - quiet_s
-
-
-def copy_bytes(source: memoryview, target: memoryview) -> None:
-    """Both have the same length; ``target`` is used up."""
-    with target:
-        if not len(source):
-            return
-        target.cast("B")[:] = source.cast("B")

@@ -14,7 +14,8 @@ from enum import StrEnum
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ckptd.transport.frames import MAX_BODY_BYTES, PROTOCOL, Open, encode
+from ckptd.transport.frames import PROTOCOL, Open, encode
+from ckptd.transport.payloads import MAX_WIRE_FRAME_BYTES, send_copy, send_view
 
 __all__ = ["HEARTBEAT_MS", "HEARTBEAT_TIMEOUT_MS", "Lane", "LaneEvents", "LaneState", "Wiring"]
 
@@ -92,7 +93,10 @@ class Lane:
         Raises:
             ValueError: the endpoint or the key is none.
         """
-        socket = self._wiring.context.socket(zmq.DEALER)
+        try:
+            socket = self._wiring.context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise ValueError(f"cannot connect to {self._endpoint}: {error}") from error
         try:
             self._configure(socket)
             monitor = socket.get_monitor_socket(MONITORED)
@@ -113,7 +117,7 @@ class Lane:
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, 5_000)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_WIRE_FRAME_BYTES)
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         socket.ipv6 = "[" in self._endpoint
@@ -158,14 +162,13 @@ class Lane:
             if body is None:
                 self._socket.send(header, zmq.DONTWAIT)
             else:
-                self._socket.send(header, zmq.DONTWAIT | zmq.SNDMORE)
-                self._socket.send(body, zmq.DONTWAIT)
+                send_copy(self._socket, [header], body)
         except zmq.Again:
             return False
         return True
 
-    def send_view(self, header: bytes, view: memoryview) -> zmq.MessageTracker | None:
-        """Queue a message whose payload is not copied; its tracker, or None if there is no room.
+    def send_view(self, header: bytes, view: memoryview) -> Callable[[], bool] | None:
+        """Queue a message whose payload is not copied; says when it is let go, or None if there is no room.
 
         Without encryption libzmq has the kernel read the payload, and aborts the process if it is in a file that was cut
         short meanwhile: then a copy is sent.
@@ -174,12 +177,9 @@ class Lane:
             return None
         payload = bytes(view) if self._wiring.curve is None else view
         try:
-            self._socket.send(header, zmq.DONTWAIT | zmq.SNDMORE)
-            tracker = self._socket.send(payload, zmq.DONTWAIT, copy=False, track=True)
+            return send_view(self._socket, [header], memoryview(payload))
         except zmq.Again:
             return None
-        assert tracker is not None
-        return tracker
 
     def _introduce(self) -> None:
         self.state = LaneState.OPENING

@@ -19,9 +19,10 @@ from ckptd.transport import frames as f
 from ckptd.transport.chunks import Chunk, ChunkedTransfer
 from ckptd.transport.copying import Copier, CopyLane
 from ckptd.transport.data_lanes import ChunkEvents, ChunkLane, ZmqChunkLane
-from ckptd.transport.garbage import GarbageLog
 from ckptd.transport.lanes import Lane, LaneEvents, LaneState, Wiring
 from ckptd.transport.pacing import Pacer
+from ckptd.transport.payloads import MAX_FRAMES, Payload
+from ckptd.transport.refusals import RefusalLog
 from ckptd.transport.requests import Request, Requests
 from ckptd.transport.transfers import DRAIN_POLL_S, Transfers
 from ckptd.transport.verbs import (
@@ -50,7 +51,7 @@ class LinkParts:
 
     wiring: Wiring
     counters: FabricCounters
-    garbage: GarbageLog
+    garbage: RefusalLog
     pacer: Pacer
     copier: Copier | None  # None: no short cuts
     call: Callable[[Callable[[], None]], bool]
@@ -320,20 +321,20 @@ class PeerLink:
 
     def _message(self, lane: Lane, frames: Frames) -> None:
         try:
-            if len(frames) not in (1, 2):
+            if len(frames) > MAX_FRAMES:
                 raise ValueError(f"{len(frames)} frames")
             answer = f.decode_answer(frames[0].buffer)
         except ValueError as error:
             self._parts.garbage.seen(str(error))
             return
-        payload = frames[1] if len(frames) == 2 else None
+        payload = Payload(frames[1:]) if len(frames) > 1 else None
         if isinstance(answer, f.Opened):
             self._opened(lane, answer)
         elif isinstance(answer, f.Refuse):
             self._lane_refused(lane, answer.detail)
         elif isinstance(answer, f.Reply):
             if payload is not None:
-                self._requests.replied(answer.op, payload.bytes)
+                self._requests.replied(answer.op, payload.join())
         elif (chunk_lane := self._chunk_lane_of(lane)) is not None:
             chunk_lane.answer(answer, payload)
         elif isinstance(answer, f.FaultReply) and answer.fault == "open":

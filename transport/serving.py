@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import zmq
 
 from ckptd.transport import frames as f
-from ckptd.transport.data_lanes import copy_bytes
-from ckptd.transport.garbage import GarbageLog
+from ckptd.transport.doorkeeper import Doorkeeper, source_of_frame
+from ckptd.transport.payloads import MAX_FRAMES, Payload
+from ckptd.transport.refusals import RefusalLog
 from ckptd.transport.regions import Refusal, Regions
 from ckptd.transport.verbs import Access, FabricCounters, Fault, Serve
 
@@ -36,12 +37,13 @@ GrantDial = Callable[["Connection", f.Dial, Callable[[f.Ticket], None]], None]
 
 @dataclass(slots=True)
 class Connection:
-    """Who is at the other end. ``key`` is "" without authentication."""
+    """Who is at the other end. ``key`` is "" without authentication, ``source`` the address as `source_of` has it."""
 
     node: str
     key: str
     data: bool
     heard_at: float
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,13 @@ class ServerParts:
     node: str
     regions: Regions
     counters: FabricCounters
-    garbage: GarbageLog
+    garbage: RefusalLog
+    door: Doorkeeper
     serve: Serve
     node_of: Callable[[str], str | None] | None  # None: no keys, nobody is authenticated
     credits: int
     send: Callable[[bytes, bytes, bytes | None], bool]
-    send_view: Callable[[bytes, bytes, memoryview], zmq.MessageTracker | None]
+    send_view: Callable[[bytes, bytes, memoryview], Callable[[], bool] | None]
     call: Callable[[Callable[[], None]], bool]
     dial: GrantDial | None = None  # None: chunks come over ZeroMQ only
 
@@ -72,19 +75,19 @@ class Server:
 
     def message(self, frames: Frames) -> None:
         """One message from the network."""
+        if len(frames) > 1 + MAX_FRAMES:
+            self._parts.door.cut(frames[1].get(zmq.SRCFD), f"a message of {len(frames)} frames")
+            return
         identity = frames[0].bytes
-        if len(frames) not in (2, 3):
-            self._parts.garbage.seen(f"{len(frames)} frames")
-            return
         try:
-            ask = f.decode_ask(frames[1].buffer)
+            ask = _ask(frames)
         except ValueError as error:
-            self._parts.garbage.seen(str(error))
+            self._parts.garbage.seen(str(error), source_of_frame(frames[-1]))
             return
-        payload = frames[2] if len(frames) == 3 else None
+        payload = Payload(frames[2:]) if len(frames) > 2 else None
         key = _user_of(frames[1])
         if isinstance(ask, f.Open):
-            self._open(identity, key, ask)
+            self._open(frames[1], identity, key, ask)
             return
         connection = self._connections.get(identity)
         if connection is None or connection.key != key:
@@ -97,7 +100,7 @@ class Server:
         self._asked(identity, connection, ask, payload)
 
     def _asked(
-        self, identity: bytes, connection: Connection, ask: f.Ask, payload: zmq.Frame | None
+        self, identity: bytes, connection: Connection, ask: f.Ask, payload: Payload | None
     ) -> None:
         try:
             if isinstance(ask, f.Write):
@@ -115,15 +118,17 @@ class Server:
             assert not isinstance(ask, f.Open)
             self._answer(identity, f.FaultReply(ask.op, refusal.fault.value, refusal.detail))
 
-    def _open(self, identity: bytes, key: str, ask: f.Open) -> None:
-        detail = self._objection(key, ask)
+    def _open(self, header: zmq.Frame, identity: bytes, key: str, ask: f.Open) -> None:
+        detail, source = self._objection(key, ask), source_of_frame(header)
         if detail:
-            self._parts.counters.unauthenticated += 1
-            logger.warning("a peer that says it is %.64r was refused: %s", ask.node, detail)
+            text = f"a peer that says it is {ask.node[:64]!r}: {detail}"
+            self._parts.garbage.stranger("identity", source, text)
             self._answer(identity, f.Refuse(f.PROTOCOL, detail))
             return
-        self._connections[identity] = Connection(ask.node, key, ask.data, time.monotonic())
+        now_s = time.monotonic()
+        self._connections[identity] = Connection(ask.node, key, ask.data, now_s, source)
         self._connections.move_to_end(identity)
+        self._parts.door.identified(header.get(zmq.SRCFD), ask.node)
         if len(self._connections) > MAX_CONNECTIONS:
             self._connections.popitem(last=False)
         self._window_until = 0.0
@@ -171,20 +176,19 @@ class Server:
         return self._window
 
     def _write(
-        self, identity: bytes, connection: Connection, ask: f.Write, payload: zmq.Frame | None
+        self, identity: bytes, connection: Connection, ask: f.Write, payload: Payload | None
     ) -> None:
         use = self._parts.regions.use(
             ask.region, ask.token, connection.node, Access.WRITE, ask.offset, ask.length
         )
         with use as (_, target):
-            if payload is None or len(payload) != ask.length:
+            if payload is None or payload.size_bytes != ask.length:
                 self._damaged(identity, ask.op)
                 return
-            data = payload.buffer
-            if f.digest_of(data, ask.region, ask.offset) != ask.digest:
+            if payload.digest(ask.region, ask.offset) != ask.digest:
                 self._damaged(identity, ask.op)
                 return
-            copy_bytes(data, target)
+            payload.copy_into(target)
         self._parts.counters.received_bytes += ask.length
         self._answer(identity, f.Ack(ask.op, ask.digest, self.window()))
 
@@ -199,13 +203,13 @@ class Server:
         with use as (region, view):
             digest = f.digest_of(view, ask.region, ask.offset)
             header = f.encode(f.Data(ask.op, digest, self.window()))
-            tracker = self._parts.send_view(identity, header, view)
-            if tracker is not None:
-                region.leaves(view, lambda: tracker.done)
+            gone = self._parts.send_view(identity, header, view)
+            if gone is not None:
+                region.leaves(view, gone)
                 self._parts.counters.served_bytes += ask.length
 
     def _request(
-        self, identity: bytes, connection: Connection, ask: f.Request, payload: zmq.Frame | None
+        self, identity: bytes, connection: Connection, ask: f.Request, payload: Payload | None
     ) -> None:
         if payload is None:
             self._parts.garbage.seen("a request without a body")
@@ -223,7 +227,7 @@ class Server:
                 self._parts.call(lambda: self._send(identity, header, body))
 
         try:
-            self._parts.serve(connection.node, payload.bytes, answer)
+            self._parts.serve(connection.node, payload.join(), answer)
         except Exception:  # a user's callback: the loop that carries all transfers must survive it
             logger.exception("serving a request of %s failed", connection.node)
 
@@ -241,6 +245,16 @@ class Server:
 
     def _send(self, identity: bytes, header: bytes, body: bytes) -> None:
         self._parts.send(identity, header, body)
+
+
+def _ask(frames: Frames) -> f.Ask:
+    """
+    Raises:
+        ValueError: not a message of ours.
+    """
+    if len(frames) < 2:
+        raise ValueError(f"{len(frames)} frames")
+    return f.decode_ask(frames[1].buffer)
 
 
 def _user_of(frame: zmq.Frame) -> str:

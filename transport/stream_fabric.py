@@ -19,13 +19,14 @@ from urllib.parse import urlsplit
 import zmq
 
 from ckptd.transport import frames as f
+from ckptd.transport.admission import AdmissionLimits
 from ckptd.transport.keys import Keys
 from ckptd.transport.links import PeerLink
 from ckptd.transport.regions import Refusal
 from ckptd.transport.sealing import Cipher, common_cipher, offered_ciphers
 from ckptd.transport.serving import Connection, ServerParts
 from ckptd.transport.stream_lanes import StreamLink
-from ckptd.transport.stream_server import DialGrant, StreamServer, StreamServerParts
+from ckptd.transport.stream_server import LIMITS, DialGrant, StreamServer, StreamServerParts
 from ckptd.transport.verbs import Fault, PeerAddress, Serve
 from ckptd.transport.zmq_fabric import DEFAULT_CREDITS, ZmqFabric
 
@@ -40,6 +41,7 @@ class StreamFabric(ZmqFabric):
 
     Args:
         data_port: where streams come in, on the endpoint's address; 0 takes a free one.
+        data_limits: of the streams that others open.
         plaintext: do not encrypt streams to and from peers that say the same. Without ``keys`` no stream is encrypted.
 
     The others are those of `ZmqFabric`.
@@ -63,7 +65,10 @@ class StreamFabric(ZmqFabric):
         rate_bytes_per_s: float | None = None,
         gate: Callable[[], bool] | None = None,
         short_cut: bool = True,
+        limits: AdmissionLimits | None = None,
+        tell: Callable[[str], None] | None = None,
         data_port: int = 0,
+        data_limits: AdmissionLimits = LIMITS,
         plaintext: bool = False,
     ) -> None:
         if not 0 <= data_port < 1 << 16:
@@ -73,6 +78,7 @@ class StreamFabric(ZmqFabric):
         )
         self._data_port = data_port
         self._credits = credits
+        self._data_limits = data_limits
         super().__init__(
             node,
             endpoint,
@@ -86,6 +92,8 @@ class StreamFabric(ZmqFabric):
             rate_bytes_per_s=rate_bytes_per_s,
             gate=gate,
             short_cut=short_cut,
+            limits=limits,
+            tell=tell,
         )
 
     @property
@@ -103,12 +111,12 @@ class StreamFabric(ZmqFabric):
             self.node,
             self._regions,
             self.counters,
-            self._garbage,
+            self.refusals,
             self._forgeries,
             self._credits,
             self._node_of,
         )
-        self._streams = StreamServer(parts, bound, self._data_port)
+        self._streams = StreamServer(parts, bound, self._data_port, self._data_limits)
 
     def _make_server_parts(self, serve: Serve, credits: int) -> ServerParts:
         return replace(super()._make_server_parts(serve, credits), dial=self._dial)
@@ -125,7 +133,7 @@ class StreamFabric(ZmqFabric):
             host, port = self.data_address
             answer(f.Ticket(ask.op, host, port, ticket, cipher, secret))
 
-        grant = DialGrant(peer.node, peer.key, ask.slot, cipher, ask.secret, granted)
+        grant = DialGrant(peer.node, peer.key, ask.slot, cipher, ask.secret, granted, peer.source)
         self._streams.grant(grant)
 
     def _revoke_untrusted(self) -> None:

@@ -19,9 +19,9 @@ from enum import StrEnum
 from ckptd.transport import frames as f
 from ckptd.transport.chunks import Chunk
 from ckptd.transport.data_lanes import ChunkEvents, ChunkLane
-from ckptd.transport.garbage import ForgeryLog
 from ckptd.transport.lanes import Lane, LaneState
 from ckptd.transport.links import LinkParts, PeerLink
+from ckptd.transport.refusals import ForgeryLog
 from ckptd.transport.sealing import SECRET_BYTES, Cipher, RecordKey, stream_keys
 from ckptd.transport.stream_client import ClientStream, StreamEvents, Verdict
 from ckptd.transport.stream_frames import StreamAnswer

@@ -17,12 +17,15 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from ckptd.transport import streams
-from ckptd.transport.garbage import ForgeryLog, GarbageLog
+from ckptd.transport.admission import AdmissionLimits
+from ckptd.transport.lobby import Lobby, Visit
+from ckptd.transport.refusals import ForgeryLog, RefusalLog
 from ckptd.transport.regions import LocalRegion, Refusal, Regions
 from ckptd.transport.sealing import SECRET_BYTES, Cipher, Forged, RecordKey, stream_keys
 from ckptd.transport.stream_frames import (
@@ -40,17 +43,20 @@ from ckptd.transport.stream_frames import (
 )
 from ckptd.transport.verbs import Access, FabricCounters, Fault
 
-__all__ = ["DialGrant", "StreamServer", "StreamServerParts"]
+__all__ = ["LIMITS", "DialGrant", "StreamServer", "StreamServerParts"]
 
 logger = logging.getLogger(__name__)
 
 TICKET_S = 5.0
 MAX_TICKETS = 1024
-MAX_STRANGERS = 64
-MAX_STREAMS = 1024
+MAX_TICKETS_PER_NODE = 64
 MAX_WINDOW = 8  # chunks; more than fills the connection while an acknowledgement is on its way
-ACCEPT_RETRY_S = 0.2  # no descriptors left, say
 ENDING_S = 2.0
+
+# Streams are opened by who was given a ticket a moment before, and says so at once. Without one there is little room, and time.
+LIMITS = AdmissionLimits(
+    connections=1024, strangers=64, strangers_per_address=16, per_peer=64, patience_s=2.0
+)
 
 SlotKey = tuple[str, bytes]  # node, slot: nobody can end another's stream
 DirectionKeys = tuple[RecordKey | None, RecordKey | None]  # up, down; None: in plaintext
@@ -63,7 +69,7 @@ class StreamServerParts:
     name: str
     regions: Regions
     counters: FabricCounters
-    garbage: GarbageLog
+    garbage: RefusalLog
     forgeries: ForgeryLog
     credits: int
     node_of: Callable[[str], str | None] | None = None  # as in `ServerParts`
@@ -73,7 +79,8 @@ class StreamServerParts:
 class DialGrant:
     """A stream that a peer may open, while ``public_key`` is trusted as that node's ("" without keys).
 
-    ``answer`` is given a ticket and our part of the stream's keys, from any thread.
+    ``answer`` is given a ticket and our part of the stream's keys, from any thread. ``source``: the address that asks, from which the
+    stream is expected.
     """
 
     node: str
@@ -82,6 +89,7 @@ class DialGrant:
     cipher: Cipher
     secret: bytes
     answer: Callable[[bytes, bytes], None]
+    source: str = ""
 
     @property
     def key(self) -> SlotKey:
@@ -101,27 +109,39 @@ class StreamServer:
     Args:
         host: numeric address to listen on.
         port: 0 takes a free one (see ``port``).
+        limits: of the streams, with and without a ticket.
     Raises:
         OSError: cannot listen there.
     """
 
-    def __init__(self, parts: StreamServerParts, host: str, port: int = 0) -> None:
+    def __init__(
+        self,
+        parts: StreamServerParts,
+        host: str,
+        port: int = 0,
+        limits: AdmissionLimits = LIMITS,
+    ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         both = host == "::" and socket.has_dualstack_ipv6()  # as ZeroMQ does
         self._parts = parts
         self._lock = threading.Lock()
         self._tickets: dict[bytes, _Ticket] = {}
         self._serving: dict[SlotKey, _ServedStream] = {}
-        self._strangers: set[_ServedStream] = set()
+        self._expected: Counter[str] = Counter()  # tickets by the address that asked for them
         self._closed = threading.Event()
-        self._listener = socket.create_server(
+        listener = socket.create_server(
             (host, port), family=family, backlog=64, dualstack_ipv6=both
         )
-        self.port: int = self._listener.getsockname()[1]
-        self._acceptor = threading.Thread(
-            target=self._accept, name=f"streams-{parts.name}", daemon=True
+        self.port: int = listener.getsockname()[1]
+        self._lobby = Lobby(
+            listener,
+            limits,
+            parts.garbage,
+            first_bytes=PREAMBLE_BYTES,
+            expected=lambda source: self._expected[source],
+            enter=self._enter,
         )
-        self._acceptor.start()
+        self._lobby.start()
 
     def grant(self, grant: DialGrant) -> None:
         """Give its node a ticket, when the stream that it had in this slot is over."""
@@ -143,7 +163,7 @@ class StreamServer:
             ]
             for ticket, entry in list(self._tickets.items()):
                 if not self._trusted(entry.grant.node, entry.grant.public_key):
-                    del self._tickets[ticket]
+                    self._take(ticket)
         for stream in streams_:
             self.count("revoked")
             logger.warning("a stream of %s is over: its key is not trusted any more", stream.key[0])
@@ -155,15 +175,14 @@ class StreamServer:
     def close(self) -> None:
         """End all streams. Waits a moment for their threads; whoever still holds a region is waited for there."""
         self._closed.set()
-        streams.shut(self._listener)
-        self._listener.close()
+        self._lobby.close()
         with self._lock:
-            ours = [*self._serving.values(), *self._strangers]
+            ours = list(self._serving.values())
             self._tickets.clear()
         for stream in ours:
             stream.break_off()
         give_up_at = time.monotonic() + ENDING_S
-        for thread in (self._acceptor, *(stream.thread for stream in ours)):
+        for thread in (stream.thread for stream in ours):
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(0.0, give_up_at - time.monotonic()))
 
@@ -176,17 +195,16 @@ class StreamServer:
             Forged: it has no key for its ticket, which stays valid for who has.
         """
         with self._lock:
-            self._strangers.discard(stream)
             found = self._tickets.get(shown.ticket)
             if found is None or found.valid_until < time.monotonic() or self._closed.is_set():
                 return None
             grant = found.grant
-            if len(self._serving) >= MAX_STREAMS or grant.key in self._serving:
+            if grant.key in self._serving:
                 return None
             if not self._trusted(grant.node, grant.public_key):
                 return None
             keys = self._proven(shown, found)
-            del self._tickets[shown.ticket]
+            self._take(shown.ticket)
             stream.key, stream.public_key = grant.key, grant.public_key
             self._serving[grant.key] = stream
             return keys
@@ -203,9 +221,9 @@ class StreamServer:
     def over(self, stream: _ServedStream) -> None:
         """The thread ends, and touches no region any more."""
         with self._lock:
-            self._strangers.discard(stream)
             if self._serving.get(stream.key) is stream:
                 del self._serving[stream.key]
+        self._lobby.gone(stream.visit)
         if stream.successor is not None and not self._closed.is_set():
             self._issue(stream.successor)
 
@@ -226,33 +244,34 @@ class StreamServer:
         with self._lock:
             self._withdraw(grant.key)
             for old in [t for t, entry in self._tickets.items() if entry.valid_until < now]:
-                del self._tickets[old]
+                self._take(old)
+            of_node = [t for t, entry in self._tickets.items() if entry.grant.node == grant.node]
+            if len(of_node) >= MAX_TICKETS_PER_NODE:
+                self._take(of_node[0])
             if len(self._tickets) >= MAX_TICKETS:
-                del self._tickets[next(iter(self._tickets))]
+                self._take(next(iter(self._tickets)))
             self._tickets[ticket] = _Ticket(grant, secret, now + TICKET_S)
+            self._expected[grant.source] += 1
         grant.answer(ticket, secret)
 
     def _withdraw(self, key: SlotKey) -> None:
         for old in [ticket for ticket, entry in self._tickets.items() if entry.grant.key == key]:
-            del self._tickets[old]
+            self._take(old)
 
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if not self._closed.wait(ACCEPT_RETRY_S):
-                    logger.warning("a stream could not be accepted: %s", error)
-                continue
-            stream = _ServedStream(self, self._parts, connection)
-            with self._lock:
-                welcome = len(self._strangers) < MAX_STRANGERS and not self._closed.is_set()
-                if welcome:
-                    self._strangers.add(stream)
-            if welcome:
-                stream.thread.start()
-            else:
-                connection.close()
+    def _take(self, ticket: bytes) -> _Ticket | None:
+        found = self._tickets.pop(ticket, None)
+        if found is not None:
+            self._expected[found.grant.source] -= 1
+            self._expected = +self._expected
+        return found
+
+    def _enter(self, visit: Visit) -> tuple[str, Callable[[], None]] | None:
+        """A stranger has said its first bytes, on the lobby's thread."""
+        stream = _ServedStream(self, self._parts, visit)
+        if not stream.enter():
+            visit.connection.close()
+            return None
+        return stream.key[0], stream.thread.start
 
 
 class _ServedStream:
@@ -261,15 +280,15 @@ class _ServedStream:
     _sender: streams.StreamSender  # both once it was let in
     _receiver: streams.StreamReceiver
 
-    def __init__(
-        self, server: StreamServer, parts: StreamServerParts, connection: socket.socket
-    ) -> None:
+    def __init__(self, server: StreamServer, parts: StreamServerParts, visit: Visit) -> None:
         self.key: SlotKey = ("", b"")
         self.public_key = ""
         self.successor: DialGrant | None = None  # who waits for our end
         self._server = server
         self._parts = parts
-        self._connection = connection
+        self.visit = visit
+        self._keys: DirectionKeys = (None, None)
+        self._connection = visit.connection
         self._ending = False
         self.thread = threading.Thread(target=self._run, name=f"stream-{parts.name}", daemon=True)
 
@@ -281,37 +300,36 @@ class _ServedStream:
     def _run(self) -> None:
         try:
             streams.configure(self._connection)
-            keys = self._welcome()
-            if keys is not None:
-                self._talk(*keys)
+            self._talk(*self._keys)
         except OSError as error:
             logger.debug("a stream of %s ended: %s", self.key[0], error)
         except Forged as error:
-            whose = f"a stream of {self.key[0]}" if self.key[0] else "the data port"
-            self._parts.forgeries.seen(f"on {whose}: {error}")
+            self._parts.forgeries.seen(f"on a stream of {self.key[0]}: {error}")
         except Exception:  # the thread's main: the peer must see the end, and its successor come in
             logger.exception("a stream of %s failed", self.key[0])
         finally:
             self._connection.close()
             self._server.over(self)
 
-    def _welcome(self) -> DirectionKeys | None:
-        streams.set_patience(self._connection, TICKET_S)
+    def enter(self) -> bool:
+        """Whether the stranger may come in: it has a ticket, and its keys. The thread is not started yet."""
         try:
-            # One call: whoever sends a byte now and then is not waited for longer.
-            data = self._connection.recv(PREAMBLE_BYTES, socket.MSG_WAITALL)
-            shown = decode_preamble(data)
-        except (OSError, ValueError) as error:
-            self._parts.garbage.seen(f"on the data port: {error}")
-            return None
-        keys = self._server.redeem(self, shown)
+            shown = decode_preamble(self.visit.said)
+            keys = self._server.redeem(self, shown)
+        except ValueError as error:
+            self._parts.garbage.seen(f"on the data port: {error}", self.visit.source)
+            return False
+        except Forged as error:
+            self._parts.forgeries.seen(f"on the data port: {error}")
+            return False
         if keys is None:
-            self._server.count("unauthenticated")
-            logger.warning("a stream with a ticket that is not valid was refused")
-        return keys
+            text = "a stream with a ticket that is not valid"
+            self._parts.garbage.stranger("ticket", self.visit.source, text)
+            return False
+        self._keys = keys
+        return True
 
     def _talk(self, up: RecordKey | None, down: RecordKey | None) -> None:
-        streams.set_patience(self._connection, streams.STALL_S)
         self._sender = streams.sender_of(self._connection, down)
         self._receiver = streams.receiver_of(self._connection, up)
         self._answer(StreamAnswer(StreamKind.WELCOME, 0, self._server.window()))

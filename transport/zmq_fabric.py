@@ -16,22 +16,23 @@ from urllib.parse import urlsplit
 
 import zmq
 from zmq.auth.base import Authenticator
-from zmq.utils.monitor import recv_monitor_message
 
+from ckptd.transport.admission import AdmissionLimits, source_of
 from ckptd.transport.copying import Copier
-from ckptd.transport.frames import MAX_BODY_BYTES, MAX_CHUNK_BYTES
-from ckptd.transport.garbage import ForgeryLog, GarbageLog
+from ckptd.transport.doorkeeper import Doorkeeper
+from ckptd.transport.frames import MAX_CHUNK_BYTES
 from ckptd.transport.keys import Keys, check_security
 from ckptd.transport.lanes import (
     HEARTBEAT_MS,
     HEARTBEAT_TIMEOUT_MS,
-    QUEUE,
     RECEIVE_BATCH,
     Wiring,
 )
 from ckptd.transport.links import LinkParts, PeerLink
 from ckptd.transport.loop import Loop
 from ckptd.transport.pacing import Pacer
+from ckptd.transport.payloads import MAX_WIRE_FRAME_BYTES, send_copy, send_view
+from ckptd.transport.refusals import ForgeryLog, RefusalLog
 from ckptd.transport.regions import LocalRegion, Regions
 from ckptd.transport.serving import Server, ServerParts
 from ckptd.transport.verbs import (
@@ -51,7 +52,11 @@ logger = logging.getLogger(__name__)
 DEFAULT_CREDITS = 128  # chunks under way towards us, all peers together
 TRUST_S = 1.0  # between two looks at the keys of those that are connected
 ENDING_S = 2.0  # for libzmq to let go of buffers of closed connections
-SERVER_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+MAX_SOCKETS = 65_536  # of libzmq, whose default of 1,023 is 341 connections that ask; descriptors are the limit
+RECEIVE_QUEUE, SEND_QUEUE = 128, 1024  # messages of one connection
+HANDSHAKE_MS = 5_000
+FRAME_COST_BYTES = 64  # what a frame takes on the wire beside its content, or a little more
+LARGE_BYTES, KEPT_BYTES = 1 << 20, 64 << 20
 
 
 class ZmqFabric:
@@ -69,6 +74,8 @@ class ZmqFabric:
         rate_bytes_per_s: limit of what we put, all peers together.
         gate: called before each chunk that is put; while it returns false chunks wait, for half a second at most.
         short_cut: copy within this host where a region lies in a file that we can open, and let peers do so.
+        limits: of the connections that others make.
+        tell: gets the lines about connections that were refused; they go to the log otherwise.
     Raises:
         ValueError: the endpoint is none, is not safe, or cannot be listened at.
     """
@@ -88,6 +95,8 @@ class ZmqFabric:
         rate_bytes_per_s: float | None = None,
         gate: Callable[[], bool] | None = None,
         short_cut: bool = True,
+        limits: AdmissionLimits | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         security = "plain" if keys is None else "curve"
         check_security(endpoint, security, advertise=advertise, allow_plain=allow_plain)
@@ -98,28 +107,31 @@ class ZmqFabric:
         self.counters = FabricCounters()
         self._keys = keys
         self._regions = Regions()
-        self._garbage = GarbageLog(self.counters)
+        self.refusals = RefusalLog(self.counters, tell)
         self._forgeries = ForgeryLog(self.counters)
         self._pacer = Pacer(rate_bytes_per_s, gate)
         self._copier = Copier(f"copies-{node}") if short_cut else None
         self._loop = Loop(f"fabric-{node}", self._tick, self._end)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._limits = limits or AdmissionLimits()
         self._peers: dict[PeerAddress, PeerLink] = {}
         self._ending: list[PeerLink] = []
         self._trust_due_s = 0.0
         self._peers_lock = threading.Lock()
         self._link_parts = self._make_link_parts(chunk_bytes, connections_per_peer)
+        self._router = self._make_router(endpoint)
+        self._door = Doorkeeper(node, self._router, self._limits, self.refusals)
         self._server = Server(self._make_server_parts(serve, credits))
         self._authenticator = self._listen_for_keys()
         try:
-            self._router = self._listen(endpoint)
+            self._router.bind(endpoint)
             self._address = self._make_address(advertise)
             self._listen_for_more()
         except (zmq.ZMQError, OSError) as error:
             self._context.destroy(linger=0)
             raise ValueError(f"cannot listen at {endpoint}: {error}") from error
-        self._monitor: zmq.Socket[bytes] = self._router.get_monitor_socket(SERVER_EVENTS)
-        self._loop.watch(self._monitor, self._monitored)
+        self._door.start(urlsplit(self._bound_endpoint).port or 0)
         self._loop.watch(self._router, self._readable)
         self._loop.start()
 
@@ -193,7 +205,7 @@ class ZmqFabric:
                 curve=None if keys is None else (keys.public, keys.secret),
             ),
             counters=self.counters,
-            garbage=self._garbage,
+            garbage=self.refusals,
             pacer=self._pacer,
             copier=self._copier,
             call=self._loop.call,
@@ -208,7 +220,8 @@ class ZmqFabric:
             node=self.node,
             regions=self._regions,
             counters=self.counters,
-            garbage=self._garbage,
+            garbage=self.refusals,
+            door=self._door,
             serve=serve,
             node_of=self._node_of,
             credits=credits,
@@ -224,34 +237,37 @@ class ZmqFabric:
     def _listen_for_keys(self) -> _Gatekeeper | None:
         if self._keys is None:
             return None
-        gatekeeper = _Gatekeeper(self._context, self._keys, self.counters)
+        gatekeeper = _Gatekeeper(self._context, self._keys, self.refusals, self._door)
         gatekeeper.start()
         self._loop.watch(gatekeeper.zap_socket, gatekeeper.readable)
         return gatekeeper
 
-    def _listen(self, endpoint: str) -> zmq.Socket[bytes]:
+    def _make_router(self, endpoint: str) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         router.linger = 0
-        router.sndhwm = router.rcvhwm = QUEUE
+        router.sndhwm, router.rcvhwm = SEND_QUEUE, RECEIVE_QUEUE
         router.setsockopt(
             zmq.ROUTER_MANDATORY, 1
         )  # who is gone or does not read is an error, not silence
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
-        router.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_WIRE_FRAME_BYTES)
+        router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         router.ipv6 = "[" in endpoint
         if self._keys is not None:
             router.curve_server = True
             router.curve_secretkey = self._keys.secret.encode()
-        router.bind(endpoint)
         return router
 
     def _listen_for_more(self) -> None:
         """For fabrics with ports beside this one; before anybody is answered."""
 
+    @property
+    def _bound_endpoint(self) -> str:
+        return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+
     def _make_address(self, advertise: str | None) -> PeerAddress:
-        bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        bound = self._bound_endpoint
         if advertise:
             host = f"[{advertise}]" if ":" in advertise else advertise
             bound = f"tcp://{host}:{urlsplit(bound).port}"
@@ -298,27 +314,18 @@ class ZmqFabric:
                 frames = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
+            size = sum(len(frame) + FRAME_COST_BYTES for frame in frames)
+            self._door.took(frames[-1].get(zmq.SRCFD), size)
             self._server.message(frames)
-
-    def _monitored(self) -> None:
-        while True:
-            try:
-                event = recv_monitor_message(self._monitor, zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            if self._keys is not None:
-                self.counters.unauthenticated += 1
-            self._garbage.seen(f"a connection that is none of ours ({event['event']})")
 
     def _send(self, identity: bytes, header: bytes, body: bytes | None) -> bool:
         """Answer a connection; false if it is gone or full. What is lost is asked for again."""
         try:
-            self._router.send(identity, zmq.DONTWAIT | zmq.SNDMORE)
             if body is None:
+                self._router.send(identity, zmq.DONTWAIT | zmq.SNDMORE)
                 self._router.send(header, zmq.DONTWAIT)
             else:
-                self._router.send(header, zmq.DONTWAIT | zmq.SNDMORE)
-                self._router.send(body, zmq.DONTWAIT)
+                send_copy(self._router, [identity, header], body)
         except zmq.ZMQError as error:
             logger.debug("an answer was dropped: %s", error)
             return False
@@ -326,12 +333,10 @@ class ZmqFabric:
 
     def _send_view(
         self, identity: bytes, header: bytes, view: memoryview
-    ) -> zmq.MessageTracker | None:
+    ) -> Callable[[], bool] | None:
         payload = bytes(view) if self._keys is None else view  # see `Lane.send_view`
         try:
-            self._router.send(identity, zmq.DONTWAIT | zmq.SNDMORE)
-            self._router.send(header, zmq.DONTWAIT | zmq.SNDMORE)
-            return self._router.send(payload, zmq.DONTWAIT, copy=False, track=True)
+            return send_view(self._router, [identity, header], memoryview(payload))
         except zmq.ZMQError as error:
             logger.debug("an answer was dropped: %s", error)
             return None
@@ -356,10 +361,8 @@ class ZmqFabric:
         self._context.term()
 
     def _stop_serving(self) -> None:
-        self._loop.unwatch(self._monitor)
         self._loop.unwatch(self._router)
-        self._router.disable_monitor()
-        self._monitor.close(linger=0)
+        self._door.stop()
         self._router.close(linger=0)
         if self._authenticator is not None:
             self._loop.unwatch(self._authenticator.zap_socket)
@@ -370,11 +373,17 @@ class _Gatekeeper(Authenticator):
     """pyzmq's authenticator, asked on the fabric's thread. A connection's user id is its public key."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys, counters: FabricCounters
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: Keys,
+        refusals: RefusalLog,
+        door: Doorkeeper,
     ) -> None:
         super().__init__(context, log=logging.getLogger(f"{__name__}.keys"))
         self._keys = keys
-        self._counters = counters
+        self._refusals = refusals
+        self._door = door
+        self._source = ""
         self.configure_curve_callback(credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -382,13 +391,15 @@ class _Gatekeeper(Authenticator):
         text = key.decode("ascii")
         if text == self._keys.public or self._keys.trust.node_of(text) is not None:
             return True
-        self._counters.unauthenticated += 1
-        logger.warning("a connection with the key %s was refused: it is not trusted", text)
+        self._refusals.stranger("key", self._source, f"the key {text} is not trusted")
+        self._door.denied(self._source)
         return False
 
     def readable(self) -> None:
         """Answer a question of libzmq."""
         message = self.zap_socket.recv_multipart(zmq.DONTWAIT)
+        # Version, request, domain, address: who asks for the key that `callback` is given next.
+        self._source = source_of(message[3].decode("ascii", "replace")) if message[3:] else ""
         answering = self.handle_zap_message(message)
         try:
             answering.send(None)  # nothing in it waits: our callback is a plain function
@@ -402,8 +413,8 @@ class _Gatekeeper(Authenticator):
 def keep_large_buffers() -> None:
     """Have malloc keep large buffers instead of mapping fresh ones; once per process.
 
-    A message of 1 MiB costs more in page faults than in copying otherwise (2.4 against 3.6 GB/s received). The price:
-    memory of the largest burst of messages stays with the process. Where there is no glibc nothing is done.
+    A chunk costs more in page faults than in copying otherwise (2.4 against 3.6 GB/s received). The price: `KEPT_BYTES` of
+    the largest burst of messages stay with the process. Where there is no glibc nothing is done.
     """
     trim_threshold, mmap_threshold = -1, -3
     try:
@@ -411,6 +422,6 @@ def keep_large_buffers() -> None:
     except (OSError, AttributeError):
         logger.info("no mallopt here: large messages cost page faults")
         return
-    for parameter in (mmap_threshold, trim_threshold):
-        if not (mallopt(parameter, 1 << 30) or mallopt(parameter, 32 << 20)):
+    for parameter, value in ((mmap_threshold, LARGE_BYTES), (trim_threshold, KEPT_BYTES)):
+        if not mallopt(parameter, value):
             logger.info("mallopt(%d) was refused: large messages cost page faults", parameter)
