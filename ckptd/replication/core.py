@@ -110,7 +110,10 @@ class Replicator:
         newest = max(local, default=-1)
         slow = [t for t in self._targets.values() if t.wanted and t.alive and not t.no_memory]
         oldest = min(local, default=0) - 1
-        return max((newest - (t.run.last if t.run.last >= 0 else oldest) for t in slow), default=0)
+        # None is behind where the newest snapshots here were quarantined.
+        return max(
+            0, max((newest - (t.run.last if t.run.last >= 0 else oldest) for t in slow), default=0)
+        )
 
     @property
     def replicated(self) -> Interval:
