@@ -1,39 +1,54 @@
 """Capture: one snapshot, from the top of the loop to a filled slot.
 
 The training thread chooses the slot, gathers the step scalars and hands a prepared list of copies to the engine; everything
-else happens beside it. A snapshot is complete when two parties have arrived: the copies, and the model's first forward of
+else happens beside it. A slot is filled when two parties have arrived: the copies, and the model's first forward of
 the step, at which the random state is recorded once more (a data iterator created in the first step of a resumed run draws
-from the global generators, and replay must undo exactly that). The later one finishes the slot.
+from the global generators, and replay must undo exactly that). The later one writes the image. The third party comes before the
+optimizer's step: whoever looks whether a source changed too early. Until then the slot's lock is kept, so that nobody seals what may
+be torn; a trainer that dies in between lets go of it, and what was filled is sealed without that last look. (On a device the copies may be
+over only after it, and all three are awaited.)
 
-If a source changed while it was copied (its version counter moved before the optimizer's step), the snapshot is discarded,
-not sealed: a torn copy must never be recoverable.
+If a source changed while it was copied, the snapshot is discarded, not sealed: a torn copy must never be recoverable. That is
+told by version counters and, since not every write moves one, by samples (``ckptd.cuda.samples``): elements of each tensor are
+read at the top and compared with the finished copy and with the tensor before the optimizer's step. All tensors that differ are
+known from then on to change beside training, and are copied at once, before the top is over.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ckptd.client import values
-from ckptd.client.binding import Binding, local
+from ckptd.client.binding import Binding
 from ckptd.client.layout import PhasePlan
 from ckptd.client.segment import MappedSegment, SlotTable
-from ckptd.client.sources import LiveSources
+from ckptd.client.sources import LiveSources, PackedState
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList
+from ckptd.cuda.samples import SamplePlan, Samples
 from ckptd.memory.ring import SlotState, choose_slot
 from ckptd.memory.segment_format import SlotHeader
 
 if TYPE_CHECKING:
     from ckptd.client.stats import Stats
 
-__all__ = ["SMALL_BUFFER_BYTES", "Capture", "Fill", "write_image", "zero_missing"]
+__all__ = [
+    "SMALL_BUFFER_BYTES",
+    "Capture",
+    "CopySplit",
+    "Fill",
+    "some",
+    "write_image",
+    "zero_missing",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +72,24 @@ def write_image(
     segment.write_header(index, filled)
 
 
-def zero_missing(segment: MappedSegment, index: int, sources: LiveSources) -> None:
+def zero_missing(
+    segment: MappedSegment, index: int, plan: PhasePlan, missing: Sequence[int]
+) -> None:
     """State that does not exist yet is recorded as absent; its bytes are zero, not those of an older image."""
-    base, plan = segment.slot_base(index), sources.plan
-    for i in sources.missing() if sources.absent else ():
+    base = segment.slot_base(index)
+    for i in missing:
         start = base + plan.offsets[i]
         segment.memory.tensor[start : start + plan.layout.entries[i].nbytes].zero_()
 
 
 class Fill:
-    """A snapshot in the making: the slot it goes to, and who has yet to arrive."""
+    """A snapshot in the making: the slot it goes to, and who has yet to arrive.
+
+    ``split``: what is copied. ``samples``: elements of it, to tell whether it was torn. Both come before the copies begin.
+    """
+
+    split: CopySplit
+    samples: Samples
 
     def __init__(
         self,
@@ -85,45 +108,107 @@ class Fill:
             scalars,
         )
         self.versions: list[tuple[Tensor, int, str]] = []
-        self.torn = ""
+        # Names of what was written to before the optimizer's step; and of what was, though it was copied at the top.
+        self.changed: set[str] = set()
+        self.changed_at_once: set[str] = set()
         self.error: BaseException | None = None
-        self.told = False  # the error was counted
+        self.looked = False  # the sources have been looked at for the last time
+        self.declared: bool | None = None  # whether an image was made of it; None: not tried yet
+        self.finishing = threading.Lock()
+        self._told = False
         self._lock = threading.Lock()
         self._awaited = awaited
 
-    def arrive(self, party: str) -> bool:
-        """Note an arrival; True for the one that completes the fill."""
+    @property
+    def torn(self) -> bool:
+        return bool(self.changed or self.changed_at_once)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.segment.generation, self.index
+
+    def arrive(self, party: str) -> set[str] | None:
+        """Note an arrival; who is still awaited, or None if it was noted before."""
         with self._lock:
             if party not in self._awaited:
-                return False
+                return None
             self._awaited.discard(party)
-            return not self._awaited
+            return set(self._awaited)
+
+    def tell(self) -> bool:
+        """True for the one that is to tell that nothing comes of it."""
+        with self._lock:
+            told, self._told = self._told, True
+            return not told
 
     def check_versions(self) -> None:
-        for tensor, version, name in self.versions:
-            if tensor._version != version:
-                self.torn = name
-                return
+        self.changed |= {
+            name for tensor, version, name in self.versions if tensor._version != version
+        }
+
+    def check_copy(self) -> None:
+        """Whether the copy holds what was sampled at the top."""
+        image = self.segment.memory.words
+        changed, at_once = self.split.names_of(
+            self.samples.unlike(image, self.segment.slot_base(self.index))
+        )
+        self.changed |= changed
+        self.changed_at_once |= at_once
+
+    def check_sources(self) -> None:
+        """Whether the sources do, now that they have been sampled again. What was copied at once may have changed since."""
+        self.changed |= self.split.names_of(self.samples.changed())[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """One phase's copies: those that run beside training, and those of restless tensors, which do not; kept while they are the same."""
+class CopySplit:
+    """One phase's copies: those that run beside training, and those of restless tensors, which do not; kept while they are the same.
 
-    items: CopyList
-    at_once: set[str]
-    steady: CopyList
-    restless: list[CopyItem]
-    named: list[tuple[Tensor, str]]
+    ``steady`` and ``restless`` are the two kinds, ``watched`` the tensors of the first with their names; ``packed_at_once``: packed state
+    is of the second.
+    """
 
-    @classmethod
-    def of(cls, items: CopyList, named: list[tuple[Tensor, str]], at_once: set[str]) -> _Split:
-        if not at_once:
-            return cls(items, at_once, items, [], named)
-        addresses = {local(t).data_ptr() for t, n in named if n in at_once}
-        steady = CopyList(i for i in items if i.tensor.data_ptr() not in addresses)
-        restless = [i for i in items if i.tensor.data_ptr() in addresses]
-        return cls(items, at_once, steady, restless, [(t, n) for t, n in named if n not in at_once])
+    def __init__(
+        self, sources: LiveSources, items: CopyList, packed: list[PackedState], at_once: set[str]
+    ) -> None:
+        named = sources.named
+        self._items, self._at_once, self._packed = items, at_once, packed
+        # By address: what has another name, too, is the same memory.
+        addresses = {t.data_ptr() for t, name in named if name in at_once}
+        kinds = [t.data_ptr() in addresses for t, _ in named]
+        pairs = list(zip(items, named, kinds, strict=True))
+        self.steady = CopyList(item for item, _, is_restless in pairs if not is_restless)
+        self.restless = CopyList(item for item, _, is_restless in pairs if is_restless)
+        self.watched = [of for _, of, is_restless in pairs if not is_restless]
+        apart = sources.packed_apart(packed)
+        self.packed_at_once = any(name in at_once for _, name in apart)
+        self._names = [name for _, name in self.watched] + [name for _, name in apart]
+        self._num_beside = len(self.watched if self.packed_at_once else self._names)
+        self._names += [name for _, (_, name), is_restless in pairs if is_restless]
+        self._sampled = [*self.steady, *(item for item, _ in apart), *self.restless]
+        self._plan: SamplePlan | None = None
+
+    def is_of(self, items: CopyList, packed: list[PackedState], at_once: set[str]) -> bool:
+        """Whether it is the split of these."""
+        return (
+            self._items is items
+            and self._at_once == at_once
+            and all(
+                all(map(operator.is_, mine.values, now.values))
+                for mine, now in zip(self._packed, packed, strict=True)
+            )
+        )
+
+    def sample(self, number: int, engine: CopyEngine) -> Samples:
+        """Which elements are sampled in snapshot ``number``."""
+        if self._plan is None:
+            self._plan = SamplePlan(self._sampled, engine.device)
+            self._sampled = []
+        return self._plan.draw(number)
+
+    def names_of(self, numbers: Iterable[int]) -> tuple[set[str], set[str]]:
+        """The names of what is sampled: of what is copied beside training, and of what is copied at once."""
+        beside = {self._names[n] for n in numbers if n < self._num_beside}
+        return beside, {self._names[n] for n in numbers if n >= self._num_beside}
 
 
 class Capture:
@@ -139,7 +224,8 @@ class Capture:
         drain: waits until what ``finish`` was given is done, at most so many seconds.
         filled: called, off the training thread, when a slot is filled.
         connected: whether the daemon is there: while it is away, it cannot tell what the other ranks still need.
-        restless: names of what is known to change before the optimizer's step (large buffers that a forward updates); added to.
+        restless: names of what is known to change before the optimizer's step (large buffers that a forward updates, what user code
+            writes to); added to.
     """
 
     def __init__(
@@ -163,7 +249,7 @@ class Capture:
         self._fill: Fill | None = None
         self._sequence = table.next_sequence()
         self._sources: dict[int, LiveSources] = {}
-        self._splits: dict[int, _Split] = {}
+        self._splits: dict[int, CopySplit] = {}
         self._state_size = -1
         # Buffers seen to change while they were copied are copied by the training thread instead.
         self._restless = restless
@@ -172,6 +258,9 @@ class Capture:
             for name, buffer in binding.buffers().items()
             if buffer.numel() * buffer.element_size() <= SMALL_BUFFER_BYTES
         }
+        self._hopeless: set[str] = set()
+        # Slots that may be declared filled, and are not to be sealed yet.
+        self._unsettled: set[tuple[int, int]] = set()
         self._claimed: tuple[MappedSegment, int] | None = None
         self._broken = False
         self._sealing_s = 0.0
@@ -208,19 +297,23 @@ class Capture:
         segment.begin_filling(index, header)
         mask = sum(1 << i for i in plan.anchored)
         self._table.note_anchors(segment.generation, index, header.sequence, mask)
-        # Where the host runs ahead of the device, only the training thread can say whether a source changed too early.
-        parties = {"copies", "forward"} | (set() if self._engine.host_waits else {"sources"})
-        fill = Fill(segment, index, plan, header, scalars, parties)
-        items, sources, kept = self._items(plan, fill)
+        # Only the training thread can say whether a source changed too early: it has made what it has changed.
+        fill = Fill(segment, index, plan, header, scalars, {"copies", "forward", "sources"})
+        split, late, at_once = self._items(plan, fill)
+        self._engine.read(fill.samples, lambda error: self._sampled(fill, error))
         self._fill = fill
         self._claimed = None
+        self._unsettled.add(fill.key)
         self._engine.begin(
-            items,
+            split.steady,
             segment.memory,
             segment.slot_base(index),
             lambda error: self._copied(fill, error),
-            lambda: [*sources.packed_items(), *kept],
+            late,
+            at_once,
         )
+        if self._engine.inline:
+            self._look(fill)  # what the training thread changes from here on is no matter
         return True
 
     def abort(self) -> None:
@@ -255,48 +348,79 @@ class Capture:
         if fill is None:
             return 0.0
         waited = self._engine.wait()
-        if not self._engine.host_waits:
-            fill.check_versions()
-            self._arrive(fill, "sources")
+        started = time.perf_counter()
+        self._look(fill)
+        if self._engine.host_waits:
+            waited += time.perf_counter() - started
         # A step without a forward of the model has nothing more to record.
         self._arrive(fill, "forward")
         self._fill = None
-        if fill.error is not None:
-            self._failed(fill)
-        elif fill.torn:
-            self._restless.add(fill.torn)
-            logger.warning(
-                "snapshot of step %d discarded: %s changed before the optimizer's step; it is copied synchronously from now on",
-                fill.header.iteration,
-                fill.torn,
-            )
-            self._stats.torn += 1
-            self._broken = True
+        if self._engine.host_waits:  # everything is known; else it will be
+            self._tell(fill)
         return waited
+
+    def _look(self, fill: Fill) -> None:
+        """The copies are complete, or later device work is ordered after them: what do the sources hold now? (training thread)"""
+        if fill.looked:
+            return
+        fill.looked = True
+        if not self._engine.host_waits:
+            fill.check_versions()
+
+        def seen(error: BaseException | None) -> None:
+            self._sampled(fill, error)
+            self._check(fill, fill.check_sources)
+            self._arrive(fill, "sources")
+
+        self._engine.read(fill.samples, seen)
 
     # -- beside the training thread --------------------------------------------------------------
 
+    @staticmethod
+    def _sampled(fill: Fill, error: BaseException | None) -> None:
+        fill.error = fill.error or error
+
     def _copied(self, fill: Fill, error: BaseException | None) -> None:
-        fill.error = error
+        fill.error = fill.error or error
         if self._engine.host_waits:
             fill.check_versions()
+        if fill.error is None:
+            self._check(fill, fill.check_copy)
         self._arrive(fill, "copies")
 
+    @staticmethod
+    def _check(fill: Fill, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except Exception as error:  # noqa: BLE001 - a snapshot that could not be checked is none; its slot must be given back
+            fill.error = fill.error or error
+
     def _arrive(self, fill: Fill, party: str) -> None:
-        if fill.arrive(party) and not self._finish(lambda: self._complete(fill)):
-            self._complete(fill)
+        left = fill.arrive(party)
+        if left == set():
+            work = self._complete
+        elif left == {"sources"} and self._engine.host_waits:
+            work = self._declare
+        else:
+            return
+        if not self._finish(lambda: work(fill)):
+            work(fill)
+
+    def _declare(self, fill: Fill) -> None:
+        """Write the image, and declare the slot filled; it stays locked."""
+        with fill.finishing:
+            if fill.declared is None:
+                fill.declared = fill.error is None and not fill.torn and self._write_image(fill)
 
     def _complete(self, fill: Fill) -> None:
-        """Declare the slot filled, or free if what was copied cannot be used."""
-        try:
-            usable = fill.error is None and not fill.torn and self._write_image(fill)
-        except Exception as error:  # noqa: BLE001 - the slot must be given back whatever was wrong with its content
-            usable = self._refuse(fill, f"{type(error).__name__}: {error}")
-        if fill.error is not None:
-            self._failed(fill)  # a device may tell of its error only now
+        """Give the slot to whoever seals it; or free it, if what was copied cannot be used."""
+        self._declare(fill)
+        self._tell(fill)  # a device may tell only now
+        usable = bool(fill.declared) and fill.error is None and not fill.torn
         if not usable:
             fill.segment.set_state(fill.index, SlotState.FREE)
         fill.segment.unlock_slot(fill.index)
+        self._unsettled.discard(fill.key)
         if usable:
             self._stats.snapshots += 1
             self._stats.snapshot_bytes = fill.plan.layout.image_len
@@ -306,30 +430,55 @@ class Capture:
                 )
             self._filled(fill.segment, fill.index, fill.header.iteration)
 
-    def _failed(self, fill: Fill) -> None:
-        """Count a copy that failed, once: told again after the chain has begun anew, it would break that, too."""
-        if fill.told:
+    def _tell(self, fill: Fill) -> None:
+        """Say why nothing comes of a snapshot, once: told again after the chain has begun anew, it would break that, too."""
+        if (fill.error is None and not fill.torn) or not fill.tell():
             return
-        fill.told = True
-        logger.error(
-            "snapshot of step %d failed while copying: %s", fill.header.iteration, fill.error
-        )
-        self._stats.failed += 1
+        step = fill.header.iteration
+        if fill.error is not None:
+            logger.error("snapshot of step %d failed while copying: %s", step, fill.error)
+            self._stats.failed += 1
+        else:
+            self._stats.torn += 1
+            self._learn(step, fill)
         self._broken = True
+
+    def _learn(self, step: int, fill: Fill) -> None:
+        """What changed beside training is copied at once from now on. What changed all the same cannot be helped."""
+        if fill.changed:
+            self._restless |= fill.changed
+            logger.warning(
+                "snapshot of step %d discarded: %s changed before the optimizer's step, while it may be copied; from now on the "
+                "training thread copies it at the top of each step, which takes longer. The usual cause is a write between the top and "
+                "optimizer.step(), such as weight decay by p.data.mul_(): do it after optimizer.step(), or in the optimizer",
+                step,
+                some(fill.changed),
+            )
+        hopeless = fill.changed_at_once - self._hopeless
+        if hopeless:
+            self._hopeless |= hopeless
+            logger.error(
+                "snapshot of step %d discarded: %s changed while the training thread copied it, so another thread writes to it. There "
+                "can be no snapshot of a step at whose top that happens: let the thread wait for the training loop",
+                step,
+                some(hopeless),
+            )
 
     def _write_image(self, fill: Fill) -> bool:
         plan = fill.plan
         try:
             packed = values.pack(fill.scalars, "step scalars")
+            if len(packed) > plan.scalars_capacity:
+                self.outgrown = len(packed)
+                return self._refuse(
+                    fill,
+                    f"step scalars grew to {len(packed)} bytes, {plan.scalars_capacity} are reserved",
+                )
+            write_image(fill.segment, fill.index, plan, fill.header, packed)
         except values.UnsupportedValue as error:
             return self._refuse(fill, str(error))
-        if len(packed) > plan.scalars_capacity:
-            self.outgrown = len(packed)
-            return self._refuse(
-                fill,
-                f"step scalars grew to {len(packed)} bytes, {plan.scalars_capacity} are reserved",
-            )
-        write_image(fill.segment, fill.index, plan, fill.header, packed)
+        except Exception as error:  # noqa: BLE001 - the slot must be given back whatever was wrong with its content
+            return self._refuse(fill, f"{type(error).__name__}: {error}")
         return True
 
     def _refuse(self, fill: Fill, reason: str) -> bool:
@@ -346,11 +495,11 @@ class Capture:
         self.need_generation = ""
         hard = self._table.is_hard(connected=self._connected())
         for _ in range(segment.geometry.num_slots + 2):
-            records = self._table.records()
+            records, taken = self._table.records(), busy | self._unsettled
             choice = choose_slot(
                 records,
                 self._num_operators,
-                busy=busy,
+                busy=taken,
                 generation=segment.generation,
                 protected=self._table.promised(records, self._num_operators, hard=hard),
                 hard=hard,
@@ -360,7 +509,7 @@ class Capture:
                 waiting = [
                     r
                     for r in records
-                    if r.state is SlotState.FILLED and (r.generation, r.index) not in busy
+                    if r.state is SlotState.FILLED and (r.generation, r.index) not in taken
                 ]
                 if waiting:
                     # The daemon is away or behind. Sealing takes milliseconds; a broken chain would cost a window.
@@ -370,7 +519,9 @@ class Capture:
                     self._sealing_s += time.perf_counter() - started
                     self._stats.sealed_here += 1
                     continue
-                if not drained and any(r.state is SlotState.FILLING for r in records):
+                if not drained and (
+                    self._unsettled or any(r.state is SlotState.FILLING for r in records)
+                ):
                     # Steps shorter than a thread switch outrun whoever finishes the snapshots: let it catch up.
                     drained = True
                     self._drain(_DRAIN_S)
@@ -389,20 +540,25 @@ class Capture:
 
     # -- sources ---------------------------------------------------------------------------------
 
-    def _items(self, plan: PhasePlan, fill: Fill) -> tuple[CopyList, LiveSources, list[CopyItem]]:
-        """What is copied beside training, where it comes from, and copies made here and now of what is restless."""
+    def _items(
+        self, plan: PhasePlan, fill: Fill
+    ) -> tuple[CopySplit, Callable[[], list[CopyItem]], list[CopyItem]]:
+        """What is copied beside training; what of that is made later; and what is copied here and now, for it is restless."""
         sources = self._sources.get(plan.phase)
         if sources is None or sources.plan is not plan:
             sources = self._sources[plan.phase] = LiveSources(self._binding, plan)
-        items = sources.items()
+        items, packed = sources.items(), sources.packed_now()
         fill.scalars["absent"] = sources.absent
-        zero_missing(fill.segment, fill.index, sources)
+        zero_missing(fill.segment, fill.index, plan, sources.missing())
         at_once = self._restless | self._small
         split = self._splits.get(plan.phase)
-        if split is None or split.items is not items or split.at_once != at_once:
-            split = self._splits[plan.phase] = _Split.of(items, sources.named, at_once)
-        fill.versions = [(t, t._version, n) for t, n in split.named]
-        return split.steady, sources, [replace(i, tensor=i.tensor.clone()) for i in split.restless]
+        if split is None or not split.is_of(items, packed, at_once):
+            split = self._splits[plan.phase] = CopySplit(sources, items, packed, at_once)
+        fill.versions = [(t, t._version, n) for t, n in split.watched]
+        fill.split, fill.samples = split, split.sample(fill.header.sequence, self._engine)
+        if split.packed_at_once:
+            return split, list, [*split.restless, *sources.packed_items(packed)]
+        return split, lambda: sources.packed_items(packed), split.restless
 
     def unknown_state(self) -> str:
         """Optimizer state that the current plans do not capture; empty if there is none."""
@@ -413,3 +569,9 @@ class Capture:
             return ""
         self._state_size = size
         return sources.unknown_state()
+
+
+def some(names: set[str], most: int = 3) -> str:
+    """The first names, and how many there are more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(sorted(names)[:most]) + more

@@ -7,7 +7,7 @@ phase. Adjacent rows of a fused tensor at the same level share one entry.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,12 @@ class Source:
     start: int | None = None
     stop: int | None = None
     dtype: torch.dtype = torch.float32
+
+    @property
+    def tensor_name(self) -> str:
+        """Of the live tensor: that of the parameter or buffer itself, ``master/…`` and ``optim/…`` of what belongs to it."""
+        whole = replace(self, start=None, stop=None)
+        return self.name if self.kind in ("param", "buffer") else entry_name(whole)
 
     def range(self, total: int) -> tuple[int, int]:
         """Its rows, where the whole has ``total``."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.binding import Binding
-from ckptd.client.capture import write_image, zero_missing
+from ckptd.client.capture import CopySplit, some, write_image, zero_missing
 from ckptd.client.layout import PhasePlan
 from ckptd.client.park_memory import ParkMemory
 from ckptd.client.segment import MappedSegment
-from ckptd.client.sources import LiveSources
+from ckptd.client.sources import LiveSources, PackedState
 from ckptd.cuda.engine import CopyEngine, CopyItem
+from ckptd.cuda.samples import Samples
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader
 
@@ -32,6 +34,38 @@ class CopyFailed(RuntimeError):
     """It could not be parked; says why."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TopTensors:
+    """The live tensors at the top of a step, and how to tell later that nothing has written to them since.
+
+    ``versions``: of what is copied, in the order of ``split``. ``errors``: what went wrong when they were sampled.
+    """
+
+    sources: LiveSources
+    split: CopySplit
+    packed: Sequence[PackedState]
+    absent: list[str]
+    missing: Sequence[int]
+    versions: list[int]
+    samples: Samples
+    errors: list[BaseException] = field(default_factory=list)
+
+    @property
+    def layout(self) -> PhasePlan:
+        return self.sources.plan
+
+    def changed(self) -> set[str]:
+        """What does not hold what it held, by its version or by samples that were read again."""
+        pairs = zip(self.split.watched, self.versions, strict=True)
+        counted = {name for (tensor, name), version in pairs if tensor._version != version}
+        return counted | self.split.names_of(self.samples.changed())[0]
+
+    def unlike(self, segment: MappedSegment, index: int) -> set[str]:
+        """Of what the copy in this slot is not what was there at the top."""
+        numbers = self.samples.unlike(segment.memory.words, segment.slot_base(index))
+        return self.split.names_of(numbers)[0]
+
+
 class TopState(Protocol):
     """What is needed of the moment that is parked (see ``parking.Moment``)."""
 
@@ -43,6 +77,8 @@ class TopState(Protocol):
     def scalars(self) -> Mapping[str, Any]: ...
     @property
     def buffers(self) -> Mapping[str, Tensor]: ...
+    @property
+    def tensors(self) -> TopTensors | None: ...
     @property
     def ready(self) -> torch.cuda.Event | None: ...
     def changed(self) -> str: ...
@@ -80,7 +116,26 @@ class ParkCopy:
         self._binding, self._engine, self._slots = binding, engine, slots
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._sources: LiveSources | None = None
+        self._split: CopySplit | None = None
         self._hangs = False
+
+    def look(self, step: int) -> TopTensors | None:
+        """The top of a step (training thread): what is parked is what is there now. None while nothing can be parked."""
+        layout = self._slots.layout
+        if layout is None:
+            return None
+        if self._sources is None or self._sources.plan is not layout:
+            self._sources, self._split = LiveSources(self._binding, layout), None
+        sources, split = self._sources, self._split
+        items, packed = sources.items(), sources.packed_now()
+        if split is None or not split.is_of(items, packed, set()):
+            split = self._split = CopySplit(sources, items, packed, set())
+        versions = [tensor._version for tensor, _ in split.watched]
+        samples = split.sample(step, self._engine)
+        absent, missing = sources.absent, sources.missing()
+        found = TopTensors(sources, split, packed, absent, missing, versions, samples)
+        self._engine.read(samples, lambda error: found.errors.append(error) if error else None)
+        return found
 
     @contextmanager
     def of(self, moment: TopState, rng_forward: dict[str, Any] | None) -> Iterator[ParkFill]:
@@ -117,17 +172,15 @@ class ParkCopy:
         rng_forward: dict[str, Any] | None,
     ) -> bytes:
         """Copy all tensors; the packed step scalars."""
-        if self._sources is None or self._sources.plan is not layout:
-            self._sources = LiveSources(self._binding, layout)
-        sources = self._sources
-        items = self._from_the_top(sources.items(), layout, moment.buffers)
-        packed = self._pack(moment, layout, sources, rng_forward)
-        versions = [(tensor, tensor._version, name) for tensor, name in sources.named]
-        zero_missing(segment, index, sources)
-        self._copy(moment, segment, index, items, sources)
-        changed = moment.changed() or next(
-            (n for t, v, n in versions if _moved(t, v, n, moment)), ""
-        )
+        tensors = moment.tensors
+        if tensors is None or tensors.layout is not layout:
+            raise CopyFailed("another copy was under way at the top of this step")
+        items = self._from_the_top(tensors.split.steady, layout, moment.buffers)
+        packed = self._pack(moment, layout, tensors.absent, rng_forward)
+        zero_missing(segment, index, layout, tensors.missing)
+        self._copy(moment, segment, index, items, tensors)
+        written = tensors.changed() - moment.buffers.keys() | tensors.unlike(segment, index)
+        changed = moment.changed() or some(written)
         if changed:
             raise CopyFailed(f"{changed} changed since the top of step {moment.step}")
         return packed
@@ -138,14 +191,15 @@ class ParkCopy:
         segment: MappedSegment,
         index: int,
         items: list[CopyItem],
-        sources: LiveSources,
+        tensors: TopTensors,
     ) -> None:
-        over, errors = threading.Event(), list[BaseException]()
+        """Copy, and read the samples again; both must come."""
+        awaited, errors = threading.Semaphore(0), tensors.errors
 
         def done(error: BaseException | None) -> None:
             if error is not None:
                 errors.append(error)
-            over.set()
+            awaited.release()
 
         # Not after what the device was given since: that may wait for a rank that is gone.
         beside = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -153,10 +207,17 @@ class ParkCopy:
             if self._stream is not None and moment.ready is not None:
                 self._stream.wait_event(moment.ready)
             base = segment.slot_base(index)
-            self._engine.begin(items, segment.memory, base, done, sources.packed_items)
-        if not over.wait(_COPY_S):
-            self._hangs = True
-            raise CopyFailed(f"the device has not delivered it within {_COPY_S:g} s")
+            packed = tensors.packed
+            self._engine.begin(
+                items, segment.memory, base, done, lambda: tensors.sources.packed_items(packed)
+            )
+            self._engine.wait()
+            self._engine.read(tensors.samples, done)
+        deadline = time.monotonic() + _COPY_S
+        for _ in range(2):
+            if not awaited.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                self._hangs = True
+                raise CopyFailed(f"the device has not delivered it within {_COPY_S:g} s")
         if errors:
             raise CopyFailed(f"copying failed: {errors[0]}")
 
@@ -164,10 +225,10 @@ class ParkCopy:
         self,
         moment: TopState,
         layout: PhasePlan,
-        sources: LiveSources,
+        absent: list[str],
         rng_forward: dict[str, Any] | None,
     ) -> bytes:
-        scalars = {**moment.scalars, "absent": sources.absent}
+        scalars = {**moment.scalars, "absent": absent}
         if rng_forward is not None:
             scalars["rng_forward"] = rng_forward
         packed = values.pack(scalars, "step scalars")
@@ -179,7 +240,7 @@ class ParkCopy:
 
     @staticmethod
     def _from_the_top(
-        items: list[CopyItem], layout: PhasePlan, kept: Mapping[str, Tensor]
+        items: Sequence[CopyItem], layout: PhasePlan, kept: Mapping[str, Tensor]
     ) -> list[CopyItem]:
         """The same copies, but of buffers as they were at the top."""
         offsets = {
@@ -197,8 +258,3 @@ class ParkCopy:
             replace(i, tensor=offsets[i.offset][0]) if i.nbytes and i.offset in offsets else i
             for i in items
         ]
-
-
-def _moved(tensor: Tensor, version: int, name: str, moment: TopState) -> bool:
-    """Whether a live tensor was written to while it was copied; buffers that are kept from the top may be."""
-    return name not in moment.buffers and tensor._version != version

@@ -30,7 +30,7 @@ from ckptd.client.binding import Binding, local
 from ckptd.client.capture import SMALL_BUFFER_BYTES
 from ckptd.client.describe import human
 from ckptd.client.memory import RankMemory
-from ckptd.client.park_copy import CopyFailed, ParkCopy
+from ckptd.client.park_copy import CopyFailed, ParkCopy, TopTensors
 from ckptd.client.park_memory import ParkMemory
 from ckptd.client.plan import Plan
 from ckptd.client.rng import capture_rng
@@ -68,7 +68,7 @@ class Moment:
     """The state at the top of a step, as far as it has to be kept apart; the rest is what is live.
 
     ``recorded``: the dictionary that the step's snapshot is written from, to which the first forward adds. ``marks``: what must not
-    change, where it is found, and its version. ``ready``: the device has come so far.
+    change, where it is found, and its version. ``tensors``: all that is copied, with samples of it. ``ready``: the device has come so far.
     """
 
     step: int
@@ -77,6 +77,7 @@ class Moment:
     recorded: Mapping[str, Any]
     buffers: dict[str, Tensor]
     marks: list[tuple[Mapping[str, Any], str, Tensor, int]]
+    tensors: TopTensors | None
     ready: torch.cuda.Event | None
     begun_s: float = field(default_factory=time.monotonic)
     rng_forward: dict[str, Any] | None = None
@@ -293,16 +294,22 @@ class Parking:
                         self._copying, abandoned = None, self._abandoned
                     over.set()
                     if abandoned:
-                        raise CopyFailed(
-                            f"the optimizer's step waited {self._update_wait_s:g} s for it, and went on"
-                        )
+                        raise CopyFailed(self._gone_on)
                     fill.seal()
+            except CopyFailed as error:
+                if self._abandoned:  # whatever has changed then, it may have been the optimizer
+                    raise CopyFailed(self._gone_on) from error
+                raise
             finally:
                 with self._lock:
                     self._copying, self._abandoned = None, False
                 over.set()
             moment.parked = True
             return Parked(moment.step)
+
+    @property
+    def _gone_on(self) -> str:
+        return f"the optimizer's step waited {self._update_wait_s:g} s for it, and went on"
 
     def _await_moment(self, patience_s: float) -> Moment | None:
         with self._tops:
@@ -355,10 +362,12 @@ class Parking:
                 kept[name] = local(buffer).detach().clone()
             else:
                 marks.append((place, key, buffer, buffer._version))
+        # Where a copy was given up by the optimizer's step, its thread may use what is looked at here.
+        tensors = None if self.copying else self._copy.look(step)
         ready = None
         if self._device.type == "cuda":
             ready = torch.cuda.current_stream(self._device).record_event()
-        return Moment(step, phase, dict(scalars), scalars, kept, marks, ready)
+        return Moment(step, phase, dict(scalars), scalars, kept, marks, tensors, ready)
 
     def _note_duration(self) -> None:
         now, before = time.monotonic(), self._top_at

@@ -6,19 +6,30 @@ not held; the dictionaries that hold them are, and are looked up afresh when an 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ckptd.client.binding import Binding, local
-from ckptd.client.layout import PhasePlan
+from ckptd.client.layout import PhasePlan, Source
 from ckptd.cuda.engine import CopyItem, CopyList
 
-__all__ = ["LiveSources"]
+__all__ = ["LiveSources", "PackedState"]
 
+# What lies where it says: a wrapper's shard has to be asked.
+_PLAIN = (Tensor, torch.nn.Parameter)
 _NOWHERE: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedState:
+    """0-dimensional optimizer state of one dtype: which entry of the plan it goes to, and its values; None where there is none yet."""
+
+    entry: int
+    values: list[Any]
 
 
 class LiveSources:
@@ -38,7 +49,7 @@ class LiveSources:
         self.absent: list[str] = []
 
     def items(self) -> CopyList:
-        """Copies of everything but packed state; ``named`` and ``absent`` are of the same moment."""
+        """Copies of everything but packed state; ``named`` (what each is of, in their order) and ``absent`` are of the same moment."""
         self._refresh()
         live: list[Tensor | None] = [place.get(key) for place, key in self._places]
         # The object may stay and its storage be another (`p.data = x`, vector_to_parameters, swapped weights).
@@ -50,17 +61,34 @@ class LiveSources:
             self._rebuild(live)
         return self._items
 
-    def packed_items(self) -> list[CopyItem]:
-        """0-dimensional state, stacked afresh: thousands of four-byte copies would be slower."""
+    def packed_now(self) -> list[PackedState]:
+        """0-dimensional state as it is kept now: who copies it later must not find what has taken its place."""
+        return [
+            PackedState(i, [place.get(key) for place, key in self._packed_places[source.dtype]])
+            for i, source in enumerate(self.plan.sources)
+            if source is not None and source.kind == "packed"
+        ]
+
+    def packed_items(self, packed: Sequence[PackedState]) -> list[CopyItem]:
+        """Its values, stacked afresh: thousands of four-byte copies would be slower."""
+        return [self._item(p.entry, _stack(p.values, self._source(p).dtype)) for p in packed]
+
+    def packed_apart(self, packed: Sequence[PackedState]) -> list[tuple[CopyItem, str]]:
+        """Each of those values as a copy of its own, with its name."""
         found = []
-        for i, source in enumerate(self.plan.sources):
-            if source is not None and source.kind == "packed":
-                stacked = _stack(
-                    [place.get(key) for place, key in self._packed_places[source.dtype]],
-                    source.dtype,
-                )
-                found.append(self._item(i, stacked))
+        for p in packed:
+            dtype, offset = self._source(p).dtype, self.plan.offsets[p.entry]
+            for nth, (name, key) in enumerate(self.plan.packed[dtype]):
+                value, size = p.values[nth], dtype.itemsize
+                if isinstance(value, Tensor):
+                    item = CopyItem(local(value), None, None, dtype, offset + nth * size, size)
+                    found.append((item, f"optim/{key}/{name}"))
         return found
+
+    def _source(self, packed: PackedState) -> Source:
+        source = self.plan.sources[packed.entry]
+        assert source is not None
+        return source
 
     def state_size(self) -> int:
         """How many entries the optimizers keep; changes when one begins to keep something new."""
@@ -107,7 +135,9 @@ class LiveSources:
             self._item(i, tensor) for i, tensor in enumerate(live) if isinstance(tensor, Tensor)
         )
         pairs = list(zip(self.plan.sources, live, strict=True))
-        self.named = [(t, s.name) for s, t in pairs if s is not None and isinstance(t, Tensor)]
+        names = [s.tensor_name for s, t in pairs if s is not None and isinstance(t, Tensor)]
+        # What is watched is what is copied: a write to a DTensor's shard counts there, not in the DTensor.
+        self.named = [(i.tensor, name) for i, name in zip(self._items, names, strict=True)]
         self.absent = sorted(
             {
                 s.name
@@ -118,6 +148,8 @@ class LiveSources:
 
     def missing(self) -> list[int]:
         """Indices of entries that have no live tensor (yet)."""
+        if not self.absent:
+            return []
         pairs = zip(self.plan.sources, self._live, strict=True)
         return [
             i
@@ -139,6 +171,8 @@ class LiveSources:
 
 
 def _address(tensor: Tensor | None) -> int:
+    if type(tensor) in _PLAIN:
+        return cast("Tensor", tensor).data_ptr()
     shard = getattr(tensor, "_local_tensor", tensor)
     return shard.data_ptr() if isinstance(shard, Tensor) else 0
 

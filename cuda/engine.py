@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckptd.cuda.samples import Samples
+
 logger = logging.getLogger(__name__)
 
 __all__ = ["CopyEngine", "CopyItem", "CopyList", "CpuEngine", "HostMemory", "measure_bandwidth"]
@@ -62,6 +64,7 @@ class HostMemory:
         self.address = int(self._array.ctypes.data)
         self.nbytes = int(self._array.nbytes)
         self.tensor = torch.from_numpy(self._array)
+        self.words = self._array[: self.nbytes // 8 * 8].view(np.uint64)
 
     def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         raw = self.tensor[offset : offset + nbytes]
@@ -77,8 +80,12 @@ class HostMemory:
 class CopyEngine(Protocol):
     """What capture and restore need of a device."""
 
+    # Where the sources are.
+    device: torch.device
     # Whether ``wait`` blocks the host until the bytes have arrived (or only orders the device's work after the copies).
     host_waits: bool
+    # Whether copies are complete when ``begin`` returns: then nothing runs beside them but other threads.
+    inline: bool
     # Seconds that the last completed copy took, from its first byte to its last.
     last_copy_s: float
 
@@ -95,8 +102,22 @@ class CopyEngine(Protocol):
         base: int,
         done: Callable[[BaseException | None], None],
         late: Callable[[], Sequence[CopyItem]] = tuple,
+        at_once: Sequence[CopyItem] = (),
     ) -> None:
-        """Start copying ``items`` to the slot at ``base``; ``done(error)`` is called once, on any thread, before ``wait`` returns."""
+        """Start copying ``items`` to the slot at ``base``; ``done(error)`` is called once, on any thread, before ``wait`` returns.
+
+        Args:
+            late: further items, asked for when their turn comes, on any thread.
+            at_once: further items whose sources may change as soon as this returns: they are copied by then, or later device work is
+                ordered after them.
+        """
+
+    def read(self, samples: Samples, done: Callable[[BaseException | None], None]) -> None:
+        """Note in ``samples`` what the sources hold now (on a device: when the current stream gets here).
+
+        ``done(error)`` is called once, on any thread, after what was begun before has been told; the host does not wait for a device.
+        Memory is allocated only where ``samples`` are read for the first time.
+        """
 
     def wait(self) -> float:
         """Return when the sources may change again: the copy in flight is complete, or later device work is ordered after it.
@@ -115,6 +136,7 @@ class CopyEngine(Protocol):
 class CpuEngine:
     """Copies host tensors in a background thread (``inline``: in the caller)."""
 
+    device = torch.device("cpu")
     host_waits = True
     last_copy_s = 0.0
 
@@ -140,18 +162,16 @@ class CpuEngine:
         base: int,
         done: Callable[[BaseException | None], None],
         late: Callable[[], Sequence[CopyItem]] = tuple,
+        at_once: Sequence[CopyItem] = (),
     ) -> None:
         self.wait()
+        failed = _attempt(lambda: _all_to_host(at_once, memory, base))
 
         def job() -> None:
-            error: BaseException | None = None
             started = time.perf_counter()
-            try:
-                for item in (*items, *late()):
-                    _to_host(item, memory, base)
+            error = failed or _attempt(lambda: _all_to_host((*items, *late()), memory, base))
+            if error is None:
                 self.last_copy_s = time.perf_counter() - started
-            except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
-                error = caught
             done(error)
 
         if self.inline:
@@ -159,6 +179,13 @@ class CpuEngine:
             return
         self._idle.clear()
         self._jobs.put(job)
+
+    def read(self, samples: Samples, done: Callable[[BaseException | None], None]) -> None:
+        def take() -> None:
+            if samples.can_be_read():
+                samples.found.append(np.take(samples.plan.span, samples.index))
+
+        done(_attempt(take))
 
     def wait(self) -> float:
         if self._idle.is_set():
@@ -225,6 +252,20 @@ def _address(item: CopyItem) -> int | None:
         return None
     skipped = 0 if item.start is None else item.start * tensor.stride(0) * tensor.element_size()
     return tensor.data_ptr() + skipped
+
+
+def _attempt(work: Callable[[], object]) -> BaseException | None:
+    """What went wrong, if anything did: the trainer must survive a failed copy."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - whoever is told of it decides
+        return error
+    return None
+
+
+def _all_to_host(items: Sequence[CopyItem], memory: HostMemory, base: int) -> None:
+    for item in items:
+        _to_host(item, memory, base)
 
 
 def _to_host(item: CopyItem, memory: HostMemory, base: int) -> None:

@@ -14,9 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ckptd.cuda.engine import CopyItem, CopyList, HostMemory
+from ckptd.cuda.samples import Samples
 from ckptd.cuda.transfers import PACK_BYTES, Transfers, plan_transfers
 
 logger = logging.getLogger(__name__)
@@ -25,10 +28,26 @@ __all__ = ["CudaEngine"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """A copy in flight: its first and last event, and whom to tell. What it reads must live until it is over."""
+class _SampleBuffers:
+    """What samples are read with: their index on the device, and where words go to there and in pinned memory, for two readings."""
 
-    first: torch.cuda.Event
+    index: Tensor
+    words: tuple[Tensor, Tensor]
+    host: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, samples: Samples, device: torch.device) -> _SampleBuffers:
+        index = torch.from_numpy(samples.index).pin_memory().to(device, non_blocking=True)
+        pinned = (torch.empty(len(index), dtype=torch.int64, pin_memory=True) for _ in range(2))
+        first, second = pinned
+        return cls(index, (torch.empty_like(index), torch.empty_like(index)), (first, second))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A copy in flight: its first event where it is timed, its last one, and whom to tell. What it reads must live until it is over."""
+
+    first: torch.cuda.Event | None
     last: torch.cuda.Event
     done: Callable[[BaseException | None], None] | None
     read: tuple[object, ...]
@@ -44,10 +63,11 @@ class CudaEngine:
     """
 
     host_waits = False
+    inline = False
     last_copy_s = 0.0
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._stream = torch.cuda.Stream(device)
         # Made now: where a device hangs in a collective, an allocation may hang, too, and parking must not.
         self._pack = torch.empty(PACK_BYTES, dtype=torch.uint8, device=device)
@@ -94,15 +114,20 @@ class CudaEngine:
         base: int,
         done: Callable[[BaseException | None], None],
         late: Callable[[], Sequence[CopyItem]] = tuple,
+        at_once: Sequence[CopyItem] = (),
     ) -> None:
         image = memory.tensor[base:]
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
         first = torch.cuda.Event(enable_timing=True)
         first.record(self._stream)
         error: BaseException | None = None
         more: Sequence[CopyItem] = ()
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
+                if at_once:
+                    self._transfers(at_once).send(image)
+                    current.wait_event(self._stream.record_event())
                 more = late()
                 self._transfers(items).send(image)
                 if more:
@@ -113,9 +138,40 @@ class CudaEngine:
         last.record(self._stream)
         self._last = last
         # Also after an error: what was given to the device before goes on reading.
-        self._jobs.put(_Job(first, last, None if error else done, (tuple(items), more)))
+        self._jobs.put(_Job(first, last, None if error else done, (tuple(items), more, at_once)))
         if error is not None:
             done(error)
+
+    def read(self, samples: Samples, done: Callable[[BaseException | None], None]) -> None:
+        """One gather on the current stream; its words cross on the side stream, and the watcher thread notes them."""
+        error: BaseException | None = None
+        try:
+            if samples.can_be_read():
+                self._gather(samples, done)
+                return
+        except Exception as caught:  # noqa: BLE001 - the trainer must survive it
+            error = caught
+        done(error)
+
+    def _gather(self, samples: Samples, done: Callable[[BaseException | None], None]) -> None:
+        buffers: _SampleBuffers | None = samples.prepared
+        nth = 0 if buffers is None else 1
+        if buffers is None:
+            buffers = samples.prepared = _SampleBuffers.of(samples, self.device)
+        words, host = buffers.words[nth], buffers.host[nth]
+        torch.index_select(samples.plan.span, 0, buffers.index, out=words)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(words, non_blocking=True)
+        last = torch.cuda.Event(blocking=True)
+        last.record(self._stream)
+
+        def told(error: BaseException | None) -> None:
+            if error is None:
+                samples.found.append(host.numpy().view(np.uint64))
+            done(error)
+
+        self._jobs.put(_Job(None, last, told, (samples,)))
 
     def wait(self) -> float:
         """Order the current stream after the copies; the host does not block.
@@ -124,7 +180,7 @@ class CudaEngine:
         """
         stalled = self._stalls()
         if self._last is not None:
-            stream = torch.cuda.current_stream(self._device)
+            stream = torch.cuda.current_stream(self.device)
             reached = torch.cuda.Event(enable_timing=True)
             reached.record(stream)
             stream.wait_event(self._last)
@@ -133,7 +189,7 @@ class CudaEngine:
         return stalled
 
     def restore(self, items: Sequence[CopyItem], memory: HostMemory, base: int) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
             plan_transfers(items, self._pack).receive(memory.tensor[base:])
         self._stream.synchronize()
@@ -179,7 +235,7 @@ class CudaEngine:
         error: BaseException | None = None
         try:
             job.last.synchronize()
-            if job.done is not None:
+            if job.done is not None and job.first is not None:
                 self.last_copy_s = job.first.elapsed_time(job.last) / 1e3
         except RuntimeError as caught:
             error = caught

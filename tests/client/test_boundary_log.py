@@ -531,6 +531,7 @@ class Gated(CpuEngine):
         base: int,
         done: Callable[[BaseException | None], None],
         late: Callable[[], Sequence[CopyItem]] = tuple,
+        at_once: Sequence[CopyItem] = (),
     ) -> None:
         def wait() -> Sequence[CopyItem]:
             assert self.gate.wait(20)

@@ -358,6 +358,7 @@ class Gated(CpuEngine):
         base: int,
         done: Callable[[BaseException | None], None],
         late: Callable[[], Sequence[CopyItem]] = tuple,
+        at_once: Sequence[CopyItem] = (),
     ) -> None:
         items = list(items)
 
@@ -367,7 +368,7 @@ class Gated(CpuEngine):
                 assert self.go_on.wait(30)
             return [*items[len(items) // 2 :], *late()]
 
-        super().begin(items[: len(items) // 2], memory, base, done, rest)
+        super().begin(items[: len(items) // 2], memory, base, done, rest, at_once)
 
 
 def gated(job: Trained, update_wait_s: float) -> Gated:
