@@ -36,7 +36,7 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        x: Tensor = self.embed(tokens)
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
@@ -129,7 +129,7 @@ def build(seed: int, mesh: Any = None) -> tuple[Net, torch.optim.Optimizer]:
                 placed = torch.distributed.tensor.distribute_tensor(p.detach(), on, [Replicate()])
                 module.register_parameter(name, nn.Parameter(placed))
 
-        model = distribute_module(model, mesh, shard)
+        distribute_module(model, mesh, shard)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 
 
@@ -245,7 +245,7 @@ def test_nothing_is_discarded_where_nothing_is_written(endpoint: str, held: type
     """Weights that are not numbers are equal to themselves."""
     model, optimizer = build(0)
     with torch.no_grad():
-        model.layers[0].weight[0, 0] = float("nan")
+        model.embed.weight[0, 0] = float("nan")
     with Checkpointer(model, optimizer, **options(endpoint, uuid.uuid4().hex[:8])) as ckpt:
         for step in ckpt.steps(TOTAL):
             let_memory_come(ckpt)
