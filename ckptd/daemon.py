@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import resource
 import select
 import signal
 import time
@@ -68,6 +69,16 @@ def default_digest_threads(cpus: int) -> int:
     return max(1, min(4, cpus // 2), min(16, cpus // 8))
 
 
+def raise_descriptor_limit() -> None:
+    """Use all the descriptors that the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:
+            logger.warning("the limit of open files stays at %d: %s", soft, error)
+
+
 class Daemon:
     """One daemon; `run` serves until it is stopped.
 
@@ -78,6 +89,7 @@ class Daemon:
 
     def __init__(self, config: DaemonConfig) -> None:
         self._config = config
+        raise_descriptor_limit()
         self._group = group = group_number(config.trainer_group)
         runtime = private_folder(config.runtime_dir, "runtime folder", group)
         self._claims = [claim(runtime, "runtime folder")]

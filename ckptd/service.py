@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ from ckptd.sessions import (
     Session,
     SessionTable,
     decide_attach,
+    wrong_members,
 )
 from ckptd.settings import DaemonConfig
 from ckptd.transport import messages as m
@@ -50,6 +51,9 @@ __all__ = ["PidWatcher", "Service"]
 logger = logging.getLogger(__name__)
 
 _MAX_STRANGERS = 4096  # connections that said Hello; the least recent one is forgotten first
+_MAX_UNANSWERED = (
+    64  # requests of one connection; a client has one at a time, and some that it gave up
+)
 _SILENT_S = 120.0  # a trainer that cannot be watched and owns nothing is gone after so long
 
 
@@ -121,6 +125,7 @@ class Service:
         )
         self._hellos: OrderedDict[bytes, tuple[m.Hello, int]] = OrderedDict()
         self._owners = OwnerTokens(store.folder)
+        self._unanswered: Counter[bytes] = Counter()
         self._parks, self._park_events = ParkRequests(), ParkEvents(store, events)
         self._elastic = ElasticFacts()
         self._busy_s = clock()
@@ -172,9 +177,34 @@ class Service:
             return
         if (session := self.sessions.of_identity(identity)) is not None:
             session.last_seen_s = self._clock()
-        reply = handler(identity, message, answer)
+        answered = self._counted(identity, message, answer)
+        if answered is None:
+            text = f"{_MAX_UNANSWERED} requests of this connection are not answered yet"
+            answer(m.Refused(RefusalCode.BUSY, text, "wait for the answers"))
+            return
+        reply = handler(identity, message, answered)
         if reply is not None:
+            answered(reply)
+
+    def _counted(self, identity: bytes, message: m.Message, answer: Answer) -> Answer | None:
+        """The answer, which is counted until it is given; None if too many are wanted already."""
+        if isinstance(message, m.OneWay):
+            return answer
+        if self._unanswered[identity] >= _MAX_UNANSWERED:
+            return None
+        self._unanswered[identity] += 1
+        waits = True
+
+        def answered(reply: m.Reply) -> None:
+            nonlocal waits
+            if waits:
+                waits = False
+                self._unanswered[identity] -= 1
+                if not self._unanswered[identity]:
+                    del self._unanswered[identity]
             answer(reply)
+
+        return answered
 
     def tick(self) -> None:
         """What time brings: dead owners, expired runs, slots that wait, the scrub."""
@@ -442,6 +472,10 @@ class Service:
         session = self.sessions.of_identity(identity)
         if session is None:
             return _no_session("Join")
+        if wrong := wrong_members(message.members, session.wish.world_size):
+            text = f"who takes part in the run of {session.key} cannot be: {wrong}"
+            self._events.add("warning", "refused.members", text, session.key)
+            return m.Refused(RefusalCode.BAD_MESSAGE, text, "every rank tells the same nodes, once")
         try:
             refused = self._peering.join(session.key, message)
         except OSError as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptd.transport.messages import RefusalCode
+from ckptd.transport.messages import Member, RefusalCode
 from ckptd.units import format_bytes
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "decide_attach",
     "reject_if_too_large",
     "room_beside_ranks",
+    "wrong_members",
 ]
 
 
@@ -226,6 +227,25 @@ def reject_if_too_large(
             "a larger emptyDir with medium Memory), or set CKPTD_SEGMENT_DIR to a larger tmpfs",
         )
     return None
+
+
+def wrong_members(members: Sequence[Member], world_size: int) -> str:
+    """Why these nodes with these ranks can be no run of this size; "" if they can."""
+    nodes: set[str] = set()
+    ranks: set[int] = set()
+    for member in members:
+        if member.card.node in nodes:
+            return f"node {member.card.node} is named twice"
+        nodes.add(member.card.node)
+        for rank in member.ranks:
+            if rank in ranks:
+                return f"rank {rank} is on two nodes, or named twice"
+            if rank >= world_size:
+                return f"rank {rank} in a world of {world_size}"
+            ranks.add(rank)
+        if len(member.ring_bytes) > len(member.ranks):
+            return f"node {member.card.node} tells the sizes of more rings than it has ranks"
+    return ""
 
 
 def room_beside_ranks(segments: Sequence[SegmentFacts], memory: MemoryFacts) -> int:

@@ -68,6 +68,7 @@ class RefusalCode(StrEnum):
     IN_USE = "in_use"  # a live trainer still owns it
     STALE_EPOCH = "stale_epoch"  # the run has been recovered again since
     NOT_READY = "not_ready"  # what is in memory cannot be read yet: ask again
+    BUSY = "busy"  # too much is under way for you already: try again
     CLOSING = "closing"  # the daemon is shutting down
     INTERNAL = "internal"  # a bug of ours; the daemon's log has the traceback
 
@@ -90,8 +91,8 @@ class Member(Struct, frozen=True, tag=True):
     """One node of a run and the ranks that live on it, with the bytes of each rank's ring."""
 
     card: NodeCard
-    ranks: tuple[Rank, ...]
-    ring_bytes: tuple[Count, ...] = ()
+    ranks: Annotated[tuple[Rank, ...], Meta(max_length=1 << 16)]
+    ring_bytes: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()
 
 
 class RunRecord(Struct, frozen=True, tag=True):

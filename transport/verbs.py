@@ -232,6 +232,10 @@ class Fabric(Protocol):
     counters: FabricCounters
 
     @property
+    def refused(self) -> dict[str, int]:
+        """Connections and messages that were turned away, by reason, and of the addresses with the most."""
+
+    @property
     def encryption(self) -> str:
         """What the bytes of snapshots are encrypted with on their way to peers who want no other; "plaintext" if with nothing."""
 

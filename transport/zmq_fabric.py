@@ -138,6 +138,11 @@ class ZmqFabric:
     # --- for users, any thread ---
 
     @property
+    def refused(self) -> dict[str, int]:
+        """Connections and messages that were turned away, by reason, and of the addresses with the most."""
+        return self.refusals.shown()
+
+    @property
     def address(self) -> PeerAddress:
         """What peers must be told to reach us."""
         return self._address

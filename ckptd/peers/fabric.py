@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckptd.config_values import parse_bytes, parse_peers
 from ckptd.runtime_dir import UnusableFolder
 from ckptd.settings import DaemonConfig
+from ckptd.transport.admission import AdmissionLimits
 from ckptd.transport.keys import Keys, KeysError, trusted
 from ckptd.transport.messages import NodeCard
 from ckptd.transport.stream_fabric import StreamFabric
+from ckptd.transport.stream_server import LIMITS
 from ckptd.transport.verbs import Fabric, Serve
 from ckptd.transport.zmq_fabric import ZmqFabric
 
-__all__ = ["make_fabric", "static_peers"]
+__all__ = ["make_fabric", "port_limits", "static_peers"]
 
 
 def static_peers(config: DaemonConfig) -> tuple[NodeCard, ...]:
@@ -37,10 +41,38 @@ def static_peers(config: DaemonConfig) -> tuple[NodeCard, ...]:
     return tuple(cards)
 
 
+def port_limits(descriptors: int) -> tuple[AdmissionLimits, AdmissionLimits]:
+    """What the connections of others may take of this many descriptors: on the control port, and on the data port.
+
+    Half at most, with all strangers: the rest is for segments, trainers and the connections that this node makes.
+    """
+
+    def share(part: int, most: int) -> int:
+        return max(8, min(most, descriptors // part))
+
+    control = AdmissionLimits(
+        connections=share(5, 4096),
+        strangers=share(16, 256),
+        strangers_per_address=share(32, 64),
+    )
+    data = replace(
+        LIMITS,
+        connections=share(5, LIMITS.connections),
+        strangers=share(16, LIMITS.strangers),
+        strangers_per_address=share(64, LIMITS.strangers_per_address),
+    )
+    return control, data
+
+
 def make_fabric(
-    config: DaemonConfig, node: str, serve: Serve, gate: Callable[[], bool] | None = None
+    config: DaemonConfig,
+    node: str,
+    serve: Serve,
+    gate: Callable[[], bool] | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Fabric | None:
-    """Listen for peers; None if the configuration has no ``peer_listen``. While ``gate`` is false, puts are held back.
+    """Listen for peers; None if the configuration has no ``peer_listen``. While ``gate`` is false, puts are held back. ``tell``
+    gets the lines about connections that were refused.
 
     Raises:
         UnusableFolder: no keys, or an address that cannot be listened on or is not safe to.
@@ -56,7 +88,10 @@ def make_fabric(
             "with `ckptctl keys trust`, or set CKPTD_PEER_SECURITY=plain where everybody who reaches "
             f"{config.peer_listen} may read and write snapshots"
         ) from error
+    limits, data_limits = port_limits(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     options: dict[str, Any] = {
+        "limits": limits,
+        "tell": tell,
         "serve": serve,
         "gate": gate,
         "advertise": config.peer_advertise or None,
@@ -75,6 +110,7 @@ def make_fabric(
             config.peer_listen,
             data_port=config.peer_data_port,
             plaintext=plaintext,
+            data_limits=data_limits,
             **options,
         )
     except ValueError as error:

@@ -41,6 +41,7 @@ from ckptd.workers import Workers
 __all__ = ["SLOWEST_BYTES_PER_S", "Filling"]
 
 _MAX_TICKETS = 4096
+_MAX_TICKETS_PER_PEER = 1024
 SLOWEST_BYTES_PER_S = 4 << 20  # a peer slower than this has gone, as far as its slot is concerned
 
 
@@ -104,7 +105,8 @@ class Filling:
             return p.PeerRefused("bad_message", "not the header of a sealed slot")
         if not 0 < header.image_len <= segment.geometry.slot_bytes:
             return p.PeerRefused("bad_message", f"an image of {header.image_len} bytes")
-        if len(self._tickets) >= _MAX_TICKETS:
+        own = sum(ticket.peer == peer for ticket in self._tickets.values())
+        if len(self._tickets) >= _MAX_TICKETS or own >= _MAX_TICKETS_PER_PEER:
             return p.PeerRefused("busy", "too many slots are being filled")
         job, run = segment.descriptor.job, segment.descriptor.run
         newest = self._known.newest_epoch(job, run)

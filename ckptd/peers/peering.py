@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -63,6 +65,7 @@ __all__ = ["Peering"]
 logger = logging.getLogger(__name__)
 
 _RUN_IDLE_S = 3600.0  # a run that joined and has had no segment here since
+_MAX_UNSERVED = 1024  # requests of one peer: more than a node of hundreds of ranks has at a time
 _WAITS = 16_384  # more than tickets and reads together
 _FORGED_EVERY_S = (
     10.0  # an event for all since the last one: who forges streams does not fill the log
@@ -112,7 +115,11 @@ class Peering:
             tuple[str, str], dict[str, int]
         ] = {}  # node: the epoch it was told of
         self._quiet = QuietGate()
-        self.fabric: Fabric | None = make_fabric(config, store.node_id, self._arrived, self._quiet)
+        self._unserved: Counter[str] = Counter()  # requests of peers that wait for the loop thread
+        self._unserved_lock = threading.Lock()
+        self.fabric: Fabric | None = make_fabric(
+            config, store.node_id, self._arrived, self._quiet, self._turned_away
+        )
         self._static = static_peers(config)
         self.neighbours = Neighbours(
             config,
@@ -354,7 +361,7 @@ class Peering:
         counters = asdict(self.fabric.counters).items()
         # Told also when it is 0: that nothing takes the short cut is what one looks for.
         shown = {name: n for name, n in counters if n or name == "short_cut_bytes"}
-        return {f"fabric.{name}": n for name, n in shown.items()}
+        return {f"fabric.{name}": n for name, n in (shown | self.fabric.refused).items()}
 
     def status(self) -> Peers:
         """Everything `ckptctl peers` shows."""
@@ -554,8 +561,26 @@ class Peering:
     # -- from the fabric -------------------------------------------------------------------------
 
     def _arrived(self, peer: str, body: bytes, answer: Callable[[bytes], None]) -> None:
-        """On a fabric's thread."""
-        self._post(lambda: self._serve(peer, body, answer))
+        """On a fabric's thread. What waits for the loop thread is bounded, for each peer."""
+        with self._unserved_lock:
+            full = self._unserved[peer] >= _MAX_UNSERVED
+            self._unserved[peer] += not full
+        if full:
+            text = f"{_MAX_UNSERVED} requests of {peer} wait already"
+            answer(p.encode_peer(p.PeerRefused("busy", text, "try again")))
+            return
+        self._post(lambda: self._serve_next(peer, body, answer))
+
+    def _serve_next(self, peer: str, body: bytes, answer: Callable[[bytes], None]) -> None:
+        with self._unserved_lock:
+            self._unserved[peer] -= 1
+            if not self._unserved[peer]:
+                del self._unserved[peer]
+        self._serve(peer, body, answer)
+
+    def _turned_away(self, text: str) -> None:
+        """On a thread of the fabric."""
+        self._post(lambda: self._events.add("warning", "turned_away", text))
 
     def _serve(self, peer: str, body: bytes, answer: Callable[[bytes], None]) -> None:
         try:

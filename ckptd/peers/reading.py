@@ -19,6 +19,7 @@ from ckptd.transport.verbs import Access, Fabric, Region, Scope
 __all__ = ["Reading"]
 
 _MAX_READS = 4096
+_MAX_READS_PER_PEER = 1024
 _IDLE_S = 60.0
 
 
@@ -43,7 +44,9 @@ class Reading:
 
     def open(self, peer: str, message: p.OpenRead, segment: Segment) -> p.PeerReply:
         """A region over a slot, if it still holds that snapshot."""
-        if message.slot >= segment.geometry.num_slots or len(self._reads) >= _MAX_READS:
+        own = sum(read.peer == peer for read in self._reads.values())
+        full = len(self._reads) >= _MAX_READS or own >= _MAX_READS_PER_PEER
+        if message.slot >= segment.geometry.num_slots or full:
             return p.PeerRefused("busy", f"slot {message.slot} cannot be read now")
         lent = lend_slot(segment, partial(self._lend, peer, message, segment), writable=False)
         if isinstance(lent, p.PeerRefused):
