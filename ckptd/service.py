@@ -157,6 +157,7 @@ class Service:
             m.Park: self._park,
             m.Forget: self._forget,
             m.Unquarantine: lambda _identity, message, _: admin.unquarantine(message),
+            m.AdmitNodes: self._admit_nodes,
         }
 
     def handle(
@@ -432,6 +433,11 @@ class Service:
 
     def _see_elastic(self, _identity: bytes, message: m.GetElastic, _: Answer) -> m.Reply:
         return self._elastic.seen(message.job, message.run, self._clock())
+
+    def _admit_nodes(self, _identity: bytes, message: m.AdmitNodes, _: Answer) -> m.Reply:
+        self._peering.admit(message.job, message.run, message.nodes)
+        names = ", ".join(message.nodes)
+        return m.Done(f"{names} may act on {message.job}/{message.run} for an hour")
 
     def _forget(self, _identity: bytes, message: m.Forget, _: Answer) -> m.Reply:
         reply = self._admin.forget(message)

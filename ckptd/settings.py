@@ -90,6 +90,10 @@ class DaemonConfig:
     """curve: peers authenticate each other by keys (`ckptctl keys`). plain: anybody who can reach the
     port can read and write snapshots; the only way to listen without keys, on loopback, too."""
 
+    peer_access: str = _key("members", choice_value("members", "trusted"), "members or trusted")
+    """Which nodes may act on a run: members (nodes of its ranks, and `peers`), or every trusted node, which can
+    then read and replace the snapshots of every job."""
+
     peer_data: str = _key(
         "stream",
         choice_value("stream", "zmq", "stream-plaintext"),

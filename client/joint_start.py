@@ -203,7 +203,8 @@ def _how_to_go_on(job: str, run: str, view: RunView) -> str:
         first = "Nothing was lost: start again when they are back. If they will not be"
     where = _nodes([record.node for record in view.records if record.holds])
     return (
-        f"{first}, `ckptctl forget {job} {run}` on {where}, or pass run= a new name, to begin anew"
+        f"{first}, `ckptctl forget {job} {run}` on {where}, or pass run= a new name, to begin anew. A node that "
+        f"refuses this job's nodes (event peer_refused) lets them in by `ckptctl admit {job} {run} NODE`"
     )
 
 

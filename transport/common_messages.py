@@ -51,11 +51,13 @@ class GetHoldings(Struct, frozen=True, tag=True):
     """What does this node hold of a run, its own ranks' and others'? (Between daemons.)
 
     ``left_out``: iteration and epoch of quarantined snapshots. Storage offers no checkpoint with one of them, but older ones instead.
+    ``nodes``: those of a start that is under way. If the one who asks is a member, they may act on the run, too.
     """
 
     job: Name
     run: Name
     left_out: Annotated[tuple[tuple[Iteration, Epoch], ...], Meta(max_length=1 << 16)] = ()
+    nodes: Annotated[tuple[Name, ...], Meta(max_length=1 << 16)] = ()
 
 
 class SeeRun(Struct, frozen=True, tag=True):

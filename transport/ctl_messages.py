@@ -15,6 +15,7 @@ from ckptd.transport.message_parts import (
 )
 
 __all__ = [
+    "AdmitNodes",
     "Drill",
     "DrillReport",
     "DurableRank",
@@ -82,6 +83,14 @@ class Unquarantine(Struct, frozen=True, tag=True):
 
     job: Name
     run: Name
+
+
+class AdmitNodes(Struct, frozen=True, tag=True):
+    """Let nodes act on a run for an hour: long enough for their ranks to join it."""
+
+    job: Name
+    run: Name
+    nodes: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=1 << 16)]
 
 
 class Park(Struct, frozen=True, tag=True):

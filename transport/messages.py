@@ -26,6 +26,7 @@ from ckptd.transport.common_messages import (
     Welcome,
 )
 from ckptd.transport.ctl_messages import (
+    AdmitNodes,
     Drill,
     DrillReport,
     DurableRank,
@@ -116,6 +117,7 @@ from ckptd.transport.trainer_messages import (
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "AdmitNodes",
     "Attach",
     "Attached",
     "Blob",
@@ -234,6 +236,7 @@ Request = (
     | GetDurableWorlds
     | BringStored
     | Park
+    | AdmitNodes
     | Forget
     | TellReplay
     | Unquarantine

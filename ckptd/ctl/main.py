@@ -163,6 +163,13 @@ def _unquarantine(args: argparse.Namespace) -> int:
     return 0
 
 
+def _admit(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        done = client.ask(m.AdmitNodes(args.job, args.run, tuple(args.nodes)), m.Done)
+    _show(args, done, lambda: done.message)
+    return 0
+
+
 def _export(args: argparse.Namespace) -> int:
     return _show_outcome(
         args, run_export(args, lambda: _segment_dir(args), partial(_whereabouts, args))
@@ -336,6 +343,10 @@ def _parser() -> argparse.ArgumentParser:
     park.add_argument("run", nargs="?", help="only this run of it")
     park.set_defaults(timeout=60.0)
     add("doctor", _doctor, "what on this machine helps or hinders, with the fix")
+    admit = add("admit", _admit, "let nodes that are no members of a run have what lies here of it")
+    admit.add_argument("job")
+    admit.add_argument("run")
+    admit.add_argument("nodes", nargs="+", metavar="node", help="node ids whose keys are trusted")
     forget = add("forget", _forget, "free the snapshots of a run that has no live trainer")
     forget.add_argument("job")
     forget.add_argument("run")

@@ -28,6 +28,7 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segments import SegmentStore
 from ckptd.memory.slots import epoch_can_follow
 from ckptd.peers.fabric import make_fabric, static_peers
+from ckptd.peers.guard import RunGuard
 from ckptd.peers.hosting import Host, local_holdings
 from ckptd.peers.neighbours import NeighbourEvents, Neighbours
 from ckptd.peers.peer_link import PeerLink, Post
@@ -39,6 +40,7 @@ from ckptd.peers.survey import RunSurvey
 from ckptd.persistence.store_link import StoreLink
 from ckptd.recovery.held import STORE_NODE
 from ckptd.recovery.holder import Holder
+from ckptd.replication.access import RunAccess
 from ckptd.replication.replicas import Promise
 from ckptd.sessions import MemoryFacts, RankKey
 from ckptd.settings import DaemonConfig
@@ -121,6 +123,14 @@ class Peering:
             config, store.node_id, self._arrived, self._quiet, self._turned_away
         )
         self._static = static_peers(config)
+        access = RunAccess(
+            store.node_id,
+            [card.node for card in self._static],
+            record_of=self.records.of,
+            holds=self._holds,
+            everybody=config.peer_access == "trusted",
+        )
+        self._guard = RunGuard(access, events, record_of=self.records.of, clock=clock)
         self.neighbours = Neighbours(
             config,
             store.node_id,
@@ -235,14 +245,23 @@ class Peering:
     def see_run(self, message: SeeRun, answer: Callable[[RunSeen], None]) -> None:
         """What is held of a run: here, and on nodes that took part before and have no rank now."""
         self.meet(self._static)
+        self.admit(message.job, message.run, message.known)
         RunSurvey(
-            GetHoldings(message.job, message.run),
+            GetHoldings(message.job, message.run, nodes=message.known),
             self.holdings(message.job, message.run),
             self._static,
             self._reach,
             partial(self._with_stored, message, answer) if message.storage else answer,
             known=message.known,
+            refused=self._survey_refused,
         )
+
+    def admit(self, job: str, run: str, nodes: Iterable[str]) -> None:
+        """A local trainer, or the operator, says that these nodes take part in a start of the run."""
+        self._guard.access.admit(job, run, nodes, now_s=self._clock())
+
+    def _survey_refused(self, node: str, reason: str) -> None:
+        self._events.add("warning", "peer_refused", f"{node} does not tell what it holds: {reason}")
 
     def _reach(self, cards: Sequence[NodeCard]) -> list[tuple[NodeCard, PeerLink, float]]:
         self.meet(cards)
@@ -340,6 +359,7 @@ class Peering:
             self._end(found)
         self.records.forget(job, run)
         self.quarantine.forget(job, run)
+        self._guard.access.forget(job, run)
         freed = 0
         self.replicas.forget_waiting(job, run)
         for segment in self.replicas.all_of_run(job, run):
@@ -448,8 +468,10 @@ class Peering:
 
     def _is_wanted(self, job: str, run: str) -> bool:
         """Whether anything of a run is here."""
-        here = (job, run) in self.runs or self._store.all_of_run(job, run)
-        return bool(here or self.replicas.all_of_run(job, run))
+        return (job, run) in self.runs or self._holds(job, run)
+
+    def _holds(self, job: str, run: str) -> bool:
+        return bool(self._store.all_of_run(job, run) or self.replicas.all_of_run(job, run))
 
     def _take_note(self, run: Run) -> None:
         """Keep beside the segments what the next daemon must know of a run."""
@@ -590,7 +612,10 @@ class Peering:
             answer(p.encode_peer(p.PeerRefused("bad_message", str(error)[:4000])))
             return
         reply = partial(_encoded, answer)
-        if isinstance(message, p.PeerHello):
+        refused = self._guard.refusal(peer, message)
+        if refused is not None:
+            reply(refused)
+        elif isinstance(message, p.PeerHello):
             if self.host is not None:
                 self.host.heard(peer, message.boot_id)
             reply(self.neighbours.welcome(message, self.replicas.free_bytes))

@@ -31,6 +31,7 @@ class RunSurvey:
         here: what this node holds, and knows of the run.
         others: whom to ask besides those of whom a record tells.
         known: nodes that are not to be asked.
+        refused: told who did not want to tell, and why.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class RunSurvey:
         answer: Callable[[RunSeen], None],
         *,
         known: Iterable[str] = (),
+        refused: Callable[[str, str], None] = lambda node, reason: None,
     ) -> None:
         self._question, self._reach, self._answer = question, reach, answer
+        self._refused = refused
         self._found, self._cards = [here], list[NodeCard]()
         self._silent = list[str]()
         self._asked = {here.node, *known}
@@ -76,7 +79,9 @@ class RunSurvey:
             self._ask(holdings.record.cards)
         self._one_less()
 
-    def _no_answer(self, card: NodeCard, _code: str, _reason: str) -> None:
+    def _no_answer(self, card: NodeCard, code: str, reason: str) -> None:
+        if code == "forbidden":
+            self._refused(card.node, reason)
         self._silent.append(card.node)
         self._one_less()
 

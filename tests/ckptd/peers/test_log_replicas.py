@@ -188,7 +188,8 @@ def test_a_log_goes_where_the_snapshots_go_and_is_read_from_there_when_its_node_
 
     job.end()
     ctl(holders[1], "forget", "job", "run", "--yes")
-    assert list(holders[1].segment_dir.glob("job~*")) == []
+    kept = {path.name for path in holders[1].segment_dir.glob("job~*")}
+    assert kept <= {"job~run.run"}, "only which epochs there were is remembered"
 
 
 def leave(job: Job, node: Node) -> None:

@@ -1,0 +1,156 @@
+"""What a node with a trusted key gets of a run that it takes no part in, from real daemons; and the guard by itself."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from ckptd.events import EventLog
+from ckptd.memory.ring import SlotState
+from ckptd.peers.guard import RunGuard
+from ckptd.replication.access import RunAccess
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import (
+    AdmitNodes,
+    Done,
+    GetHoldings,
+    Holdings,
+    Member,
+    NodeCard,
+    RunRecord,
+)
+from tests.ckptd.nodes import Net, Node
+from tests.ckptd.peers_harness import Job
+from tests.ckptd.puppet import Puppet, open_replica
+from tests.ckptd.snapshots import states_in
+
+RECORD = RunRecord(
+    "job",
+    "run",
+    epoch=3,
+    members=(
+        Member(NodeCard("a", "tcp://127.0.0.1:1"), (0,)),
+        Member(NodeCard("b", "tcp://127.0.0.1:2"), (1,)),
+    ),
+    epochs=((3, -1, 0),),
+)
+
+
+def slots_of(node: Node) -> dict[str, list[SlotState]]:
+    return {path.name: list(states_in(path)) for path in node.files()}
+
+
+def last_epoch() -> p.OpenReplica:
+    return open_replica("intruder", epoch=(1 << 32) - 1)
+
+
+@pytest.mark.timeout(90)
+def test_a_trusted_node_that_is_no_member_gets_nothing_and_ends_nothing() -> None:
+    """Before, any node with a trusted key could list and read every snapshot of every run, and one `OpenReplica` with an epoch near 2^32
+    made all that a node held of the run stale, which freed it."""
+    with Net(2).up() as net, Puppet("intruder") as intruder:
+        job = Job(net, net.nodes, replicas=1)
+        job.start()
+        for iteration in range(4):
+            job.record(iteration)
+            job.await_replicas(iteration, 1)
+        (name, *_) = [path.name for path in net[0].replicas()]
+        before = slots_of(net[0])
+        claim = msgspec.structs.replace(
+            RECORD,
+            epoch=(1 << 32) - 1,
+            members=(
+                Member(NodeCard("intruder", "tcp://127.0.0.1:1"), (0,)),
+                Member(NodeCard(net[0].name, "tcp://127.0.0.1:2"), ()),
+            ),
+        )
+        asked: list[p.PeerMessage] = [
+            GetHoldings("job", "run", nodes=("intruder",)),
+            p.OpenRead("job", "run", name, 0, 1),
+            p.GetDescriptor("job", "run", name),
+            p.DoubtSlot("job", "run", name, 0, 1),
+            last_epoch(),
+            p.TellRun(claim),
+        ]
+        for message in asked:
+            refused = intruder.ask(net[0], message)
+            assert isinstance(refused, p.PeerRefused), message
+            assert refused.code == "forbidden", message
+            assert "intruder is no member of job/run" in refused.message
+        assert slots_of(net[0]) == before, "nothing was freed, replaced or made"
+        assert net[0].saw("foreign_request", "intruder asked for GetHoldings")
+        assert net[0].counters()["foreign_request"] == len(asked)
+        job.record(4)
+        job.await_replicas(4, 1)
+        job.check_all()
+
+        with net[0].client() as client:
+            client.ask(AdmitNodes("job", "run", ("intruder",)), Done)
+        assert isinstance(intruder.ask(net[0], GetHoldings("job", "run")), Holdings)
+        job.end()
+
+
+@pytest.mark.timeout(90)
+def test_whoever_brings_a_run_first_keeps_others_from_it() -> None:
+    """A node that lends its memory and knows no member of a run yet serves nobody else what it was brought."""
+    with Net(1).up() as net, Puppet("p") as owner, Puppet("q") as other:
+        (node,) = net.nodes
+        owner.open(node)
+        refused = other.ask(node, GetHoldings("job", "run"))
+        assert isinstance(refused, p.PeerRefused)
+        assert refused.code == "forbidden"
+        assert isinstance(owner.ask(node, GetHoldings("job", "run")), Holdings)
+
+
+@pytest.mark.timeout(90)
+def test_an_operator_may_let_every_trusted_node_in() -> None:
+    with (
+        Net(1, peer_access="trusted").up() as net,
+        Puppet("p") as one,
+        Puppet("q") as other,
+    ):
+        one.open(net[0])
+        assert isinstance(other.ask(net[0], GetHoldings("job", "run")), Holdings)
+
+
+# -- the guard by itself ---------------------------------------------------------------------------------------
+
+
+class Guarded:
+    def __init__(self) -> None:
+        self.now_s, self.events = 0.0, EventLog(100)
+        access = RunAccess(
+            "here", (), record_of=lambda job, run: RECORD, holds=lambda job, run: True
+        )
+        self.guard = RunGuard(
+            access, self.events, record_of=lambda job, run: RECORD, clock=lambda: self.now_s
+        )
+
+    def messages(self) -> list[str]:
+        return [event.message for event in self.events.page(0, 100).events]
+
+
+def test_a_member_replicates_only_ranks_that_run_on_it() -> None:
+    """Or it could replace what another member sends."""
+    guarded = Guarded()
+    assert guarded.guard.refusal("a", open_replica("a", epoch=3)) is None
+    refused = guarded.guard.refusal("b", open_replica("b", epoch=3))
+    assert refused is not None
+    assert "rank 0 does not run on b in epoch 3" in refused.message
+
+
+def test_every_foreign_request_counts_and_few_write_an_event() -> None:
+    guarded = Guarded()
+    for _ in range(500):
+        assert guarded.guard.refusal("x", GetHoldings("job", "run")) is not None
+    assert len(guarded.messages()) == 1
+    guarded.now_s = 61.0
+    guarded.guard.refusal("x", GetHoldings("job", "run"))
+    assert guarded.messages()[-1].endswith("(499 more since the last such event)")
+    assert guarded.events.counters["foreign_request"] == 501
+
+
+def test_a_members_reads_are_told_of() -> None:
+    guarded = Guarded()
+    assert guarded.guard.refusal("a", p.OpenRead("job", "run", "name", 0, 1)) is None
+    assert guarded.messages() == ["job/run: a reads snapshots"]
