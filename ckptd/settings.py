@@ -149,6 +149,13 @@ class DaemonConfig:
     """What speaks to the store. auto: obstore, which needs the least CPU, where it is installed and knows
     the URL; otherwise fsspec, which knows most."""
 
+    store_sign: bool = _key(False, boolean_value, "true or false")
+    """Sign the manifests of checkpoints with this node's key (`ckptctl keys new-signer`)."""
+
+    store_signed_only: bool = _key(False, boolean_value, "true or false")
+    """Believe only checkpoints that a trusted signer signed (`ckptctl keys trust-signer`): whoever else can
+    write to the store cannot make a job resume with other bytes."""
+
     store_deadline_s: float = _key(600.0, number_value(1, 86_400), "1 to 86400")
     """An object that is not stored within this time, with all retries, gives up its checkpoint."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.config import load_config
+from ckptd.storage.signing import create_signer, trust_signer
 from ckptd.transport.keys import (
     Keys,
     KeysError,
@@ -31,7 +32,7 @@ _DAY_S = 24 * _HOUR_S
 
 
 def add_keys_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """The subcommands new, rotate, trust, untrust and list."""
+    """The subcommands."""
     commands = parser.add_subparsers(required=True, metavar="ACTION")
 
     def add(name: str, text: str) -> Any:
@@ -54,6 +55,10 @@ def add_keys_commands(parser: argparse.ArgumentParser, common: argparse.Argument
     untrusting = add("untrust", "end all connections of a node, and let it connect no more")
     untrusting.add_argument("node", help="its node id")
     add("rotate", "replace this node's key pair; its daemon uses the new one after a restart")
+    add("new-signer", "make the key that signs this node's checkpoints and print its public half")
+    believing = add("trust-signer", "believe checkpoints that a node signed")
+    believing.add_argument("node", help="its name")
+    believing.add_argument("key", help="its public key: 64 hexadecimal digits")
     add("list", "this node's public key and the nodes it trusts")
 
 
@@ -61,7 +66,7 @@ def run_keys(args: argparse.Namespace) -> tuple[Any, str]:
     """Perform a subcommand; returns what it found, for ``--json`` and as text.
 
     Raises:
-        KeysError: there is a key already, none at all, something is no key, or a node is not trusted.
+        KeysError, SigningError: there is a key already, none at all, something is no key, or a node is not trusted.
     """
     folder = Path(args.keys_dir or load_config({}).config.keys_dir)
     if args.action in ("new", "rotate"):
@@ -70,6 +75,13 @@ def run_keys(args: argparse.Namespace) -> tuple[Any, str]:
         return {"keys_dir": str(folder), "public_key": public}, public
     if args.action == "trust":
         return _trust(folder, args)
+    if args.action == "new-signer":
+        public = create_signer(folder)
+        return {"keys_dir": str(folder), "signer": public}, public
+    if args.action == "trust-signer":
+        trust_signer(folder, args.node, args.key)
+        text = f"checkpoints that {args.node} signed are believed"
+        return {"keys_dir": str(folder), "node": args.node, "signer": args.key}, text
     if args.action == "untrust":
         untrust(folder, args.node)
         return {"keys_dir": str(folder), "node": args.node}, f"{args.node} is not trusted any more"

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -35,6 +36,8 @@ from ckptd.storage.reader import SnapshotDamaged
 from ckptd.storage.resilience import Circuit, RetryPolicy
 from ckptd.storage.resilient import Notice, NoticeKind, Resilient
 from ckptd.storage.retention import RetentionPolicy
+from ckptd.storage.signed_store import SignedStore
+from ckptd.storage.signing import ManifestSigner, Signers
 
 __all__ = ["Keeper", "main"]
 
@@ -70,7 +73,7 @@ class Keeper:
         wall_ns: this node's clock, which may be wrong.
 
     Raises:
-        StoreError, ValueError: there is no such store.
+        StoreError, ValueError: there is no such store, or no usable key to sign with or to believe.
     """
 
     def __init__(
@@ -82,7 +85,12 @@ class Keeper:
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         # First, since it may be refused: then there are no threads to end.
+        self._signer = (
+            ManifestSigner.load(Path(configure.sign_with)) if configure.sign_with else None
+        )
         opened = open_store(configure.url, configure.options, configure.backend)
+        if configure.signers:
+            opened = SignedStore(opened, Signers.load(Path(configure.signers)))
         self._configure, self.send = configure, send
         self._pool = ThreadPoolExecutor(configure.threads, thread_name_prefix="store")
         self._reads = ThreadPoolExecutor(_READERS, thread_name_prefix="read")
@@ -262,6 +270,7 @@ class Keeper:
                     run,
                     policy=self._policy,
                     read_back=self._configure.read_back,
+                    signer=self._signer,
                     map_fn=self._helpers.map,
                     tell=self.tell,
                     wall_ns=self._wall_ns,

@@ -32,6 +32,7 @@ from ckptd.storage.reader import (
     read_manifest,
     restore_snapshot,
 )
+from ckptd.storage.signing import ManifestSigner
 from ckptd.storage.strong_digest import strong_digest
 from ckptd.storage.upload_plan import StoredIndex, UploadPlan, plan_upload
 
@@ -90,6 +91,7 @@ class RankStore:
         base: the key of this rank's manifest that tells what need not be uploaded again; "" if none is sure to stay.
         look: lists the run, for several ranks at once.
         neighbours: the other ranks of this run on this node.
+        signer: signs manifests; None: they are not signed.
         read_back: compare what was stored, byte for byte, before it counts.
         wall_ns: this node's clock. It is compared with the store's in one place only (`_upload`).
     """
@@ -107,6 +109,7 @@ class RankStore:
         look: Look,
         neighbours: Callable[[], Iterable[RankStore]],
         read_back: bool,
+        signer: ManifestSigner | None = None,
         map_fn: MapFunction,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -114,6 +117,7 @@ class RankStore:
         self._job, self._run, self.rank = job, run, rank
         self._run_id, self._look, self._neighbours = run_id, look, neighbours
         self._read_back, self._map, self._wall_ns = read_back, map_fn, wall_ns
+        self._signer = signer
         self._lock = threading.Lock()
         self._since: dict[_Name, Kept] = {}
         self._base: dict[_Name, Kept] = {}
@@ -192,7 +196,7 @@ class RankStore:
             message.descriptor,
             TOOL,
             tuple(k.snapshot for k in kept),
-        )
+        ).signed_by(self._signer)
         relied = frozenset().union(*(k.relied for k in kept))
         seen = self._look(message.end, fresh=False)
         if seen.shared and seen.views.refusal(manifest.checkpoint, relied):

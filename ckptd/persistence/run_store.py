@@ -34,6 +34,7 @@ from ckptd.storage.reader import (
 from ckptd.storage.resilient import Resilient
 from ckptd.storage.retention import RetentionPolicy
 from ckptd.storage.run_identity import RunIdentity
+from ckptd.storage.signing import ManifestSigner
 
 __all__ = ["Fenced", "RunStore"]
 
@@ -63,6 +64,7 @@ class RunStore:
     """Everything of one run but the uploads of its ranks.
 
     Args:
+        signer: signs manifests; None: they are not signed.
         tell: an event: level, kind, text.
         wall_ns: this node's clock, of which nothing here depends.
     """
@@ -75,6 +77,7 @@ class RunStore:
         *,
         policy: RetentionPolicy,
         read_back: bool,
+        signer: ManifestSigner | None = None,
         map_fn: MapFunction,
         tell: Tell,
         wall_ns: Callable[[], int] = time.time_ns,
@@ -82,7 +85,7 @@ class RunStore:
         self._store, self.job, self.run = store, job, run
         self._prompt = store.within(_PROMPT_S)
         self._read_back, self._map, self._tell = read_back, map_fn, tell
-        self._wall_ns = wall_ns
+        self._wall_ns, self._signer = wall_ns, signer
         self._lock = threading.Lock()
         self._iterations: dict[int, threading.Lock] = {}
         self._identity: RunIdentity | None = None
@@ -139,6 +142,7 @@ class RunStore:
                 look=self._look_to_commit,
                 neighbours=lambda: self._others(rank),
                 read_back=self._read_back,
+                signer=self._signer,
                 map_fn=self._map,
                 wall_ns=self._wall_ns,
             )

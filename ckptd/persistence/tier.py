@@ -163,4 +163,6 @@ def configure_of(config: DaemonConfig) -> w.Configure:
         retain=w.Retain(
             config.persist_keep_last, config.persist_keep_every, config.persist_keep_for_s
         ),
+        sign_with=config.keys_dir if config.store_sign else "",
+        signers=config.keys_dir if config.store_signed_only else "",
     )

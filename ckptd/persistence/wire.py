@@ -93,6 +93,8 @@ class Configure(Struct, frozen=True, tag=True):
     deadline_s: float
     read_back: bool
     retain: Retain
+    sign_with: str = ""  # folder of the key that signs manifests; "": they are not signed
+    signers: str = ""  # folder of the keys of whose manifests alone are believed; "": all are
 
 
 class OpenRank(Struct, frozen=True, tag=True):

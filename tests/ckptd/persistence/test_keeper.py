@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from ckptd.persistence.keeper import Keeper
 from ckptd.storage.image import verify
 from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import read_catalog, read_manifest
+from ckptd.storage.signing import Signers, create_signer
 from tests.ckptd.persistence.slots import (
     FRESH_BYTES,
     WINDOW,
@@ -411,3 +413,33 @@ def test_what_was_stored_is_read_back_where_that_is_wanted(segment: Segment, fol
     desk = Desk(f"file://{folder}", read_back=True)
     desk.open()
     assert isinstance(desk.put(segment, 3, fill(segment, 3, 3)), w.StoredSlot)
+
+
+def test_only_what_a_trusted_signer_signed_is_believed(
+    tmp_path: Path, segment: Segment, folder: Path
+) -> None:
+    """Whoever can write to the store could put other bytes there, with xxh3 digests that fit, and a job resumed with them."""
+    keys = tmp_path / "keys"
+    create_signer(keys)
+    signing = Desk(f"file://{folder}", sign_with=str(keys), signers=str(keys))
+    signing.open()
+    checkpoint(signing, segment, 4)
+    (found,) = signing.find(0)
+    good = read_manifest(open_store(f"file://{folder}"), found.name)
+    assert Signers.load(keys).objection(good.signer, good.signature, good.signed_bytes) == ""
+
+    forged = replace(
+        good, snapshots=(replace(good.snapshots[0], header_digest=bytes(16)), *good.snapshots[1:])
+    )
+    (folder / found.name).write_bytes(forged.to_bytes())
+    assert Desk(f"file://{folder}").find(0)[0].headers != found.headers, (
+        "without the setting it counts"
+    )
+    strict = Desk(f"file://{folder}", signers=str(keys))
+    strict.ask(w.FindStored, "job", "run", [0])
+    assert any("bytes were changed" in told.message for told in strict.told)
+
+    (folder / found.name).write_bytes(replace(good, signer="", signature=b"").to_bytes())
+    strict = Desk(f"file://{folder}", signers=str(keys))
+    strict.ask(w.FindStored, "job", "run", [0])
+    assert any("it is not signed" in told.message for told in strict.told)
