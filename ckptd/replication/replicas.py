@@ -108,6 +108,12 @@ def admit(
             if record.header_digest == incoming.header_digest:
                 return Deny("held", f"{_named(incoming)} is in slot {record.index}")
             return Admit(record.index, "what is here under this name is another image")
+    if any(
+        r.sealed and _same_fill(r, incoming) and r.header_digest == incoming.header_digest
+        for r in table
+    ):
+        # Of a rank that has moved since, say. A second copy would take a slot, and there may be none until this one counts.
+        return Deny("held", f"{_named(incoming)} is in another replica of this rank")
     ready = [record for record in own if record.key not in busy]
     empty = _empty(ready, known)
     if empty is not None:
