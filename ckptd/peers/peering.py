@@ -232,6 +232,7 @@ class Peering:
         if refused := run.join(key, message):
             return refused
         self._take_note(run)
+        self._tell_idle(run)
         if self.host is not None:
             self.host.note_epoch(key.job, key.run, message.epoch, message.epoch_start)
         for node in self.neighbours.lost:  # before this epoch began, and still
@@ -485,15 +486,19 @@ class Peering:
             logger.warning("the record of %s/%s cannot be written: %s", run.job, run.run, error)
 
     def _tell_idle(self, run: Run) -> None:
-        """Members without ranks are told who takes part, by one of those that have some, until they have answered."""
+        """Members without ranks, and former ones, are told who takes part, by one of those that have some, until they have answered.
+
+        Whoever recovers without us must know of this epoch, or its own would get a number that is not above ours.
+        """
         record, told = self.records.of(run.job, run.run), self._idle_told
         if record is None or not run.speaks:
             return
         known = told.setdefault((run.job, run.run), {})
-        for member in record.members:
-            node = member.card.node
+        working = {member.card.node for member in record.members if member.ranks}
+        for card in record.cards:
+            node = card.node
             link = self.neighbours.link(node)
-            if member.ranks or link is None or known.get(node, -1) >= record.epoch:
+            if node in working or link is None or known.get(node, -1) >= record.epoch:
                 continue
             link.ask(
                 p.TellRun(record),
@@ -512,8 +517,8 @@ class Peering:
     def _told_of_run(self, peer: str, record: RunRecord) -> p.PeerReply:
         """One of its members tells who takes part in a run of which no rank is here."""
         names = {member.card.node for member in record.members}
-        if peer not in names or self._store.node_id not in names:
-            return p.PeerRefused("bad_message", f"{peer} and this node are not both members of it")
+        if peer not in names or self._store.node_id not in {card.node for card in record.cards}:
+            return p.PeerRefused("bad_message", f"{peer} and this node do not both take part in it")
         known = self.records.of(record.job, record.run)
         newest = -1 if known is None else known.newest_epoch
         if not epoch_can_follow(record.newest_epoch, newest):

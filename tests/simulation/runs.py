@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from ckptd.memory.snapshot_events import Joined, Tick
 from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
@@ -54,6 +55,7 @@ class Runs(Senders):
         run, record = daemon.run, self.nodes[name].record
         record.learn(epoch, self.epoch_start, self.follows)
         record.names |= self.members.keys()
+        self._tell_idle(name, epoch, self.epoch_start, self.follows)
         if (run.epoch, run.epoch_start, run.members) != (epoch, self.epoch_start, self.members):
             self._begin_epoch(name, daemon)
         if rank not in run.senders:
@@ -71,6 +73,20 @@ class Runs(Senders):
         self.note_epoch(daemon, name, epoch, self.epoch_start)
         for node in sorted(daemon.lost):
             self.peer_lost(name, node)
+
+    def _tell_idle(self, name: str, epoch: int, start: int, follows: int) -> None:
+        """Nodes without ranks are told of an epoch, each again until it knows."""
+        if self.epoch != epoch or self.nodes[name].daemon is None:
+            return
+        working = {node for node, ranks in self.members.items() if ranks}
+        unaware = [
+            n for n in self.nodes if n not in working and epoch not in self.nodes[n].record.epochs
+        ]
+        for node in unaware:
+            learn = partial(self.nodes[node].record.learn, epoch, start, follows)
+            self.send(name, node, lambda _, learn=learn: learn())  # type: ignore[misc]
+        if unaware:
+            self.later(1.0, partial(self._tell_idle, name, epoch, start, follows))
 
     def _begin_epoch(self, name: str, daemon: Daemon) -> None:
         run = daemon.run
