@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from ckptd.client import Checkpointer
 from ckptd.client.binding import Binding
 from ckptd.client.export_facts import export_facts
 from ckptd.exporting.memory import SlotSource, open_slot
-from ckptd.transport.messages import GetStatus, Status
+from ckptd.transport.messages import GetSnapshots, GetStatus, Snapshots, Status
 from ckptd.transport.wire import ControlClient
+from tests.ckptd.running import eventually
 
 State = dict[str, Tensor]
 
@@ -116,13 +118,23 @@ def train(
     optimizer = make_optimizer(model)
     with ControlClient(endpoint, timeout_s=20) as client:
         folder = Path(client.ask(GetStatus(), Status).segment_dir)
-    trained = Trained(run, folder, model, optimizer)
-    with Checkpointer(model, optimizer, job="export", run=run, daemon=endpoint, **options) as ckpt:
-        for step in ckpt.steps(total):
-            trained.live[step] = {k: v.clone() for k, v in model.state_dict().items()}
-            step_once(model, optimizer, step)
+        trained = Trained(run, folder, model, optimizer)
+        with Checkpointer(
+            model, optimizer, job="export", run=run, daemon=endpoint, **options
+        ) as ckpt:
+            for step in ckpt.steps(total):
+                trained.live[step] = {k: v.clone() for k, v in model.state_dict().items()}
+                step_once(model, optimizer, step)
+                # These steps take microseconds: on a busy machine a snapshot would find no slot that is sealed already.
+                eventually(partial(_all_sealed, client, run), "every filled slot is sealed")
     trained.live[total] = {k: v.clone() for k, v in model.state_dict().items()}
     return trained
+
+
+def _all_sealed(client: ControlClient, run: str) -> bool:
+    told = client.ask(GetSnapshots("export", run), Snapshots)
+    states = {slot.state for rank in told.ranks for slot in rank.slots}
+    return not states & {"filling", "filled"}
 
 
 def same(one: State, other: State) -> bool:
