@@ -18,9 +18,10 @@ _SECRET = r"(?:secret|token|passw|pwd|credential|signature|access_?key|account_?
 # scheme://user:password@host, also without a password; the user may be the key.
 _USER = re.compile(r"(?<=://)[^/\s'\"@?#]+@")
 # ?token=…, &X-Amz-Signature=…, secret_access_key=…
-_PAIR = re.compile(rf"(?i)([\w.-]*{_SECRET}[\w.-]*=)[^&\s'\",;)}}]+")
+# What follows a name is bounded, and nothing before it is matched: a long notice must not cost more than its length.
+_PAIR = re.compile(rf"(?i)({_SECRET}[\w.-]{{0,64}}=)[^&\s'\",;)}}]+")
 # "aws_secret_access_key": "…", as in options and in errors that repeat them
-_FIELD = re.compile(rf"(?i)(['\"][\w.-]*{_SECRET}[\w.-]*['\"]\s*:\s*)(\"[^\"]*\"|'[^']*')")
+_FIELD = re.compile(rf"(?i)({_SECRET}[\w.-]{{0,64}}['\"]\s{{0,8}}:\s{{0,8}})(\"[^\"]*\"|'[^']*')")
 _SECRET_NAME = re.compile(rf"(?i){_SECRET}|^key$|^auth$")
 # Controls of C0 and C1, other line ends, and what turns the direction of text.
 _CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff"

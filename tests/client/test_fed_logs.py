@@ -97,7 +97,7 @@ def job() -> Job:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Net]:
     """Two nodes that stay as they are."""
-    with Net(2).up() as net:
+    with Net(2, peer_access="trusted").up() as net:
         yield net
 
 
@@ -160,7 +160,7 @@ def test_a_rank_reads_what_another_one_logged_on_a_node_whose_trainers_are_gone(
     job: Job, curve: bool
 ) -> None:
     """In batches: no more than two are here at a time, and none when it is through."""
-    with Net(2, curve=curve).up() as net:
+    with Net(2, curve=curve, peer_access="trusted").up() as net:
         with job.rank(net[0], 0) as sender:
             log(sender, *range(3, 10))
             card = sender.session.card
@@ -271,7 +271,7 @@ def test_what_is_overwritten_here_is_asked_of_other_nodes(job: Job, pair: Net) -
 
 def test_what_is_damaged_here_is_taken_from_another_copy(job: Job) -> None:
     """And quarantined by its own daemon: no plan names it again."""
-    with Net(2).up() as net:
+    with Net(2, peer_access="trusted").up() as net:
         with job.rank(net[1], 0) as sender:
             log(sender, 3, 4)
         pieces, card = job.logged(net[1])
@@ -316,7 +316,7 @@ def test_what_is_damaged_in_the_only_copy_is_said_to_be_missing(
 def test_a_node_that_dies_while_it_delivers(job: Job, second: bool) -> None:
     """The other one that has it goes on; if there is none, that is said before long."""
     size = 12 * MIB
-    with Net(3, proxied=True).up() as net:
+    with Net(3, proxied=True, peer_access="trusted").up() as net:
         with job.rank(net[0], 0) as sender:
             log(sender, 3, 4, size=size)
             cards = [sender.session.card]
@@ -353,7 +353,7 @@ def test_a_node_that_dies_while_it_delivers(job: Job, second: bool) -> None:
 def test_a_daemon_that_is_restarted_is_asked_again(job: Job) -> None:
     """What it had brought stays readable; what was on its way it has forgotten."""
     size = 12 * MIB
-    with Net(2, proxied=True).up() as net:
+    with Net(2, proxied=True, peer_access="trusted").up() as net:
         with job.rank(net[0], 0) as sender:
             log(sender, *range(3, 7), size=size)
             card = _card_from(net, "n1", sender.session.card)
@@ -390,7 +390,7 @@ def test_where_there_is_little_memory_batches_are_small_and_what_does_not_fit_is
     job: Job,
 ) -> None:
     size = 5 * MIB
-    with Net(2, of={"n1": {"memory": "10MiB"}}).up() as net:
+    with Net(2, of={"n1": {"memory": "10MiB"}}, peer_access="trusted").up() as net:
         with job.rank(net[0], 0) as sender:
             log(sender, *range(3, 9), size=size)
         pieces, card = job.logged(net[0])
