@@ -173,8 +173,9 @@ def test_what_is_asked_for_or_overdue_is_parked_and_training_goes_on(
     plot = {"wait_at": READY + 1, "fork_at": READY, "total": 200, "options": options}
     with Life(daemon, tmp_path, world_size=2, **plot) as life:
         life.reach(READY)
-        eventually(lambda: (tmp_path / "child").exists(), "the worker has ended")
-        assert (tmp_path / "child").read_text() == str(-signal.SIGTERM)
+        child = tmp_path / "child"
+        eventually(lambda: child.exists() and child.read_text() != "", "the worker has ended")
+        assert child.read_text() == str(-signal.SIGTERM)
         assert "SIGTERM" not in life.logs
         overdue = READY + 1
         life.reach(overdue)
