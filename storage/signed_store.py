@@ -13,7 +13,7 @@ __all__ = ["SignedStore"]
 
 
 class SignedStore:
-    """Implements `ObjectStore`. Everything else a restore reads is covered by the digests in a manifest.
+    """Implements `ObjectStore`. Objects are covered by the digests in a manifest, where a reader compares those.
 
     Args:
         signers: whose manifests are believed.

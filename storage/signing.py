@@ -1,10 +1,10 @@
-"""Signatures of manifests (Ed25519), so that a store need not be trusted with what is restored from it.
+"""Signatures of manifests (Ed25519): who wrote a checkpoint.
 
     <folder>/sign.key              the secret of this node, 64 hexadecimal digits, 0600
     <folder>/sign.pub              its public key, for others
     <folder>/signers/<name>.pub    the public key of a node whose manifests are believed
 
-A manifest tells the digest of every image, so its signature covers all bytes that a restore reads (docs/format.md section 4).
+A manifest tells the digest of every image, so its signature covers all bytes that a restore reads, as far as the restore compares that digest (docs/format.md section 4).
 """
 
 from __future__ import annotations
