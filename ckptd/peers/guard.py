@@ -57,7 +57,7 @@ class RunGuard:
             refused = self._replica_refusal(peer, message)
         if refused is not None:
             return refused
-        if isinstance(message, p.OpenReplica):
+        if isinstance(message, p.OpenReplica) and not self.access.members(message.job, message.run):
             # Of a run that nobody here knew, whoever brings it first; its members are told of later (`TellRun`).
             self.access.admit(message.job, message.run, [peer], now_s=self._clock())
         elif isinstance(message, GetHoldings):
