@@ -11,22 +11,24 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import grp
 import hashlib
 import inspect
 import json
 import os
 import pwd
+import stat
 import textwrap
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptd.printable import hide_options, hide_secrets
+from ckptd.printable import HIDDEN, hide_options, hide_secrets
 from ckptd.settings import DaemonConfig
-from ckptd.transport.local_trust import own_users
+from ckptd.transport.local_trust import own_users, user_name
 
 __all__ = [
     "ConfigError",
@@ -78,7 +80,8 @@ def load_config(
     """
     environ = os.environ if environ is None else environ
     names = _fields()
-    texts = _read_toml(file or environ.get("CKPTD_CONFIG"))
+    texts, told = _read_toml(file or environ.get("CKPTD_CONFIG"), environ)
+    from_file = dict(texts)
     for key in names:
         variable = "CKPTD_" + key.upper()
         if variable in environ:
@@ -89,7 +92,8 @@ def load_config(
         texts[key] = (text, "flag --" + key.replace("_", "-"))
     values = {key: _parse(key, text, source) for key, (text, source) in texts.items()}
     sources = {key: texts[key][1] if key in texts else "default" for key in names}
-    return LoadedConfig(_complete(values, environ), sources, _slips(environ))
+    warnings = (*_slips(environ), *_exposed(from_file, values.get("trainer_group", ""), told))
+    return LoadedConfig(_complete(values, environ), sources, warnings)
 
 
 def default_runtime_dir(environ: Mapping[str, str] | None = None) -> str:
@@ -168,7 +172,7 @@ def render_toml(loaded: LoadedConfig) -> str:
     for key in _fields():
         value = getattr(loaded.config, key)
         if key in _SECRETIVE and value:
-            value = (hide_options if key == "store_options" else hide_secrets)(value)
+            value = _without_secrets(key, value)
         text = json.dumps(value, ensure_ascii=False)
         lines.append(f"{key} = {text}  # {loaded.sources[key]}")
     return "\n".join(lines) + "\n"
@@ -194,14 +198,36 @@ def _builtin_runtime_dir(environ: Mapping[str, str]) -> str:
     return f"{base}/ckptd" if base.startswith("/") else f"/tmp/ckptd-{os.getuid()}"
 
 
-def _read_toml(file: str | None) -> dict[str, tuple[str, str]]:
+@dataclass(frozen=True, slots=True)
+class _FileFacts:
+    """The configuration file that was read: who may read it."""
+
+    path: Path
+    owner: int
+    group: int
+    mode: int
+
+
+def _read_toml(
+    file: str | None, environ: Mapping[str, str]
+) -> tuple[dict[str, tuple[str, str]], _FileFacts | None]:
+    """Texts of the settings with where they came from, and what is known of the file; None if there is none.
+
+    Raises:
+        ConfigError: it cannot be read, others may change it, or it holds what is no setting.
+    """
     path = Path(file or DEFAULT_FILE)
     if file is None and not path.exists():
-        return {}
+        return {}, None
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as opened:
+            info = os.fstat(opened.fileno())
+            table = tomllib.loads(opened.read().decode("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
+    facts = _FileFacts(path, info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode))
+    if not stat.S_ISCHR(info.st_mode):  # /dev/null is no settings
+        _check_writers(facts, trusted_users(environ))
     found: dict[str, tuple[str, str]] = {}
     for key, value in table.items():
         if key not in _fields():
@@ -210,7 +236,52 @@ def _read_toml(file: str | None) -> dict[str, tuple[str, str]]:
             raise ConfigError(f"{key} = {value!r} in {path}: expected {_allowed(_fields()[key])}")
         text = str(value).lower() if isinstance(value, bool) else str(value)
         found[key] = (text, f"file {path}")
-    return found
+    return found, facts
+
+
+def _check_writers(file: _FileFacts, users: Collection[int]) -> None:
+    """Whoever can write the file decides whom the daemon trusts, and where snapshots go."""
+    if file.owner not in users:
+        raise ConfigError(
+            f"the configuration file {file.path} belongs to user {user_name(file.owner)}, expected "
+            f"root or {user_name(os.geteuid())}: run `chown {os.geteuid()} {file.path}`, or set "
+            "CKPTD_DAEMON_USER if that user runs the daemon"
+        )
+    if file.mode & 0o022:
+        raise ConfigError(
+            f"others may write to the configuration file {file.path} (mode {file.mode:04o}): run "
+            f"`chmod go-w {file.path}`"
+        )
+
+
+def _exposed(
+    texts: Mapping[str, tuple[str, str]], trainer_group: str, file: _FileFacts | None
+) -> tuple[str, ...]:
+    """A warning if the file holds credentials, and more than the daemon may read it."""
+    secretive = [k for k in _SECRETIVE if k in texts and HIDDEN in _without_secrets(k, texts[k][0])]
+    if file is None or not secretive:
+        return ()
+    # root:ckptd 0640 is how root gives a file to a daemon of another user: then the group is the daemon's own.
+    owner_needs_no_group = file.owner == os.geteuid()
+    group_reads = file.mode & 0o040 and (
+        owner_needs_no_group or file.group in _group_ids(trainer_group)
+    )
+    if not (file.mode & 0o004 or group_reads):
+        return ()
+    remedy = f"chmod {'go' if group_reads else 'o'}-r {file.path}"
+    told = f"others may read the configuration file {file.path} (mode {file.mode:04o}), which holds"
+    return (f"{told} credentials in {' and '.join(secretive)}: run `{remedy}`",)
+
+
+def _group_ids(name: str) -> tuple[int, ...]:
+    try:
+        return (int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid,) if name else ()
+    except KeyError:
+        return ()  # the daemon's start says so
+
+
+def _without_secrets(key: str, value: str) -> str:
+    return (hide_options if key == "store_options" else hide_secrets)(value)
 
 
 def _parse(key: str, text: str, source: str) -> Any:

@@ -10,18 +10,21 @@ import platform
 import resource
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
 import ckptd
+from ckptd.config import LoadedConfig, trusted_users
 from ckptd.daemon import physical_memory, quota_bytes
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import answers
 from ckptd.memory.pages import filesystem_kind, is_in_memory
+from ckptd.runtime_dir import UnusableFolder, group_number
 from ckptd.settings import DaemonConfig
+from ckptd.transport.local_trust import own_users, user_name
 from ckptd.transport.sealing import Cipher, offered_ciphers
 from ckptd.units import format_bytes
 
@@ -49,12 +52,22 @@ class Finding:
     fix: str = ""
 
 
-def diagnose(config: DaemonConfig, environ: Mapping[str, str]) -> list[Finding]:
-    """Every check, in the order in which they are worth reading."""
+def diagnose(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[Finding]:
+    """Every check, in the order in which they are worth reading.
+
+    Raises:
+        ConfigError: CKPTD_DAEMON_USER names nobody.
+    """
+    config, users = loaded.config, trusted_users(environ)
     checks: tuple[Callable[[], Finding], ...] = (
         lambda: check_daemon(config.listen),
-        lambda: check_folder("runtime folder", Path(config.runtime_dir)),
-        lambda: check_folder("segment folder", Path(config.segment_dir)),
+        lambda: check_settings(loaded.warnings),
+        lambda: check_folder(
+            "runtime folder", Path(config.runtime_dir), config.trainer_group, users
+        ),
+        lambda: check_folder(
+            "segment folder", Path(config.segment_dir), config.trainer_group, users
+        ),
         lambda: check_segment_filesystem(config),
         lambda: check_damaged_files(Path(config.segment_dir)),
         lambda: check_memlock(config.mlock),
@@ -90,36 +103,91 @@ def check_daemon(endpoint: str) -> Finding:
     )
 
 
-def check_folder(name: str, folder: Path) -> Finding:
-    """Is it ours, and only ours?"""
+def check_settings(warnings: Sequence[str]) -> Finding:
+    """Is something in the settings a slip, or within reach of others?"""
+    if not warnings:
+        return Finding("settings", Grade.OK, "nothing to note")
+    fixes = [text.partition(": run ")[2] for text in warnings if ": run " in text]
+    return Finding(
+        "settings", Grade.WARN, "; ".join(warnings), "run " + " and ".join(fixes) if fixes else ""
+    )
+
+
+def check_folder(
+    name: str, folder: Path, trainer_group: str = "", users: Collection[int] | None = None
+) -> Finding:
+    """Is it the daemon's, and open to nobody but its trainers?
+
+    Args:
+        trainer_group: the setting.
+        users: who may run the daemon; default: this user and root.
+    """
     try:
         info = folder.lstat()
+        group = group_number(trainer_group)
     except FileNotFoundError:
         return _folder_to_be_made(name, folder)
+    except UnusableFolder as error:
+        return Finding(name, Grade.FAIL, str(error), "make the group, or name another one")
     except OSError as error:
         return Finding(name, Grade.FAIL, f"{folder}: {error.strerror}", "choose another folder")
     mode = stat.S_IMODE(info.st_mode)
     if not stat.S_ISDIR(info.st_mode):
         return Finding(name, Grade.FAIL, f"{folder} is not a folder", "remove it")
-    if info.st_uid != os.getuid():
+    if info.st_uid not in (own_users() if users is None else users):
         return Finding(
             name,
             Grade.FAIL,
-            f"{folder} belongs to user {info.st_uid}, this is user {os.getuid()}",
-            "run as that user, or set CKPTD_RUNTIME_DIR and CKPTD_SEGMENT_DIR",
+            f"{folder} belongs to user {info.st_uid}, this is user {os.geteuid()}",
+            "if that user runs the daemon, set CKPTD_DAEMON_USER to it; else run as that user, or "
+            "set CKPTD_RUNTIME_DIR and CKPTD_SEGMENT_DIR",
         )
-    if mode & 0o055 and not mode & 0o022:
+    if mode & 0o022:
+        fix = f"run `chmod go-w {folder}`"
+        return Finding(name, Grade.FAIL, f"{folder} has mode {mode:04o}", fix)
+    if mode & 0o005:
+        detail = f"{folder} has mode {mode:04o}: others may see the names of what is in it"
+        return Finding(name, Grade.WARN, detail, f"run `chmod o= {folder}`")
+    if info.st_uid != os.geteuid():
+        return _folder_of_daemon_user(name, folder, info)
+    return _folder_of_ours(name, folder, info, group)
+
+
+def _folder_of_ours(name: str, folder: Path, info: os.stat_result, group: int | None) -> Finding:
+    """Ours and closed to others: the group is the trainers', or may nothing."""
+    mode = stat.S_IMODE(info.st_mode)
+    if group is None and mode & 0o050:
         return Finding(
             name,
             Grade.WARN,
-            f"{folder} has mode {mode:04o}: others may see the names of what is in it",
-            f"run `chmod 700 {folder}`",
+            f"{folder} has mode {mode:04o}: group {info.st_gid} may see the names of what is in it",
+            f"run `chmod 700 {folder}`; for trainers that are other users set trainer_group",
         )
-    if mode & 0o022:
+    if group is None:
+        return Finding(name, Grade.OK, f"{folder} is private (mode {mode:04o})")
+    if info.st_gid != group or mode & 0o050 != 0o050:
         return Finding(
-            name, Grade.FAIL, f"{folder} has mode {mode:04o}", f"run `chmod 700 {folder}`"
+            name,
+            Grade.WARN,
+            f"{folder} has group {info.st_gid} and mode {mode:04o}: members of trainer_group {group} "
+            "cannot attach",
+            "restart the daemon, which gives the folder to trainer_group",
         )
-    return Finding(name, Grade.OK, f"{folder} is private (mode {mode:04o})")
+    return Finding(name, Grade.OK, f"{folder} is open to trainer_group {group} (mode {mode:04o})")
+
+
+def _folder_of_daemon_user(name: str, folder: Path, info: os.stat_result) -> Finding:
+    """That of a daemon that runs as another user whom this one trusts."""
+    owner = f"{folder} belongs to the daemon's user {user_name(info.st_uid)}"
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return Finding(
+            name,
+            Grade.FAIL,
+            f"{owner}, and this user may not enter it (group {info.st_gid}, mode "
+            f"{stat.S_IMODE(info.st_mode):04o})",
+            "set trainer_group for the daemon, and make this user a member of that group",
+        )
+    return Finding(name, Grade.OK, f"{owner}, and this user may enter it")
 
 
 def check_segment_filesystem(config: DaemonConfig) -> Finding:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 import ckptd
-from ckptd.config import ConfigError, default_endpoint, load_config
+from ckptd.config import ConfigError, LoadedConfig, default_endpoint, load_config
 from ckptd.ctl import render
 from ckptd.ctl.checkpoints import (
     Outcome,
@@ -46,7 +46,6 @@ from ckptd.errors import DaemonUnavailable, ElasticError, RemoteProtocolError
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.launch import answers, connect
 from ckptd.printable import for_terminal
-from ckptd.settings import DaemonConfig
 from ckptd.transport import messages as m
 from ckptd.transport.keys import KeysError
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
@@ -137,8 +136,7 @@ def _park(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    config = _config(args)
-    findings = diagnose(config, os.environ)
+    findings = diagnose(_settings(args), os.environ)
     _show(args, as_rows(findings), lambda: render.findings(findings))
     return EXIT_FAILED if any(finding.grade is Grade.FAIL for finding in findings) else 0
 
@@ -257,7 +255,7 @@ def _segment_dir(args: argparse.Namespace) -> str:
         with _connect(args) as client:
             return client.ask(m.GetStatus(), m.Status, timeout_s=1.0).segment_dir
     except RequestTimeout:
-        return _config(args).segment_dir
+        return _settings(args).config.segment_dir
 
 
 def _whereabouts(
@@ -279,8 +277,8 @@ def _endpoint(args: argparse.Namespace) -> str:
     return args.endpoint or default_endpoint()
 
 
-def _config(args: argparse.Namespace) -> DaemonConfig:
-    return load_config({"listen": args.endpoint} if args.endpoint else {}).config
+def _settings(args: argparse.Namespace) -> LoadedConfig:
+    return load_config({"listen": args.endpoint} if args.endpoint else {})
 
 
 def _rank(args: argparse.Namespace) -> int:

@@ -67,6 +67,31 @@ def test_a_bad_setting_ends_the_start(busy: DaemonProcess) -> None:
     assert "memory = 'lots' (from flag --memory)" in done.stderr
 
 
+def test_a_configuration_file_that_others_may_write_to_ends_the_start(
+    busy: DaemonProcess, tmp_path: Path
+) -> None:
+    file = tmp_path / "ckptd.toml"
+    file.write_text("nice = 3\n", encoding="utf-8")
+    file.chmod(0o666)
+    for command in (("ckptd", "run", "--config", str(file)), ("ckptd.ctl", "doctor")):
+        done = run(*command, env=busy.env | {"CKPTD_CONFIG": str(file)})
+        assert done.returncode == 2
+        assert f"chmod go-w {file}" in done.stderr
+
+
+def test_credentials_that_others_may_read_are_one_warning_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "ckptd.toml"
+    file.write_text('store_options = \'{"token": "hunter2"}\'\n', encoding="utf-8")
+    file.chmod(0o644)
+    with running_daemon(config=str(file)) as daemon:
+        said = daemon.log_text()
+        findings = json.loads(daemon.ctl("doctor", "--json").stdout)
+    assert said.count(f"chmod go-r {file}") == 1
+    assert "hunter2" not in said
+    (finding,) = (each for each in findings if each["name"] == "settings")
+    assert (finding["grade"], finding["fix"]) == ("WARN", f"run `chmod go-r {file}`")
+
+
 def test_segments_on_a_disk_are_refused_unless_allowed(busy: DaemonProcess, tmp_path: Path) -> None:
     if is_in_memory(filesystem_kind(tmp_path)):
         pytest.skip(f"{tmp_path} is in memory: no disk to try it on")

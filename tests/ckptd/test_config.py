@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import tempfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from ckptd.config import (
 )
 from ckptd.config_values import parse_bytes, parse_memory
 from tests.ckptd.running import ROOT
+from tests.users import DAEMON, GROUP, needs_users, spawn_as
 
 UID = os.getuid()
 
@@ -201,3 +205,79 @@ def test_what_may_hold_credentials_is_not_told() -> None:
         load_config({"store_options": '{"secret": "hunter2"'}, environ={})
     assert "hunter2" not in str(failure.value)
     assert "store_options" in str(failure.value)
+
+
+CREDENTIALS = 'store = "s3://bucket"\nstore_options = \'{"secret_access_key": "hunter2"}\'\n'
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def test_a_file_with_credentials_that_others_may_read_is_warned_about(
+    tmp_path: Path, mode: int
+) -> None:
+    """A daemon read the credentials of a bucket from a file with mode 0644 and said nothing: each user of the node had them."""
+    file = toml(tmp_path, CREDENTIALS)
+    os.chmod(file, mode)
+    (warning,) = load_config(file=file, environ={}).warnings
+    assert "credentials in store_options" in warning
+    assert "hunter2" not in warning
+    (command,) = (part for part in warning.split("`") if part.startswith("chmod"))
+    subprocess.run(command, shell=True, check=True)
+    assert load_config(file=file, environ={}).warnings == ()
+
+
+def test_credentials_in_a_url_count_and_settings_without_any_do_not(tmp_path: Path) -> None:
+    file = toml(tmp_path, 'store = "s3://key:hunter2@bucket/prefix"\n')
+    os.chmod(file, 0o644)
+    assert "credentials in store" in load_config(file=file, environ={}).warnings[0]
+    file = toml(tmp_path, 'store = "s3://bucket"\nstore_options = \'{"region": "eu-1"}\'\n')
+    assert load_config(file=file, environ={}).warnings == ()
+    # What the environment gives is not in the file.
+    environ = {"CKPTD_STORE_OPTIONS": '{"token": "hunter2"}'}
+    assert load_config(file=file, environ=environ).warnings == ()
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    """Whoever could write to the file could name another folder of trusted keys, or another store."""
+    file = toml(tmp_path, "nice = 3\n")
+    os.chmod(file, mode)
+    with pytest.raises(ConfigError, match=f"chmod go-w {re.escape(file)}"):
+        load_config(file=file, environ={})
+    assert load_config(file="/dev/null", environ={}).config.nice == 10
+
+
+@needs_users
+def test_a_file_of_another_user_is_refused_unless_that_user_runs_the_daemon(tmp_path: Path) -> None:
+    file = toml(tmp_path, "nice = 3\n")
+    os.chown(file, DAEMON, DAEMON)
+    with pytest.raises(ConfigError, match=f"belongs to user {DAEMON}"):
+        load_config(file=file, environ={})
+    environ = {"CKPTD_DAEMON_USER": str(DAEMON)}
+    assert load_config(file=file, environ=environ).config.nice == 3
+
+
+@needs_users
+def test_root_gives_credentials_to_a_daemon_of_another_user_by_its_group() -> None:
+    """``root:ckptd 0640`` is the usual way, and no warning; the trainers' group must not read the file."""
+    with tempfile.TemporaryDirectory(prefix="ckptd-c-", dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        file = toml(Path(folder), CREDENTIALS)
+        os.chmod(file, 0o640)
+        script = (
+            f"loaded = load_config(file={file!r}, environ=dict(CKPTD_TRAINER_GROUP=sys.argv[3]))\n"
+        )
+        for group, trainers, warnings in (
+            (DAEMON, "", 0),
+            (DAEMON, str(GROUP), 0),
+            (GROUP, str(GROUP), 1),
+        ):
+            os.chown(file, 0, group)
+            process = spawn_as(
+                DAEMON,
+                script + "print(len(loaded.warnings))\n",
+                trainers,
+                imports="from ckptd.config import load_config",
+                groups=(GROUP,),
+            )
+            said, _ = process.communicate(timeout=60)
+            assert int(said) == warnings

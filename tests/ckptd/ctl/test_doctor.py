@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ckptd.ctl import doctor
 from ckptd.ctl.doctor import Grade
 from ckptd.transport import sealing
 from tests.ckptd.running import running_daemon, small_tmpfs
+from tests.users import DAEMON, GROUP, STRANGER, TRAINER, needs_users, spawn_as
 
 
 def test_a_daemon_that_answers_is_well_and_the_report_is_complete() -> None:
@@ -24,6 +26,7 @@ def test_a_daemon_that_answers_is_well_and_the_report_is_complete() -> None:
     assert findings["daemon"]["grade"] == "OK"
     assert set(findings) == {
         "daemon",
+        "settings",
         "runtime folder",
         "segment folder",
         "segment memory",
@@ -73,6 +76,10 @@ def test_folders(tmp_path: Path) -> None:
     assert doctor.check_folder("f", tmp_path).grade is Grade.OK
     assert "will be made" in doctor.check_folder("f", tmp_path / "new").detail
     tmp_path.chmod(0o777)
+    assert "chmod go-w" in doctor.check_folder("f", tmp_path).fix
+    tmp_path.chmod(0o755)
+    assert "chmod o=" in doctor.check_folder("f", tmp_path).fix
+    tmp_path.chmod(0o750)
     assert "chmod 700" in doctor.check_folder("f", tmp_path).fix
     tmp_path.chmod(0o700)
     file = tmp_path / "file"
@@ -88,6 +95,57 @@ def test_a_folder_of_another_user(tmp_path: Path) -> None:
     finding = doctor.check_folder("f", tmp_path)
     assert finding.grade is Grade.FAIL
     assert "belongs to user 12345" in finding.detail
+
+
+def test_folders_of_a_trainer_group(tmp_path: Path) -> None:
+    """The daemon itself gives its folders mode 0750 for a trainer_group; the doctor said `chmod 700`, which shuts the trainers out."""
+    group = tmp_path.stat().st_gid
+    tmp_path.chmod(0o750)
+    finding = doctor.check_folder("f", tmp_path, str(group))
+    assert (finding.grade, finding.fix) == (Grade.OK, "")
+    assert f"trainer_group {group}" in finding.detail
+    tmp_path.chmod(0o700)
+    assert "cannot attach" in doctor.check_folder("f", tmp_path, str(group)).detail
+    tmp_path.chmod(0o750)
+    assert "cannot attach" in doctor.check_folder("f", tmp_path, str(group + 1)).detail
+    unknown = doctor.check_folder("f", tmp_path, "nobody-here")
+    assert unknown.grade is Grade.FAIL
+    assert "no such group" in unknown.detail
+
+
+@needs_users
+def test_a_daemon_of_another_user_with_a_trainer_group_is_well() -> None:
+    """Trainers that are other users than the daemon: the doctor failed for them, and said that they should run as the daemon's user."""
+    with tempfile.TemporaryDirectory(prefix="ckptd-d-", dir="/tmp") as base:
+        os.chmod(base, 0o755)
+        folder = Path(base, "run")
+        folder.mkdir()
+        os.chown(folder, DAEMON, GROUP)
+        folder.chmod(0o750)
+        script = f"""
+finding = check_folder("f", Path({str(folder)!r}), "", trusted_users())
+print(finding.grade, finding.detail, finding.fix, sep="|")
+"""
+
+        def asked(user: int, groups: tuple[int, ...], trusts: str) -> list[str]:
+            process = spawn_as(
+                user,
+                script,
+                imports="from pathlib import Path\nfrom ckptd.ctl.doctor import check_folder\n"
+                "from ckptd.config import trusted_users",
+                groups=groups,
+                env=dict(os.environ, CKPTD_DAEMON_USER=trusts),
+            )
+            return process.communicate(timeout=60)[0].strip().split("|")
+
+        grade, _, fix = asked(TRAINER, (GROUP,), str(DAEMON))
+        assert (grade, fix) == ("OK", "")
+        grade, _, fix = asked(TRAINER, (GROUP,), "")
+        assert grade == "FAIL"
+        assert "CKPTD_DAEMON_USER" in fix
+        grade, _, fix = asked(STRANGER, (), str(DAEMON))
+        assert grade == "FAIL"
+        assert "trainer_group" in fix
 
 
 def test_a_small_shm_is_a_warning_and_one_below_the_quota_fails() -> None:
