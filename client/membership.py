@@ -266,7 +266,7 @@ def _record_of(held: Holdings) -> NodeRecord:
 def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
     cards = tuple(h.card for h in here)
     held = _once(theirs.held for theirs in everybody)
-    parked = _once(theirs.parked for theirs in everybody)
+    parked = _without(_once(theirs.parked for theirs in everybody), here)
     logs = _once(theirs.logs for theirs in everybody)
     records = {r.node: r for theirs in everybody for r in theirs.records}
     others = _other_histories((*held, *parked, *logs), records.values())

@@ -238,6 +238,33 @@ def test_what_is_damaged_on_the_other_node_is_taken_from_another_twin(
         assert "could not be brought here" in told[1]
 
 
+def test_what_one_rank_cannot_reach_is_wanted_by_no_plan_of_this_start(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three replicas one was killed, and cannot have the state of the twin that its plan names; the ranks told each other so, and nobody
+    heard: each plan wanted that state again until all ranks recovered together, though another twin had the same."""
+    run = uuid.uuid4().hex[:8]
+    with living_on(run, *[endpoint] * 3) as ranks:
+        recorded(ranks, parked=ranks[1:])
+    out_of_reach: list[str] = []
+    read = ParkedCopy.read
+
+    def reach(session: Any, piece: Piece, cards: Any) -> SnapshotImage:
+        segment = piece.sources[0].segment
+        out_of_reach[:] = out_of_reach or [segment]
+        if segment in out_of_reach:
+            raise DaemonUnavailable("its node is out of reach", operation="read parked state")
+        return read(session, piece, cards)
+
+    monkeypatch.setattr("ckptd.client.apart_start.ParkedCopy.read", reach)
+    with living_on(run, *[endpoint] * 3) as ranks:
+        starts = started(begin(ranks, ((1, 2), (0, 2), (0, 1))))
+        assert sorted(kinds(starts)) == [RankKind.COPIED, RankKind.COPIED, RankKind.PARKED]
+        taken = {start.mine.pieces[0].sources[0].segment for start in starts}
+        assert len(taken) == 1
+        assert taken != {*out_of_reach}
+
+
 def test_a_copy_that_the_daemon_has_just_sealed_is_read(endpoint: str) -> None:
     """It holds the slot for a moment longer. Who took that for a copy that is gone replayed."""
 
