@@ -247,11 +247,21 @@ def _check_writers(file: _FileFacts, users: Collection[int]) -> None:
             f"root or {user_name(os.geteuid())}: run `chown {os.geteuid()} {file.path}`, or set "
             "CKPTD_DAEMON_USER if that user runs the daemon"
         )
-    if file.mode & 0o022:
+    if file.mode & 0o002 or (file.mode & 0o020 and not _is_private_group(file.group, file.owner)):
         raise ConfigError(
             f"others may write to the configuration file {file.path} (mode {file.mode:04o}): run "
             f"`chmod go-w {file.path}`"
         )
+
+
+def _is_private_group(group: int, owner: int) -> bool:
+    """Whether only the owner is in that group: many systems make such a group for each user, and files that it may write to."""
+    try:
+        user, members = pwd.getpwuid(owner), grp.getgrgid(group)
+    except KeyError:
+        return False
+    alone = {*members.gr_mem} <= {user.pw_name}
+    return (user.pw_gid, members.gr_name) == (group, user.pw_name) and alone
 
 
 def _exposed(
@@ -263,12 +273,12 @@ def _exposed(
         return ()
     # root:ckptd 0640 is how root gives a file to a daemon of another user: then the group is the daemon's own.
     owner_needs_no_group = file.owner == os.geteuid()
-    group_reads = file.mode & 0o040 and (
-        owner_needs_no_group or file.group in _group_ids(trainer_group)
-    )
+    of_trainers = file.group in _group_ids(trainer_group)
+    theirs = owner_needs_no_group and not _is_private_group(file.group, file.owner)
+    group_reads = file.mode & 0o040 and (of_trainers or theirs)
     if not (file.mode & 0o004 or group_reads):
         return ()
-    remedy = f"chmod {'go' if group_reads else 'o'}-r {file.path}"
+    remedy = f"chmod {'go' if group_reads or owner_needs_no_group else 'o'}-r {file.path}"
     told = f"others may read the configuration file {file.path} (mode {file.mode:04o}), which holds"
     return (f"{told} credentials in {' and '.join(secretive)}: run `{remedy}`",)
 

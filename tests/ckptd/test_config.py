@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import re
 import subprocess
 import tempfile
@@ -210,13 +212,39 @@ def test_what_may_hold_credentials_is_not_told() -> None:
 CREDENTIALS = 'store = "s3://bucket"\nstore_options = \'{"secret_access_key": "hunter2"}\'\n'
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def private_group() -> bool:
+    group = grp.getgrgid(os.getgid())
+    return group.gr_name == pwd.getpwuid(UID).pw_name and not group.gr_mem
+
+
+@pytest.mark.skipif(not private_group(), reason="this user has no group of its own")
+def test_the_group_of_a_user_is_the_user(tmp_path: Path) -> None:
+    """With umask 002, as many systems set it for users that have a group of their own, each file may be written to by that group."""
+    file = toml(tmp_path, CREDENTIALS)
+    os.chmod(file, 0o660)
+    assert load_config(file=file, environ={}).warnings == ()
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(0o644, id="all"),
+        pytest.param(
+            0o640,
+            id="group",
+            marks=pytest.mark.skipif(UID != 0, reason="only root can give to any group"),
+        ),
+        pytest.param(0o604, id="others"),
+    ],
+)
 def test_a_file_with_credentials_that_others_may_read_is_warned_about(
     tmp_path: Path, mode: int
 ) -> None:
     """A daemon read the credentials of a bucket from a file with mode 0644 and said nothing: each user of the node had them."""
     file = toml(tmp_path, CREDENTIALS)
     os.chmod(file, mode)
+    if os.getuid() == 0:
+        os.chown(file, 0, GROUP)
     (warning,) = load_config(file=file, environ={}).warnings
     assert "credentials in store_options" in warning
     assert "hunter2" not in warning
@@ -236,11 +264,24 @@ def test_credentials_in_a_url_count_and_settings_without_any_do_not(tmp_path: Pa
     assert load_config(file=file, environ=environ).warnings == ()
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(
+            0o620,
+            id="group",
+            marks=pytest.mark.skipif(UID != 0, reason="only root can give to any group"),
+        ),
+        pytest.param(0o602, id="others"),
+        pytest.param(0o666, id="all"),
+    ],
+)
 def test_a_file_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
     """Whoever could write to the file could name another folder of trusted keys, or another store."""
     file = toml(tmp_path, "nice = 3\n")
     os.chmod(file, mode)
+    if os.getuid() == 0:
+        os.chown(file, 0, GROUP)
     with pytest.raises(ConfigError, match=f"chmod go-w {re.escape(file)}"):
         load_config(file=file, environ={})
     assert load_config(file="/dev/null", environ={}).config.nice == 10
