@@ -87,6 +87,9 @@ class Doorkeeper:
         self._denied: Counter[str] = (
             Counter()
         )  # by address: keys refused, whose end is not heard of yet
+        self._unseen: set[int] = (
+            set()
+        )  # closed before they were looked at; their end is not heard of yet
         self._queues: dict[int, _Queue] = {}
         self._port = 0
         self._monitor = router.get_monitor_socket(EVENTS)
@@ -175,7 +178,8 @@ class Doorkeeper:
     def _accepted(self, fd: int) -> None:
         visitor = self._look(fd)
         if visitor is None:
-            return  # closed already
+            self._unseen.add(fd)
+            return
         with self._lock:
             self._by_fd[fd] = visitor
             turned = self._admission.arrived(visitor, visitor.source, now_s=time.monotonic())
@@ -189,14 +193,22 @@ class Doorkeeper:
             visitor = self._by_fd.pop(fd, None)
             self._queues.pop(fd, None)
             if visitor is None:
-                return
-            unknown = self._admission.gone(visitor)
-            denied = unknown and self._denied[visitor.source] > 0
-            if denied:
-                self._denied[visitor.source] -= 1
-                self._denied = +self._denied
+                source, unknown = "", fd in self._unseen
+                self._unseen.discard(fd)
+            else:
+                source, unknown = visitor.source, self._admission.gone(visitor)
+            denied = unknown and self._was_denied(source)
         if unknown and not denied:
-            self._refusals.stranger("left", visitor.source, "it went without saying who it is")
+            self._refusals.stranger("left", source, "it went without saying who it is")
+
+    def _was_denied(self, source: str) -> bool:
+        """Whether this end is that of a connection whose key was refused; "": of one whose address was never seen."""
+        found = source or next(iter(self._denied), "")
+        if self._denied[found] <= 0:
+            return False
+        self._denied[found] -= 1
+        self._denied = +self._denied
+        return True
 
     def _identify(self, visitor: _Visitor, node: str) -> list[TurnedAway]:
         self._queues[visitor.fd] = _Queue(node, _received(visitor.fd))

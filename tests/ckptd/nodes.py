@@ -20,7 +20,15 @@ from pathlib import Path
 
 from ckptd.launch import answers
 from ckptd.transport.keys import Keys, trust
-from ckptd.transport.messages import EventInfo, Events, GetEvents, GetStatus, Status
+from ckptd.transport.messages import (
+    EventInfo,
+    Events,
+    GetEvents,
+    GetPeers,
+    GetStatus,
+    Peers,
+    Status,
+)
 from tests.ckptd.running import DaemonProcess
 from tests.cluster.proxy import FaultProxy
 
@@ -86,6 +94,12 @@ class Node(DaemonProcess):
     def counters(self) -> dict[str, int]:
         with self.client() as client:
             return client.ask(GetStatus(), Status).counters
+
+    def has_heard(self, other: Node) -> bool:
+        """Whether a hello of this life was answered by the other node."""
+        with self.client() as client:
+            peers = client.ask(GetPeers(), Peers).peers
+        return any(peer.node == other.name and peer.free_bytes > 0 for peer in peers)
 
     def replicas(self, rank: int | None = None) -> list[Path]:
         """The replica files that lie on it, of this rank or all."""
