@@ -124,6 +124,7 @@ class Daemon:
             sealers=self._sealers,
             slow=self._slow,
             pool=pool,
+            digest_threads=digesters,
             post=self._post,
         )
         self._tier = self._make_tier(store) if config.store else None

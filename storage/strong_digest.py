@@ -23,27 +23,36 @@ _PROBE_BYTES = 4 << 20  # some milliseconds
 
 Buffer = bytes | bytearray | memoryview
 
-_HEX: dict[str, Callable[[Buffer], str]] = {
-    "blake3": lambda data: blake3(data).hexdigest(),
-    "sha256": lambda data: hashlib.sha256(data).hexdigest(),
+_WORTH_THREADS = 16 << 20  # threads for less than this take longer to begin than to help
+
+_HEX: dict[str, Callable[[Buffer, int], str]] = {
+    "blake3": lambda data, threads: blake3(data, max_threads=threads).hexdigest(),
+    "sha256": lambda data, threads: hashlib.sha256(data).hexdigest(),
 }
 
 
-def strong_digest(data: Buffer, algorithm: str = "") -> str:
-    """The digest of ``data``; other threads run meanwhile. ``algorithm``: "blake3", "sha256", or "" for the faster one here."""
+def strong_digest(data: Buffer, algorithm: str = "", *, threads: int = 1) -> str:
+    """The digest of ``data``; other threads run meanwhile.
+
+    Args:
+        algorithm: "blake3", "sha256", or "" for the faster one here.
+        threads: for BLAKE3, which can be spread; SHA-256 uses one.
+    """
     name = algorithm or fastest_algorithm()
-    return f"{name}:{_HEX[name](data)}"
+    return f"{name}:{_HEX[name](data, threads if len(data) >= _WORTH_THREADS else 1)}"
 
 
-def matches(data: Buffer, digest: str) -> bool:
-    """Whether ``data`` has this digest.
+def matches(data: Buffer, digest: str, *, threads: int = 1) -> bool:
+    """Whether ``data`` has this digest; ``threads`` as in `strong_digest`.
 
     Raises:
         ValueError: it is none.
     """
     if not is_strong_digest(digest):
         raise ValueError(f"{digest[:80]!r} is no digest: blake3: or sha256: and 64 hex digits")
-    return hmac.compare_digest(strong_digest(data, digest.partition(":")[0]), digest)
+    return hmac.compare_digest(
+        strong_digest(data, digest.partition(":")[0], threads=threads), digest
+    )
 
 
 def is_strong_digest(text: str) -> bool:
@@ -58,7 +67,7 @@ def fastest_algorithm() -> str:
     return min(_HEX, key=lambda name: min(_seconds(_HEX[name], data) for _ in range(2)))
 
 
-def _seconds(digest: Callable[[Buffer], str], data: bytes) -> float:
+def _seconds(digest: Callable[[Buffer, int], str], data: bytes) -> float:
     begun = time.perf_counter()
-    digest(data)
+    digest(data, 1)
     return time.perf_counter() - begun

@@ -16,8 +16,10 @@ __all__ = [
     "HeldSegment",
     "HeldSlot",
     "Holdings",
+    "ImageDigest",
     "Iteration",
     "KnownEpoch",
+    "KnownImageDigest",
     "Labels",
     "Member",
     "Metrics",
@@ -49,6 +51,10 @@ ShortText = Annotated[str, Meta(max_length=256)]
 Metrics = Annotated[dict[ShortText, float], Meta(max_length=256)]
 Blob = Annotated[bytes, Meta(max_length=16 << 20)]
 HeaderBytes = Annotated[bytes, Meta(min_length=112, max_length=112)]
+ImageDigest = Annotated[str, Meta(pattern=r"^(blake3|sha256):[0-9a-f]{64}\Z")]
+KnownImageDigest = Annotated[
+    str, Meta(pattern=r"^((blake3|sha256):[0-9a-f]{64})?\Z")
+]  # "": none is known
 Labels = Annotated[dict[ShortText, ShortText], Meta(max_length=32)]
 
 

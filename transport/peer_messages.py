@@ -11,7 +11,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from ckptd.transport.message_parts import Epoch, KnownEpoch, RunRecord
+from ckptd.transport.message_parts import (
+    Epoch,
+    ImageDigest,
+    KnownEpoch,
+    RunRecord,
+)
 from ckptd.transport.messages import (
     Blob,
     Count,
@@ -148,9 +153,10 @@ class SlotGranted(Struct, frozen=True, tag=True):
 
 
 class SealSlot(Struct, frozen=True, tag=True):
-    """Every byte is there: verify the image against its digests and show it to recovery."""
+    """Every byte is there: verify the image against its digests and this cryptographic one of all of it, and show it to recovery."""
 
     ticket: Ticket
+    digest: ImageDigest
 
 
 class AbortSlot(Struct, frozen=True, tag=True):

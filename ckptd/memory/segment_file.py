@@ -14,6 +14,7 @@ from ckptd.config import trusted_users
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.memory.file_mapping import FileMapping
+from ckptd.memory.kept_digests import keep_digest, kept_digest
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import (
     OWNER_LOCK_BYTE,
@@ -143,6 +144,14 @@ class Segment:
     def image(self, index: int, header: SlotHeader) -> memoryview:
         """The bytes of a slot's image, as long as its header says (at most the slot)."""
         return slot_view(self.buffer, self.geometry, index)[: header.image_len]
+
+    def kept_digest(self, index: int, header: SlotHeader) -> str:
+        """The cryptographic digest that was kept of a slot's image; "" if none is known."""
+        return kept_digest(self.buffer, self.geometry, index, header)
+
+    def keep_digest(self, index: int, header: SlotHeader, digest: str) -> None:
+        """Keep it; "" forgets what was kept. The caller has the slot's lock."""
+        keep_digest(self.buffer, self.geometry, index, header, digest)
 
     def close(self) -> None:
         """Give up the file and the mapping (that goes when the last view of a slot does).

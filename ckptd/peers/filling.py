@@ -1,7 +1,7 @@
 """Slots that peers are filling: granted to one of them, verified, sealed (docs/replication.md §5).
 
-A ticket is OPEN (the peer puts its image) → VERIFYING (nobody can reach the slot any more, a worker compares the digests) → sealed,
-or given up: aborted, not verified, its peer gone, or nothing heard for long. A slot that is given up is free again
+A ticket is OPEN (the peer puts its image) → VERIFYING (nobody can reach the slot any more, a worker compares the digests, last the
+cryptographic one that the sender told over the control session) → sealed, or given up: aborted, not verified, its peer gone, or nothing heard for long. A slot that is given up is free again
 when nothing can land in it any more (`ckptd.peers.lending`).
 """
 
@@ -34,6 +34,7 @@ from ckptd.replication.logs import admit_log
 from ckptd.replication.replicas import Admit, Deny, Promise, admit
 from ckptd.storage.image import MapFunction, verify
 from ckptd.storage.image_format import ImageError
+from ckptd.storage.strong_digest import matches
 from ckptd.transport import peer_messages as p
 from ckptd.transport.verbs import Access, Fabric, Region, Scope
 from ckptd.workers import Workers
@@ -52,6 +53,7 @@ class _Ticket:
     loan: Loan
     header: SlotHeader
     until_s: float
+    digest: str = ""  # told with the seal
     verifying: bool = False
 
 
@@ -60,7 +62,7 @@ class Filling:
 
     Args:
         busy: slots of a replica that somebody reads, or still touches.
-        sealers: workers that verify; `map_fn`, if given, spreads one image over threads.
+        sealers: workers that verify; `map_fn`, if given, spreads one image over threads, and ``threads`` of them make one digest.
         ids: numbers that no earlier boot of ours has given.
         failed: told what did not work, and why.
     """
@@ -77,6 +79,7 @@ class Filling:
         busy: Callable[[Segment], set[int]],
         sealers: Workers,
         map_fn: MapFunction | None,
+        threads: int,
         ids: Iterator[int],
         deadline_s: float,
         clock: Callable[[], float],
@@ -84,7 +87,7 @@ class Filling:
     ) -> None:
         self._fabric, self._replicas, self._events = fabric, replicas, events
         self._known, self._leases, self._lending, self._busy = known, leases, lending, busy
-        self._sealers, self._map, self._ids = sealers, map_fn, ids
+        self._sealers, self._map, self._threads, self._ids = sealers, map_fn, threads, ids
         self._deadline_s, self._clock, self._failed = deadline_s, clock, failed
         self._tickets: dict[int, _Ticket] = {}
 
@@ -168,7 +171,7 @@ class Filling:
         if ticket.verifying:
             answer(p.PeerRefused("busy", "it is being verified"))
             return
-        ticket.verifying = True
+        ticket.verifying, ticket.digest = True, message.digest
         # What is verified must not change any more.
         self._lending.quiet(ticket.loan, partial(self._verify, message.ticket, answer))
 
@@ -253,7 +256,14 @@ class Filling:
             return
         image = ticket.loan.segment.image(ticket.loan.index, ticket.header)
         started = self._sealers.submit(
-            partial(_wrong_with, image, ticket.header.header_digest, self._map),
+            partial(
+                _wrong_with,
+                image,
+                ticket.header.header_digest,
+                ticket.digest,
+                self._map,
+                self._threads,
+            ),
             partial(self._verified, number, answer),
             partial(self._not_verified, number, answer),
         )
@@ -261,23 +271,25 @@ class Filling:
             self._end(number, SlotState.FREE)
             answer(p.PeerRefused("busy", "too many slots wait to be verified"))
 
-    def _verified(self, number: int, answer: AnswerPeer, wrong: str) -> None:
+    def _verified(self, number: int, answer: AnswerPeer, found: tuple[str, str]) -> None:
         ticket = self._tickets.get(number)
         if ticket is None:  # the replica went meanwhile
             answer(p.PeerRefused("unknown", "the replica is gone: open it again"))
             return
         segment, index = ticket.loan.segment, ticket.loan.index
+        kind, wrong = found
         if wrong:
             self._end(number, SlotState.FREE)
             self._events.add(
                 "error",
-                "replica_damaged",
+                kind,
                 f"{segment.path.name} slot {index} (iteration {ticket.header.iteration}) from "
                 f"{ticket.peer} arrived damaged: {wrong}",
                 segment.key,
             )
             answer(p.PeerRefused("digest", wrong))
             return
+        segment.keep_digest(index, ticket.header, ticket.digest)
         write_slot_header(segment.buffer, segment.geometry, index, ticket.header)
         self._end(number, None)
         self._events.count("replica.sealed")
@@ -291,10 +303,15 @@ class Filling:
         answer(p.PeerRefused("internal", repr(error)[:4000]))
 
 
-def _wrong_with(image: memoryview, header_digest: bytes, map_fn: MapFunction | None) -> str:
-    """What in an image does not match its digests; empty if all of it does."""
+def _wrong_with(
+    image: memoryview, header_digest: bytes, digest: str, map_fn: MapFunction | None, threads: int
+) -> tuple[str, str]:
+    """What in an image does not match its digests, and the event that says so; empty if all of it does."""
     try:
         verify(image, header_digest, map_fn=map_fn)
     except ImageError as error:
-        return str(error)
-    return ""
+        return "replica_damaged", str(error)
+    if not matches(image, digest, threads=threads):
+        text = "its xxh3 digests match, the cryptographic digest that its sender told does not"
+        return "replica_forged", f"{text}: somebody changed bytes and digests together"
+    return "", ""

@@ -55,7 +55,7 @@ class Host:
     Args:
         promise_of: what is known to be agreed on of a run: in which epoch, what, and the span.
         failures_of: the replays of a run that did not reproduce.
-        sealers: workers that verify; `map_fn`, if given, spreads one image over threads.
+        sealers: workers that verify; `map_fn`, if given, spreads one image over threads, and ``threads`` of them make one digest.
         slow: workers for making memory.
         settlers: workers that break off what peers do.
         records: what is known of runs; epochs of which peers tell are added to it.
@@ -75,6 +75,7 @@ class Host:
         slow: Workers,
         settlers: Workers,
         map_fn: MapFunction | None,
+        threads: int = 1,
         records: RunRecords,
         deadline_s: float,
         retain_s: float = 0.0,
@@ -114,6 +115,7 @@ class Host:
             busy=lambda s: self._reads.slots_of(s) | self._lending.slots_of(s),
             sealers=sealers,
             map_fn=map_fn,
+            threads=threads,
             ids=ids,
             deadline_s=deadline_s,
             clock=clock,

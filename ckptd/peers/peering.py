@@ -22,6 +22,7 @@ from ckptd.events import EventLog
 from ckptd.fetching.fetches import Fetches
 from ckptd.fetching.tools import Doubt
 from ckptd.memory.adopting import Adopted, tell_adopted
+from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.replay_failures import Quarantine
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
@@ -94,6 +95,7 @@ class Peering:
         sealers: Workers,
         slow: Workers,
         pool: ThreadPoolExecutor | None,
+        digest_threads: int = 1,
         post: Post,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -156,6 +158,8 @@ class Peering:
             map_fn=map_fn,
             clock=clock,
         )
+        self._digesters = Workers("image-digest", 1, _WAITS, lambda: post(self._digesters.collect))
+        self._digests = ImageDigests(self._digesters, events, threads=digest_threads, map_fn=map_fn)
         self.find_descriptor = self.fetches.find_descriptor
         self.fetch, self.fetch_of = self.fetches.fetch, self.fetches.of
         store.other_bytes = lambda: self.replicas.used_bytes + self.fetches.copies.used_bytes
@@ -174,6 +178,7 @@ class Peering:
                 slow=slow,
                 settlers=self._settlers,
                 map_fn=map_fn,
+                threads=digest_threads,
                 records=self.records,
                 deadline_s=config.peer_deadline_s,
                 retain_s=config.retain_detached_s,
@@ -227,6 +232,7 @@ class Peering:
                 self.replicas,
                 self._events,
                 link=self.neighbours.link,
+                vouch=self._digests.want,
                 clock=self._clock,
             )
         if refused := run.join(key, message):
@@ -457,6 +463,7 @@ class Peering:
         if self.host is not None:  # last: nothing touches its slots any more
             self.host.close()
         self._settlers.close(timeout_s=0.0)
+        self._digesters.close(timeout_s=0.0)
 
     def _tick_run(self, run: Run, now_s: float) -> None:
         run.tick()

@@ -3,6 +3,9 @@
 Lives on the daemon's loop thread. Slots are held by a read lock of their own description while they are sent, so that the
 trainer passes them over; the lock goes with the transfer, whatever its end. A slot that a peer granted is sealed or given back
 there, also when the answer comes after the end.
+
+While an image travels, a worker makes its cryptographic digest, unless that is known; the slot is held until both are there. The digest goes with the
+`SealSlot`, over the control session.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckptd.events import EventLog
+from ckptd.memory.image_digests import Vouched
 from ckptd.memory.ring import SlotRecord, SlotState
-from ckptd.memory.segment_format import origin_of, unpack_slot_header
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_format import SlotHeader, origin_of, unpack_slot_header
 from ckptd.memory.segments import SegmentStore
 from ckptd.memory.slot_files import region_of
 from ckptd.memory.slot_holds import SlotHolds
@@ -49,10 +54,12 @@ from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import HeldSlot
 from ckptd.transport.verbs import Completion, RegionKey, Transfer
 
-__all__ = ["RankReplication"]
+__all__ = ["RankReplication", "Vouch"]
 
 logger = logging.getLogger(__name__)
 
+# Has the digest of the image in this slot made, and calls back once.
+Vouch = Callable[[Segment, int, SlotHeader, Vouched], None]
 _SLOWEST_BYTES_PER_S = 4 << 20  # a put may take so long, beyond the deadline
 
 
@@ -62,6 +69,18 @@ class _Grant:
     region: RegionKey
 
 
+@dataclass(slots=True)
+class _Sending:
+    """A put and the digest of what is put; both are waited for."""
+
+    size_bytes: int
+    ended: Completion | None = None
+    vouched: bool = False
+    over: bool = False
+    digest: str = ""
+    reason: str = ""
+
+
 class RankReplication:
     """Sends one rank's snapshots, or its boundary log, to its targets.
 
@@ -69,6 +88,7 @@ class RankReplication:
         ring: which of them.
         link: the connection to a node, None if its address is not known.
         epoch: the run's current epoch, where it starts, and the largest window.
+        vouch: makes digests of images.
         promise: the run's floor, horizon and span, as far as they are known here, and the epoch of which they are.
         progressed: called when what is replicated may have changed.
     """
@@ -82,6 +102,7 @@ class RankReplication:
         events: EventLog,
         *,
         link: Callable[[str], PeerLink | None],
+        vouch: Vouch,
         epoch: Callable[[], tuple[int, int, int]],
         promise: Callable[[], tuple[int, int, int, int]],
         progressed: Callable[[], None],
@@ -90,12 +111,13 @@ class RankReplication:
     ) -> None:
         self.key, self.core, self.ring = key, core, ring
         self._store, self._events = store, events
-        self._link, self._epoch, self._promise = link, epoch, promise
+        self._link, self._vouch, self._epoch, self._promise = link, vouch, epoch, promise
         self._progressed = progressed
         self._deadline_s, self._clock = deadline_s, clock
         self._holds = SlotHolds(store, key)
         self._leases: dict[tuple[str, int], int] = {}
         self._transfers: dict[tuple[str, SnapshotKey], Transfer] = {}
+        self._sent: dict[tuple[str, SnapshotKey], _Sending] = {}  # put, and not sealed yet
         self._granted: set[tuple[str, int]] = set()  # node, ticket: neither sealed nor given back
         self._closed = False
 
@@ -272,16 +294,33 @@ class RankReplication:
             return
         image = held.segment.image(held.index, header)
         deadline_s = self._deadline_s + len(image) / _SLOWEST_BYTES_PER_S
+        sending = self._sent[node, key] = _Sending(len(image))
+
+        def vouched(digest: str, reason: str) -> None:
+            sending.vouched, sending.digest, sending.reason = True, digest, reason
+            self._put_over(node, key, sending)
 
         def done(completion: Completion) -> None:
-            self._transfers.pop((node, key), None)
-            if self._closed and not self._transfers:
-                self._holds.release_all()
-            reason = "" if completion.ok else f"{completion.fault}: {completion.detail}"
-            self._events.count("replicated_bytes", completion.size_bytes if completion.ok else 0)
-            self.feed(PutEnded(node, key, completion.ok, reason))
+            sending.ended = completion
+            self._put_over(node, key, sending)
 
         self._transfers[node, key] = link.put(image, grant.region, deadline_s=deadline_s, done=done)
+        self._vouch(held.segment, held.index, header, vouched)
+
+    def _put_over(self, node: str, key: SnapshotKey, sending: _Sending) -> None:
+        """The transfer has ended, or the digest is there: go on when nothing reads the slot any more."""
+        completion = sending.ended
+        if sending.over or completion is None or (completion.ok and not sending.vouched):
+            return
+        sending.over = True
+        self._transfers.pop((node, key), None)
+        if self._closed and not self._transfers:
+            self._holds.release_all()
+        reason = "" if completion.ok else f"{completion.fault}: {completion.detail}"
+        self._events.count("replicated_bytes", completion.size_bytes if completion.ok else 0)
+        self.feed(PutEnded(node, key, completion.ok, reason))  # and `_seal`, if that comes next
+        if self._sent.get((node, key)) is sending:
+            del self._sent[node, key]
 
     def _seal(self, effect: Seal) -> None:
         node, key, grant = effect.node, effect.key, effect.grant
@@ -289,6 +328,11 @@ class RankReplication:
         link = self._link(node)
         if link is None:
             self.feed(SealRefused(node, key, "away", "its address is not known"))
+            return
+        sending = self._sent[node, key]
+        if not sending.digest:
+            self._give_back(node, grant.ticket)
+            self.feed(SealRefused(node, key, "digest", sending.reason))
             return
 
         def sealed(_: p.PeerDone) -> None:
@@ -300,7 +344,7 @@ class RankReplication:
             self.feed(SealRefused(node, key, code, reason))
 
         link.ask(
-            p.SealSlot(grant.ticket),
+            p.SealSlot(grant.ticket, sending.digest),
             p.PeerDone,
             sealed,
             refused,

@@ -16,7 +16,7 @@ from ckptd.memory.segment_hints import RingHint
 from ckptd.memory.segments import SegmentStore
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.replica_store import ReplicaStore
-from ckptd.peers.replicating import RankReplication
+from ckptd.peers.replicating import RankReplication, Vouch
 from ckptd.peers.rings import LogRing, Ring, SnapshotRing
 from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
 from ckptd.replication.core import Replicator
@@ -44,6 +44,7 @@ class Run:
 
     Args:
         link: the connection to a node, None if its address is not known.
+        vouch: makes digests of images.
     """
 
     def __init__(
@@ -56,11 +57,12 @@ class Run:
         events: EventLog,
         *,
         link: LinkTo,
+        vouch: Vouch,
         clock: Callable[[], float],
     ) -> None:
         self.job, self.run = job, run
         self._config, self._store, self._replicas, self._events = config, store, replicas, events
-        self._link, self._clock = link, clock
+        self._link, self._vouch, self._clock = link, vouch, clock
         self.epoch, self.epoch_start = -1, -1
         self.members: tuple[Member, ...] = ()
         self.ranks: dict[int, RankReplication] = {}
@@ -150,6 +152,7 @@ class Run:
             self._store,
             self._events,
             link=self._link,
+            vouch=self._vouch,
             epoch=lambda: (*self.epoch_pair, span()),
             promise=lambda: (self.promise.floor, self.promise.horizon, self.span, self.epoch),
             progressed=progressed,

@@ -120,7 +120,7 @@ class Setting:
         granted = self.begin(lease, snapshot, peer)
         region = self.fabric.regions[granted.region]
         region.buffer[:] = snapshot.image
-        assert isinstance(self.ask(p.SealSlot(granted.ticket), peer), p.PeerDone)
+        assert isinstance(self.ask(p.SealSlot(granted.ticket, snapshot.digest), peer), p.PeerDone)
 
     def holding(self, region: int) -> Callable[[], None]:
         """A transfer touches the region; returns what ends it."""

@@ -28,6 +28,7 @@ from ckptd.memory.segment_format import SlotHeader
 from ckptd.memory.segment_names import parse_replica_file_name, parse_segment_file_name
 from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.image_layout import ImageLayout
+from tests.ckptd.forging import plant
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.running import eventually
 from tests.ckptd.snapshots import IMAGE_BYTES, Snapshot, content_of, sealed_in
@@ -137,6 +138,7 @@ class Trainer:
         for name in self.job.tensors:
             offset = layout.offset_of(name)
             slot[offset : offset + size] = random.bytes(size)
+            plant(slot, offset)
         segment.write_header(index, replace(header, state=SlotState.FILLED))
         segment.unlock_slot(index)
 

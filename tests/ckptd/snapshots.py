@@ -15,6 +15,8 @@ from ckptd.memory.segment_format import SlotHeader
 from ckptd.storage.image import ImageView, seal
 from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.image_layout import ImageLayout
+from ckptd.storage.strong_digest import strong_digest
+from tests.ckptd.forging import FORGEABLE_BYTES, plant
 
 __all__ = [
     "IMAGE_BYTES",
@@ -36,6 +38,11 @@ class Snapshot:
 
     header: SlotHeader
     image: bytes
+
+    @property
+    def digest(self) -> str:
+        """The cryptographic digest that its sender tells."""
+        return strong_digest(self.image)
 
     @property
     def name(self) -> tuple[int, int, int]:
@@ -79,6 +86,8 @@ def snapshot_of(
     for name in tensors:
         offset = layout.offset_of(name)
         image[offset : offset + size] = random.bytes(size)
+        if size >= FORGEABLE_BYTES:
+            plant(image, offset)
     digest = seal(memoryview(image))
     header = SlotHeader(
         state=SlotState.SEALED,

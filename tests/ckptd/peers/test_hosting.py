@@ -19,10 +19,12 @@ from ckptd.peers.lending import Lending, Loan
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.replication.replicas import Promise
 from ckptd.sessions import RankKey
+from ckptd.storage.strong_digest import strong_digest
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import GetHoldings, Holdings
 from ckptd.transport.verbs import Access, Scope
 from ckptd.workers import Workers
+from tests.ckptd.forging import forged
 from tests.ckptd.hosted import MIB, Setting, hosted, never
 from tests.ckptd.puppet import begin_slot, open_replica
 from tests.ckptd.snapshots import snapshot_of, states_in
@@ -122,7 +124,7 @@ def test_a_slot_is_verified_only_when_nothing_can_land_in_it(setting: Setting) -
     granted = setting.begin(setting.open().lease, snapshot)
     setting.fabric.regions[granted.region].buffer[:] = snapshot.image
     let_go = setting.holding(granted.region)
-    answers = setting.say(p.SealSlot(granted.ticket))
+    answers = setting.say(p.SealSlot(granted.ticket, snapshot.digest))
     time.sleep(0.05)
     setting.workers.collect()
     assert answers.empty()
@@ -148,12 +150,13 @@ def test_a_slot_that_is_being_read_is_locked_until_the_last_byte_has_left(settin
 
 
 def test_a_replica_is_removed_under_a_transfer_that_does_not_end(setting: Setting) -> None:
-    granted = setting.begin(setting.open().lease, snapshot_of(5))
+    snapshot = snapshot_of(5)
+    granted = setting.begin(setting.open().lease, snapshot)
     let_go = setting.holding(granted.region)
     path = setting.only.path
     setting.host.remove(setting.only, "a test")
     assert not path.exists()
-    refused = setting.ask(p.SealSlot(granted.ticket))
+    refused = setting.ask(p.SealSlot(granted.ticket, snapshot.digest))
     assert isinstance(refused, p.PeerRefused)
     let_go()
     setting.until(lambda: setting.workers.pending == 0, "all is given back")
@@ -218,7 +221,7 @@ def test_what_a_restarted_peer_has_begun_survives_that_we_notice_it_late(setting
     assert isinstance(refused, p.PeerRefused)
     assert refused.code == "unknown"
     setting.fabric.regions[new.region].buffer[:] = snapshot_of(6).image
-    assert isinstance(setting.ask(p.SealSlot(new.ticket)), p.PeerDone)
+    assert isinstance(setting.ask(p.SealSlot(new.ticket, snapshot_of(6).digest)), p.PeerDone)
     setting.begin(lease, snapshot_of(7))
 
 
@@ -378,3 +381,36 @@ def test_what_was_agreed_on_counts_also_when_it_comes_with_a_snapshot_of_an_earl
     assert isinstance(granted, p.SlotGranted)
     promise, _ = setting.host._known.promise("job", "run")
     assert (promise.floor, promise.horizon) == (3, 7)
+
+
+def test_bytes_that_were_forged_on_the_way_are_not_sealed(setting: Setting) -> None:
+    """Somebody changes two words of a tensor so that its xxh3 digest stays. Every digest of before agrees; the cryptographic one that the sender told over the
+    control session does not. The replica is refused, an event names who sent it, and the slot is free for the next try, which is kept with its digest."""
+    snapshot = snapshot_of(5)
+    lease = setting.open().lease
+    granted = setting.begin(lease, snapshot)
+    image = forged(snapshot.image, snapshot.header.header_digest)
+    setting.fabric.regions[granted.region].buffer[:] = image
+    refused = setting.ask(p.SealSlot(granted.ticket, snapshot.digest))
+    assert isinstance(refused, p.PeerRefused)
+    assert refused.code == "digest"
+    told = [e for e in setting.events.page(0, 100).events if e.kind == "replica_forged"]
+    assert [e.level for e in told] == ["error"]
+    assert "iteration 5" in told[0].message
+    assert " p " in told[0].message
+    assert {h.state for _, h in setting.only.headers()} == {SlotState.FREE}
+    setting.fill(lease, snapshot)
+    (index,) = [i for i, h in setting.only.headers() if h.state is SlotState.SEALED]
+    sealed = setting.only.header(index)
+    assert sealed is not None
+    assert setting.only.kept_digest(index, sealed) == snapshot.digest
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
+def test_the_sender_says_which_digest_it_is(setting: Setting, algorithm: str) -> None:
+    """Each machine makes the one that it makes faster; who compares takes what it is told."""
+    snapshot = snapshot_of(5)
+    granted = setting.begin(setting.open().lease, snapshot)
+    setting.fabric.regions[granted.region].buffer[:] = snapshot.image
+    digest = strong_digest(snapshot.image, algorithm)
+    assert isinstance(setting.ask(p.SealSlot(granted.ticket, digest)), p.PeerDone)

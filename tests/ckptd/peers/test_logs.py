@@ -107,7 +107,7 @@ def send(setting: Setting, lease: int, *iterations: int, oldest: int) -> None:
         granted = setting.ask(beginning(lease, log, oldest))
         assert isinstance(granted, p.SlotGranted), granted
         setting.fabric.regions[granted.region].buffer[:] = log.image
-        assert isinstance(setting.ask(p.SealSlot(granted.ticket)), p.PeerDone)
+        assert isinstance(setting.ask(p.SealSlot(granted.ticket, log.digest)), p.PeerDone)
 
 
 def opened(setting: Setting, *, epoch: int = 1, start: int = -1) -> int:

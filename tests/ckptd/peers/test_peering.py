@@ -177,7 +177,7 @@ def test_the_receiver_dies_between_the_last_byte_and_the_seal(filled: Snapshot, 
         node.kill()
         node.launch()
         assert holds_nothing_unsealed(node)
-        refused = puppet.ask(node, SealSlot(granted.ticket))
+        refused = puppet.ask(node, SealSlot(granted.ticket, filled.digest))
         assert isinstance(refused, PeerRefused)
         assert refused.code == "unknown", "a ticket of an earlier life means nothing"
         again = puppet.open(node)
@@ -185,7 +185,7 @@ def test_the_receiver_dies_between_the_last_byte_and_the_seal(filled: Snapshot, 
         granted = puppet.begin(node, again.lease, filled)
         assert isinstance(granted, SlotGranted)
         assert puppet.put(node, filled.image, granted).ok
-        assert isinstance(puppet.ask(node, SealSlot(granted.ticket)), PeerDone)
+        assert isinstance(puppet.ask(node, SealSlot(granted.ticket, filled.digest)), PeerDone)
         assert len(puppet.open(node).held) == 1
 
 
@@ -205,7 +205,7 @@ def test_the_sender_never_seals(filled: Snapshot, data: str) -> None:
             lambda: node.counters().get("replica.ticket_expired", 0) == 1, "the ticket expires"
         )
         assert set(states_in(node.replicas()[0])) == {SlotState.FREE}
-        late = puppet.ask(node, SealSlot(granted.ticket))
+        late = puppet.ask(node, SealSlot(granted.ticket, filled.digest))
         assert isinstance(late, PeerRefused)
         assert not puppet.put(node, filled.image, granted).ok, "the region went with the ticket"
 
@@ -219,13 +219,13 @@ def test_a_replayed_put_changes_nothing(filled: Snapshot, data: str) -> None:
         granted = puppet.begin(node, lease, filled)
         assert isinstance(granted, SlotGranted)
         assert not other.put(node, filled.image, granted).ok, "it was granted to another node"
-        assert isinstance(other.ask(node, SealSlot(granted.ticket)), PeerRefused)
+        assert isinstance(other.ask(node, SealSlot(granted.ticket, filled.digest)), PeerRefused)
         assert puppet.put(node, filled.image, granted).ok
-        assert isinstance(puppet.ask(node, SealSlot(granted.ticket)), PeerDone)
+        assert isinstance(puppet.ask(node, SealSlot(granted.ticket, filled.digest)), PeerDone)
         before = node.replicas()[0].read_bytes()
         for peer in (puppet, other):
             assert not peer.put(node, bytes(len(filled.image)), granted).ok
-            assert isinstance(peer.ask(node, SealSlot(granted.ticket)), PeerRefused)
+            assert isinstance(peer.ask(node, SealSlot(granted.ticket, filled.digest)), PeerRefused)
         held = puppet.begin(node, lease, filled)
         assert isinstance(held, PeerRefused)
         assert held.code == "held"
@@ -242,7 +242,7 @@ def test_an_image_that_is_not_what_was_announced_is_not_sealed(filled: Snapshot,
         damaged = bytearray(filled.image)
         damaged[-1] ^= 1
         assert puppet.put(node, bytes(damaged), granted).ok
-        refused = puppet.ask(node, SealSlot(granted.ticket))
+        refused = puppet.ask(node, SealSlot(granted.ticket, filled.digest))
         assert isinstance(refused, PeerRefused)
         assert refused.code == "digest"
         assert node.saw("replica_damaged", "iteration 5")

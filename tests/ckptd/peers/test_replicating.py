@@ -12,8 +12,9 @@ import pytest
 
 from ckptd.events import EventLog
 from ckptd.memory import locks
+from ckptd.memory.image_digests import Vouched
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import slot_lock_byte, write_slot_header
+from ckptd.memory.segment_format import SlotHeader, slot_lock_byte, write_slot_header
 from ckptd.memory.segments import SegmentStore
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.replicating import RankReplication
@@ -83,12 +84,31 @@ class Link:
         return [m.ticket for m in self.told if isinstance(m, p.AbortSlot)]
 
 
+DIGEST = "blake3:" + 64 * "a"
+
+
+@dataclass
+class Vouching:
+    """Makes digests at once, or when the test says so."""
+
+    at_once: bool = True
+    waiting: list[Vouched] = field(default_factory=list)
+
+    def want(self, segment: Segment, index: int, header: SlotHeader, done: Vouched) -> None:
+        if self.at_once:
+            done(DIGEST, "")
+        else:
+            self.waiting.append(done)
+
+
 @dataclass
 class Sender:
     store: SegmentStore
     segment: Segment
     link: Link
     rank: RankReplication
+    vouching: Vouching
+    events: EventLog
 
     def until_begin(self) -> Asked:
         self.rank.set_targets(["away"])
@@ -130,21 +150,22 @@ def sender(tmp_path: Path) -> Iterator[Sender]:
     snapshot = snapshot_of(4)
     segment.image(0, snapshot.header)[:] = snapshot.image
     write_slot_header(segment.buffer, segment.geometry, 0, snapshot.header)
-    link = Link()
+    link, vouching, events = Link(), Vouching(), EventLog(100)
     rank = RankReplication(
         KEY,
         Replicator(),
         SnapshotRing(store, KEY),
         store,
-        EventLog(100),
+        events,
         link=lambda node: cast("PeerLink", link),
+        vouch=vouching.want,
         epoch=lambda: (1, -1, 3),
         promise=lambda: (-1, -1, 3, 0),
         progressed=lambda: None,
         deadline_s=5.0,
         clock=lambda: 100.0,
     )
-    yield Sender(store, segment, link, rank)
+    yield Sender(store, segment, link, rank, vouching, events)
     rank.close()
 
 
@@ -205,3 +226,39 @@ def test_a_generation_that_its_trainer_gave_back_is_not_sent_any_more(sender: Se
     asked = len(sender.link.asked)
     sender.rank.changed()
     assert len(sender.link.asked) == asked, "there is nothing to send"
+
+
+def test_the_digest_is_made_while_the_image_travels_and_goes_with_the_seal(sender: Sender) -> None:
+    """Neither waits for the other, and the slot stays as it is until both are over."""
+    sender.vouching.at_once = False
+    put = sender.until_put()
+    (vouched,) = sender.vouching.waiting
+    put.end()
+    assert not any(isinstance(a.message, p.SealSlot) for a in sender.link.asked)
+    assert sender.holds_slot
+    vouched(DIGEST, "")
+    sealing = sender.link.asked[-1].message
+    assert sealing == p.SealSlot(77, DIGEST)
+    assert not sender.holds_slot
+
+
+def test_a_put_that_fails_does_not_wait_for_its_digest(sender: Sender) -> None:
+    sender.vouching.at_once = False
+    put = sender.until_put()
+    put.end(Fault.DEADLINE)
+    assert sender.link.aborted == [77]
+    assert not sender.holds_slot
+    sender.vouching.waiting[0](DIGEST, "")
+    assert not any(isinstance(a.message, p.SealSlot) for a in sender.link.asked)
+
+
+def test_what_this_node_cannot_vouch_for_is_not_sealed_elsewhere(sender: Sender) -> None:
+    """Its own copy does not match its digests: the slot that was granted is given back, and the snapshot is suspected as after a peer's refusals."""
+    sender.vouching.at_once = False
+    put = sender.until_put()
+    put.end()
+    sender.vouching.waiting[0]("", "iteration 4 does not match")
+    assert sender.link.aborted == [77]
+    assert not any(isinstance(a.message, p.SealSlot) for a in sender.link.asked)
+    (state,) = sender.rank.core.states(now_s=100.0)
+    assert "digest: iteration 4 does not match" in state.reason

@@ -53,6 +53,7 @@ class Node:
             ReplicaStore(self.store),
             EventLog(100),
             link=self.links.get,
+            vouch=Mock(),
             clock=lambda: 0.0,
         )
 
