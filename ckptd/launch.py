@@ -132,7 +132,8 @@ def _start(folder: Path, endpoint: str, flags: Mapping[str, str], deadline: floa
     command = [sys.executable, "-m", "ckptd", "run"]
     # Everybody on the host can read a command line: options, which may hold credentials, go another way.
     settings = {"CKPTD_" + key.upper(): text for key, text in flags.items()}
-    with log.open("ab") as output:
+    mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    with open(os.open(log, mode, 0o600), "ab") as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

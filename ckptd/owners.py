@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.private_files import replace_private_file
 from ckptd.sessions import RankKey
 
 __all__ = ["OwnerTokens"]
@@ -72,13 +73,9 @@ class OwnerTokens:
 
     def _write(self) -> str:
         rows = [(key.job, key.run, key.rank, digest) for key, digest in self._known.items()]
-        temporary = self._path.with_name(".owners.tmp")
         try:
-            temporary.unlink(missing_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(temporary, flags, 0o600), "wb") as file:
-                file.write(msgspec.msgpack.encode(rows))
-            temporary.replace(self._path)
+            # A power cut takes the segments, too.
+            replace_private_file(self._path, msgspec.msgpack.encode(rows), synced=False)
         except OSError as error:
             logger.warning("the owners of ranks were not written to %s: %s", self._path, error)
             return str(error)

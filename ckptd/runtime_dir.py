@@ -11,6 +11,8 @@ import socket
 import stat
 from pathlib import Path
 
+from ckptd.private_files import replace_private_file
+
 __all__ = [
     "AlreadyRunning",
     "UnusableFolder",
@@ -123,7 +125,5 @@ def node_name(folder: Path) -> str:
         return kept
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:48] or "node"
     name = f"{host}-{secrets.token_hex(4)}"
-    temporary = folder / f"node-id.{os.getpid()}.tmp"
-    temporary.write_text(name + "\n", encoding="ascii")
-    temporary.replace(path)
+    replace_private_file(path, f"{name}\n".encode("ascii"))
     return name

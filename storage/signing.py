@@ -9,7 +9,6 @@ A manifest tells the digest of every image, so its signature covers all bytes th
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,8 @@ from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from ckptd.private_files import new_private_file, replace_private_file
 
 __all__ = ["SIGNER", "ManifestSigner", "Signers", "SigningError", "create_signer", "trust_signer"]
 
@@ -109,7 +110,7 @@ def create_signer(folder: Path) -> str:
     """Make this node's key; the folder is made, with 0700, if need be. Returns the public key.
 
     Raises:
-        SigningError: there is a key already; it is never overwritten.
+        SigningError: there is a key already, which is never overwritten, or it cannot be written.
     """
     folder = Path(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,7 +125,7 @@ def trust_signer(folder: Path, name: str, public: str) -> None:
     """Believe what the node ``name`` signs with this key; replaces the key it had.
 
     Raises:
-        SigningError: not a name or key.
+        SigningError: not a name or key, or it cannot be written.
     """
     if not _NAME.match(name):
         raise SigningError(f"{name!r} is no name: 1 to 64 letters, digits, '.', '_', '-'")
@@ -132,10 +133,10 @@ def trust_signer(folder: Path, name: str, public: str) -> None:
         raise SigningError("a signer's key is 64 hexadecimal digits")
     target = Path(folder) / "signers" / f"{name}.pub"
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    scratch = target.with_name(f".{name}.{os.getpid()}")
-    scratch.unlink(missing_ok=True)
-    _write_new(scratch, public)
-    scratch.replace(target)
+    try:
+        replace_private_file(target, f"{public}\n".encode("ascii"))
+    except OSError as error:
+        raise SigningError(f"cannot write {target}: {error}") from error
 
 
 def _read_public(path: Path) -> str:
@@ -150,10 +151,8 @@ def _read_public(path: Path) -> str:
 
 def _write_new(path: Path, text: str) -> None:
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        new_private_file(path, f"{text}\n".encode("ascii"))
     except FileExistsError as error:
         raise SigningError(f"{path} exists and is not overwritten") from error
-    with open(handle, "w", encoding="ascii") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    except OSError as error:
+        raise SigningError(f"cannot write {path}: {error}") from error

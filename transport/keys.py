@@ -26,6 +26,8 @@ import zmq
 from zmq.auth import load_certificate
 from zmq.utils import z85
 
+from ckptd.private_files import new_private_file, replace_private_file
+
 __all__ = [
     "Keys",
     "KeysError",
@@ -280,20 +282,18 @@ def _certificate(public: str, secret: str | None = None, *, until_s: float | Non
 
 def _write_new(path: Path, text: str) -> None:
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        new_private_file(path, text.encode("ascii"))
     except FileExistsError as error:
         raise KeysError(f"{path} exists and is not overwritten") from error
-    with open(handle, "w", encoding="ascii") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    except OSError as error:
+        raise KeysError(f"cannot write {path}: {error}") from error
 
 
 def _replace(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.unlink(missing_ok=True)
-    _write_new(scratch, text)
-    scratch.replace(path)
+    try:
+        replace_private_file(path, text.encode("ascii"))
+    except OSError as error:
+        raise KeysError(f"cannot write {path}: {error}") from error
 
 
 # --- where to listen --------------------------------------------------------------------------------------

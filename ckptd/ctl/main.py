@@ -46,6 +46,7 @@ from ckptd.errors import DaemonUnavailable, ElasticError, RemoteProtocolError
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.launch import answers, connect
 from ckptd.printable import for_terminal
+from ckptd.storage.signing import SigningError
 from ckptd.transport import messages as m
 from ckptd.transport.keys import KeysError
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(args, EXIT_DAMAGED, str(error))
     except ExportError as error:
         return _fail(args, EXIT_REFUSED, str(error))
-    except (ConfigError, KeysError) as error:
+    except (ConfigError, KeysError, SigningError) as error:
         return _fail(args, EXIT_USAGE, str(error))
     except StoreProblem as error:
         return _fail(args, error.code, str(error))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptd.exporting.errors import ExportError
+from ckptd.private_files import sync_folder
 from ckptd.units import format_bytes
 
 __all__ = [
@@ -19,7 +20,6 @@ __all__ = [
     "new_file",
     "new_folder",
     "reserve_space",
-    "sync_folder",
     "write_all",
 ]
 
@@ -127,15 +127,6 @@ def write_all(fd: int, data: memoryview) -> None:
     """All of it, however often the kernel has to be asked."""
     while data:
         data = data[os.write(fd, data) :]
-
-
-def sync_folder(folder: Path) -> None:
-    """The names in it are on disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _temporary(target: Path) -> Path:

@@ -11,7 +11,6 @@ the ring needs its room; so somebody can look at it, or take the quarantine back
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import set_slot_state, slot_lock_byte
 from ckptd.memory.segment_names import check_name
+from ckptd.private_files import replace_private_file
 from ckptd.recovery.quarantine import (
     Mark,
     add_failure,
@@ -158,12 +158,10 @@ class Quarantine:
             return
         self._known[key] = failures
         path = self._path(*key)
-        temporary = path.with_name(f".{path.name}.tmp")
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(msgspec.msgpack.encode(_File(_FORMAT, failures)))
-            temporary.replace(path)
+            replace_private_file(
+                path, msgspec.msgpack.encode(_File(_FORMAT, failures)), synced=False
+            )
         except OSError as error:
             text = f"{path.name} cannot be written: {error}; a daemon after this one will not know of it"
             logger.error("%s", text)

@@ -10,7 +10,6 @@ nobody here knows who takes part; never that nobody does. All methods belong to 
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from ckptd.errors import SegmentError
 from ckptd.events import EventLog
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.memory.segment_names import check_name
+from ckptd.private_files import replace_private_file
 from ckptd.transport.messages import Join, NodeCard, RunRecord
 
 __all__ = ["RunRecords", "decode_record", "encode_record"]
@@ -176,26 +176,8 @@ class RunRecords:
 
     def _write(self, record: RunRecord) -> None:
         path = self._path(record.job, record.run)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                file.write(encode_record(record))
-                file.flush()
-                if self._flushed:
-                    os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        if self._flushed:
-            self._flush_folder()
+        replace_private_file(path, encode_record(record), synced=self._flushed)
         self._records[record.job, record.run] = record
-
-    def _flush_folder(self) -> None:
-        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def _remove(self, name: RunName) -> None:
         self._records.pop(name, None)
