@@ -183,7 +183,13 @@ def _plan(view: RunView, world_size: int) -> LocalizedPlan | NotLocalized:
     if open_failures(view.failures):
         return NotLocalized("a replay of this run did not reproduce what was recorded")
     return plan_localized(
-        view.usable, view.parked, view.logs, view.facts, world_size, homes=view.homes
+        view.usable,
+        view.parked,
+        view.logs,
+        view.facts,
+        world_size,
+        homes=view.homes,
+        begun=view.begun,
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ckptd.client.agreement import Exchange, Failure, raise_together
 from ckptd.memory.ring import SlotRecord, epoch_table
-from ckptd.memory.slots import DRAWN_EPOCHS, epoch_after, other_histories
+from ckptd.memory.slots import DRAWN_EPOCHS, epoch_after, least_starts, other_histories
 from ckptd.recovery.facts import RankFacts, facts_from_wire, facts_to_wire
 from ckptd.recovery.held import STORE_NODE, HeldRecords, from_wire, to_wire
 from ckptd.recovery.holdings import held_from_segments
@@ -57,6 +57,9 @@ class RunView:
     # Epochs that the newest one does not go back to; nothing of them is told above.
     others: frozenset[int] = frozenset()
     failures: tuple[ReplayFailure, ...] = ()  # replays that did not reproduce, as any node knows
+    # Where the epochs began of which the records tell. What an epoch left behind is not taken up again because its own snapshots are lost: the node that
+    # has them may come back, and a suffix would be put together from both.
+    begun: Mapping[int, int] = field(default_factory=dict)
 
     def last_epoch(self, highest: int) -> int:
         """The highest that was seen, or of which a node knows; -1: none."""
@@ -77,10 +80,10 @@ class RunView:
 
     @property
     def epochs(self) -> dict[int, int]:
-        """Where epochs began of which something tells that is no usable snapshot: a parked state, a log, what is quarantined."""
+        """Where epochs began of which something tells that is no usable snapshot: a record, a parked state, a log, what is quarantined."""
         beside = (*self.parked, *self.logs, *(self.held if self.failures else ()))
         records = (record for held in beside for record in held.records)
-        return epoch_table(records, epochs_told(self.failures))
+        return epoch_table(records, least_starts(self.begun, epochs_told(self.failures)))
 
     @property
     def homes(self) -> dict[int, str]:
@@ -132,7 +135,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
         recoverable: whether a suffix of each of them, or of all ranks, was complete once.
         lost: it took part, and its record was damaged.
         holds: something of the run is there, or known there, until it is forgotten.
-        epochs: the newest ones that it knows, and which one each of them follows (-1: not told).
+        epochs: the newest ones that it knows, where each began, and which one it follows (-1: not told).
     """
 
     node: str
@@ -141,7 +144,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     recoverable: bool = False
     lost: bool = False
     holds: bool = False
-    epochs: tuple[tuple[int, int], ...] = ()
+    epochs: tuple[tuple[int, int, int], ...] = ()
 
 
 class RankNote(msgspec.Struct, frozen=True):
@@ -257,7 +260,7 @@ def _record_of(held: Holdings) -> NodeRecord:
         return NodeRecord(held.node, holds=anything)
     ranks = tuple(r for m in record.members if m.card.node == held.node for r in m.ranks)
     known = record.lost or record.newest_epoch > record.forgotten
-    epochs = tuple((epoch, follows) for epoch, _, follows in record.epochs[-_EPOCHS_TOLD:])
+    epochs = record.epochs[-_EPOCHS_TOLD:]
     return NodeRecord(
         held.node, record.epoch, ranks, record.recoverable, record.lost, known or anything, epochs
     )
@@ -289,16 +292,22 @@ def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
         tuple(records.values()),
         frozenset(others),
         tuple(dict.fromkeys(f for theirs in everybody for f in theirs.failures)),
+        _begun(records.values(), others),
     )
 
 
 def _other_histories(held: Iterable[HeldRecords], records: Iterable[NodeRecord]) -> set[int]:
     follows: dict[int, int] = {}
     for record in records:
-        for epoch, before in record.epochs:
+        for epoch, _, before in record.epochs:
             follows[epoch] = max(before, follows.get(epoch, -1))
     seen = {record.epoch for h in held for record in h.records}
     return other_histories(seen | follows.keys(), follows)
+
+
+def _begun(records: Iterable[NodeRecord], others: Collection[int]) -> dict[int, int]:
+    starts = least_starts(*({epoch: start for epoch, start, _ in r.epochs} for r in records))
+    return {epoch: start for epoch, start in starts.items() if epoch not in others}
 
 
 def _without_epochs(

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from ckptd.errors import RemoteProtocolError
-from ckptd.recovery.holdings import held_from_segments
+from ckptd.recovery.holdings import epochs_begun, held_from_segments
 from ckptd.recovery.localized import LocalizedPlan, NotLocalized
 from ckptd.recovery.plan import RecoveryPlan
 from ckptd.recovery.whatif import RankOutcome, WhatIf, what_if
@@ -74,7 +74,10 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace) -> WhatIf:
     labels = {member.card.node: member.card.labels for member in seen.members}
     lose = args.lose.split(",")
     try:
-        return what_if(held, max(worlds), homes, labels, lose, logs=logs, parked=parked)
+        begun = epochs_begun(seen.holdings)
+        return what_if(
+            held, max(worlds), homes, labels, lose, logs=logs, parked=parked, begun=begun
+        )
     except RemoteProtocolError as error:
         raise RefusedError("internal", str(error)) from error
 

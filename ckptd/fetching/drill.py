@@ -21,7 +21,7 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import slot_lock_byte
 from ckptd.memory.segments import SegmentPlan, SegmentStore
 from ckptd.peers.replica_store import ReplicaStore
-from ckptd.recovery.holdings import fetch_piece, held_from_segments
+from ckptd.recovery.holdings import epochs_begun, fetch_piece, held_from_segments
 from ckptd.recovery.plan import NoRecovery, Piece, RecoveryPlan, plan_recovery
 from ckptd.sessions import RankKey
 from ckptd.transport.messages import DrillReport, FetchPiece, FetchSource, RunSeen
@@ -77,7 +77,13 @@ class DrillRun:
         if not world or self._key.rank not in homes:
             self._fail(f"no rank {self._key.rank} of {self._key.job}/{self._key.run} is known here")
             return
-        plan = plan_recovery(held, max(world), homes=homes, lost={homes[self._key.rank]})
+        plan = plan_recovery(
+            held,
+            max(world),
+            homes=homes,
+            lost={homes[self._key.rank]},
+            epochs=epochs_begun(seen.holdings),
+        )
         if isinstance(plan, NoRecovery):
             self._fail(plan.reason)
             return

@@ -36,6 +36,7 @@ __all__ = [
     "epoch_can_follow",
     "epoch_table",
     "is_stale",
+    "least_starts",
     "live",
     "other_histories",
     "stale_after",
@@ -174,6 +175,15 @@ def epoch_table(
         start = table.get(record.epoch)
         if start is None or record.epoch_start < start:
             table[record.epoch] = record.epoch_start
+    return table
+
+
+def least_starts(*told: Mapping[int, int]) -> dict[int, int]:
+    """Where epochs began, as several tell; of two starts of one epoch the smaller counts, as in `epoch_table`."""
+    table: dict[int, int] = {}
+    for starts in told:
+        for epoch, start in starts.items():
+            table[epoch] = min(start, table.get(epoch, start))
     return table
 
 

@@ -19,10 +19,11 @@ from ckptd.memory.segment_format import (
     pack_slot_header,
     unpack_slot_header,
 )
+from ckptd.memory.slots import least_starts, other_histories
 from ckptd.recovery.plan import HeldRecords, Piece
-from ckptd.transport.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot
+from ckptd.transport.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, Holdings
 
-__all__ = ["fetch_piece", "header_record", "held_from_segments", "operators_id"]
+__all__ = ["epochs_begun", "fetch_piece", "header_record", "held_from_segments", "operators_id"]
 
 
 def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldRecords]:
@@ -45,6 +46,16 @@ def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldR
         )
         for segment in segments
     ]
+
+
+def epochs_begun(told: Iterable[Holdings]) -> dict[int, int]:
+    """Where the epochs began of which the records of these nodes tell, but for those to which the newest one does not go back."""
+    epochs = [epoch for holdings in told if holdings.record for epoch in holdings.record.epochs]
+    follows: dict[int, int] = {}
+    for epoch, _, before in epochs:
+        follows[epoch] = max(before, follows.get(epoch, -1))
+    others = other_histories(follows, follows)
+    return least_starts(*({epoch: start} for epoch, start, _ in epochs if epoch not in others))
 
 
 def operators_id(descriptor: SegmentDescriptor) -> str:

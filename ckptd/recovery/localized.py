@@ -34,6 +34,7 @@ from types import MappingProxyType
 import msgspec
 
 from ckptd.memory.ring import epoch_table, stale_after
+from ckptd.memory.slots import NO_EPOCHS
 from ckptd.recovery.facts import RankFacts, Relations, relate
 from ckptd.recovery.held import HeldRecords
 from ckptd.recovery.pieces import Piece, Sources
@@ -148,6 +149,7 @@ def plan_localized(
     *,
     homes: Mapping[int, str] = _NO_HOMES,
     lost: Container[str] = (),
+    begun: Mapping[int, int] = NO_EPOCHS,
 ) -> LocalizedPlan | NotLocalized:
     """The state nearest to the failure that all ranks can reach, while those who kept theirs run nothing again; see the module.
 
@@ -158,9 +160,10 @@ def plan_localized(
         facts: with whom each rank communicates, told by itself; ranks may be missing.
         homes: the node on which each rank will run; its copies are preferred.
         lost: nodes that do not count.
+        begun: starts of epochs known from elsewhere, as for `ckptd.recovery.plan.plan_recovery`.
     """
     known = [in_order(h for h in each if h.node not in lost) for each in (snapshots, parked, logs)]
-    epochs = epoch_table(r for each in known for h in each for r in h.records)
+    epochs = epoch_table((r for each in known for h in each for r in h.records), begun)
     epoch = max(epochs, default=-1)
     held = RankHoldings(known[0], known[1], known[2], stale_after(epochs), world_size, homes)
     if world_size < 1 or held.beyond:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptd.memory.ring import SlotRecord, SlotState, epoch_table, live
+from ckptd.memory.slots import NO_EPOCHS
 from ckptd.recovery.localized import LocalizedPlan, NotLocalized, RankKind, plan_localized
 from ckptd.recovery.log_facts import facts_told_by_logs
 from ckptd.recovery.plan import HeldRecords, NoRecovery, Piece, RecoveryPlan, plan_recovery
@@ -98,6 +99,7 @@ def what_if(
     *,
     logs: Iterable[HeldRecords] = (),
     parked: Iterable[HeldRecords] = (),
+    begun: Mapping[int, int] = NO_EPOCHS,
 ) -> WhatIf:
     """What losing all these nodes at once would mean.
 
@@ -108,6 +110,7 @@ def what_if(
         lose: selectors ``label=value``; ``node=<name>`` needs no label. A node that any of them fits is lost.
         logs: the boundary logs that the nodes hold, with the facts that they tell.
         parked: the parked states that they hold already.
+        begun: starts of epochs of which the nodes' records tell.
     Raises:
         ValueError: a selector fits no node, or is none.
         RemoteProtocolError: the facts of a log cannot be read.
@@ -117,7 +120,7 @@ def what_if(
     lost = select_nodes(nodes | set(homes.values()) | set(labels), labels, lose)
     # A rank whose node is gone runs elsewhere: nothing is at home there.
     left = {rank: node for rank, node in homes.items() if node not in lost}
-    epochs = epoch_table(r for each in (logged, parks) for h in each for r in h.records)
+    epochs = epoch_table((r for each in (logged, parks) for h in each for r in h.records), begun)
     plan = plan_recovery(known, world_size, homes=left, lost=set(lost), epochs=epochs)
     newest = _newest(known, epochs)
     localized, whose = None, {}
@@ -125,7 +128,7 @@ def what_if(
         remaining = ([h for h in each if h.node not in lost] for each in (known, logged, parks))
         snapshots, there, states = remaining
         states += _to_be_parked(snapshots, left, newest, epochs)
-        localized = _localized(snapshots, there, states, world_size, left, newest)
+        localized = _localized(snapshots, there, states, world_size, left, newest, begun)
         whose = {(h.node, h.segment): h.rank for h in states}
     ranks = tuple(
         _apart(rank, localized, homes.get(rank, ""), lost, newest.get(rank, -1), whose)
@@ -164,6 +167,7 @@ def _localized(
     world_size: int,
     homes: Mapping[int, str],
     newest: Mapping[int, int],
+    begun: Mapping[int, int],
 ) -> LocalizedPlan | NotLocalized:
     """The plan of those who are left, when they have parked."""
     if not homes:
@@ -172,7 +176,7 @@ def _localized(
     if without:
         return NotLocalized(f"there is no snapshot yet of {listed('rank', without)}")
     facts = facts_told_by_logs(range(world_size), logs, parked)
-    return plan_localized(snapshots, parked, logs, facts, world_size, homes=homes)
+    return plan_localized(snapshots, parked, logs, facts, world_size, homes=homes, begun=begun)
 
 
 def _to_be_parked(

@@ -14,6 +14,8 @@ from ckptd.errors import DaemonUnavailable, RemoteProtocolError
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader, pack_slot_header
 from ckptd.recovery.facts import RankFacts, facts_to_wire
+from ckptd.recovery.holdings import epochs_begun
+from ckptd.recovery.plan import RecoveryPlan, plan_recovery
 from ckptd.transport.messages import (
     HeldSegment,
     HeldSlot,
@@ -165,6 +167,27 @@ def test_two_histories_that_did_not_know_of_each_other_are_not_mixed(lost_branch
     left = {(r.epoch, r.iteration) for h in found.held for r in h.records}
     assert left == {(base, 10), (base, 14), (base, 15), (kept, 16), (kept, 17), (newest, 18)}
     assert found.next_epoch(newest) >> 12 == 4
+
+
+def test_what_an_epoch_left_behind_does_not_come_back_with_the_loss_of_that_epoch() -> None:
+    """Epoch 2 began at iteration 5, and all nodes that hold its snapshots are away; a record tells of it. Node a has iterations 6 and 7 of epoch 1. Had
+    epoch 3 gone on from 7, a node that came back with iterations 6 and 7 of epoch 2 would have had the newer ones: 8 would follow another 7 than its own.
+    The hosts of replicas, which know of epoch 2 by the same record, call 6 and 7 of epoch 1 stale.
+    """
+    first, second = 1 << 12, 2 << 12
+    told = RunRecord(
+        "job",
+        "run",
+        members=(member("a"), member("gone", 0)),
+        epochs=((first, -1, -1), (second, 5, first)),
+    )
+    here = Holdings("a", (held_by("a", first, 4, 5, 6, 7),), second, record=told)
+    found = view(Asks(NodeCard("a"), RunSeen((here,), (), silent=("gone",))))
+    assert found.begun == {first: -1, second: 5}
+    plan = plan_recovery(found.usable, 1, epochs=found.epochs)
+    assert isinstance(plan, RecoveryPlan)
+    assert (plan.end, plan.epoch) == (5, second)
+    assert epochs_begun([here]) == found.begun, "as a drill and `ckptctl whatif` see it"
 
 
 def test_a_daemon_that_is_away_is_every_ranks_error() -> None:

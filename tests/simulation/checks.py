@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
+from dataclasses import replace
 
 from ckptd.memory.ring import newest_by_iteration
+from ckptd.memory.slots import least_starts, other_histories
 from ckptd.recovery.plan import HeldRecords, NoRecovery, RecoveryPlan, plan_recovery
 from ckptd.replication.replicas import spanning_suffix
 from tests.simulation.model import Announced, Content, Holder, Segment, State, Trainer, Vouched
@@ -111,6 +113,24 @@ class Checks(Network):
             for segment in node.segments.values()
         ]  # fmt: skip
 
+    def told(
+        self, without: Collection[str] = ()
+    ) -> tuple[list[HeldRecords], dict[int, int], set[int]]:
+        """What a start sees: what is held of the newest history, where its epochs began, and the epochs of others."""
+        held, follows, starts = self.holdings(without), dict[int, int](), dict[int, int]()
+        for name, node in self.nodes.items():
+            if node.up and name not in without:
+                starts = least_starts(
+                    starts, {e: start for e, (start, _) in node.record.epochs.items()}
+                )
+                for epoch, (_, before) in node.record.epochs.items():
+                    follows[epoch] = max(before, follows.get(epoch, -1))
+        others = other_histories({*follows, *(r.epoch for h in held for r in h.records)}, follows)
+        left = [
+            replace(h, records=tuple(r for r in h.records if r.epoch not in others)) for h in held
+        ]
+        return left, {e: start for e, start in starts.items() if e not in others}, others
+
     def holds(self, name: str, rank: int, end: int, *, own: bool) -> bool:
         """Whether the suffix of the rank that ends there is on the node."""
         records = [
@@ -146,7 +166,8 @@ class Checks(Network):
         if self.announced is not None and self.rng.random() < _CHECKED:
             lost = self.rng.sample(sorted(self.nodes), self.rng.randint(0, self.replicas))
             lost += self.cut
-            plan = plan_recovery(self.holdings(lost), len(self.homes))
+            held, begun, _ = self.told(lost)
+            plan = plan_recovery(held, len(self.homes), epochs=begun)
             self.check_promise(lost, plan)
             if isinstance(plan, RecoveryPlan):
                 self.check_plan(plan)

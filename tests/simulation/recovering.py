@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from ckptd.memory.ring import NoSuffix, SlotState, find_suffix
-from ckptd.memory.slots import DRAWN_EPOCHS, epoch_after, other_histories
+from ckptd.memory.slots import DRAWN_EPOCHS, epoch_after
 from ckptd.recovery.plan import HeldRecords, NoRecovery, Piece, RecoveryPlan, plan_recovery
 from tests.simulation.model import Slot, State
 from tests.simulation.training import Training
@@ -45,8 +45,9 @@ class Recovering(Training):
                         segment.move(slot.record.index, SlotState.SEALED)
         away = [name for name in self.nodes if name not in usable]
         homes = self._new_homes(usable)
-        held, epochs = self._seen(usable)
-        plan = plan_recovery(held, len(self.homes), homes=homes)
+        held, begun, self.others = self.told(away)
+        plan = plan_recovery(held, len(self.homes), homes=homes, epochs=begun)
+        self.seen["other history"] += bool(self.others)
         self.check_promise(away, plan)
         if isinstance(plan, NoRecovery) and self._worth_waiting(held, usable):
             self.tell(f"waits for {away}: {plan.reason}")
@@ -54,28 +55,13 @@ class Recovering(Training):
             self.later(1.0, lambda: self.recover(run_id))
             return
         self.seen["recovered" if isinstance(plan, RecoveryPlan) else "began anew"] += 1
-        self.follows = max([plan.epoch, *epochs])
+        self.follows = plan.epoch
         epoch = epoch_after(self.follows, self.rng.randrange(DRAWN_EPOCHS))
         if any(epoch >> 12 == known >> 12 for known in self.pasts):
             self.seen["epoch taken twice"] += 1
         for name in usable if isinstance(plan, NoRecovery) else ():
             self.nodes[name].record.names.clear()  # by command, where anything is left
         self._resume(plan, homes, epoch)
-
-    def _seen(self, usable: list[str]) -> tuple[list[HeldRecords], set[int]]:
-        """What those who answer hold of the newest history, and the epochs of which they know."""
-        away = [name for name in self.nodes if name not in usable]
-        held, follows = self.holdings(away), dict[int, int]()
-        for name in usable:
-            for epoch, (_, before) in self.nodes[name].record.epochs.items():
-                follows[epoch] = max(before, follows.get(epoch, -1))
-        epochs = {*follows, *(record.epoch for h in held for record in h.records)}
-        self.others = others = other_histories(epochs, follows)
-        self.seen["other history"] += bool(others)
-        left = [
-            replace(h, records=tuple(r for r in h.records if r.epoch not in others)) for h in held
-        ]
-        return left, epochs
 
     def _worth_waiting(self, held: Iterable[HeldRecords], usable: Collection[str]) -> bool:
         """Nobody begins anew while somebody is silent who may hold what is missing, as far as those who answer know."""

@@ -90,7 +90,8 @@ class SingleLosses(World):
                 self._lose(name)
 
     def _lose(self, name: str) -> None:
-        plan = plan_recovery(self.holdings([name]), len(self.homes))
+        held, begun, _ = self.told([name])
+        plan = plan_recovery(held, len(self.homes), epochs=begun)
         self.seen["losses asked"] += 1
         assert isinstance(plan, RecoveryPlan), f"without {name} everything is lost: {plan.reason}"
         assert plan.end >= self.highest, (
