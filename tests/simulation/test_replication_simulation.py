@@ -38,7 +38,8 @@ def test_every_promise_holds_through_seeded_chaos() -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [2086, 5091, 5429, 11445, 13400, 16406, 231, 510, 699, 2465, 10573, 20254, 42, 21407]
+    "seed",
+    [2086, 5091, 5429, 11445, 13400, 16406, 231, 510, 699, 2465, 10573, 20254, 42, 21407, 106],
 )
 def test_seeds_that_broke_a_promise_once(seed: int) -> None:
     """Each showed a rule that was wrong; of thousands played it was the only one."""
@@ -52,9 +53,9 @@ def test_a_seed_replays_exactly() -> None:
 @pytest.mark.parametrize(
     ("config", "seed"),
     [
-        (WorldConfig(reads_anew=False), 53),
-        (WorldConfig(carries=False), 14),
-        (WorldConfig(counts_span=False), 308),
+        (WorldConfig(reads_anew=False), 83),
+        (WorldConfig(carries=False), 35),
+        (WorldConfig(counts_span=False), 658),
     ],
     ids=["anew", "carries", "span"],
 )
