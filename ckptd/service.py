@@ -353,6 +353,7 @@ class Service:
             persists=self._tier is not None,
             logs=tuple(segment_info(s) for s in beside if s.is_log),
             parked=tuple(segment_info(s) for s in beside if not s.is_log),
+            notes=decision.notes,
         )
 
     def _reserve(

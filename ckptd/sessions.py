@@ -9,6 +9,7 @@ reserves, so that of eight ranks that each fit alone the one too many is told at
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,10 @@ __all__ = [
     "room_beside_ranks",
     "wrong_members",
 ]
+
+
+# What a trainer calls a job that nobody named: its script, and a digest of where it lies and was started.
+_NAMED_AFTER_SCRIPT = re.compile(r"(.+)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -351,16 +356,35 @@ def _quota_hint(key: RankKey, segments: Sequence[SegmentFacts]) -> str:
 
 
 def _stale_notes(key: RankKey, segments: Sequence[SegmentFacts]) -> tuple[str, ...]:
-    """Segments of other runs of this job are there, and are not served: say so by name."""
+    """Segments of other runs of this job are there, and are not served: say so by name. So it is with jobs of a script of this name."""
     runs: dict[str, int] = {}
+    others: dict[str, int] = {}
     for found in segments:
-        if found.key.job == key.job and found.key.run != key.run:
-            runs[found.key.run] = runs.get(found.key.run, 0) + found.total_bytes
-    if not runs:
-        return ()
-    largest = sorted(runs, key=lambda run: (-runs[run], run))
-    named = ", ".join(f"{run!r} ({format_bytes(runs[run])})" for run in largest[:8])
-    more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
-    return (
-        f"{key} does not get the snapshots of run {named}{more} of the same job: each run resumes from its own",
-    )
+        job, run = found.key.job, found.key.run
+        if job == key.job and run != key.run:
+            runs[run] = runs.get(run, 0) + found.total_bytes
+        elif job != key.job and _of_same_script(job, key.job):
+            others[job] = others.get(job, 0) + found.total_bytes
+    notes = []
+    if runs:
+        notes.append(
+            f"{key} does not get the snapshots of run {_listed(runs)} of the same job: each run resumes from its own"
+        )
+    if others:
+        notes.append(
+            f"{key} does not get the snapshots of job {_listed(others)}: of a script of the same name, elsewhere or in another folder"
+        )
+    return tuple(notes)
+
+
+def _of_same_script(job: str, other: str) -> bool:
+    """Whether a script of one name gave both jobs theirs: with where it lies and was started, or (before that was added) alone."""
+    told, here = _NAMED_AFTER_SCRIPT.fullmatch(job), _NAMED_AFTER_SCRIPT.fullmatch(other)
+    return here is not None and here[1] == (job if told is None else told[1])
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    """Names with their bytes, the largest first; "" if there are none."""
+    largest = sorted(sizes, key=lambda name: (-sizes[name], name))
+    named = ", ".join(f"{name!r} ({format_bytes(sizes[name])})" for name in largest[:8])
+    return named + (f" and {len(sizes) - 8} more" if len(sizes) > 8 else "")

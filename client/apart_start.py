@@ -7,7 +7,6 @@ twice in a row, all ranks recover together: that is always possible while there 
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -17,6 +16,7 @@ from ckptd.client.agreement import Exchange, all_or_none, vote
 from ckptd.client.facts import LogFacts, told_facts
 from ckptd.client.fed_logs import FedLogs
 from ckptd.client.joint_start import Recovered
+from ckptd.client.lines import get_logger
 from ckptd.client.membership import RunView
 from ckptd.client.memory import RankMemory
 from ckptd.client.park_memory import parked_image
@@ -38,7 +38,7 @@ from ckptd.transport.messages import NodeCard
 
 __all__ = ["ApartStart", "begin_apart", "come_together", "recovered_apart"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _PLANS = 4  # what is found damaged changes the plan
 _TRIES = 2  # of the same plan: a node may have been slow

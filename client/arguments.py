@@ -18,6 +18,7 @@ from ckptd.schedules.schedule import OperatorKind, Ordering
 
 __all__ = [
     "all_operators",
+    "check_choice",
     "check_options",
     "check_parking",
     "check_state",
@@ -87,6 +88,11 @@ def check_options(
         )
     if on_mismatch not in ("raise", "warn"):
         raise ValueError(f"on_mismatch={on_mismatch!r}: choose 'raise' or 'warn'")
+
+
+def check_choice(name: str, value: str, *allowed: str) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: choose {' or '.join(repr(each) for each in allowed)}")
 
 
 def check_parking(park: bool | None, park_after_s: float | None) -> None:

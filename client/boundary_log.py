@@ -10,7 +10,6 @@ In replay the same is sent again. Where the log of the iteration is there, both 
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from ckptd.client.comparing import Differences
 from ckptd.client.describe import human
 from ckptd.client.facts import LogFacts, find_facts, told_facts
 from ckptd.client.layout import SAFETENSORS_DTYPES
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.plan import Plan
 from ckptd.client.silent_log import SilentLog
@@ -37,7 +37,7 @@ from ckptd.memory.boundary import RecordKey, SentKind
 
 __all__ = ["BoundaryLog"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _FAILURES_IN_A_ROW = 3
 _DIFFERENCES_TOLD = 4

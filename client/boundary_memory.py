@@ -6,7 +6,6 @@ iterations outgrow the slots, or windows the number of them; two at most exist a
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from ckptd.client.beside import RETRY_STEPS, BesideMemory
 from ckptd.client.boundary_fill import Room, header_room
 from ckptd.client.describe import human
 from ckptd.client.facts import LogFacts, data_offset_of, facts_of, log_payload
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.plan import Plan
 from ckptd.client.segment import MappedSegment, SlotTable
@@ -28,7 +28,7 @@ from ckptd.storage.image_format import ImageError
 
 __all__ = ["LogMemory", "LogSize"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # A log that was outgrown once may be outgrown again, little by little.
 _GROWTH = 1.25

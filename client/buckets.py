@@ -8,7 +8,6 @@ first iteration by the first layout again. So the layout is recorded, and put ba
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,10 +18,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client.agreement import Exchange
+from ckptd.client.lines import get_logger
 
 __all__ = ["Buckets"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _OTHER_BUCKETS = (
     "DistributedDataParallel's gradient buckets are not those of the run so far; with three ranks or more the first replayed "

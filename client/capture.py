@@ -16,7 +16,6 @@ known from then on to change beside training, and are copied at once, before the
 
 from __future__ import annotations
 
-import logging
 import operator
 import os
 import threading
@@ -30,6 +29,7 @@ from torch import Tensor
 from ckptd.client import values
 from ckptd.client.binding import Binding
 from ckptd.client.layout import PhasePlan
+from ckptd.client.lines import get_logger
 from ckptd.client.segment import MappedSegment, SlotTable
 from ckptd.client.sources import LiveSources, PackedState
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList
@@ -50,7 +50,7 @@ __all__ = [
     "zero_missing",
 ]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _DRAIN_S = 1.0
 # Buffers up to this size are copied by the training thread: a native kernel may change them in the forward without

@@ -7,7 +7,6 @@ over cannot fail.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +15,7 @@ import msgspec
 import xxhash
 
 from ckptd.client.binding import Binding
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.pace import Pace
 from ckptd.client.plan import Plan
@@ -32,7 +32,7 @@ from ckptd.schedules.switching import Apply, Change, Discard, Effect, Prepare
 
 __all__ = ["Changes", "Plans", "orders_towards"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Phases = tuple[tuple[int, ...], ...]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.metadata
-import logging
 import os
 import platform
 import time
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from ckptd.client.agreement import all_or_none
 from ckptd.client.arguments import (
+    check_choice,
     check_options,
     check_parking,
     needed_memory,
@@ -35,6 +35,7 @@ from ckptd.client.certificate import Certificate, DenseState, certify
 from ckptd.client.data import Batches
 from ckptd.client.describe import describe_table
 from ckptd.client.exchange import exchange
+from ckptd.client.lines import get_logger
 from ckptd.client.loop_side import SEAL_WAIT_S, LoopSide
 from ckptd.client.memory import RankMemory
 from ckptd.client.names import is_compiled
@@ -46,9 +47,10 @@ from ckptd.client.plan import Plan, operator_costs
 from ckptd.client.planner import Options
 from ckptd.client.popularity import TokenCounter
 from ckptd.client.precision import PrecisionProbe
+from ckptd.client.program import this_program
 from ckptd.client.recorder import Recorder
 from ckptd.client.recovery import Recovery, newest_window
-from ckptd.client.restoring import restore
+from ckptd.client.restoring import heed_program, restore
 from ckptd.client.scalars import Stateful
 from ckptd.client.shared_values import shared_value
 from ckptd.client.sharing import NOTHING_SHARED, meet_sharing
@@ -63,7 +65,7 @@ from ckptd.schedules.schedule import Ordering
 
 __all__ = ["Checkpointer"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Checkpointer:
@@ -95,6 +97,8 @@ class Checkpointer:
         capture_once: what several ranks have alike is captured by one of them (bytes are spread evenly); False: by each.
         start_from: a model to begin with where there is nothing to resume from: a folder or file of safetensors with the
             model's own names, or what ``ckptctl import`` tells. With optimizer state, where it has one.
+        options: what counts where the script's options of parameter groups (learning rate, ...) are others than those with which the
+            run began: ``"recorded"``, or ``"script"`` from the iteration on at which the state is complete.
         topology: any text that must be equal for a restart to be accepted (a parallel layout, say).
         park: keep memory into which this rank's whole state is copied when the job is torn down (docs/parking.md); None: where
             this run logs boundaries and has several ranks.
@@ -126,6 +130,7 @@ class Checkpointer:
         masters: Mapping[str, Tensor] | None = None,
         freeze: str = "auto",
         on_mismatch: str = "raise",
+        options: str = "recorded",
         topology: str = "",
         max_overhead: float = 0.01,
         inline_copy: bool | None = None,
@@ -154,6 +159,8 @@ class Checkpointer:
             return
         check_options(policy, window, every, on_mismatch, ordering, daemon)
         check_parking(park, park_after_s)
+        check_choice("options", options, "recorded", "script")
+        self._options_of = options
         self._subject = subject = examine(
             model,
             optimizer,
@@ -167,6 +174,7 @@ class Checkpointer:
         )
         self._binding, self._identity = subject.binding, subject.identity
         self._operators = subject.operators
+        self._program = this_program(subject.binding, subject.stateful)
         self._options = Options(
             policy,
             window,
@@ -477,6 +485,7 @@ class Checkpointer:
             buckets=self._buckets,
             sharing=self._sharing,
         )
+        recorder.scalars.program = self._program
         self._loop.protect(
             self._subject,
             memory,
@@ -525,6 +534,7 @@ class Checkpointer:
             stats=self._stats,
             started_s=started_s,
         )
+        heed_program(found.replay, self._program, self._loop, self._subject, self._options_of)
         self._operators = found.plan.operators
         self.resumed_from = found.replay.end
 

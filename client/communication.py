@@ -10,7 +10,6 @@ Whether a backend counts single sends and receives, too, differs (gloo does): it
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections import Counter
@@ -21,11 +20,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ckptd.client.lines import get_logger
 from ckptd.client.patches import layered
 
 __all__ = ["Communication"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _METHODS = {"send": "sent", "recv": "received", "recv_anysource": "from_anybody"}
 _UNKNOWN = -1

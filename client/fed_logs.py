@@ -11,7 +11,6 @@ restarted has forgotten what it was bringing: it is asked again, and what had ar
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import weakref
@@ -25,6 +24,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ckptd.client.arrival import KnowsFetches, wait_until_sealed
+from ckptd.client.lines import get_logger
 from ckptd.client.log_reader import LogFile
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable, SegmentError
 from ckptd.memory import locks
@@ -43,7 +43,7 @@ from ckptd.transport.messages import (
 
 __all__ = ["BringsLogs", "FedLogs"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _BATCH_BYTES = 128 << 20
 _BATCHES = 2  # of one neighbour: one is read, the next is on its way

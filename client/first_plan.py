@@ -7,11 +7,11 @@ others have told.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
 from ckptd.client.binding import Binding
 from ckptd.client.changes import Changes
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.new_slots import NewSlots
 from ckptd.client.plan import Plan
@@ -23,7 +23,7 @@ from ckptd.schedules.calendar import Calendar
 
 __all__ = ["FirstPlan"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class FirstPlan:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
+from ckptd.client.lines import get_logger
 from ckptd.client.recorder import Recorder
 from ckptd.client.session import Session
 from ckptd.client.stats import Stats
 
 __all__ = ["Guard"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _FAILURES_IN_A_ROW = 3
 

@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 __all__ = ["Identity", "identify"]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DEFAULT_RUN = "default"
+_DIGEST_DIGITS = 8
+# What `torchrun --standalone` and the launcher's API make up where nobody gave an id: a UUID, or one as a decimal number.
+_MADE_UP = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d{30,39}")
+_ANCESTORS = 8
+
+
+def _folder_now() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:  # it was removed: the shell's name of it will do
+        return Path(os.environ.get("PWD", "/"))
+
+
+# Before the program changes its folder, as Hydra does to a new one for every start.
+_begun_in = _folder_now()
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """``(job, run, rank)`` names one trainer's memory; ``world_size`` fences it."""
+    """``(job, run, rank)`` names one trainer's memory; ``world_size`` fences it.
+
+    Attributes:
+        told: where names come from that nobody passed; "" if all were passed.
+    """
 
     job: str
     run: str
     rank: int
     world_size: int
+    told: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        """As a line of the log begins."""
+        told = f" ({self.told})" if self.told else ""
+        return f"job {self.job}, run {self.run}, rank {self.rank} of {self.world_size}{told}"
 
     def metadata(self) -> dict[str, str]:
         """As written into every image."""
@@ -37,23 +64,21 @@ def identify(
 ) -> Identity:
     """Complete what was given from torchrun's environment (``RANK``, ``WORLD_SIZE``, ``TORCHELASTIC_RUN_ID``).
 
-    Without either, the job is named after the script and the run is ``default``.
+    The same command in the same folder has the same names each time. A job that nobody named is named after its script, and told
+    from others of that name by the script's path and the folder in which it was started. A run is ``default`` where nobody chose
+    an id: one that torchrun made up is not used.
 
     Raises:
         ValueError: a name has other characters than letters, digits, ``.``, ``_`` and ``-``, or a number is out of range.
     """
-    script = Path(sys.argv[0] or "python").stem or "python"
-    job = job if job is not None else (re.sub(r"[^A-Za-z0-9._-]", "-", script)[:64] or "python")
-    elastic = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    run = (
-        run
-        if run is not None
-        else (
-            re.sub(r"[^A-Za-z0-9._-]", "-", elastic)[:64]
-            if elastic not in ("", "none")
-            else "default"
-        )
-    )
+    told = []
+    if job is None:
+        job, script = _job_of_script()
+        told.append(f"named after {script} in {_begun_in}")
+    if run is None:
+        run, made_up = _run_of_launcher()
+        if made_up:
+            told.append("torchrun made up a run id, which is not used")
     for what, name in (("job", job), ("run", run)):
         if not _NAME.fullmatch(name):
             raise ValueError(f"{what}={name!r}: use 1 to 64 letters, digits, '.', '_' or '-'")
@@ -61,7 +86,58 @@ def identify(
     world_size = world_size if world_size is not None else _number("WORLD_SIZE", 1)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} is not in [0, world_size={world_size})")
-    return Identity(job, run, rank, world_size)
+    return Identity(job, run, rank, world_size, "; ".join(told))
+
+
+def _job_of_script() -> tuple[str, str]:
+    """A name for this script in this folder, and the script's file."""
+    # "-c" and "" are no files: such programs are told apart by their folders.
+    script = _begun_in / (sys.argv[0] or "python")
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem) or "python"
+    where = f"{os.path.normpath(script)}\n{_begun_in}"
+    digest = hashlib.sha256(where.encode(errors="surrogateescape")).hexdigest()[:_DIGEST_DIGITS]
+    return f"{stem[: 63 - _DIGEST_DIGITS]}-{digest}", script.name
+
+
+def _run_of_launcher() -> tuple[str, bool]:
+    """The id of torchrun's rendezvous, or the default; and whether torchrun has made one up."""
+    elastic = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if elastic in ("", "none"):
+        return _DEFAULT_RUN, False
+    if _is_made_up(elastic):
+        return _DEFAULT_RUN, True
+    return re.sub(r"[^A-Za-z0-9._-]", "-", elastic)[:64], False
+
+
+def _is_made_up(run_id: str) -> bool:
+    """Whether nobody chose this id: it looks random, and no command and no variable that led here has it."""
+    if not _MADE_UP.fullmatch(run_id) or _environ_number("GROUP_WORLD_SIZE", 1) > 1:
+        return False  # nodes that meet under an id were given it
+    # Folders that torchrun makes for a worker are named after the id, too.
+    others = (text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC"))
+    if any(run_id in text for text in others):
+        return False
+    return not any(run_id in command for command in _commands_of_ancestors())
+
+
+def _commands_of_ancestors() -> list[str]:
+    """The command lines of the processes that started this one, as far as they can be read."""
+    found: list[str] = []
+    process = os.getppid()
+    while process > 0 and len(found) < _ANCESTORS:
+        try:
+            command = Path(f"/proc/{process}/cmdline").read_bytes()
+            stat = Path(f"/proc/{process}/stat").read_text(errors="replace")
+        except OSError:
+            break  # it has ended, or is another user's
+        found.append(command.replace(b"\0", b" ").decode(errors="replace"))
+        process = int(stat.rpartition(")")[2].split()[1])
+    return found
+
+
+def _environ_number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default
 
 
 def _number(variable: str, default: int) -> int:

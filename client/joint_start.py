@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckptd.client.agreement import Exchange, all_or_none, vote
+from ckptd.client.lines import get_logger
 from ckptd.client.membership import RunView
 from ckptd.client.memory import RankMemory
 from ckptd.client.retrieval import Attempt
@@ -35,11 +36,12 @@ from ckptd.recovery.quarantine import (
 
 __all__ = ["Recovered", "recover_together"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _PLANS = 5  # nodes may come and go while a plan is made
 _NODES_TOLD = 8
 _FAILURES_TOLD = 3
+_BESIDE = "To go on from them, stop this trainer and pass their job= and run=; to free their memory, `ckptctl forget JOB RUN`"
 
 
 class Recovered(NamedTuple):
@@ -212,12 +214,16 @@ def _tell_start(memory: RankMemory, plan: NoRecovery, view: RunView) -> None:
     """Normal for a new run, worth a word for one of which something was held, an error where there is damage."""
     damaged = sum(r.state is SlotState.QUARANTINED for r in memory.table.records())
     if not damaged and memory.descriptor is None and not view.held:
-        logger.info("starting from the beginning: %s", plan.reason)
+        # One rank speaks for all; a warning, so that it is seen without any logging set-up.
+        level = logging.INFO if memory.identity.rank else logging.WARNING
+        logger.log(level, "%s: nothing to resume from was found; a new run begins", memory.identity)
+        for note in memory.session.notes:
+            logger.log(level, "A NEW RUN BEGINS BESIDE OTHER SNAPSHOTS: %s. %s", note, _BESIDE)
         return
     why = f"{damaged} slots are damaged; {plan.reason}" if damaged else plan.reason
     if view.silent:
         why += f" ({_nodes(view.silent)} did not answer)"
-    text = f"starting over from the beginning: {why}"
+    text = f"{memory.identity}: starting over from the beginning: {why}"
     logger.log(logging.ERROR if damaged else logging.WARNING, "%s", text)
     memory.session.notice("error" if damaged else "warning", "starting_over", text)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from ckptd.client.lines import get_logger
 from ckptd.errors import DaemonUnavailable
 
 __all__ = ["LOOK_S", "Lane"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 T = TypeVar("T")
 
 LOOK_S = 0.5

@@ -6,7 +6,6 @@ of the link, but for what opens it the first time, and the questions that wait f
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import threading
@@ -17,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ckptd.client.lanes import LOOK_S, Lane
+from ckptd.client.lines import get_logger
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.launch import connect
 from ckptd.transport.messages import (
@@ -37,7 +37,7 @@ from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, Wi
 
 __all__ = ["ANSWER_S", "FAILURES", "Follows", "Link"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 Answer = TypeVar("Answer")
 
 _PING_S = 1.0

@@ -6,7 +6,6 @@ The top is the snapshot boundary. A loop that is not protected (any more) has al
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from ckptd.client.closures import before_update
 from ckptd.client.freeze import Tape, clip_norm_tap, scaler_tap
 from ckptd.client.guard import Guard
 from ckptd.client.hooks import ModuleHook
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.parking import Parking
 from ckptd.client.pipeline_part import PipelinePart
@@ -34,7 +34,7 @@ from ckptd.client.subject import Subject
 
 __all__ = ["SEAL_WAIT_S", "LoopSide"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SEAL_WAIT_S = 5.0
 
@@ -62,6 +62,8 @@ class LoopSide:
         self.replaying = ReplayPart(stats)
         self.recorder: Recorder | None = None
         self.parking: Parking | None = None
+        # Changes the state once it is exact, before its iteration is run: no suffix spans that.
+        self.when_exact: Callable[[], None] | None = None
         self.step = 0
         self.stepping = False
 
@@ -188,6 +190,12 @@ class LoopSide:
             recorder.replayed()
             if replay.mismatches:
                 recorder.break_chain()
+        if self.when_exact is not None:
+            self.when_exact()
+            self.when_exact = None
+            if recorder is not None:
+                recorder.break_chain()
+        if recorder is not None:
             rng_forward = replay.newest_scalars.get("rng_forward")
             self._survive(recorder, recorder.recovered, replay.end, rng_forward)
         stats.replay_s = self.replaying.took_s

@@ -7,7 +7,6 @@ Coming takes one word per block of ranks, and one register that is written once:
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -17,13 +16,14 @@ from typing import Any
 import torch.distributed as dist
 
 from ckptd.client import rank_watch
+from ckptd.client.lines import get_logger
 from ckptd.client.rank_watch import RankWatch, own_connection
 from ckptd.client.together import job_store
 from ckptd.errors import DaemonUnavailable
 
 __all__ = ["DEADLINE_S", "Meetings", "arrive", "meet_at"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # As long as torch waits in a collective by default: a rank may be bringing gigabytes from storage meanwhile.
 DEADLINE_S = 1800.0

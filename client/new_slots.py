@@ -6,12 +6,12 @@ recoverable, what comes is not protected, and it is tried again later.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptd.client.binding import Binding
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.pace import Pace
 from ckptd.client.plan import Plan
@@ -22,7 +22,7 @@ from ckptd.errors import AttachRefused, DaemonUnavailable
 
 __all__ = ["RETRY_STEPS", "NewSlots"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 RETRY_STEPS = 50
 

@@ -7,13 +7,13 @@ snapshot of its iteration: a recovery to an earlier one outdates it. It is given
 
 from __future__ import annotations
 
-import logging
 import os
 
 from ckptd.client.beside import BesideMemory
 from ckptd.client.binding import Binding
 from ckptd.client.describe import human
 from ckptd.client.layout import PhasePlan
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.plan import Plan
 from ckptd.client.segment import MappedSegment
@@ -30,7 +30,7 @@ from ckptd.storage.image_format import ImageError
 
 __all__ = ["ParkMemory", "parked_image", "parked_records"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _SLOTS = 2
 _PAGE = 4096

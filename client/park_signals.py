@@ -11,7 +11,6 @@ A forked child (a data loader's worker) has the handlers of before, and no wakeu
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
 import socket
@@ -21,11 +20,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from ckptd.client.lines import get_logger
 from ckptd.client.parking import PATIENCE_S, Parked, Parking
 
 __all__ = ["park_on_sigterm"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _NUMBER = signal.SIGTERM
 _LOOK_S = 0.05

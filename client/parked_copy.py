@@ -7,7 +7,6 @@ of the same iteration.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 
 from ckptd.client.arrival import wait_until_sealed
 from ckptd.client.fed_logs import BringsLogs
+from ckptd.client.lines import get_logger
 from ckptd.client.slot_file import SlotFile
 from ckptd.client.snapshot_image import SnapshotImage
 from ckptd.cuda.engine import HostMemory
@@ -30,7 +30,7 @@ from ckptd.transport.messages import NodeCard
 
 __all__ = ["CopiedImage", "ParkedCopy"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _GRANT_S = 700.0  # longer than the session waits for memory to be made
 

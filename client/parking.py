@@ -12,7 +12,6 @@ Who asks: SIGTERM (`park_signals`), a loop that is left in the middle of a step,
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import queue
 import statistics
@@ -29,6 +28,7 @@ from torch import Tensor
 from ckptd.client.binding import Binding, local
 from ckptd.client.capture import SMALL_BUFFER_BYTES
 from ckptd.client.describe import human
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.park_copy import CopyFailed, ParkCopy, TopTensors
 from ckptd.client.park_memory import ParkMemory
@@ -39,7 +39,7 @@ from ckptd.cuda.engine import CopyEngine
 
 __all__ = ["PATIENCE_S", "Moment", "Parked", "Parking"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _LOOK_S = 0.25
 _REQUESTS = 16

@@ -6,7 +6,6 @@ In every other job nothing of this is there, and each call returns at once.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from ckptd.client.boundary_log import BoundaryLog
 from ckptd.client.communication import Communication
 from ckptd.client.comparing import Differences
 from ckptd.client.identity import Identity
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.stage_shapes import StageShapes
 from ckptd.client.stages import listen
@@ -28,7 +28,7 @@ from ckptd.errors import DaemonUnavailable
 
 __all__ = ["PipelinePart"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class PipelinePart:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
 from ckptd.client.pace import Pace
@@ -24,7 +24,7 @@ from ckptd.schedules.schedule import Ordering
 
 __all__ = ["MIN_SCALARS", "Options", "Planner", "note_prepared"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MIN_SCALARS = 64 << 10
 # What one rank has sealed the others hear of a little later: slots for the meantime, where no peers ask for some anyway.

@@ -7,7 +7,6 @@ whose ring fits the memory that the daemon grants.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,7 @@ import torch
 
 from ckptd.client.binding import Binding, local
 from ckptd.client.layout import member_bytes
+from ckptd.client.lines import get_logger
 from ckptd.client.operators import Member, Operator, split_operator
 from ckptd.client.plan import Plan, fixed_bytes, operator_costs, schedule_of
 from ckptd.client.sharing import EVERY_RANK, NOTHING_SHARED, Sharing
@@ -30,7 +30,7 @@ from ckptd.schedules.schedule import (
 
 __all__ = ["MAX_WINDOW", "TrainingSpeed", "make_plan", "most_pieces", "plan_alike"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_WINDOW = 64
 # What ranks share is cut until each rank's part is that many pieces, so that parts come out alike; but not into more than so many

@@ -6,7 +6,6 @@ Counts decide only in which order experts are anchored (popular ones late: they 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ckptd.client.binding import local
 from ckptd.client.hooks import ModuleHook
+from ckptd.client.lines import get_logger
 from ckptd.client.names import named_modules
 from ckptd.client.operators import Operator
 from ckptd.client.plan import Plan
@@ -30,7 +30,7 @@ from ckptd.schedules.schedule import (
 
 __all__ = ["TokenCounter"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class TokenCounter:

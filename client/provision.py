@@ -7,7 +7,6 @@ from the boundary on at which it is there (``NewSlots``). Several ranks first ag
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from ckptd.client.binding import Binding
 from ckptd.client.changes import Changes
 from ckptd.client.first_plan import FirstPlan
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.new_slots import RETRY_STEPS, NewSlots
 from ckptd.client.operators import Operator
@@ -31,7 +31,7 @@ from ckptd.schedules.switching import Change
 
 __all__ = ["Provision"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _MEASURED_STEPS = 3
 # Where much of each step is lost, the next look comes sooner, and the window grows by as much as that asks for, but by this factor at most.

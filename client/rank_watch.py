@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import ipaddress
-import logging
 import select
 import socket
 import threading
@@ -29,7 +28,9 @@ import torch.distributed as dist
 
 __all__ = ["STORE_ANSWER_S", "RankWatch", "own_connection"]
 
-logger = logging.getLogger(__name__)
+from ckptd.client.lines import get_logger
+
+logger = get_logger(__name__)
 
 STORE_ANSWER_S = 30.0
 _BEAT_S, _SILENT_S = 5.0, 60.0

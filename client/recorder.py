@@ -8,7 +8,6 @@ then a new generation of slots is reserved, so that the old suffix stays until a
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from ckptd.client.capture import Capture
 from ckptd.client.changes import Changes
 from ckptd.client.copymode import CopyModeChooser
 from ckptd.client.freeze import Tape
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
 from ckptd.client.pace import Pace
@@ -40,7 +40,7 @@ from ckptd.cuda.engine import CopyEngine, CpuEngine
 
 __all__ = ["Recorder"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _WATCHED_STEPS = 4
 _REPORT_S = 1.0

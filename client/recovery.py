@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ckptd.client.exchange import exchange
 from ckptd.client.freeze import Tape
 from ckptd.client.handing import Handing, arrange
 from ckptd.client.joint_start import recover_together
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.plan import Plan, captured_once, plan_from_payload
 from ckptd.client.replay import Replay
@@ -32,7 +32,7 @@ from ckptd.memory.segment_hints import HINT_DROP_GRADIENTS
 
 __all__ = ["Recovery", "Resumption", "newest_window"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _SEAL_WAIT_S = 5.0
 

@@ -8,7 +8,6 @@ counted by a router, running statistics) and in generators that torch does not f
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +22,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client.binding import Binding, local
+from ckptd.client.lines import get_logger
 from ckptd.client.patches import layered
 from ckptd.client.rng import capture_rng, restore_rng
 
 __all__ = ["callables_of", "rehearsal_tap", "without_trace"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 

@@ -19,7 +19,6 @@ schedule of its own, and sends the old weights for as long as the operator is fr
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,6 +40,7 @@ from ckptd.client.comparing import (
 from ckptd.client.freeze import BackwardLimiter, Tape
 from ckptd.client.handing import Handing, Piece
 from ckptd.client.layout import Source
+from ckptd.client.lines import get_logger
 from ckptd.client.operators import Operator
 from ckptd.client.optimizer_state import load_scalar_state, round_frozen_masters, state_tensor
 from ckptd.client.rng import restore_rng
@@ -52,7 +52,7 @@ from ckptd.cuda.engine import CopyEngine, CopyItem
 
 __all__ = ["Replay", "ReplayMismatch"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class ReplayMismatch(RuntimeError):

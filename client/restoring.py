@@ -7,16 +7,19 @@ import time
 
 from ckptd.client.agreement import Exchange, all_or_none
 from ckptd.client.buckets import Buckets
+from ckptd.client.lines import get_logger
 from ckptd.client.loop_side import LoopSide
 from ckptd.client.memory import RankMemory
+from ckptd.client.program import Program, apply_options, differences, options_differ
 from ckptd.client.recovery import Resumption
 from ckptd.client.replay import Replay
 from ckptd.client.stats import Stats
+from ckptd.client.subject import Subject
 from ckptd.cuda.engine import CopyEngine
 
-__all__ = ["restore"]
+__all__ = ["heed_program", "restore"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def restore(
@@ -52,12 +55,47 @@ def restore(
     stats.restore_s = time.perf_counter() - started_s
     stats.restored_bytes = replay.bytes_loaded
     text = (
-        f"resuming at iteration {replay.end}, replay begins at {replay.start}: {found.reason}; "
+        f"{memory.identity}: resuming at iteration {replay.end}, replay begins at {replay.start}: {found.reason}; "
         f"loaded {replay.bytes_loaded} bytes in {stats.restore_s:.3f} s, freezing: {replay.freezing}"
     )
     # A warning, so that it is seen without any logging set-up: the run does not begin at its beginning.
     logger.warning("%s", text)
     memory.session.notice("info", "restored", text)
+
+
+def heed_program(
+    replay: Replay, here: Program, loop: LoopSide, subject: Subject, options: str
+) -> None:
+    """Say how this program differs from the one that began the run, and see to it that the right one's options count.
+
+    Args:
+        options: whose count: ``recorded`` or ``script``.
+    """
+    recorded: Program = replay.oldest_scalars.get("program", {})  # absent in what 0.4 recorded
+    assert loop.recorder is not None
+    if not recorded:
+        return
+    text = "; ".join(differences(recorded, here))
+    if options == "script":
+        binding, stateful = subject.binding, subject.stateful
+
+        def apply() -> None:
+            assert loop.recorder is None or loop.recorder.scalars.program is recorded
+            apply_options(binding, stateful, recorded, here)
+            if loop.recorder is not None:
+                loop.recorder.scalars.program = here
+
+        if options_differ(recorded, here):
+            loop.when_exact = apply
+        what = f"The script's options count from iteration {replay.end} on"
+    else:
+        what = 'What was recorded counts. To go on with the script\'s options, pass options="script"; to begin anew, run= a new name'
+    loop.recorder.scalars.program = recorded
+    if text:
+        level = logging.INFO if subject.identity.rank else logging.WARNING
+        logger.log(
+            level, "THIS PROGRAM DIFFERS from the one that began the run: %s. %s", text, what
+        )
 
 
 def _load(replay: Replay, buckets: Buckets, meet: Exchange, node: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.client.generations import Generations
+from ckptd.client.lines import get_logger
 from ckptd.client.session import Session
 from ckptd.client.slot_file import SlotFile
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
@@ -24,7 +24,7 @@ from ckptd.transport.messages import NodeCard, RefusalCode, SegmentInfo
 
 __all__ = ["Attempt", "Retrieval"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 _POLL_S = 0.05

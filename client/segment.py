@@ -6,7 +6,6 @@ without the slot's ``sequence`` changing: which operators its image anchors.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import threading
@@ -15,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ckptd.client.lines import get_logger
 from ckptd.config import trusted_users
 from ckptd.cuda.engine import HostMemory
 from ckptd.memory import locks
@@ -40,7 +40,7 @@ from ckptd.transport.local_trust import open_file
 
 __all__ = ["MappedSegment", "RankTaken", "SlotTable"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 _OPEN: weakref.WeakSet[MappedSegment] = weakref.WeakSet()

@@ -9,7 +9,6 @@ While the daemon does not answer snapshots go on, sealed here, and the link keep
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ckptd.client.lanes import LOOK_S, Lane
+from ckptd.client.lines import get_logger
 from ckptd.client.link import ANSWER_S, FAILURES, Link
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.transport.messages import (
@@ -54,7 +54,7 @@ from ckptd.transport.wire import RequestTimeout, WireError
 
 __all__ = ["Session"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _RESERVE_WAIT_S = 2.0
 _RESERVE_LIMIT_S = 600.0
@@ -113,6 +113,7 @@ class Session:
         self.on_park: Callable[[int], None] | None = None
         self._park_asked = 0
         self.quota_bytes = self.available_bytes = 0
+        self.notes: tuple[str, ...] = ()
         self.link.open_within(timeout_s)
         self._lane.start()
         self._desk.start()
@@ -422,6 +423,7 @@ class Session:
         self.parked, self._park_asked = attached.parked, 0
         self._give_back_unknown(attached)
         self.quota_bytes, self.available_bytes = attached.quota_bytes, attached.available_bytes
+        self.notes = attached.notes
 
     def back(self) -> None:
         """The daemon was away, and is there again; to be called by the link."""

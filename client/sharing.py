@@ -11,7 +11,6 @@ out (``Sharing.fingerprints``). A rank that could not compare captures everythin
 from __future__ import annotations
 
 import fnmatch
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -26,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client.agreement import Exchange
 from ckptd.client.binding import Binding, local
+from ckptd.client.lines import get_logger
 from ckptd.client.names import names_with_wrappers
 from ckptd.client.operators import Operator
 from ckptd.schedules.policy import OperatorCost
@@ -42,7 +42,7 @@ __all__ = [
     "meet_sharing",
 ]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # The owner of what each rank captures for itself.
 EVERY_RANK = -1

@@ -9,6 +9,7 @@ from ckptd.client.binding import Binding
 from ckptd.client.buckets import Buckets
 from ckptd.client.freeze import Tape
 from ckptd.client.plan import Plan
+from ckptd.client.program import Program
 from ckptd.client.rng import capture_rng
 from ckptd.client.scalars import Stateful, gather_groups, gather_state, grad_flags, python_state
 from ckptd.client.stage_shapes import StageShapes, shapes_of
@@ -22,6 +23,7 @@ class StepScalars:
     Attributes:
         stages: of a pipeline whose boundaries are logged; what they find out is kept, too.
         stage_shapes: what they had found out in the life before.
+        program: whose options, script and data the run goes by.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class StepScalars:
         self._tape, self._buckets = tape, buckets
         self.stages: list[Any] = []
         self.stage_shapes: Mapping[int, StageShapes] = {}
+        self.program: Program = {}
 
     def gather(self, plan: Plan, stride: int) -> dict[str, Any]:
         """Of the top of this step; the tape is taken.
@@ -50,6 +53,7 @@ class StepScalars:
             "phases": [list(p) for p in plan.schedule.phases],
             "stride": stride,
             "stages": self._found_by_stages(),
+            "program": self.program,
         }
 
     def sample(self, num_operators: int) -> dict[str, Any]:
@@ -61,6 +65,7 @@ class StepScalars:
             "python": python_state(self._binding),
             "buckets": [list(range(len(self._binding.params)))],
             "phases": list(range(num_operators * 2)),
+            "program": self.program,
         }
 
     def _found_by_stages(self) -> dict[int, StageShapes | None]:

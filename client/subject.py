@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ckptd.client.agreed_names import agreed_identity
 from ckptd.client.arguments import all_operators, check_state
 from ckptd.client.binding import Binding, local
 from ckptd.client.freeze import choose_freezing
@@ -74,7 +75,7 @@ def examine(
             f"sparse snapshots need an optimizer that updates each parameter independently: {'; '.join(reasons)}. "
             "Pass policy='dense' to capture everything in every snapshot"
         )
-    identity = identify(*who)
+    identity = agreed_identity(identify(*who))
     freezing = choose_freezing(
         model,
         masters=bool(binding.masters),

@@ -6,12 +6,12 @@ What is said when is decided by ``ckptd.schedules.switching``; here is the threa
 from __future__ import annotations
 
 import datetime
-import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from ckptd.client.lines import get_logger
 from ckptd.errors import LocalProtocolError
 from ckptd.schedules.registers import Access, Add, Delete, Get, Has, Swap, accesses
 from ckptd.schedules.switching import (
@@ -29,7 +29,7 @@ from ckptd.schedules.switching import (
 
 __all__ = ["Switches"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Between two looks while nothing is open, and while something is; each rank looks, and one store serves them all: it answers
 # some 20,000 small requests per second.

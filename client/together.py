@@ -8,7 +8,6 @@ propose announces the result, so the store is asked a constant number of times p
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +15,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ckptd.client.identity import Identity
+from ckptd.client.lines import get_logger
 
 __all__ = ["Together", "job_store", "propose"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _POLL_S, _POLL_MAX_S = 0.01, 0.5
 

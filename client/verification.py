@@ -6,7 +6,6 @@ rank, and what it found waits for the next start at the daemons. What that start
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import xxhash
 
 from ckptd.client.agreement import Exchange
 from ckptd.client.comparing import Differences
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.replay import Replay, ReplayMismatch
 from ckptd.memory.segment_hints import HINT_DROP_GRADIENTS
@@ -29,7 +29,7 @@ from ckptd.transport.messages import RankMismatch, ReplayFailure
 
 __all__ = ["Replayed", "Verification"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _TEXT_LIMIT = 1000
 _RANKS_TOLD = 16

@@ -6,16 +6,16 @@ are made at one iteration (``ckptd.client.changes``).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
+from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.sharing import Replicas
 from ckptd.client.together import Together, job_store
 
 __all__ = ["Windows"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _WAIT_STEPS = 100
 

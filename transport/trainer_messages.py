@@ -216,7 +216,8 @@ class Attached(Struct, frozen=True, tag=True):
 
     ``replication_slack``: slots that its ring should have beyond what one node needs. ``persists``: snapshots go to
     storage, so that it should have those of one more suffix, which may stay while it is uploaded. ``logs``: the rank's
-    boundary logs, ``parked`` its parked states, oldest generation first.
+    boundary logs, ``parked`` its parked states, oldest generation first. ``notes``: what else is here of this job, which this rank
+    does not get.
     """
 
     segments: tuple[SegmentInfo, ...]
@@ -226,6 +227,7 @@ class Attached(Struct, frozen=True, tag=True):
     persists: bool = False
     logs: tuple[SegmentInfo, ...] = ()
     parked: tuple[SegmentInfo, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Reserved(Struct, frozen=True, tag=True):

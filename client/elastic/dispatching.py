@@ -9,20 +9,19 @@ Shapes: ``R`` ranks, ``E`` experts.
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ckptd.client.elastic.rows import Share
+from ckptd.client.lines import get_logger
 from ckptd.cuda.dispatch import DeviceDispatcher, KernelsUnavailable
 from ckptd.elastic.dispatch import plan_dispatch
 
 __all__ = ["Dispatcher"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Ints = NDArray[np.int64]
 

@@ -12,7 +12,6 @@ methods of the one Trainer object are wrapped while it trains:
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -33,12 +32,13 @@ from ckptd.client.integrations.hf_state import (
     sampler_state,
 )
 from ckptd.client.integrations.position import DataPosition
+from ckptd.client.lines import get_logger
 from ckptd.client.patches import layered
 from ckptd.client.scalars import Stateful
 
 __all__ = ["TrainerLoop"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Makes the Checkpointer, as soon as everything that it needs exists.
 Make = Callable[[Any, Any, dict[str, Stateful]], Checkpointer]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 
 from ckptd.client import values
+from ckptd.client.lines import get_logger
 
 __all__ = ["LogHistory", "TrainerProgress", "load_sampler_state", "sampler_state"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Fields of TrainerState that training changes; the others follow from the arguments.
 _FIELDS = (

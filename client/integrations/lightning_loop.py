@@ -12,7 +12,6 @@ loops are wrapped while it trains:
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -26,12 +25,13 @@ from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.integrations.driving import StepDriver
 from ckptd.client.integrations.lightning_state import CallbackStates, EpochSums, LoopProgress
 from ckptd.client.integrations.position import DataPosition
+from ckptd.client.lines import get_logger
 from ckptd.client.patches import layered
 from ckptd.client.scalars import Stateful
 
 __all__ = ["LightningLoop"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Makes the Checkpointer, as soon as everything that it needs exists.
 Make = Callable[[Any, Any, dict[str, Stateful]], Checkpointer]

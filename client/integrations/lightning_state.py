@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
 from ckptd.client import values
+from ckptd.client.lines import get_logger
 from ckptd.client.patches import layered
 
 __all__ = ["CallbackStates", "EpochSums", "LoopProgress"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class LoopProgress:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 import msgspec
 
+from ckptd.client.lines import get_logger
 from ckptd.client.worlds.stored import Storage, Stored, missing_ranks, newer_than
 from ckptd.elastic.worlds import Chosen, ExpertLayers, NodeHeld, choose
 from ckptd.errors import ElasticError, LocalProtocolError
 
 __all__ = ["choose_with_storage"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # A job that ended within its first steps has parts of a state, if a rank died before it had a snapshot: whoever was left is parked. To do
 # these few steps again costs less than somebody who has to look at it.

@@ -6,12 +6,12 @@ it is sealed and anchors everything that it holds; a sparse one alone is no stat
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckptd.client.lines import get_logger
 from ckptd.client.slot_file import SlotFile
 from ckptd.client.worlds.units import UnitIndex, operator_units
 from ckptd.elastic.worlds import BUFFER, ExpertLayers, HeldImage, NodeHeld, Unit
@@ -27,7 +27,7 @@ from ckptd.storage.names import run_of_world
 
 __all__ = ["ImageKey", "Inventory", "LocalImage", "run_of_world", "settle", "world_files"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ImageKey = tuple[str, int, int]
 """Names an image on this node: the file, the slot, and the sequence of what is in it."""

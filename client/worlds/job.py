@@ -20,7 +20,6 @@ world is a run of its own for the daemons, which keep it until the next one can 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
@@ -35,6 +34,7 @@ from ckptd.client.agreement import all_or_none
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.elastic import ElasticExperts, ExpertShards
 from ckptd.client.exchange import exchange
+from ckptd.client.lines import get_logger
 from ckptd.client.scalars import Stateful
 from ckptd.client.worlds.alongside import Alongside, make_room
 from ckptd.client.worlds.checks import (
@@ -63,7 +63,7 @@ from ckptd.memory.segment_format import WORLD_TOPOLOGY
 
 __all__ = ["ElasticJob"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class ElasticJob:

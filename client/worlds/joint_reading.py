@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import msgspec
 
 from ckptd.client.agreement import Exchange, Failure, raise_together
+from ckptd.client.lines import get_logger
 from ckptd.client.worlds.inventory import ImageKey
 from ckptd.client.worlds.reading import Unreadable
 
 __all__ = ["read_together"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class _Read(msgspec.Struct, frozen=True):

@@ -4,11 +4,11 @@ ever promised of them. Otherwise starts that fail one after the other would fill
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ckptd.client.lines import get_logger
 from ckptd.client.slot_file import SlotFile
 from ckptd.client.worlds.inventory import run_of_world, world_files
 from ckptd.errors import DaemonUnavailable, SegmentError
@@ -19,7 +19,7 @@ from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, Wi
 
 __all__ = ["Retiring", "floor_of", "forget", "needless"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _TIMEOUT_S = 10.0
 _LOOK_STEPS = 5

@@ -9,7 +9,6 @@ if it had always been there.
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from ckptd.client.agreement import Exchange, Failure, raise_together
+from ckptd.client.lines import get_logger
 from ckptd.elastic.worlds import Chosen, NodeHeld
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import connect
@@ -36,7 +36,7 @@ from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, Wi
 
 __all__ = ["Storage", "Stored", "missing_ranks", "newer_than", "share_out"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Where memory is enough, a store that is away is not waited for. Where it is not, the daemon gives up before this (`store_deadline_s`).
 _GLANCE_S, _LOOK_S = 30.0, 900.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 
 from ckptd.client.agreement import Exchange, all_or_none
 from ckptd.client.elastic import ExpertShards
+from ckptd.client.lines import get_logger
 from ckptd.client.worlds.loading import Loader, check_fits
 from ckptd.client.worlds.reading import LocalState
 from ckptd.client.worlds.sharding import check_strategy, firsts_of
@@ -19,7 +19,7 @@ from ckptd.elastic.worlds import ExpertLayers
 
 __all__ = ["take_over"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def take_over(

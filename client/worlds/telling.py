@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from ckptd.client.elastic.telling import PlacementTeller, Placing
+from ckptd.client.lines import get_logger
 from ckptd.client.worlds.planning import WorldPlan
 from ckptd.elastic.types import Loads, Placement
 from ckptd.elastic.worlds import Chosen, ExpertLayers
@@ -17,7 +17,7 @@ from ckptd.transport.messages import Elastic
 
 __all__ = ["WorldTeller"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _EVERY_STEPS = 50
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ckptd.client.identity import Identity, identify
@@ -15,7 +17,35 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_alone() -> None:
-    assert identify(None, None, None, None) == Identity("my-train", "default", 0, 1)
+    alone = identify(None, None, None, None)
+    assert re.fullmatch(r"my-train-[0-9a-f]{8}", alone.job)
+    assert (alone.run, alone.rank, alone.world_size) == ("default", 0, 1)
+    assert "named after my train.py" in str(alone)
+    assert identify(None, None, None, None) == alone
+
+
+def test_scripts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By where they lie. A name that is too long is cut, and has its digest all the same."""
+    here = identify(None, None, None, None).job
+    monkeypatch.setattr("sys.argv", ["/home/you/my train.py"])
+    assert identify(None, None, None, None).job != here
+    monkeypatch.setattr("sys.argv", ["/home/you/" + "x" * 80 + ".py"])
+    assert re.fullmatch(r"x{55}-[0-9a-f]{8}", identify(None, None, None, None).job)
+
+
+@pytest.mark.parametrize(
+    "made_up", ["0b0a7a3c-6e1b-4d4e-9d58-0f3f6a1c2b3d", "268291983018921029384756610293847561029"]
+)
+def test_an_id_that_nobody_chose_is_none(monkeypatch: pytest.MonkeyPatch, made_up: str) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", made_up)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/{made_up}_x/error.json")
+    assert identify("j", None, None, None).run == "default"
+    monkeypatch.setenv("PET_RDZV_ID", made_up)
+    assert identify("j", None, None, None).run == made_up
+    monkeypatch.delenv("PET_RDZV_ID")
+    # Nodes that meet under an id were given it.
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert identify("j", None, None, None).run == made_up
 
 
 def test_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
