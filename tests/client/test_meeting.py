@@ -81,7 +81,7 @@ def test_the_log_says_who_is_waited_for(
         found = list(pool.map(lambda rank: meet(store, rank, 4, 1.0), [1, 3]))
     assert ["ranks 0, 2 of 4 did not come within 1 s" in said for said in found] == [True] * 2
     told = [record.getMessage() for record in caplog.records]
-    assert told == ["ranks 0, 2 of 4 did not come yet; waited for since 0 s"]
+    assert told == ["ckptd: ranks 0, 2 of 4 did not come yet; waited for since 0 s"]
 
 
 def test_a_meeting_that_a_lost_rank_ends_is_ended_for_all(store: Any) -> None:
