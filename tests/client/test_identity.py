@@ -34,7 +34,9 @@ def test_scripts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "made_up", ["0b0a7a3c-6e1b-4d4e-9d58-0f3f6a1c2b3d", "268291983018921029384756610293847561029"]
+    "made_up",
+    ["0b0a7a3c-6e1b-4d4e-9d58-0f3f6a1c2b3d", "268291983018921029384756610293847561029"],
+    ids=["standalone", "launcher"],  # the test's name is in the environment
 )
 def test_an_id_that_nobody_chose_is_none(monkeypatch: pytest.MonkeyPatch, made_up: str) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", made_up)

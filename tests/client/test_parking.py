@@ -574,7 +574,9 @@ def test_outside_of_the_main_thread_no_handler_is_installed_and_that_is_said(
     assert done.is_set()
     assert signal.getsignal(signal.SIGTERM) == before
     told = [r.getMessage() for r in caplog.records if "SIGTERM will not park" in r.getMessage()]
-    assert told == ["ckptd: SIGTERM will not park: handlers can be installed in the main thread only"]
+    assert told == [
+        "ckptd: SIGTERM will not park: handlers can be installed in the main thread only"
+    ]
 
 
 def test_a_trainer_that_does_not_park_says_so_when_it_is_asked(
