@@ -20,12 +20,14 @@ import msgspec
 
 from ckptd.private_files import replace_private_file
 from ckptd.sessions import RankKey
+from ckptd.unpacking import unpack
 
 __all__ = ["OwnerTokens"]
 
 logger = logging.getLogger(__name__)
 
 _Row = tuple[str, str, int, bytes]
+_decoder = msgspec.msgpack.Decoder(list[_Row])
 _LIMIT_BYTES = 64 << 20  # more than max_sessions can be
 
 
@@ -63,10 +65,10 @@ class OwnerTokens:
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             with open(fd, "rb") as file:
-                rows = msgspec.msgpack.decode(file.read(_LIMIT_BYTES), type=list[_Row])
+                rows = unpack(_decoder, file.read(_LIMIT_BYTES), max_bytes=_LIMIT_BYTES)
         except FileNotFoundError:
             return {}
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError) as error:
             logger.warning("the owners of adopted segments are not known: %s", error)
             return {}
         return {RankKey(job, run, rank): digest for job, run, rank, digest in rows}

@@ -1,5 +1,8 @@
 """A closed set of value types as msgpack: what step scalars and the user's ``state=`` may contain.
 
+Values may be nested `MAX_DEPTH` deep: each level costs tens of kilobytes of the C stack, and a process whose stack is full dies
+without an error. The bound is the same for packing and for unpacking, so that what was packed can be read.
+
 Everything round-trips to an equal value of the same type: None, bool, int (of any size), float, str, bytes, list, tuple, dict,
 OrderedDict, Counter, set, frozenset, torch tensors, dtypes, devices and sizes, numpy arrays and scalars. Nothing else, and
 no pickle: an image may be read by others than its writer.
@@ -7,15 +10,20 @@ no pickle: an image may be read by others than its writer.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgpack
 import numpy as np
 import torch
 
-__all__ = ["UnsupportedValue", "equal", "pack", "unpack"]
+__all__ = ["MAX_DEPTH", "UnsupportedValue", "equal", "pack", "unpack"]
+
+# Of tuples, sets and the other types with a code. Lists and dicts have msgpack's own bound (511 to pack, 1,024 to unpack).
+MAX_DEPTH = 100
 
 (
     _TUPLE,
@@ -36,13 +44,26 @@ __all__ = ["UnsupportedValue", "equal", "pack", "unpack"]
 class UnsupportedValue(ValueError):
     """A value outside the closed set; the message holds its path from the root."""
 
-    def __init__(self, path: str, value: object) -> None:
+    def __init__(self, path: str, value: object, why: str = "") -> None:
         self.path = path
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         super().__init__(
-            f"{path} is a {kind}, which a snapshot cannot hold. Supported: None, bool, int, float, str, bytes, list, tuple, "
+            f"{path} cannot be held by a snapshot: {why}. Flatten it in state_dict()/load_state_dict()."
+            if why
+            else f"{path} is a {kind}, which a snapshot cannot hold. Supported: None, bool, int, float, str, bytes, list, tuple, "
             "dict, set, torch tensors, numpy arrays and scalars. Convert it in state_dict()/load_state_dict()."
         )
+
+
+class _TooDeep(ValueError):
+    """Values are nested deeper than `MAX_DEPTH`."""
+
+
+class _Depth(threading.local):
+    now = 0
+
+
+_depth = _Depth()
 
 
 def pack(value: object, path: str = "state") -> bytes:
@@ -53,13 +74,19 @@ def pack(value: object, path: str = "state") -> bytes:
     """
     try:
         return _packb(value)
+    except _TooDeep as error:
+        raise UnsupportedValue(path, value, str(error)) from error
     except (TypeError, ValueError, OverflowError) as error:
         _find_unsupported(value, path)
         raise UnsupportedValue(path, value) from error
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """The value that ``pack`` was given; tensors and arrays own their memory."""
+    """The value that ``pack`` was given; tensors and arrays own their memory.
+
+    Raises:
+        ValueError: ``data`` is not what ``pack`` makes.
+    """
     return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False, use_list=True)
 
 
@@ -76,7 +103,8 @@ def _packb(value: object) -> bytes:
 def _encode(value: Any) -> msgpack.ExtType:
     for kind, code, convert in _ENCODERS:
         if type(value) is kind or (code in _BY_BASE and isinstance(value, kind)):
-            return msgpack.ExtType(code, _packb(convert(value)))
+            with _deeper():
+                return msgpack.ExtType(code, _packb(convert(value)))
     raise TypeError(type(value).__name__)
 
 
@@ -160,7 +188,19 @@ _DECODERS: dict[int, Callable[[Any], object]] = {
 def _decode(code: int, data: bytes) -> object:
     if code not in _DECODERS:
         raise ValueError(f"unknown value code {code}: written by a newer version?")
-    return _DECODERS[code](unpack(data))
+    with _deeper():
+        return _DECODERS[code](unpack(data))
+
+
+@contextmanager
+def _deeper() -> Iterator[None]:
+    if _depth.now >= MAX_DEPTH:
+        raise _TooDeep(f"its values are nested more than {MAX_DEPTH} deep")
+    _depth.now += 1
+    try:
+        yield
+    finally:
+        _depth.now -= 1
 
 
 def _find_unsupported(value: Any, path: str) -> None:

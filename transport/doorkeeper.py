@@ -132,6 +132,13 @@ class Doorkeeper:
             self._refusals.refused("flood", visitor.source, why)
             self._shut(visitor)
 
+    def cut_node(self, fd: int, node: str) -> None:
+        """End a connection of a node that is not trusted any more; one of another node with this descriptor stays."""
+        with self._lock:
+            visitor, queue = self._by_fd.get(fd), self._queues.get(fd)
+        if visitor is not None and queue is not None and queue.node == node:
+            self._shut(visitor)
+
     def took(self, fd: int, size_bytes: int) -> None:
         """So much of what this connection received was taken from the socket."""
         queue = self._queues.get(fd)

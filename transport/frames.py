@@ -16,6 +16,8 @@ import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
+from ckptd.unpacking import unpack
+
 __all__ = [
     "MAX_BODY_BYTES",
     "MAX_CHUNK_BYTES",
@@ -196,11 +198,9 @@ def decode_answer(header: bytes | memoryview) -> Answer:
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], header: bytes | memoryview) -> T:
-    if len(header) > MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {len(header)} bytes")
     try:
-        return decoder.decode(header)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        return unpack(decoder, header, max_bytes=MAX_HEADER_BYTES)
+    except ValueError as error:
         raise ValueError(f"not a header: {error}") from error
 
 

@@ -6,6 +6,7 @@ REFUSED when the peer does not want us, until `restart`. Everything runs on the 
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ HEARTBEAT_TIMEOUT_MS = (
 )
 QUEUE = 4096  # messages; the window is the real bound, this one stops a peer that ignores it
 RECEIVE_BATCH = 16  # messages of one connection before others get their turn
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)  # may be over soon
 MONITORED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 Frames = Sequence[zmq.Frame]
@@ -92,11 +94,12 @@ class Lane:
 
         Raises:
             ValueError: the endpoint or the key is none.
+            OSError: this process has no descriptors or no memory left for it.
         """
         try:
             socket = self._wiring.context.socket(zmq.DEALER)
         except zmq.ZMQError as error:
-            raise ValueError(f"cannot connect to {self._endpoint}: {error}") from error
+            raise self._not_started(error) from error
         try:
             self._configure(socket)
             monitor = socket.get_monitor_socket(MONITORED)
@@ -104,11 +107,16 @@ class Lane:
         except (zmq.ZMQError, ValueError) as error:
             socket.disable_monitor()
             socket.close(linger=0)
-            raise ValueError(f"cannot connect to {self._endpoint}: {error}") from error
+            raise self._not_started(error) from error
         self.state = LaneState.DOWN
         self._socket, self._monitor = socket, monitor
         self._wiring.watch(monitor, self._monitored)
         self._wiring.watch(socket, self._readable)
+
+    def _not_started(self, error: Exception) -> Exception:
+        text = f"cannot connect to {self._endpoint}: {error}"
+        number = getattr(error, "errno", None)
+        return OSError(number, text) if number in EXHAUSTED else ValueError(text)
 
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
         socket.linger = 0

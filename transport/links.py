@@ -311,6 +311,10 @@ class PeerLink:
             self._not_before = now_s + LANE_RETRY_S
             self._refuse(str(error))
             return False
+        except OSError as error:  # not the peer's doing: what is asked of it waits, until it is due
+            self._not_before = now_s + LANE_RETRY_S
+            self._parts.garbage.refused("descriptors", "", f"a connection was not made: {error}")
+            return False
         return True
 
     def _chunk_lane_of(self, lane: Lane) -> ZmqChunkLane | None:

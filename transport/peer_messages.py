@@ -32,6 +32,7 @@ from ckptd.transport.messages import (
     SlotIndex,
     Text,
 )
+from ckptd.unpacking import unpack
 
 __all__ = [
     "PEER_PROTOCOL_VERSION",
@@ -307,6 +308,6 @@ def decode_peer(body: bytes) -> PeerMessage:
         ValueError: not one of ours, or its values are out of range.
     """
     try:
-        return _decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return unpack(_decoder, body)
+    except ValueError as error:
         raise ValueError(f"not a message between daemons: {error}") from error

@@ -44,6 +44,7 @@ class Connection:
     data: bool
     heard_at: float
     source: str = ""
+    fd: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +127,10 @@ class Server:
             self._answer(identity, f.Refuse(f.PROTOCOL, detail))
             return
         now_s = time.monotonic()
-        self._connections[identity] = Connection(ask.node, key, ask.data, now_s, source)
+        fd = header.get(zmq.SRCFD)
+        self._connections[identity] = Connection(ask.node, key, ask.data, now_s, source, fd)
         self._connections.move_to_end(identity)
-        self._parts.door.identified(header.get(zmq.SRCFD), ask.node)
+        self._parts.door.identified(fd, ask.node)
         if len(self._connections) > MAX_CONNECTIONS:
             self._connections.popitem(last=False)
         self._window_until = 0.0
@@ -162,6 +164,8 @@ class Server:
         )
         detail = f"the key of {connection.node} is not trusted any more"
         self._answer(identity, f.Refuse(f.PROTOCOL, detail))
+        # The answer may come too late: then the peer is refused when it connects again.
+        self._parts.door.cut_node(connection.fd, connection.node)
 
     def window(self) -> int:
         """Unanswered chunks for each connection: all together stay within the credits."""

@@ -129,7 +129,11 @@ class StreamLane:
             return  # given up meanwhile
         self.release_limbo()
         self.state = State.DIALING
-        self._stream = ClientStream(self._stream_events, ticket, name, keys)
+        try:
+            self._stream = ClientStream(self._stream_events, ticket, name, keys)
+        except RuntimeError as error:  # no more threads
+            logger.warning("no stream to %s: %s", name, error)
+            self._wait_to_dial()
 
     def control_lost(self) -> None:
         """The connection that tickets come over broke."""
@@ -189,9 +193,13 @@ class StreamLane:
         if (
             not stream.was_useful
         ):  # else somebody who breaks each one would have us dial without a pause
-            self._failures = min(self._failures + 1, 10)
-            delay_s = min(REDIAL_MAX_S, REDIAL_S * 2.0**self._failures)
-            self._not_before = time.monotonic() + delay_s
+            self._wait_to_dial()
+
+    def _wait_to_dial(self) -> None:
+        self.state = State.WANTED
+        self._failures = min(self._failures + 1, 10)
+        delay_s = min(REDIAL_MAX_S, REDIAL_S * 2.0**self._failures)
+        self._not_before = time.monotonic() + delay_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from ckptd.transport.messages import (
     Reply,
     Request,
 )
+from ckptd.unpacking import unpack
 
 __all__ = [
     "MAX_BODY_BYTES",
@@ -121,8 +122,8 @@ def decode_envelope(frames: Sequence[bytes]) -> Envelope:
     if len(frames[0]) > MAX_ENVELOPE_BYTES:
         raise WireError("envelope", f"an envelope of {len(frames[0])} bytes")
     try:
-        return _envelope_decoder.decode(frames[0])
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return unpack(_envelope_decoder, frames[0])
+    except ValueError as error:
         raise WireError("envelope", f"not an envelope: {error}") from error
 
 
@@ -144,8 +145,8 @@ def decode(frames: Sequence[bytes]) -> tuple[Envelope, Message]:
         text = f"a message of {len(body)} bytes; at most {MAX_BODY_BYTES} are read"
         raise WireError("oversize", text, envelope)
     try:
-        return envelope, _body_decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return envelope, unpack(_body_decoder, body, max_bytes=MAX_BODY_BYTES)
+    except ValueError as error:
         raise WireError("body", f"not a message: {error}", envelope) from error
 
 

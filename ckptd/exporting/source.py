@@ -11,6 +11,7 @@ import msgspec
 from ckptd.exporting.errors import ExportError
 from ckptd.exporting.plan import Share, SnapshotFacts
 from ckptd.storage.image_format import ImageTensor
+from ckptd.unpacking import unpack
 
 __all__ = ["CHUNK_BYTES", "Origin", "TensorSource", "facts_of"]
 
@@ -78,6 +79,9 @@ class _Told(msgspec.Struct, frozen=True):
     groups: dict[str, tuple[int, int]] = {}
 
 
+_decoder = msgspec.msgpack.Decoder(_Told)
+
+
 def facts_of(client: bytes, rank: int) -> SnapshotFacts:
     """What a trainer told of its snapshots; what can only be seen in them is left open.
 
@@ -88,8 +92,8 @@ def facts_of(client: bytes, rank: int) -> SnapshotFacts:
         ExportError: it contradicts itself.
     """
     try:
-        told = msgspec.msgpack.decode(client, type=_Told)
-    except msgspec.MsgspecError as error:
+        told = unpack(_decoder, client)
+    except ValueError as error:
         if (
             b"owners" in client
         ):  # then a part of the model may be elsewhere, and nobody would notice

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import msgspec
 
@@ -23,6 +23,7 @@ from ckptd.recovery.holdings import header_record, operators_id
 from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageError
 from ckptd.transport.messages import HeldSegment, HeldSlot, RankSnapshots, SegmentStatus, SlotInfo
+from ckptd.unpacking import unpack
 
 __all__ = [
     "held_segment",
@@ -36,6 +37,7 @@ __all__ = [
     "slot_record",
 ]
 
+_MAX_OPERATORS = 1 << 20  # as in a descriptor
 _WITH_IMAGE = (SlotState.FILLED, SlotState.SEALED, SlotState.QUARANTINED)
 
 
@@ -161,6 +163,28 @@ def _facts(told: SegmentDescriptor) -> bytes:
     return b"" if found is None else facts_to_wire({told.rank: found})
 
 
+class _Operators(msgspec.Struct):
+    operators: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MAX_OPERATORS)]
+
+
+class _Owners(msgspec.Struct):
+    owners: Annotated[list[int], msgspec.Meta(max_length=_MAX_OPERATORS)]
+
+
+class _Named(msgspec.Struct):
+    name: str
+
+
+_Listed = Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1, max_length=64)]
+
+_operators = msgspec.msgpack.Decoder(_Operators)
+_owners = msgspec.msgpack.Decoder(_Owners)
+_item: msgspec.msgpack.Decoder[str | _Named | list[msgspec.Raw]] = msgspec.msgpack.Decoder(
+    str | _Named | _Listed
+)
+_text = msgspec.msgpack.Decoder(str)
+
+
 def operator_names(client: bytes, num_operators: int, rank: int) -> tuple[str, ...]:
     """Operator names out of the trainer's part of a descriptor, or numbers if it has none.
 
@@ -169,15 +193,17 @@ def operator_names(client: bytes, num_operators: int, rank: int) -> tuple[str, .
     images hold each, and that is another one than ``rank``, the name says so.
     """
     try:
-        table = msgspec.msgpack.decode(client)
-    except (msgspec.MsgspecError, ValueError):
-        table = None
-    listed = table.get("operators") if isinstance(table, dict) else None
-    if not isinstance(listed, list) or len(listed) != num_operators:
+        listed = unpack(_operators, client).operators
+    except ValueError:
+        listed = []
+    if len(listed) != num_operators:
         return tuple(f"operator {i}" for i in range(num_operators))
     names = [_name_of(item, i) for i, item in enumerate(listed)]
-    owners = table.get("owners")
-    if not isinstance(owners, list) or len(owners) != num_operators:
+    try:
+        owners = unpack(_owners, client).owners
+    except ValueError:
+        owners = []
+    if len(owners) != num_operators:
         return tuple(names)
     ours = (-1, rank)
     return tuple(
@@ -236,9 +262,11 @@ def _anchors(segment: Segment, index: int, header: SlotHeader) -> int:
     return 0 if anchors >> segment.descriptor.num_operators else anchors
 
 
-def _name_of(item: Any, number: int) -> str:
-    if isinstance(item, dict):
-        item = item.get("name")
-    elif isinstance(item, list) and item:
-        item = item[0]
-    return item if isinstance(item, str) else f"operator {number}"
+def _name_of(item: msgspec.Raw, number: int) -> str:
+    try:
+        told = unpack(_item, item)
+        if isinstance(told, list):
+            told = unpack(_text, told[0])
+    except ValueError:
+        return f"operator {number}"
+    return told.name if isinstance(told, _Named) else told

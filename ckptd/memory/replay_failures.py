@@ -31,6 +31,7 @@ from ckptd.recovery.quarantine import (
     settled,
 )
 from ckptd.transport.messages import ReplayFailure, RunFailures
+from ckptd.unpacking import unpack
 
 __all__ = ["Quarantine"]
 
@@ -46,6 +47,9 @@ RunKey = tuple[str, str]  # job, run
 class _File(msgspec.Struct, frozen=True):
     format: int
     failures: tuple[ReplayFailure, ...]
+
+
+_decoder = msgspec.msgpack.Decoder(_File)
 
 
 class Quarantine:
@@ -75,11 +79,11 @@ class Quarantine:
             try:
                 if path.stat().st_size > _MOST_BYTES:
                     raise ValueError("it is too large")
-                found = msgspec.msgpack.decode(path.read_bytes(), type=_File)
+                found = unpack(_decoder, path.read_bytes(), max_bytes=_MOST_BYTES)
                 if found.format != _FORMAT:
                     raise ValueError(f"its format is {found.format}, not {_FORMAT}")
                 self._known[check_name(job, "job"), check_name(run, "run")] = found.failures
-            except (OSError, ValueError, msgspec.MsgspecError) as error:
+            except (OSError, ValueError) as error:
                 text = f"{path.name} is not heeded: {error}; what was quarantined may be replayed once more"
                 self._events.add("warning", "replays_unreadable", text)
 

@@ -36,6 +36,7 @@ from ckptd.errors import SegmentError
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_hints import PAGE_BYTES, PROLOGUE_BYTES, RingHint, write_ring_hint
 from ckptd.memory.segment_names import Kind
+from ckptd.unpacking import unpack
 
 __all__ = [
     "FORMAT_VERSION",
@@ -223,6 +224,9 @@ def plan_geometry(num_slots: int, slot_bytes: int, descriptor_len: int) -> Segme
     )
 
 
+_decoder = msgspec.msgpack.Decoder(SegmentDescriptor)
+
+
 def encode_descriptor(descriptor: SegmentDescriptor) -> bytes:
     """The descriptor as msgpack; its length is what `plan_geometry` asks for."""
     return msgspec.msgpack.encode(descriptor)
@@ -235,8 +239,8 @@ def decode_descriptor(payload: bytes | memoryview) -> SegmentDescriptor:
         SegmentError: it is not msgpack, or not a descriptor, or a number in it is out of range.
     """
     try:
-        return msgspec.msgpack.decode(payload, type=SegmentDescriptor)
-    except msgspec.DecodeError as error:
+        return unpack(_decoder, payload)
+    except ValueError as error:
         raise _bad(f"its descriptor cannot be read ({error})") from error
 
 

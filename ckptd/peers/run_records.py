@@ -23,6 +23,7 @@ from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.memory.segment_names import check_name
 from ckptd.private_files import replace_private_file
 from ckptd.transport.messages import Join, NodeCard, RunRecord
+from ckptd.unpacking import unpack
 
 __all__ = ["RunRecords", "decode_record", "encode_record"]
 
@@ -188,6 +189,9 @@ class RunRecords:
         return self._folder / f"{check_name(job, 'job')}~{check_name(run, 'run')}{RECORD_ENDS}"
 
 
+_decoder = msgspec.msgpack.Decoder(RunRecord)
+
+
 def encode_record(record: RunRecord) -> bytes:
     """The file of a record."""
     payload = msgspec.msgpack.encode(record)
@@ -214,8 +218,8 @@ def decode_record(data: bytes) -> RunRecord:
     if _DIGEST.unpack_from(data, end)[0] != xxhash.xxh3_64_intdigest(data[:end]):
         raise _bad("its digest does not match")
     try:
-        return msgspec.msgpack.decode(data[_FRONT.size : end], type=RunRecord)
-    except msgspec.DecodeError as error:
+        return unpack(_decoder, data[_FRONT.size : end], max_bytes=_MAX_BYTES)
+    except ValueError as error:
         raise _bad(f"it cannot be read ({error})") from error
 
 

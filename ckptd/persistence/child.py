@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import MsgspecError, Struct
+from msgspec import Struct
 
 from ckptd.peers.peer_link import Post
 from ckptd.persistence.wire import (
@@ -192,7 +192,7 @@ class StoreChild:
         try:
             while (message := life.channel.receive()) is not None:
                 self._post(lambda message=message: self._arrived(life, message))  # type: ignore[misc]
-        except (OSError, ValueError, MsgspecError) as error:
+        except (OSError, ValueError) as error:
             reason = f"its answers cannot be read: {error}"
         self._post(lambda: self._over(life, reason))
 

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ckptd.unpacking import unpack
+
 __all__ = [
     "Answer",
     "Channel",
@@ -353,7 +355,7 @@ class Channel:
         """The next message; None when the other end is gone.
 
         Raises:
-            OSError, msgspec.MsgspecError, ValueError: what comes is no message.
+            OSError, ValueError: what comes is no message.
         """
         head = self._exactly(_LENGTH.size)
         if head is None:
@@ -382,9 +384,9 @@ class Channel:
 
 def decode_to_keeper(body: bytes) -> Any:
     """A `ToKeeper` message."""
-    return _to_keeper.decode(body)
+    return unpack(_to_keeper, body, max_bytes=_MAX_FRAME)
 
 
 def decode_from_keeper(body: bytes) -> Any:
     """A `FromKeeper` message."""
-    return _from_keeper.decode(body)
+    return unpack(_from_keeper, body, max_bytes=_MAX_FRAME)

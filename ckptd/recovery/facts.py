@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from ckptd.errors import RemoteProtocolError
 from ckptd.recovery.tables import listed
+from ckptd.unpacking import unpack
 
 __all__ = [
     "RankFacts",
@@ -159,6 +160,7 @@ def _domains(
 # -- on the wire: equal lists once, as arithmetic progressions, because a domain may be every eighth of 16,384 ranks -----------------
 
 _Count = Annotated[int, Meta(ge=0, lt=1 << 24)]
+_MAX_BYTES = 1 << 30  # what ranks exchange of one node
 _MAX_RANKS = 1 << 24  # as of a segment's descriptor
 
 
@@ -200,11 +202,11 @@ def facts_from_wire(payloads: Iterable[bytes]) -> dict[int, RankFacts]:
     once: dict[tuple[int, ...], tuple[int, ...]] = {}
     for payload in payloads:
         try:
-            wire = _decoder.decode(payload)
+            wire = unpack(_decoder, payload, max_bytes=_MAX_BYTES)
             lists = [once.setdefault(ranks, ranks) for ranks in map(_ranks, wire.lists)]
             for rank, neighbours, domain, alike in wire.ranks:
                 facts[rank] = RankFacts(lists[neighbours], lists[domain], lists[alike])
-        except (msgspec.MsgspecError, ValueError, IndexError) as error:
+        except (ValueError, IndexError) as error:
             raise RemoteProtocolError(
                 f"what a node tells of whom its ranks communicate with cannot be read ({error})",
                 operation="plan recovery",
@@ -225,14 +227,17 @@ class _LogPayload(msgspec.Struct, frozen=True):
     facts: _LogFacts | None = None
 
 
+_log_decoder = msgspec.msgpack.Decoder(_LogPayload)
+
+
 def facts_of_log(client: bytes) -> RankFacts | None:
     """The facts in the trainer's part of a boundary log's descriptor.
 
     None where it tells none, or in a way that is not known here: then its rank has told nothing, which costs replay and no exactness.
     """
     try:
-        told = msgspec.msgpack.decode(client, type=_LogPayload).facts
-    except msgspec.MsgspecError:
+        told = unpack(_log_decoder, client).facts
+    except ValueError:
         return None
     if told is None:
         return None

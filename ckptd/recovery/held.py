@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from ckptd.errors import RemoteProtocolError
 from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.unpacking import unpack
 
 __all__ = ["STORE_NODE", "HeldRecords", "from_wire", "to_wire"]
 
@@ -48,8 +49,8 @@ def from_wire(payload: bytes) -> list[HeldRecords]:
         RemoteProtocolError: the payload is none, or contradicts itself.
     """
     try:
-        return [told.held() for told in _decoder.decode(payload)]
-    except (msgspec.MsgspecError, ValueError) as error:
+        return [told.held() for told in unpack(_decoder, payload, max_bytes=_MAX_BYTES)]
+    except ValueError as error:
         raise RemoteProtocolError(
             f"the holdings of a node cannot be read ({error})",
             operation="plan recovery",
@@ -57,6 +58,7 @@ def from_wire(payload: bytes) -> list[HeldRecords]:
         ) from error
 
 
+_MAX_BYTES = 1 << 30  # what ranks exchange of one node
 _Count = Annotated[int, Meta(ge=0)]
 _Number = Annotated[int, Meta(ge=-1)]
 

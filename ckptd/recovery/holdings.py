@@ -22,6 +22,7 @@ from ckptd.memory.segment_format import (
 from ckptd.memory.slots import least_starts, other_histories
 from ckptd.recovery.plan import HeldRecords, Piece
 from ckptd.transport.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, Holdings
+from ckptd.unpacking import unpack
 
 __all__ = ["epochs_begun", "fetch_piece", "header_record", "held_from_segments", "operators_id"]
 
@@ -58,6 +59,13 @@ def epochs_begun(told: Iterable[Holdings]) -> dict[int, int]:
     return least_starts(*({epoch: start} for epoch, start, _ in epochs if epoch not in others))
 
 
+class _Told(msgspec.Struct):
+    operators: msgspec.Raw
+
+
+_decoder = msgspec.msgpack.Decoder(_Told)
+
+
 def operators_id(descriptor: SegmentDescriptor) -> str:
     """Equal for segments whose operator ids mean the same; 32 hex digits.
 
@@ -65,9 +73,8 @@ def operators_id(descriptor: SegmentDescriptor) -> str:
     it has another form the whole of it counts: then nothing is taken for equal that might not be.
     """
     try:
-        told = msgspec.msgpack.decode(descriptor.client, type=dict[str, msgspec.Raw])
-        table = bytes(told["operators"])
-    except (msgspec.MsgspecError, KeyError):
+        table = bytes(unpack(_decoder, descriptor.client).operators)
+    except ValueError:
         table = descriptor.client
     return xxhash.xxh3_128_hexdigest(table)
 

@@ -32,6 +32,7 @@ from ckptd.schedules.switching import (
     TellReady,
     Watch,
 )
+from ckptd.unpacking import unpack
 
 __all__ = ["Access", "Add", "Delete", "Get", "Has", "Steps", "Swap", "accesses"]
 
@@ -87,11 +88,15 @@ class _Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     why: str = ""
 
 
+_proposal_decoder = msgspec.msgpack.Decoder(_Proposal)
+_outcome_decoder = msgspec.msgpack.Decoder(_Outcome)
+
+
 def accesses(ask: Ask, world_size: int) -> Steps:
     """The accesses that answer a question.
 
     Raises:
-        msgspec.MsgspecError: another program has written to our keys.
+        ValueError: another program has written to our keys.
     """
     match ask:
         case Propose():
@@ -169,11 +174,11 @@ def _raise_to(key: str, value: int) -> Steps:
 
 def _proposed(number: int, held: bytes | int) -> Proposed:
     assert isinstance(held, bytes)
-    proposal = msgspec.msgpack.decode(held, type=_Proposal)
+    proposal = unpack(_proposal_decoder, held)
     return Proposed(number, proposal.change, proposal.margin_s)
 
 
 def _decided(number: int, held: bytes | int) -> Decided:
     assert isinstance(held, bytes)
-    outcome = msgspec.msgpack.decode(held, type=_Outcome)
+    outcome = unpack(_outcome_decoder, held)
     return Decided(number, outcome.at, outcome.why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -179,6 +180,31 @@ def test_equality_is_of_bits_and_types() -> None:
     assert not values.equal(1, 1.0)
     assert not values.equal([1], (1,))
     assert values.equal({3, 1, 2}, {2, 3, 1})
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = (value,)
+    return value
+
+
+def test_values_that_are_nested_deeply_are_refused_and_end_no_process() -> None:
+    """330 tuples in each other filled the C stack: the trainer died of SIGSEGV, at packing its own or at reading another's."""
+    deepest = nested(values.MAX_DEPTH)
+    assert values.unpack(values.pack(deepest)) == deepest
+    with pytest.raises(
+        values.UnsupportedValue, match=r"state cannot be held.*nested more than 100 deep"
+    ):
+        values.pack(nested(values.MAX_DEPTH + 1))
+    data = msgpack.packb(1)
+    for _ in range(3000):
+        data = msgpack.packb(msgpack.ExtType(1, b"\x91" + data))
+    with pytest.raises(ValueError, match="nested more than 100 deep"):
+        values.unpack(data)
+    assert values.unpack(values.pack(deepest)) == deepest, (
+        "the depth of what was refused is not kept"
+    )
 
 
 def test_an_unknown_code_is_from_a_newer_version() -> None:

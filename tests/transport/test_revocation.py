@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from ckptd.transport.frames import PROTOCOL, Open, encode
 from ckptd.transport.keys import Keys, trust, untrust
 from ckptd.transport.stream_fabric import StreamFabric
 from ckptd.transport.verbs import Access, Fault, Scope
@@ -98,3 +101,28 @@ def test_another_key_of_a_node_ends_what_its_old_key_has_open(
     put = peer.put(memoryview(b"2"), region.key, deadline_s=3).wait(WAIT_S)
     assert put.fault in (Fault.REFUSED, Fault.DEADLINE)
     assert target == b"1"
+
+
+def test_the_connection_of_a_node_that_is_untrusted_is_cut(
+    tmp_path: Path, make: MakeFabric
+) -> None:
+    """It was only not served any more: whoever has a key that was taken back kept descriptors and memory here for as long as it
+    liked."""
+    there = make("there")
+    keys = Keys.create(tmp_path / "here")
+    trust(tmp_path / "there", "here", keys.public)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as here:
+        here.linger = 0
+        here.curve_publickey, here.curve_secretkey = keys.public.encode(), keys.secret.encode()
+        here.curve_serverkey = there.address.public_key.encode()
+        with here.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            here.connect(there.address.endpoint)
+            here.send(encode(Open(PROTOCOL, "here", "there", False)))
+            assert here.poll(int(WAIT_S * 1000)), "it is not let in"
+            here.recv()
+            untrust(tmp_path / "there", "here")
+            until(lambda: there.counters.revoked == 1)
+            assert monitor.poll(int(WAIT_S * 1000)), "it is still connected"
+            assert recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+            until(lambda: there.refusals.counts["key"] >= 1)  # it knocks again, in vain
+            here.disable_monitor()
