@@ -212,7 +212,10 @@ def _live(part: Part, log: Log) -> bool:
     state = {f"scheduler {i}": each for i, each in enumerate(schedulers)}
     if part.die_before_loading:
         os.kill(os.getpid(), signal.SIGKILL)
-    ckpt = job.checkpointer(model, optimizer, state)
+    # A rank that dies waits in its step for the copies of that step's snapshot. Copied beside training, a snapshot is sealed only when its
+    # sources are looked at again before the optimizer's step, and nobody comes there while the others wait for that rank.
+    waits = part.patient_until > 0 or part.die_at >= 0
+    ckpt = job.checkpointer(model, optimizer, state, inline_copy=True if waits else None)
     job.check_replicas()
     if part.spoil and part.rank == 0 and shards is not None:
         next(iter(shards.optimizer.state.values()))["exp_avg"].zero_()
@@ -314,7 +317,7 @@ def _wait_for_copies(ckpt: Checkpointer, step: int) -> None:
     until = time.monotonic() + _PATIENCE_S
     assert ckpt._memory is not None
     while ckpt._memory.table.ring_hint.floor < step:
-        assert time.monotonic() < until, f"no floor at {step}: {ckpt._memory.table.ring_hint}"
+        assert time.monotonic() < until, f"no floor at {step}: {ckpt._memory.table.ring_hint}, {ckpt.stats()}"  # fmt: skip
         time.sleep(0.01)
 
 
