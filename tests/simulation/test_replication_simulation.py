@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 from ckptd.replication.replicas import Admit, Deny, Promise, admit
-from tests.simulation.replication_world import WorldConfig, play
+from tests.simulation.own_copies import play_own_copies
+from tests.simulation.replication_world import World, WorldConfig, play
 from tests.simulation.single_losses import ROWS, play_row
 
 SEEDS = int(os.environ.get("CKPTD_SIM_REPLICATION_SEEDS", "200"))
 SINGLE_LOSSES = int(os.environ.get("CKPTD_SIM_SINGLE_LOSSES", "6"))
+Play = Callable[..., World]  # of a seed, and a config
 # Whatever of this never occurred was not tested.
 TROUBLE = (
     "began anew", "busy", "cut off", "daemon crashed", "destroyed", "digest", "fetched", "floor moved",
@@ -51,19 +53,33 @@ def test_a_seed_replays_exactly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "seed"),
+    ("config", "play_one"),
     [
-        (WorldConfig(reads_anew=False), 83),
-        (WorldConfig(carries=False), 35),
-        (WorldConfig(counts_span=False), 658),
+        (WorldConfig(reads_anew=False), play_own_copies),
+        (WorldConfig(carries=False), lambda seed, config=None: play_row(seed, "away", config)),
+        (WorldConfig(counts_span=False), play_own_copies),
     ],
     ids=["anew", "carries", "span"],
 )
-def test_a_rule_that_is_left_out_is_missed(config: WorldConfig, seed: int) -> None:
-    """What each of them says is in `WorldConfig`; the seed is one that shows why."""
-    play(seed)
-    with pytest.raises(AssertionError, match=r"\([cf]\)"):
-        play(seed, config)
+def test_a_rule_that_is_left_out_is_missed(config: WorldConfig, play_one: Play) -> None:
+    """What each of them says is in `WorldConfig`. No seed is named here: each change of the simulation moves what a seed draws.
+
+    So the world is one in which the rule is missed in one seed of twenty or more, and the first such seed must be among 120; with the rule it
+    keeps every promise.
+    """
+    missed = next((seed for seed in range(120) if _breaks(play_one, seed, config)), None)
+    assert missed is not None, "nothing shows any more why the rule is there"
+    play_one(missed)
+
+
+def _breaks(play_one: Play, seed: int, config: WorldConfig) -> bool:
+    try:
+        play_one(seed, config)
+    except AssertionError as broken:
+        if not str(broken).startswith(("(c)", "(f)")):
+            raise
+        return True
+    return False
 
 
 @pytest.mark.slow
