@@ -61,6 +61,7 @@ from ckptd.transport.messages import (
     SeeRun,
 )
 from ckptd.transport.verbs import Fabric
+from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
 __all__ = ["Peering"]
@@ -69,6 +70,8 @@ logger = logging.getLogger(__name__)
 
 _RUN_IDLE_S = 3600.0  # a run that joined and has had no segment here since
 _MAX_UNSERVED = 1024  # requests of one peer: more than a node of hundreds of ranks has at a time
+_MAX_UNSERVED_BYTES = 64 << 20  # of one peer: two of the largest
+_MAX_ALL_UNSERVED_BYTES = 256 << 20  # of all peers together
 _WAITS = 16_384  # more than tickets and reads together
 _FORGED_EVERY_S = (
     10.0  # an event for all since the last one: who forges streams does not fill the log
@@ -120,6 +123,7 @@ class Peering:
         ] = {}  # node: the epoch it was told of
         self._quiet = QuietGate()
         self._unserved: Counter[str] = Counter()  # requests of peers that wait for the loop thread
+        self._unserved_bytes: Counter[str] = Counter()
         self._unserved_lock = threading.Lock()
         self.fabric: Fabric | None = make_fabric(
             config, store.node_id, self._arrived, self._quiet, self._turned_away
@@ -597,19 +601,35 @@ class Peering:
     def _arrived(self, peer: str, body: bytes, answer: Callable[[bytes], None]) -> None:
         """On a fabric's thread. What waits for the loop thread is bounded, for each peer."""
         with self._unserved_lock:
-            full = self._unserved[peer] >= _MAX_UNSERVED
-            self._unserved[peer] += not full
+            full = self._too_many_wait(peer, len(body))
+            if not full:
+                self._unserved[peer] += 1
+                self._unserved_bytes[peer] += len(body)
         if full:
-            text = f"{_MAX_UNSERVED} requests of {peer} wait already"
-            answer(p.encode_peer(p.PeerRefused("busy", text, "try again")))
+            self._post(lambda: self._events.count("peer_busy"))
+            answer(p.encode_peer(p.PeerRefused("busy", full, "try again")))
             return
         self._post(lambda: self._serve_next(peer, body, answer))
+
+    def _too_many_wait(self, peer: str, size_bytes: int) -> str:
+        """Why a request of this size does not get a place; "" if it does. One of each peer does, whatever its size."""
+        if not self._unserved[peer]:
+            return ""
+        if self._unserved[peer] >= _MAX_UNSERVED:
+            return f"{_MAX_UNSERVED} requests of {peer} wait already"
+        if self._unserved_bytes[peer] + size_bytes > _MAX_UNSERVED_BYTES:
+            return f"{format_bytes(self._unserved_bytes[peer])} of requests of {peer} wait already"
+        total = self._unserved_bytes.total()
+        if total + size_bytes > _MAX_ALL_UNSERVED_BYTES:
+            return f"{format_bytes(total)} of requests wait already"
+        return ""
 
     def _serve_next(self, peer: str, body: bytes, answer: Callable[[bytes], None]) -> None:
         with self._unserved_lock:
             self._unserved[peer] -= 1
+            self._unserved_bytes[peer] -= len(body)
             if not self._unserved[peer]:
-                del self._unserved[peer]
+                del self._unserved[peer], self._unserved_bytes[peer]
         self._serve(peer, body, answer)
 
     def _turned_away(self, text: str) -> None:
