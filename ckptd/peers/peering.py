@@ -34,6 +34,7 @@ from ckptd.peers.hosting import Host, local_holdings
 from ckptd.peers.neighbours import NeighbourEvents, Neighbours
 from ckptd.peers.peer_link import PeerLink, Post
 from ckptd.peers.quiet import QuietGate
+from ckptd.peers.record_updates import RecordUpdates
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.peers.run_records import RunRecords
 from ckptd.peers.runs import Run
@@ -137,6 +138,13 @@ class Peering:
             everybody=config.peer_access == "trusted",
         )
         self._guard = RunGuard(access, events, record_of=self.records.of, clock=clock)
+        self._updates = RecordUpdates(
+            store.node_id,
+            record_of=self.records.of,
+            reach=self._reach,
+            learn=self._learn_record,
+            clock=clock,
+        )
         self.neighbours = Neighbours(
             config,
             store.node_id,
@@ -413,6 +421,7 @@ class Peering:
         """Take over the replicas that an earlier daemon left; what it had brought for trainers to read goes."""
         self.fetches.copies.sweep()
         self.records.adopt()
+        self._updates.adopted([(record.job, record.run) for record in self.records])
         self.quarantine.adopt()
         self._adopted(self.replicas.adopt())
 
@@ -448,6 +457,7 @@ class Peering:
             self._guarded("replicas", partial(self.host.tick, now_s))
         retain_s = self._config.retain_detached_s
         self._guarded("records", lambda: self.records.expire(now_s, retain_s, self._is_wanted))
+        self._guarded("updates", self._updates.tick)
         self._guarded("fetches", self.fetches.tick)
         self._guarded("quarantine", self.quarantine.tick)
         if self.fabric is not None:
@@ -527,8 +537,13 @@ class Peering:
 
     def _told_of_run(self, peer: str, record: RunRecord) -> p.PeerReply:
         """One of its members tells who takes part in a run of which no rank is here."""
-        names = {member.card.node for member in record.members}
-        if peer not in names or self._store.node_id not in {card.node for card in record.cards}:
+        if peer not in {member.card.node for member in record.members}:
+            return p.PeerRefused("bad_message", f"{peer} does not take part in it")
+        return self._learn_record(peer, record)
+
+    def _learn_record(self, peer: str, record: RunRecord) -> p.PeerReply:
+        """A member, of now or before, tells who takes part in a run."""
+        if self._store.node_id not in {card.node for card in record.cards}:
             return p.PeerRefused("bad_message", f"{peer} and this node do not both take part in it")
         known = self.records.of(record.job, record.run)
         newest = -1 if known is None else known.newest_epoch
@@ -647,6 +662,7 @@ class Peering:
         refused = self._guard.refusal(peer, message)
         if refused is not None:
             reply(refused)
+            self._updates.refused(message)
         elif isinstance(message, p.PeerHello):
             if self.host is not None:
                 self.host.heard(peer, message.boot_id)

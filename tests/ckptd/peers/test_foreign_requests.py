@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 import pytest
 
 from ckptd.events import EventLog
 from ckptd.memory.ring import SlotState
 from ckptd.peers.guard import RunGuard
+from ckptd.peers.record_updates import RecordUpdates
 from ckptd.replication.access import RunAccess
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import (
@@ -154,3 +158,72 @@ def test_a_members_reads_are_told_of() -> None:
     guarded = Guarded()
     assert guarded.guard.refusal("a", p.OpenRead("job", "run", "name", 0, 1)) is None
     assert guarded.messages() == ["job/run: a reads snapshots"]
+
+
+class Asked:
+    """Links that remember what was asked of whom."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, GetHoldings]] = []
+        self.answers: dict[str, Holdings] = {}
+
+    def reach(self, cards: Sequence[NodeCard]) -> Any:
+        return [(card, _Link(self, card.node), 1.0) for card in cards]
+
+
+class _Link:
+    def __init__(self, asked: Asked, node: str) -> None:
+        self._asked, self._node = asked, node
+
+    def ask(self, message: Any, _: type, told: Any, failed: Any, *, timeout_s: float) -> None:
+        self._asked.said.append((self._node, message))
+        answer = self._asked.answers.get(self._node)
+        told(answer) if answer is not None else failed("silent", "no answer")
+
+
+def test_who_was_refused_is_asked_after_at_members_seldom_and_never_believed_itself() -> None:
+    """A node that was away refused the new speaker of a run, which it did not know, until another member told it by chance."""
+    now_s, asked, learned = [0.0], Asked(), list[tuple[str, RunRecord]]()
+    updates = RecordUpdates(
+        "b",
+        record_of=lambda job, run: RECORD if (job, run) == ("job", "run") else None,
+        reach=asked.reach,
+        learn=lambda node, record: learned.append((node, record)),
+        clock=lambda: now_s[0],
+    )
+    newer = msgspec.structs.replace(
+        RECORD, epoch=9, members=(*RECORD.members, Member(NodeCard("c", "tcp://127.0.0.1:3"), (2,)))
+    )
+    claim = p.TellRun(newer)
+    updates.refused(claim)
+    assert (asked.said, learned) == ([("a", GetHoldings("job", "run"))], [])
+    updates.refused(claim)
+    updates.refused(p.TellRun(msgspec.structs.replace(newer, run="unknown")))
+    assert len(asked.said) == 1, "at most every five seconds, and of runs that are known here"
+    now_s[0] = 6.0
+    asked.answers["a"] = Holdings("a", (), record=newer)
+    updates.refused(claim)
+    assert learned == [("a", newer)]
+    asked.answers["a"] = Holdings("impostor", (), record=newer)
+    now_s[0] = 12.0
+    updates.refused(claim)
+    assert len(learned) == 1
+
+
+def test_after_a_start_members_are_asked_until_one_answers() -> None:
+    now_s, asked, learned = [0.0], Asked(), list[str]()
+    updates = RecordUpdates(
+        "b",
+        record_of=lambda *_: RECORD,
+        reach=asked.reach,
+        learn=lambda node, _: learned.append(node),
+        clock=lambda: now_s[0],
+    )
+    updates.adopted([("job", "run")])
+    for tick in range(20):
+        now_s[0] = float(tick)
+        updates.tick()
+        if tick == 7:
+            asked.answers["a"] = Holdings("a", (), record=RECORD)
+    assert [node for node, _ in asked.said] == ["a", "a", "a"]
+    assert learned == ["a"]

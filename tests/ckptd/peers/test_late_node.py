@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptd.errors import DaemonUnavailable
+from ckptd.peers.run_records import decode_record
 from tests.ckptd.nodes import Net
 from tests.ckptd.peers_harness import Job
 from tests.ckptd.running import eventually
@@ -163,3 +164,28 @@ def test_a_damaged_record_means_that_nobody_knows_not_that_nobody_takes_part() -
         assert not list(first.segment_dir.glob("*.run*"))
         again.start()
         again.end()
+
+
+def test_a_late_node_hears_of_a_new_speaker_from_a_member_that_both_know() -> None:
+    """Node 2 was away when node 1 went on with node 0, and each of nodes 0 and 2 had never heard of the other. Node 0 is the one that tells who
+    takes part, so that node 2 was told nothing of the new epoch for as long as node 1 lived, and would have refused node 0."""
+    with Net(3, peer_deadline_s="2").up() as net:
+        speaker, member, late = net.nodes
+        assert speaker.name < member.name
+        job = Job(net, [member, late], replicas=1)
+        job.start()
+        job.record(0, 1)
+        job.await_replicas(1, 1)
+        job.end()
+        late.kill()
+        second = Job(net, [speaker, member], replicas=1)
+        second.written = job.written
+        assert second.resume() == 1
+        late.launch()
+        path = late.segment_dir / "job~run.run"
+        eventually(
+            lambda: speaker.name in {m.card.node for m in decode_record(path.read_bytes()).members},
+            "the late node knows who takes part now",
+            timeout_s=60,
+        )
+        second.end()
