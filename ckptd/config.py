@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptd.printable import HIDDEN, hide_options, hide_secrets
+from ckptd.printable import HIDDEN, for_json, hide_options, hide_secrets
 from ckptd.settings import DaemonConfig
 from ckptd.transport.local_trust import own_users, user_name
 
@@ -173,7 +173,7 @@ def render_toml(loaded: LoadedConfig) -> str:
         value = getattr(loaded.config, key)
         if key in _SECRETIVE and value:
             value = _without_secrets(key, value)
-        text = json.dumps(value, ensure_ascii=False)
+        text = for_json(json.dumps(value, ensure_ascii=False))
         lines.append(f"{key} = {text}  # {loaded.sources[key]}")
     return "\n".join(lines) + "\n"
 

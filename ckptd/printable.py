@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-__all__ = ["HIDDEN", "for_terminal", "hide_options", "hide_secrets", "one_line"]
+__all__ = ["HIDDEN", "for_json", "for_terminal", "hide_options", "hide_secrets", "one_line"]
 
 HIDDEN = "***"
 
@@ -24,10 +24,12 @@ _PAIR = re.compile(rf"(?i)({_SECRET}[\w.-]{{0,64}}=)[^&\s'\",;)}}]+")
 _FIELD = re.compile(rf"(?i)({_SECRET}[\w.-]{{0,64}}['\"]\s{{0,8}}:\s{{0,8}})(\"[^\"]*\"|'[^']*')")
 _SECRET_NAME = re.compile(rf"(?i){_SECRET}|^key$|^auth$")
 # Controls of C0 and C1, other line ends, and what turns the direction of text.
-_CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+_CONTROL = (
+    r"\x00-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+)
 _STEERS = re.compile(f"[{_CONTROL}]")
-# Of a text of several lines: colours are ours, too.
-_STEERS_TERMINAL = re.compile(rf"(?!\n)(?!\x1b\[[0-9;]*m)[{_CONTROL}]")
+# Of a text of several lines: line ends are ours, and the one colour that we use and its end. Others could hide text.
+_STEERS_TERMINAL = re.compile(rf"(?!\n)(?!\x1b\[(?:0|97;48;5;[0-9]{{1,3}})m)[{_CONTROL}]")
 
 
 def hide_secrets(text: str) -> str:
@@ -45,6 +47,11 @@ def one_line(text: str) -> str:
 def for_terminal(text: str) -> str:
     """The same for text of several lines."""
     return _STEERS_TERMINAL.sub(_escaped, hide_secrets(text))
+
+
+def for_json(encoded: str) -> str:
+    """A JSON document as it can be printed; it means the same. Encoders escape the controls below U+0020 only, and a terminal heeds others."""
+    return _STEERS.sub(lambda found: f"\\u{ord(found[0]):04x}", encoded)
 
 
 def hide_options(options: str) -> str:

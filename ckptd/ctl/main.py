@@ -45,7 +45,7 @@ from ckptd.ctl.store_access import StoreProblem
 from ckptd.errors import DaemonUnavailable, ElasticError, RemoteProtocolError
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.launch import answers, connect
-from ckptd.printable import for_terminal
+from ckptd.printable import for_json, for_terminal
 from ckptd.storage.signing import SigningError
 from ckptd.transport import messages as m
 from ckptd.transport.keys import KeysError
@@ -288,7 +288,7 @@ def _rank(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace, answer: Any, text: Callable[[], str]) -> None:
     if args.json:
-        print(msgspec.json.encode(answer).decode())
+        print(for_json(msgspec.json.encode(answer).decode()))
     else:
         print(for_terminal(text()))
 
@@ -297,7 +297,7 @@ def _fail(args: argparse.Namespace, code: int, message: str) -> int:
     message = for_terminal(message)
     print(f"ckptctl: {message}", file=sys.stderr)
     if args.json:
-        print(msgspec.json.encode({"error": message, "exit_status": code}).decode())
+        print(for_json(msgspec.json.encode({"error": message, "exit_status": code}).decode()))
     return code
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
+from ckptd.printable import one_line
 from ckptd.units import format_age, format_bytes
 
 __all__ = ["ProgressBar", "progress_line"]
@@ -38,7 +39,7 @@ class ProgressBar:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._what, self._total_bytes = what, total_bytes
+        self._what, self._total_bytes = one_line(what), total_bytes
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._shown = not quiet and self._stream.isatty()

@@ -10,14 +10,15 @@ import signal
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ckptd.config import load_config, render_toml
 from ckptd.events import EventLog
 from ckptd.launch import ensure_daemon
 from ckptd.logs import set_up_logging
-from ckptd.printable import for_terminal, hide_options, hide_secrets, one_line
-from ckptd.transport.messages import Notice
+from ckptd.printable import for_json, for_terminal, hide_options, hide_secrets, one_line
+from ckptd.transport.messages import Notice, Ping, Report
 from tests.ckptd.running import attach, eventually, running_daemon
 
 SECRET = "hunter2-very-secret"
@@ -55,7 +56,50 @@ def test_options_keep_what_is_not_secret() -> None:
 
 def test_controls_are_escaped() -> None:
     assert one_line("a\nb\x1b[2J\u202ec\x9b\x7f") == "a\\nb\\x1b[2J\\u202ec\\x9b\\x7f"
-    assert for_terminal("a\n\x1b[31mred\x1b[0m\x1b[2J") == "a\n\x1b[31mred\x1b[0m\\x1b[2J"
+    assert (
+        for_terminal("a\n\x1b[97;48;5;52m7\x1b[0m\x1b[2J") == "a\n\x1b[97;48;5;52m7\x1b[0m\\x1b[2J"
+    )
+
+
+def test_colours_of_others_hide_no_text() -> None:
+    """Any colour passed to the terminal, whoever had said it: with `\\x1b[8m` a peer's refusal could hide what came after it."""
+    assert for_terminal("a\x1b[8mb\x1b[30;40mc") == "a\\x1b[8mb\\x1b[30;40mc"
+
+
+STEERING = "a\x1b[2J\x7f\x9b\x85\u061c\u200f\u202e\u2066\u2028é"
+
+
+def test_a_json_document_steers_no_terminal_and_means_the_same() -> None:
+    """Encoders escape what is below U+0020: U+009B alone begins a command for a terminal, and U+202E turns the direction of what follows."""
+    encoded = for_json(msgspec.json.encode({STEERING: [STEERING]}).decode())
+    assert json.loads(encoded) == {STEERING: [STEERING]}
+    assert "é" in encoded
+    assert not any(c in encoded for c in STEERING[1:-1] if not c.isascii() or not c.isprintable())
+
+
+def test_what_ckptctl_prints_as_json_steers_no_terminal() -> None:
+    """A trainer names its counters: the names were printed as they were in `ckptctl status --json`."""
+    with running_daemon() as daemon, daemon.client() as client:
+        attach(client)
+        client.send(Report(1, {STEERING: 1.0}))
+        client.request(Ping())
+        listed, shown = daemon.ctl("status", "--json").stdout, daemon.ctl("status").stdout
+    assert STEERING in json.loads(listed)["sessions"][0]["metrics"]
+    assert "\\u202e" in listed
+    assert "\\u202e" in shown
+    for character in "\x1b\x7f\x9b\x85\u061c\u200f\u202e\u2066\u2028":
+        assert character not in listed + shown, ascii(character)
+
+
+def test_the_printed_configuration_steers_no_terminal_either(tmp_path: Path) -> None:
+    printed = render_toml(
+        load_config({"node_id": "n1", "segment_dir": "/dev/shm/a\x7f\u202e"}, environ={})
+    )
+    assert "\x7f" not in printed
+    assert "\u202e" not in printed
+    again = tmp_path / "printed.toml"
+    again.write_text(printed, encoding="utf-8")
+    assert load_config(file=str(again), environ={}).config.segment_dir == "/dev/shm/a\x7f\u202e"
 
 
 def test_print_config_hides_credentials() -> None:
