@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptd.client.kept_state import KeptState
 from ckptd.client.names import (
     named_buffers,
     named_modules,
@@ -47,8 +48,12 @@ class Binding:
         model: its parameters and buffers are captured.
         optimizers: torch optimizers that together update the parameters.
         masters: ``{parameter name: fp32 master tensor}``; None finds them by value.
+        given: the optimizers as the user has them, wrappers included; None if there are no wrappers.
     Raises:
-        ValueError: a master's name or shape is wrong, or a parameter is updated by two optimizers.
+        ValueError: a master's name or shape is wrong, a parameter is updated by two optimizers, or one keeps what cannot be captured.
+
+    Attributes:
+        kept: what the optimizers keep beside the tensors per parameter.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Binding:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         masters: Mapping[str, Tensor] | None,
+        given: Sequence[Any] | None = None,
     ) -> None:
         self.model = model
         self.optimizers = list(optimizers)
@@ -69,7 +75,9 @@ class Binding:
             else _by_plain_name(masters, model)
         )
         self._check_masters(masters is not None, {id(t) for t, _, _ in owner.values()})
+        self._recorded: dict[str, tuple[StateSpec, ...]] = {}
         self._bind(owner)
+        self.kept = KeptState(self, self.optimizers if given is None else given)
 
     def group_key(self) -> tuple[int, ...]:
         """Changes when parameters are added to (or taken from) the optimizers' groups."""
@@ -96,7 +104,6 @@ class Binding:
         kept = {id(t) for k in self.keepers for g in k.param_groups for t in g["params"]}
         self.elsewhere = frozenset(n for n in self.owner if id(self.held(n)) not in kept)
         self._probes: dict[tuple[object, ...], ProbeResult] = {}
-        self._plain: list[str] | None = None
         self._inseparable: frozenset[str] | None = None
         self._observed: dict[str, tuple[StateSpec, ...]] = {}
 
@@ -199,37 +206,43 @@ class Binding:
             for name in self.params
             if (p := self.probe(name)) is not None and not p.independent
         }
+        reasons.update(dict.fromkeys(self.kept.wrappers()))
         return list(reasons)
 
     def specs(self, name: str) -> tuple[StateSpec, ...]:
-        """The optimizer state to keep for this parameter: what is there, completed by what the probe saw."""
-        probe = self.probe(name)
-        if probe is None or name in self.elsewhere:
+        """The optimizer state to keep for this parameter: what is there; before there is any, what was recorded, or what the probe saw."""
+        if name not in self.owner or name in self.elsewhere:
             return ()
         live = state_specs(
             local(self.held(name)), {k: _local_value(v) for k, v in self.state(name).items()}
         )
+        if any(s.is_tensor for s in live):
+            if all(s.kind != "none" for s in live):
+                return live
+            later = {s.key: s for s in self._expected(name)}
+            return tuple(later.get(s.key, s) if s.kind == "none" else s for s in live)
+        return live or self._expected(name)
+
+    def recall(self, recorded: Mapping[str, tuple[StateSpec, ...]]) -> None:
+        """The state that was recorded for each parameter: it says more than a probe of what there will be."""
+        self._recorded = dict(recorded)
+
+    def _expected(self, name: str) -> tuple[StateSpec, ...]:
+        probe = self.probe(name)
+        assert probe is not None
         known = {s.key: s for s in probe.state}
+        if name in self._recorded:
+            found = {s.key: s for s in self._recorded[name]}
+            found.update({k: s for k, s in known.items() if not s.is_tensor and k not in found})
+            found.update({k: s for k, s in known.items() if s.kind == "scalar" and k not in found})
+            return tuple(found.values())
         if any(s.kind == "tensor" for s in probe.state):
             if name not in self._observed:
                 self._observed[name] = observe_state(
-                    self.keeper(name), self.group(name), local(self.held(name))
+                    self.keeper(name), self.group(name), local(self.held(name)), probe.state
                 )
             known.update({s.key: s for s in self._observed[name]})
-        known.update({s.key: s for s in live if s.kind != "none" or s.key not in known})
         return tuple(known.values())
-
-    def plain_state_names(self) -> list[str]:
-        """Parameters whose optimizer state holds values that are no tensors, by the probe."""
-        if self._plain is None:
-            self._plain = [
-                n
-                for n in self.owner
-                if n not in self.elsewhere
-                and (p := self.probe(n)) is not None
-                and any(s.kind in ("python", "none") for s in p.state)
-            ]
-        return self._plain
 
     def buffers(self) -> dict[str, Tensor]:
         """All buffers that hold data, persistent or not."""

@@ -250,7 +250,6 @@ class Capture:
         self._sequence = table.next_sequence()
         self._sources: dict[int, LiveSources] = {}
         self._splits: dict[int, CopySplit] = {}
-        self._state_size = -1
         # Buffers seen to change while they were copied are copied by the training thread instead.
         self._restless = restless
         self._small = {
@@ -559,16 +558,6 @@ class Capture:
         if split.packed_at_once:
             return split, list, [*split.restless, *sources.packed_items(packed)]
         return split, lambda: sources.packed_items(packed), split.restless
-
-    def unknown_state(self) -> str:
-        """Optimizer state that the current plans do not capture; empty if there is none."""
-        sources = next(
-            iter(self._sources.values()), None
-        )  # every phase knows the same: one of them can tell
-        if sources is None or (size := sources.state_size()) == self._state_size:
-            return ""
-        self._state_size = size
-        return sources.unknown_state()
 
 
 def some(names: set[str], most: int = 3) -> str:

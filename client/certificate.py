@@ -56,7 +56,9 @@ class DenseState:
         self.tensors = {name: t.clone() for name, t in _tensors(binding).items()}
         self._grads = {id(p): None if p.grad is None else p.grad.clone() for p in _owners(binding)}
         self._optimizer = [{p: dict(s) for p, s in o.state.items()} for o in binding.keepers]
-        self._plain = values.pack(_plain_state(binding))
+        binding.kept.look(binding.kept.specs)
+        self._plain = values.pack(binding.kept.python())
+        self._kept = binding.kept.gather()
         self.rng = capture_rng()
         self._groups = gather_groups(binding)
         self._packed_state = {
@@ -75,8 +77,12 @@ class DenseState:
             for n in dict.fromkeys([*self.tensors, *live])
             if n not in live or n not in self.tensors or not _same(live[n], self.tensors[n])
         ]
-        if values.pack(_plain_state(self._binding)) != self._plain:
+        kept = self._binding.kept
+        kept.look(kept.specs)
+        if values.pack(kept.python()) != self._plain:
             found.append("plain optimizer state")
+        if other := kept.difference(self._kept, entries=True):
+            found.append(other)
         if capture_rng() != self.rng:
             found.append("random state")
         if not values.equal(gather_groups(self._binding), self._groups):
@@ -98,11 +104,14 @@ class DenseState:
                     keeper.state[param] = state
             for name, tensor in _tensors(binding).items():
                 tensor.copy_(self.tensors[name])
+        for name, plain in values.unpack(self._plain).items():
+            binding.state(name).update(plain)
         for param in _owners(binding):
             param.grad = self._grads[id(param)]
         for name, item in self._stateful.items():
             item.load_state_dict(values.unpack(self._packed_state[name]))
         apply_groups(binding, self._groups)
+        binding.kept.load(self._kept, list(binding.owner))
         restore_rng(self.rng)
 
 
@@ -173,16 +182,7 @@ def _tensors(binding: Binding) -> dict[str, Tensor]:
     return found
 
 
-def _plain_state(binding: Binding) -> dict[str, dict[str, Any]]:
-    return {
-        n: {k: v for k, v in binding.state(n).items() if not isinstance(v, Tensor)}
-        for n in binding.owner
-    }
-
-
 def _same(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(
-        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-    )
+    return torch.equal(values.bytes_of(a), values.bytes_of(b))

@@ -121,8 +121,8 @@ def same_bits(live: Tensor, recorded: Tensor) -> bool:
 
 
 def _raw(tensor: Tensor) -> Any:
-    host = tensor.detach().cpu().contiguous()
-    return host.reshape(-1).view(torch.uint8).numpy() if host.numel() else b""
+    host = tensor.detach().cpu()
+    return values.bytes_of(host).numpy() if host.numel() else b""
 
 
 def _bits(tensor: Tensor) -> Tensor:

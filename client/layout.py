@@ -219,7 +219,9 @@ def build_phase(
         static_offset=layout.offset_of(STATIC),
         static=state.static,
         packed=state.packed,
-        state_keys={n: frozenset(s.key for s in specs) for n, specs in state.specs.items()},
+        state_keys={
+            n: frozenset(s.key for s in specs if s.is_tensor) for n, specs in state.specs.items()
+        },
     )
 
 

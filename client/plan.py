@@ -16,8 +16,9 @@ from ckptd.client.binding import Binding, local
 from ckptd.client.export_facts import export_facts
 from ckptd.client.layout import PhasePlan, StateTable, build_phase, member_bytes
 from ckptd.client.operators import Member, Operator
+from ckptd.client.probe import StateSpec
 from ckptd.client.sharing import EVERY_RANK, NOTHING_SHARED, Sharing
-from ckptd.client.signature import signature
+from ckptd.client.signature import recorded_specs, signature
 from ckptd.memory.segment_format import SegmentGeometry
 from ckptd.schedules.schedule import (
     AlignedPolicy,
@@ -159,6 +160,12 @@ class Plan:
             left_out=self.left_out,
         )
 
+    def state_specs(self, binding: Binding) -> Mapping[str, tuple[StateSpec, ...]]:
+        """The optimizer state that it captures as tensors, by parameter."""
+        if self._state is None:
+            self._state = StateTable.of(binding)
+        return self._state.specs
+
     def everything(self, binding: Binding) -> PhasePlan:
         """The layout of an image that anchors all this rank has, whoever captures it otherwise: of parked state."""
         if self._state is None:
@@ -269,6 +276,7 @@ def plan_from_payload(
 ) -> Plan:
     """The plan under which a segment was written, for this process's live tensors."""
     told: dict[str, Any] = values.unpack(payload)
+    binding.recall(recorded_specs(binding, told["signature"]))
     operators = [
         Operator(
             name,

@@ -15,13 +15,17 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ckptd.client import values
+from ckptd.client.lines import get_logger
 from ckptd.client.rng import capture_rng, restore_rng
+from ckptd.client.value_trees import is_ignored, plain, plain_tensor
 
 __all__ = [
     "ProbeResult",
     "StateSpec",
+    "fits",
     "observe_state",
     "probe_optimizer",
     "state_keeper",
@@ -29,7 +33,10 @@ __all__ = [
     "unwrap_optimizer",
 ]
 
+logger = get_logger(__name__)
+
 _STEPS = 3
+_DEPTH = 12
 _ROWS = 4
 _SHAPE = (_ROWS, 6, 8, 3, 2)
 _BYSTANDER = (5, 7, 2, 2, 2)
@@ -40,7 +47,8 @@ class StateSpec:
     """One entry of an optimizer's per-parameter state.
 
     ``kind``: ``like`` (a tensor of the parameter's shape), ``scalar`` (0-dimensional tensor), ``tensor`` (another shape),
-    ``python`` (a plain value), ``none`` (None so far: the tensor appears later or never).
+    ``python`` (no tensor, or one whose strided memory is not all there is of it), ``none`` (None so far: the tensor appears later
+    or never).
     """
 
     key: str
@@ -48,6 +56,11 @@ class StateSpec:
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] | None = None
     on_host: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether a plan captures it as a tensor."""
+        return self.kind in ("like", "scalar", "tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +129,23 @@ def probe_optimizer(
             return _probe(optimizer, group, ndim, dtype, device)
     except Exception as error:  # noqa: BLE001
         # The user's optimizer ran inside the clone: whatever it raises means that it cannot be examined this way.
-        reason = f"{type(optimizer).__name__} cannot be stepped on a stand-in of rank {ndim}: {type(error).__name__}: {error}"
+        why = _why(error)
+        reason = f"{type(optimizer).__name__} cannot be stepped on a stand-in of rank {ndim}: {why}"
         return ProbeResult(False, False, reason, ())
     finally:
         restore_rng(saved)
+
+
+class _CannotClone(Exception):
+    """An optimizer of which no clone can be made that leaves the original alone."""
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, _CannotClone):
+        return str(error)
+    if isinstance(error, TypeError) and "closure" in str(error):
+        return "its step() needs a closure, which may evaluate all parameters together"
+    return f"{type(error).__name__}: {error}"
 
 
 def _probe(
@@ -229,7 +255,7 @@ def clone_optimizer(
     for key, value in vars(optimizer).items():
         if key in ("state", "param_groups", "step", "zero_grad") or key.startswith("_optimizer_"):
             continue  # state and hooks are the user's; `step` in the instance is a scheduler's wrapper around the original
-        clone.__dict__[key] = copy.copy(value) if isinstance(value, dict | list | set) else value
+        clone.__dict__[key] = _apart(key, value)
     for hooks in [k for k in vars(optimizer) if k.startswith("_optimizer_")]:
         clone.__dict__[hooks] = OrderedDict()
     clone.state = defaultdict(dict)
@@ -244,13 +270,47 @@ def clone_optimizer(
     return clone
 
 
+def _apart(name: str, value: Any, depth: int = 0) -> Any:
+    """A copy that a step of the clone may change."""
+    if depth > _DEPTH:
+        raise _CannotClone(f"what it keeps in `.{name}` is nested deeper than {_DEPTH}")
+    if isinstance(value, nn.Parameter):
+        raise _CannotClone(
+            f"it keeps parameters in `.{name.partition('.')[0]}`, which a step may update"
+        )
+    if isinstance(value, torch.optim.Optimizer):
+        raise _CannotClone(
+            f"it keeps another optimizer in `.{name}`, whose step updates your parameters"
+        )
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, nn.Module) or is_ignored(value):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().clone() if plain_tensor(value) else value
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_apart(name, v, depth + 1) for v in value)
+    if type(value) is dict:
+        return {k: _apart(name, v, depth + 1) for k, v in value.items()}
+    if plain(value) or isinstance(value, dict | list | set):
+        return copy.copy(value)
+    for part, inner in getattr(value, "__dict__", {}).items():
+        _apart(f"{name}.{part}", inner, depth + 1)
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise _CannotClone(
+            f"no copy can be made of `.{name}` ({type(value).__name__}): {type(error).__name__}: {error}"
+        ) from error
+
+
 def state_specs(param: Tensor, state: dict[str, Any]) -> tuple[StateSpec, ...]:
     """Classify the entries of one parameter's optimizer state."""
     specs = []
     for key, value in state.items():
         if value is None:
             specs.append(StateSpec(key, "none"))
-        elif not isinstance(value, Tensor):
+        elif not isinstance(value, Tensor) or not _strided(value):
             specs.append(StateSpec(key, "python"))
         elif value.ndim == 0:
             specs.append(StateSpec(key, "scalar", value.dtype, on_host=value.device.type == "cpu"))
@@ -261,12 +321,36 @@ def state_specs(param: Tensor, state: dict[str, Any]) -> tuple[StateSpec, ...]:
     return tuple(specs)
 
 
+def fits(value: Any, spec: StateSpec, param: Tensor) -> bool:
+    """Whether an entry of the state of ``param`` is such a tensor as ``spec`` says."""
+    if not spec.is_tensor or not isinstance(value, Tensor):
+        return False
+    here = _shard(value)
+    wanted = _shard(param).shape if spec.kind == "like" else spec.shape or ()
+    return _strided(here) and here.dtype is spec.dtype and here.shape == wanted
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def _strided(tensor: Tensor) -> bool:
+    return plain_tensor(_shard(tensor))
+
+
 def observe_state(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    param: Tensor,
+    otherwise: tuple[StateSpec, ...] = (),
 ) -> tuple[StateSpec, ...]:
     """The state that this optimizer will keep for ``param``, by stepping a clone once on a stand-in of its true shape.
 
     Needs memory for a few tensors of that size; used only where the state's shapes are not the parameter's.
+
+    Args:
+        otherwise: what is taken for it where such a stand-in cannot be stepped.
     """
     saved = capture_rng()
     try:
@@ -275,6 +359,11 @@ def observe_state(
         stand_in.grad = torch.ones_like(param)
         type(clone).step(clone)
         return state_specs(stand_in, dict(clone.state.get(stand_in, {})))
+    except Exception as error:  # noqa: BLE001 - the user's optimizer: the first update will tell
+        logger.info(
+            "what %s keeps is seen after its first update: %s", type(optimizer).__name__, error
+        )
+        return otherwise
     finally:
         restore_rng(saved)
 
@@ -298,14 +387,20 @@ def _difference(
                 value[part] if value.ndim else value, other[part] if other.ndim else other
             ):
                 return f"state {key!r}"
-        elif type(value) is not type(other) or (not isinstance(value, Tensor) and value != other):
+        elif type(value) is not type(other) or not _equal(value, other):
             return f"state {key!r}"
     return ""
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Of plain values, tensors in them included. What else there is cannot be compared, so it is taken for different."""
+    try:
+        return values.equal(a, b)
+    except values.UnsupportedValue:
+        return False
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(
-        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-    )
+    return torch.equal(values.bytes_of(a), values.bytes_of(b))

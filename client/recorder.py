@@ -19,6 +19,7 @@ from ckptd.client.capture import Capture
 from ckptd.client.changes import Changes
 from ckptd.client.copymode import CopyModeChooser
 from ckptd.client.freeze import Tape
+from ckptd.client.kept_state import cannot_be_captured
 from ckptd.client.lines import get_logger
 from ckptd.client.memory import RankMemory
 from ckptd.client.operators import Operator
@@ -36,6 +37,7 @@ from ckptd.client.segment import MappedSegment
 from ckptd.client.sharing import Sharing
 from ckptd.client.stats import Stats
 from ckptd.client.step_scalars import StepScalars
+from ckptd.client.value_trees import Refused
 from ckptd.cuda.engine import CopyEngine, CpuEngine
 
 __all__ = ["Recorder"]
@@ -96,6 +98,7 @@ class Recorder:
         self._last = _Taken()
         self._chooser = CopyModeChooser() if options.inline_copy is None else None
         self._updates: dict[int, int] = {}
+        self._refused = False  # an optimizer keeps what cannot be captured
         self._in_a_row = 0  # steps whose snapshot found no slot
         self._provision = Provision(
             binding,
@@ -157,8 +160,8 @@ class Recorder:
                 self._stats.chain_breaks += 1
         if pending:
             self._pend()
-        else:
-            self._take(step)
+        elif not self._refused:
+            self._take_unless_refused(step)
         if pace.steps <= _WATCHED_STEPS:
             self.watch()
         self._stepped = False
@@ -245,6 +248,7 @@ class Recorder:
                 it must not be known less well than it was.
         """
         if self.parking is not None and self.plan is not None:
+            self._binding.kept.look(self.plan.state_specs(self._binding))
             scalars = self._scalars(self.plan)
             if rng_forward is not None:
                 scalars["rng_forward"] = rng_forward
@@ -291,6 +295,18 @@ class Recorder:
             text = f"no snapshot in {_PENDING_LIMIT} steps: at the top of each, an optimizer holds gradients that it has not used; call zero_grad() within the step"
             logger.error("%s", text)
             self._memory.session.notice("error", "not_protected", text)
+
+    def _take_unless_refused(self, step: int) -> None:
+        try:
+            self._take(step)
+        except Refused as refused:
+            # Before anything was begun. It does not go away by itself, so it is not tried again.
+            self._refused = True
+            self._previous = -1
+            text = cannot_be_captured(self._binding.kept.whose, refused)
+            logger.error("%s", text)
+            self._memory.session.notice("error", "not_protected", text)
+            self._stats.failed += 1
 
     def _take(self, step: int) -> None:
         provision = self._provision
@@ -441,9 +457,10 @@ class Recorder:
 
     def _captures_everything(self, step: int) -> bool:
         assert self._capture is not None
+        assert self.plan is not None
         return self._provision.captures_everything(
             step,
-            unknown=self._capture.unknown_state(),
+            unknown=self._binding.kept.look(self.plan.state_specs(self._binding)),
             outgrown=self._capture.outgrown,
             most_updates=max(self._updates.values(), default=0),
         )

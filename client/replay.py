@@ -280,6 +280,7 @@ class Replay:
         kept = self._binding.owner.keys() - self._binding.elsewhere
         names = [n for n in wanted if n in kept and n not in absent]
         load_scalar_state(self._binding, image, scalars, names)
+        self._binding.kept.load(scalars.get("kept"), [n for n in wanted if n in kept])
         zero_grads(self._binding, scalars["grads"], wanted)
 
     def _to_hand(
@@ -401,6 +402,11 @@ class Replay:
                 if not same_bits(now, before):
                     found.add_tensors(describe(self._operators, piece), before, now)
         scalar_differences(self._binding, self._stateful, scalars, found)
+        # What it keeps for all parameters together may come of frozen ones, too, which were not updated.
+        if not self._activity.frozen_rows and (
+            other := self._binding.kept.difference(scalars.get("kept"))
+        ):
+            found.add(other)
         return found
 
     def _checksum(self, operators: frozenset[int]) -> str:

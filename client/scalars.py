@@ -16,6 +16,7 @@ from torch import Tensor
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
 from ckptd.client.layout import SAFETENSORS_DTYPES
+from ckptd.client.value_trees import plain
 
 __all__ = [
     "Stateful",
@@ -24,7 +25,6 @@ __all__ = [
     "gather_groups",
     "gather_state",
     "grad_flags",
-    "python_state",
     "reproducible",
     "zero_grads",
 ]
@@ -59,9 +59,15 @@ def gather_state(stateful: Mapping[str, Stateful]) -> dict[str, bytes]:
 
 
 def gather_groups(binding: Binding) -> list[list[dict[str, Any]]]:
-    """The options of every parameter group (learning rate, betas, …), without the parameters; a copy."""
+    """The options of every parameter group (learning rate, betas, …), without the parameters; a copy.
+
+    Without functions and other objects, too: see ``ckptd.client.kept_state``.
+    """
     return [
-        [{k: _copy_of(v) for k, v in g.items() if k != "params"} for g in o.param_groups]
+        [
+            {k: _copy_of(v) for k, v in g.items() if k != "params" and plain(v)}
+            for g in o.param_groups
+        ]
         for o in binding.optimizers
     ]
 
@@ -109,18 +115,6 @@ def apply_packed(
             if name in wanted and isinstance(live := binding.state(name).get(key), Tensor):
                 with torch.no_grad():
                     local(live).copy_(stacked[i])
-
-
-def python_state(binding: Binding) -> dict[str, dict[str, Any]]:
-    """Plain values in the optimizers' per-parameter state (older optimizers keep ``step`` as an int)."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in binding.plain_state_names():
-        plain = {
-            k: _copy_of(v) for k, v in binding.state(name).items() if not isinstance(v, Tensor)
-        }
-        if plain:
-            found[name] = plain
-    return found
 
 
 def grad_flags(binding: Binding) -> bytes:

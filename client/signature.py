@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from ckptd.client.binding import Binding, local
+import torch
 
-__all__ = ["signature", "signature_difference"]
+from ckptd.client.binding import Binding, local
+from ckptd.client.probe import StateSpec
+
+__all__ = ["recorded_specs", "signature", "signature_difference"]
+
+_STATE_ROW = re.compile(r"optimizer state (.*) of")
 
 
 def signature(binding: Binding) -> list[list[Any]]:
@@ -19,7 +26,12 @@ def signature(binding: Binding) -> list[list[Any]]:
     for name, param in binding.params.items():
         rows.append(["parameter", name, str(param.dtype)[6:], list(local(param).shape)])
         rows += [
-            [_STATE.format(s.key), name, str(s.dtype)[6:], list(s.shape or local(param).shape)]
+            [
+                _STATE.format(s.key),
+                name,
+                str(s.dtype)[6:],
+                list(local(param).shape if s.shape is None else s.shape),
+            ]
             for s in sorted(binding.specs(name), key=lambda s: s.key)
             if s.kind in ("like", "tensor")
         ]
@@ -36,19 +48,38 @@ def signature(binding: Binding) -> list[list[Any]]:
 _STATE = "optimizer state {!r} of"
 
 
+def recorded_specs(
+    binding: Binding, recorded: Sequence[Sequence[Any]]
+) -> dict[str, tuple[StateSpec, ...]]:
+    """The optimizer state tensors of a signature, by parameter."""
+    found: dict[str, tuple[StateSpec, ...]] = {}
+    for kind, name, dtype, shape in recorded:
+        match = _STATE_ROW.fullmatch(kind)
+        if match is None or name not in binding.owner:
+            continue
+        like = tuple(shape) == tuple(local(binding.held(name)).shape)
+        spec = StateSpec(
+            ast.literal_eval(match[1]),
+            "like" if like else "tensor",
+            getattr(torch, dtype),
+            None if like else tuple(shape),
+        )
+        found[name] = (*found.get(name, ()), spec)
+    return found
+
+
 def signature_difference(
     recorded: Sequence[Sequence[Any]], here: Sequence[Sequence[Any]], limit: int = 5
 ) -> str:
     """The first differences in words; empty if there are none.
 
-    Optimizer state that was recorded and is not known here is no difference: some optimizers begin to keep it later.
+    Optimizer state is no difference: what was recorded decides what there is, and a probe need not have seen it.
     """
     before = {(kind, name): (dtype, tuple(shape)) for kind, name, dtype, shape in recorded}
     now = {(kind, name): (dtype, tuple(shape)) for kind, name, dtype, shape in here}
     found = []
     for key in dict.fromkeys([*before, *now]):
-        late = key not in now and key[0].startswith("optimizer state")
-        if before.get(key) != now.get(key) and not late:
+        if before.get(key) != now.get(key) and not _STATE_ROW.fullmatch(key[0]):
             old, new = (_words(d.get(key)) for d in (before, now))
             found.append(f"{key[0]} {key[1]}: {old} in the snapshot, {new} here")
     more = f"; and {len(found) - limit} more" if len(found) > limit else ""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ckptd.client.binding import Binding, local
 from ckptd.client.layout import PhasePlan, Source
+from ckptd.client.value_trees import plain_tensor
 from ckptd.cuda.engine import CopyItem, CopyList
 
 __all__ = ["LiveSources", "PackedState"]
@@ -42,11 +43,14 @@ class LiveSources:
         self._places: list[tuple[Mapping[str, Any], str]] = []
         self._packed_places: dict[torch.dtype, list[tuple[Mapping[str, Any], str]]] = {}
         self._states: dict[str, dict[str, Any]] = {}
+        # What is there, and of it what can be copied to where it was planned.
+        self._found: list[Tensor | None] = []
         self._live: list[Tensor | None] = []
         self._addresses: list[int] = []
         self._items = CopyList()
         self.named: list[tuple[Tensor, str]] = []
         self.absent: list[str] = []
+        self._lacks = False
 
     def items(self) -> CopyList:
         """Copies of everything but packed state; ``named`` (what each is of, in their order) and ``absent`` are of the same moment."""
@@ -55,16 +59,22 @@ class LiveSources:
         # The object may stay and its storage be another (`p.data = x`, vector_to_parameters, swapped weights).
         addresses = [_address(t) for t in live]
         if addresses != self._addresses or any(
-            a is not b for a, b in zip(live, self._live, strict=True)
+            a is not b for a, b in zip(live, self._found, strict=True)
         ):
-            self._addresses = addresses
-            self._rebuild(live)
+            self._addresses, self._found = addresses, live
+            self._rebuild([t if self._fits(i, t) else None for i, t in enumerate(live)])
         return self._items
 
     def packed_now(self) -> list[PackedState]:
         """0-dimensional state as it is kept now: who copies it later must not find what has taken its place."""
         return [
-            PackedState(i, [place.get(key) for place, key in self._packed_places[source.dtype]])
+            PackedState(
+                i,
+                [
+                    _scalar(place.get(key), source.dtype)
+                    for place, key in self._packed_places[source.dtype]
+                ],
+            )
             for i, source in enumerate(self.plan.sources)
             if source is not None and source.kind == "packed"
         ]
@@ -89,18 +99,6 @@ class LiveSources:
         source = self.plan.sources[packed.entry]
         assert source is not None
         return source
-
-    def state_size(self) -> int:
-        """How many entries the optimizers keep; changes when one begins to keep something new."""
-        return sum(map(len, self._states.values()))
-
-    def unknown_state(self) -> str:
-        """A tensor in the optimizer's state that the plan does not know (it appeared later); empty if there is none."""
-        for name, keys in self.plan.state_keys.items():
-            for key, value in self._binding.state(name).items():
-                if key not in keys and isinstance(value, Tensor):
-                    return f"optimizer state {key!r} of {name}"
-        return ""
 
     def _refresh(self) -> None:
         # Ids are unique because what they are of is held below: the state objects and every parameter's own.
@@ -138,17 +136,14 @@ class LiveSources:
         names = [s.tensor_name for s, t in pairs if s is not None and isinstance(t, Tensor)]
         # What is watched is what is copied: a write to a DTensor's shard counts there, not in the DTensor.
         self.named = [(i.tensor, name) for i, name in zip(self._items, names, strict=True)]
-        self.absent = sorted(
-            {
-                s.name
-                for s, t in pairs
-                if s is not None and s.kind == "optim" and not isinstance(t, Tensor)
-            }
-        )
+        kept = [(s.name, t) for s, t in pairs if s is not None and s.kind == "optim"]
+        # Those that have none of it: there was no update yet. What else is not there is told by the keys (`KeptState`).
+        self.absent = sorted({n for n, _ in kept} - {n for n, t in kept if t is not None})
+        self._lacks = any(t is None for _, t in kept)
 
     def missing(self) -> list[int]:
         """Indices of entries that have no live tensor (yet)."""
-        if not self.absent:
+        if not self._lacks:
             return []
         pairs = zip(self.plan.sources, self._live, strict=True)
         return [
@@ -156,6 +151,21 @@ class LiveSources:
             for i, (s, t) in enumerate(pairs)
             if s is not None and s.kind != "packed" and t is None
         ]
+
+    def _fits(self, index: int, tensor: Tensor | None) -> bool:
+        """Whether this is what was planned: optimizer state may take another shape or dtype, or another kind of tensor its place."""
+        source = self.plan.sources[index]
+        if source is None or source.kind != "optim" or not isinstance(tensor, Tensor):
+            return isinstance(tensor, Tensor)
+        here, planned = (
+            getattr(tensor, "_local_tensor", tensor),
+            self.plan.layout.entries[index].shape,
+        )
+        if not plain_tensor(here) or here.dtype is not source.dtype:
+            return False
+        if source.start is None or source.stop is None:
+            return tuple(here.shape) == tuple(planned)
+        return tuple(here.shape[1:]) == tuple(planned[1:]) and here.shape[0] >= source.stop
 
     def _item(self, index: int, tensor: Tensor) -> CopyItem:
         source, plan = self.plan.sources[index], self.plan
@@ -175,6 +185,10 @@ def _address(tensor: Tensor | None) -> int:
         return cast("Tensor", tensor).data_ptr()
     shard = getattr(tensor, "_local_tensor", tensor)
     return shard.data_ptr() if isinstance(shard, Tensor) else 0
+
+
+def _scalar(value: Any, dtype: torch.dtype) -> Any:
+    return value if isinstance(value, Tensor) and value.dtype is dtype and not value.ndim else None
 
 
 def _stack(values: list[Any], dtype: torch.dtype) -> Tensor:

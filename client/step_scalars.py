@@ -11,7 +11,7 @@ from ckptd.client.freeze import Tape
 from ckptd.client.plan import Plan
 from ckptd.client.program import Program
 from ckptd.client.rng import capture_rng
-from ckptd.client.scalars import Stateful, gather_groups, gather_state, grad_flags, python_state
+from ckptd.client.scalars import Stateful, gather_groups, gather_state, grad_flags
 from ckptd.client.stage_shapes import StageShapes, shapes_of
 
 __all__ = ["StepScalars"]
@@ -36,16 +36,19 @@ class StepScalars:
         self.program: Program = {}
 
     def gather(self, plan: Plan, stride: int) -> dict[str, Any]:
-        """Of the top of this step; the tape is taken.
+        """Of the top of this step, at which ``KeptState.look`` has looked; the tape is taken.
 
         Args:
             stride: how many iterations lie between two snapshots.
+        Raises:
+            Refused: an optimizer keeps what no snapshot can hold.
         """
         return {
             "rng": capture_rng(),
             "groups": gather_groups(self._binding),
             "state": gather_state(self._stateful),
-            "python": python_state(self._binding),
+            "python": self._binding.kept.python(),
+            "kept": self._binding.kept.gather(),
             "grads": grad_flags(self._binding),
             "tape": [list(pair) for pair in self._tape.take()],
             "buckets": self._buckets.layouts(),
@@ -57,12 +60,19 @@ class StepScalars:
         }
 
     def sample(self, num_operators: int) -> dict[str, Any]:
-        """Some of about the size that they will have."""
+        """Some of about the size that they will have.
+
+        Raises:
+            Refused: an optimizer keeps what no snapshot can hold.
+        """
+        kept = self._binding.kept
+        kept.look({name: self._binding.specs(name) for name in self._binding.owner})
         return {
             "rng": [capture_rng()] * 2,
             "groups": gather_groups(self._binding),
             "state": gather_state(self._stateful),
-            "python": python_state(self._binding),
+            "python": kept.python(),
+            "kept": kept.gather(),
             "buckets": [list(range(len(self._binding.params)))],
             "phases": list(range(num_operators * 2)),
             "program": self.program,

@@ -68,7 +68,7 @@ def examine(
     """
     stateful = check_state(state)
     listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    binding = Binding(model, [unwrap_optimizer(o) for o in listed], masters)
+    binding = Binding(model, [unwrap_optimizer(o) for o in listed], masters, listed)
     check_sharded(binding)
     if policy != "dense" and (reasons := binding.dependent()):
         raise ValueError(

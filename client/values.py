@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 import torch
 
-__all__ = ["MAX_DEPTH", "UnsupportedValue", "equal", "pack", "unpack"]
+__all__ = ["MAX_DEPTH", "UnsupportedValue", "bytes_of", "equal", "pack", "unpack"]
 
 # Of tuples, sets and the other types with a code. Lists and dicts have msgpack's own bound (511 to pack, 1,024 to unpack).
 MAX_DEPTH = 100
@@ -95,6 +95,13 @@ def equal(a: object, b: object) -> bool:
     return pack(a) == pack(b)
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, uint8 ``[nbytes]``; a view where it is contiguous."""
+    flat = tensor.contiguous()
+    # A single element may have any stride, as one of `x[::11]` has, and is contiguous all the same.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
 def _packb(value: object) -> bytes:
     packed: bytes = msgpack.packb(value, default=_encode, strict_types=True)
     return packed
@@ -116,8 +123,8 @@ def _tensor_parts(value: torch.Tensor) -> list[object]:
         or type(value) not in (torch.Tensor, torch.nn.Parameter)
     ):
         raise TypeError("only plain strided tensors")
-    host = tensor.cpu().contiguous()
-    raw = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
+    host = tensor.cpu()
+    raw = bytes_of(host).numpy().tobytes() if host.numel() else b""
     return [str(tensor.dtype)[6:], list(tensor.shape), raw, str(tensor.device)]
 
 

@@ -14,7 +14,6 @@ from ckptd.client.scalars import (
     apply_groups,
     gather_groups,
     grad_flags,
-    python_state,
     zero_grads,
 )
 
@@ -104,12 +103,17 @@ class Counts(torch.optim.SGD):
                 p.sub_(p.grad)
 
 
+def python_state_of(binding: Binding) -> dict[str, dict[str, Any]]:
+    binding.kept.look({})
+    return binding.kept.python()
+
+
 def test_plain_values_in_optimizer_state_are_found() -> None:
     model = nn.Linear(2, 2)
     binding = Binding(model, [Counts(model.parameters())], None)
-    assert python_state(binding) == {}
+    assert python_state_of(binding) == {}
     model.weight.grad = torch.ones(2, 2)
     binding.optimizers[0].step()
     binding.optimizers[0].step()
-    assert python_state(binding) == {"weight": {"count": 2}}
-    assert python_state(bound(nn.Linear(2, 2))) == {}
+    assert python_state_of(binding) == {"weight": {"count": 2}}
+    assert python_state_of(bound(nn.Linear(2, 2))) == {}

@@ -213,3 +213,11 @@ def test_an_unknown_code_is_from_a_newer_version() -> None:
     data = msgpack.packb(msgpack.ExtType(99, b""))
     with pytest.raises(ValueError, match="unknown value code 99"):
         values.unpack(data)
+
+
+def test_a_single_element_may_have_any_stride() -> None:
+    """Prodigy keeps ``p[::11]`` of a bias of eight: one element, eleven apart, which could not be packed."""
+    strided = (
+        torch.arange(8.0)[::11].clone(memory_format=torch.preserve_format).as_strided((1,), (11,))
+    )
+    assert values.unpack(values.pack(strided)).tolist() == [0.0]

@@ -113,7 +113,9 @@ def _children(value: Any, names: dict[int, str]) -> Iterator[tuple[str, Any]]:
 def _bits(leaf: Any) -> bytes:
     """Type, shape and bytes: NaN equals the same NaN, and 0.0 is not -0.0."""
     if isinstance(leaf, Tensor):
-        raw = leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        # A single element may have any stride, and is contiguous all the same.
+        flat = leaf.contiguous().as_strided((leaf.numel(),), (1,))
+        raw = flat.view(torch.uint8).numpy().tobytes()
         return f"{leaf.dtype}{tuple(leaf.shape)}".encode() + raw
     if isinstance(leaf, np.ndarray):
         return f"{leaf.dtype}{leaf.shape}".encode() + np.ascontiguousarray(leaf).tobytes()

@@ -18,7 +18,7 @@ from ckptd.client.elastic.shard_exchange import cut, joined
 from ckptd.client.layout import PhasePlan, Source, StateTable, build_phase
 from ckptd.client.operators import discover_operators
 from ckptd.client.rng import capture_rng
-from ckptd.client.scalars import gather_groups, python_state
+from ckptd.client.scalars import gather_groups
 from ckptd.client.worlds.inventory import Inventory
 from ckptd.client.worlds.loading import Loader, check_fits
 from ckptd.client.worlds.reading import LocalState, Unreadable
@@ -108,9 +108,10 @@ def sealed(folder: Path, one: Rank, world: int, iteration: int) -> None:
         identity={},
         scalars_capacity=1 << 16,
     )
+    one.binding.kept.look({})
     scalars = {
         "groups": gather_groups(one.binding),
-        "python": python_state(one.binding),
+        "python": one.binding.kept.python(),
         "absent": [n for n in one.binding.owner if not one.binding.state(n)],
         "state": {},
         "rng": capture_rng(),

@@ -1,0 +1,504 @@
+"""What an object keeps, as a tree of plain values that a snapshot can hold; and such a tree put back into a live object.
+
+A tree is made of a live object (an optimizer, an entry of its state) by a ``TreeWriter`` and put into one of another process by a
+``TreeReader``: in place, wherever something of the same kind is there already, so that whoever else holds it sees what was
+restored. What two places have in common stays common. Nodes are plain values, or lists that begin with one of these tags:
+
+=====  =============================================================================================
+``l``  list; ``t`` tuple; ``q`` deque; ``s`` set or frozenset of plain values
+``d``  dict: pairs of nodes
+``x``  tensor, and whether it wants a gradient
+``w``  tensor that is made of others, such as an 8-bit one of codes and scales: its class, these, and what else it says of itself
+``k``  a tensor that is captured elsewhere: which
+``g``  random number generator: which kind, and its state
+``o``  object: its attributes. One that exists in a fresh process, too, is filled; none is ever made
+``n``  the identity (``id()``) of a tensor that is captured elsewhere: which
+``r``  what the n-th of these nodes stands for, once more
+``?``  left as it is in the process that reads this: functions, classes, locks, what never changed
+=====  =============================================================================================
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import logging
+import pickle
+import random
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ckptd.client import values
+
+__all__ = [
+    "Baseline",
+    "Refused",
+    "TreeReader",
+    "TreeWriter",
+    "is_ignored",
+    "left_alone",
+    "plain",
+    "plain_tensor",
+    "unlike",
+]
+
+MAX_DEPTH = 16
+MAX_NODES = 100_000
+
+_SIMPLE = (type(None), bool, int, float, str, bytes)
+_VALUES = (*_SIMPLE, torch.dtype, torch.device, torch.Size, np.ndarray)
+_IGNORED = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type, functools.partial, property,
+    logging.Logger, weakref.ref, weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, threading.Event,
+    type(threading.Lock()), type(threading.RLock()), ctypes.CDLL,
+)  # fmt: skip
+# Communication, compiled code, handles of devices: of the process, not of the run.
+_IGNORED_MODULES = (
+    "torch._C", "torch._dynamo", "torch._inductor", "torch._ops", "torch.cuda", "torch.distributed", "torch.jit", "torch.utils",
+    "accelerate", "ckptd", "triton",
+)  # fmt: skip
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+class Refused(Exception):
+    """Something that no snapshot can hold; ``path`` is where it is."""
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path, self.why = path, why
+        super().__init__(f"{path} ({why})")
+
+
+class Baseline:
+    """What there was before training: of each object its type, of each value that a tree cannot hold a fingerprint, by path."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, type] = {}
+        self.opaque: dict[str, object] = {}
+
+
+def plain(value: object) -> bool:
+    """Whether a snapshot can hold this value as it is (``ckptd.client.values``), without any object in it."""
+    if type(value) in _VALUES or isinstance(value, np.generic):
+        return not (isinstance(value, np.ndarray) and value.dtype.hasobject)
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(plain, value))  # type: ignore[call-overload]
+    if type(value) in _DICTS:
+        return all(plain(k) and plain(v) for k, v in value.items())  # type: ignore[attr-defined]
+    return isinstance(value, Tensor) and plain_tensor(value)
+
+
+def plain_tensor(tensor: Tensor) -> bool:
+    """Whether all that it holds is its strided memory."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and tensor.device.type != "meta"
+    )
+
+
+class TreeWriter:
+    """Makes one tree.
+
+    Args:
+        known: tells of a tensor that is captured elsewhere, or of a number that is the identity of one, what it is; None of others.
+        baseline: what may be left out, and which objects may be filled; None while it is made (``made`` is that one then).
+        skipped: told the identity of what must not be looked into.
+    """
+
+    def __init__(
+        self,
+        known: Callable[[Tensor | int], list[str] | None],
+        baseline: Baseline | None,
+        skipped: Callable[[object], bool],
+    ) -> None:
+        self._known, self._baseline, self._skipped = known, baseline, skipped
+        self.made = Baseline()
+        self._seen: dict[int, int] = {}
+        self._kept_alive: list[object] = []
+        self._nodes = 0
+        self.num_bytes = 0
+
+    def node(self, value: Any, path: str, depth: int = 0) -> Any:
+        """The node of a value.
+
+        Raises:
+            Refused: no snapshot can hold it.
+        """
+        if type(value) in _VALUES or isinstance(value, np.generic):
+            if isinstance(value, np.ndarray) and value.dtype.hasobject:
+                raise Refused(path, "an array of objects")
+            return value
+        if id(value) in self._seen:
+            return ["r", self._seen[id(value)]]
+        if self._skipped(value) or is_ignored(value):
+            return ["?"]
+        self._count(path, depth)
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        found = _generator_state(value)
+        if found is not None:
+            self._note(value)
+            return ["g", *found]
+        return self._container(value, path, depth)
+
+    def _count(self, path: str, depth: int) -> None:
+        self._nodes += 1
+        if depth > MAX_DEPTH or self._nodes > MAX_NODES:
+            raise Refused(
+                path,
+                f"nested deeper than {MAX_DEPTH}"
+                if depth > MAX_DEPTH
+                else f"more than {MAX_NODES} values",
+            )
+
+    def _note(self, value: object) -> None:
+        self._seen[id(value)] = len(self._seen)
+        self._kept_alive.append(value)
+
+    def _tensor(self, value: Tensor, path: str) -> Any:
+        known = self._known(value)
+        if known is not None:
+            return ["k", *known]
+        if _made_of_others(value):
+            return self._wrapper(value, path)
+        if not plain_tensor(value):
+            what = type(value).__name__ if type(value) is not Tensor else str(value.layout)
+            raise Refused(path, f"type {what}: a tensor whose memory is not all there is of it")
+        self._note(value)
+        self.num_bytes += value.numel() * value.element_size()
+        return ["x", value.detach(), value.requires_grad and value.is_leaf]
+
+    def _wrapper(self, value: Any, path: str) -> Any:
+        names, context = value.__tensor_flatten__()
+        if not plain(context):
+            raise Refused(path, f"type {_name(value)}, made with {type(context).__name__}")
+        self._note(value)
+        parts = [[n, self.node(getattr(value, n), f"{path}.{n}")] for n in names]
+        kind = type(value)
+        return ["w", kind.__module__, kind.__qualname__, context, list(value.shape), list(value.stride()), parts]  # fmt: skip
+
+    def _container(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        if kind in (list, tuple, deque):
+            self._note(value)
+            parts = [self.node(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
+            return (
+                ["q", value.maxlen, parts]
+                if kind is deque
+                else ["l" if kind is list else "t", parts]
+            )
+        if kind in (set, frozenset):
+            if not plain(value):
+                raise Refused(path, f"type {kind.__name__} of objects")
+            self._note(value)
+            return ["s", value]
+        if isinstance(value, dict) and (kind in _DICTS or self._was_there(value, path)):
+            self._note(value)
+            return ["d", [self._pair(k, v, path, depth) for k, v in value.items()]]
+        return self._object(value, path, depth)
+
+    def _pair(self, key: Any, value: Any, path: str, depth: int) -> list[Any]:
+        kind, known = "k", self._known(key) if isinstance(key, Tensor | int) else None
+        if isinstance(key, int):
+            kind = "n"
+        elif known is None and (isinstance(key, Tensor) or not plain(key)):
+            raise Refused(f"{path}[...]", f"a key of type {type(key).__qualname__}")
+        where = f"{path}[{known[1] if known else repr(key)}]"
+        return [[kind, *known] if known else ["v", key], self.node(value, where, depth + 1)]
+
+    def _was_there(self, value: object, path: str) -> bool:
+        self.made.objects[path] = type(value)
+        return self._baseline is None or self._baseline.objects.get(path) is type(value)
+
+    def _object(self, value: Any, path: str, depth: int) -> Any:
+        if next(_attributes(value), None) is None:
+            return self._opaque(value, path)
+        if not self._was_there(value, path):
+            raise Refused(path, f"type {_name(value)}, made in a step")
+        return ["o", self.attributes(value, path, depth)]
+
+    def attributes(self, value: Any, path: str, depth: int = 0) -> list[list[Any]]:
+        """The nodes of an object's attributes, by name."""
+        self._note(value)
+        return [
+            [k, self.node(v, f"{path}.{k}" if path else k, depth + 1)]
+            for k, v in dict(_attributes(value)).items()
+        ]
+
+    def _opaque(self, value: Any, path: str) -> Any:
+        if hasattr(value, "__next__"):
+            raise Refused(path, f"type {_name(value)}, whose position cannot be told")
+        fingerprint = _fingerprint(value)
+        self.made.opaque[path] = fingerprint
+        if self._baseline is not None and self._baseline.opaque.get(path) != fingerprint:
+            raise Refused(path, f"type {_name(value)}, which has changed")
+        return ["?"]
+
+
+class TreeReader:
+    """Puts one tree into what is live.
+
+    Args:
+        known: the live tensor that a ``k`` node tells.
+    """
+
+    def __init__(self, known: Callable[[list[str]], Any]) -> None:
+        self._known = known
+        self._made: list[Any] = []
+
+    def begin(self, root: object) -> None:
+        """The attributes that come next are of this one."""
+        self._made.append(root)
+
+    def put(self, node: Any, live: Any = None) -> Any:
+        """What the node stands for: ``live`` itself, filled, where it is of that kind."""
+        if not isinstance(node, list):
+            return node
+        tag = node[0]
+        if tag == "?":
+            return live
+        if tag == "k":
+            return self._known(node[1:])
+        if tag == "v":
+            return node[1]
+        if tag == "n":
+            return id(self._known(node[1:]))
+        if tag == "r":
+            return self._made[node[1]]
+        place = len(self._made)
+        self._made.append(live)
+        made = _PUT[tag](self, node, live, place)
+        self._made[place] = made
+        return made
+
+    def put_attributes(self, live: Any, attributes: list[list[Any]]) -> None:
+        """Fill an object."""
+        own = dict(_attributes(live))
+        for name, node in attributes:
+            now = own.get(name)
+            found = self.put(node, now)
+            if not left_alone(node) and (found is not now or name not in own):
+                _set(live, name, found)
+
+    def _tensor(self, node: Any, live: Any, place: int) -> Tensor:
+        recorded, wants_grad = node[1], node[2]
+        if (
+            isinstance(live, Tensor)
+            and plain_tensor(live)
+            and (live.shape, live.dtype) == (recorded.shape, recorded.dtype)
+        ):
+            with torch.no_grad():
+                live.copy_(recorded)
+            return live
+        made: Tensor = recorded.to(live.device) if isinstance(live, Tensor) else recorded
+        return made.requires_grad_(wants_grad)
+
+    def _wrapper(self, node: Any, live: Any, place: int) -> Any:
+        _, module, name, context, shape, stride, parts = node
+        kind = getattr(sys.modules.get(module), name, None)
+        # The optimizer has been made, so its tensors' class is there. Nothing is imported, and nothing else is called.
+        if not (
+            isinstance(kind, type)
+            and issubclass(kind, Tensor)
+            and hasattr(kind, "__tensor_unflatten__")
+        ):
+            raise ValueError(
+                f"the snapshot has a tensor of {module}.{name}, which is not imported here"
+            )
+        same = type(live) is kind and list(live.shape) == shape
+        inner = {n: self.put(part, getattr(live, n) if same else None) for n, part in parts}
+        if same and all(getattr(live, n) is part for n, part in inner.items()):
+            return live
+        return kind.__tensor_unflatten__(inner, context, torch.Size(shape), tuple(stride))
+
+    def _sequence(self, node: Any, live: Any, place: int) -> Any:
+        old = list(live) if type(live) in (list, tuple, deque) else []
+        target: Any = live if type(live) is (list if node[0] == "l" else deque) else None
+        if target is None:
+            target = [] if node[0] != "q" else deque(maxlen=node[1])
+        self._made[place] = target
+        parts = [
+            self.put(part, old[i] if i < len(old) else None) for i, part in enumerate(node[-1])
+        ]
+        if node[0] == "t":
+            return tuple(parts)
+        target.clear()
+        target.extend(parts)
+        return target
+
+    def _set(self, node: Any, live: Any, place: int) -> Any:
+        if type(live) is set and type(node[1]) is set:
+            live.clear()
+            live.update(node[1])
+            return live
+        return node[1]
+
+    def _dict(self, node: Any, live: Any, place: int) -> Any:
+        target: Any = live if isinstance(live, dict) else {}
+        self._made[place] = target
+        parts = []
+        for key_node, value_node in node[1]:
+            key = self.put(key_node)
+            if left_alone(value_node) and key not in target:
+                continue
+            parts.append((key, self.put(value_node, target.get(key))))
+        kept = [(k, v) for k, v in target.items() if is_ignored(v)]
+        target.clear()
+        target.update(parts)
+        for key, value in kept:
+            target.setdefault(key, value)
+        return target
+
+    def _generator(self, node: Any, live: Any, place: int) -> Any:
+        kind, state = node[1], node[2]
+        make, put = _GENERATORS[kind]
+        made = live if isinstance(live, make) else None
+        if made is None and kind == "numpy":
+            made = np.random.Generator(_BIT_GENERATORS[state["bit_generator"]]())
+        made = make() if made is None else made
+        put(made, state)
+        return made
+
+    def _object(self, node: Any, live: Any, place: int) -> Any:
+        if live is not None:
+            self.put_attributes(live, node[1])
+        return live
+
+
+_PUT: dict[str, Callable[[TreeReader, Any, Any, int], Any]] = {
+    "x": TreeReader._tensor,
+    "w": TreeReader._wrapper,
+    "l": TreeReader._sequence,
+    "t": TreeReader._sequence,
+    "q": TreeReader._sequence,
+    "s": TreeReader._set,
+    "d": TreeReader._dict,
+    "g": TreeReader._generator,
+    "o": TreeReader._object,
+}
+_GENERATORS: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
+    "torch": (torch.Generator, lambda made, state: made.set_state(state)),
+    "python": (random.Random, lambda made, state: made.setstate(state)),
+    "numpy_legacy": (np.random.RandomState, lambda made, state: made.set_state(state)),
+    "numpy": (np.random.Generator, lambda made, state: setattr(made.bit_generator, "state", state)),
+}
+_BIT_GENERATORS = {
+    kind.__name__: kind
+    for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+}  # fmt: skip
+
+
+def left_alone(node: Any) -> bool:
+    """Whether it stands for what stays as it is."""
+    return isinstance(node, list) and node[0] == "?"
+
+
+def unlike(a: Any, b: Any, path: str = "") -> str:
+    """Where two trees differ first; empty if they are equal to the bit."""
+    if values.equal(a, b):
+        return ""
+    for name, x, y in _children(a, b):
+        found = unlike(x, y, path + name)
+        if found:
+            return found
+    return path or "what it keeps"
+
+
+def _children(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The parts of two nodes of the same build, with how a path names them."""
+    if not (isinstance(a, list) and isinstance(b, list) and a and b and a[0] == b[0]):
+        return
+    if a[0] not in ("l", "t", "q", "d", "o") or len(a[-1]) != len(b[-1]):
+        return
+    parts = list(zip(a[-1], b[-1], strict=True))
+    if a[0] in ("l", "t", "q"):
+        yield from ((f"[{i}]", x, y) for i, (x, y) in enumerate(parts))
+    elif all(values.equal(x[0], y[0]) for x, y in parts):
+        for x, y in parts:
+            yield _step(a[0], x[0]), x[1], y[1]
+
+
+def _step(tag: str, key: Any) -> str:
+    if tag == "o":
+        return f".{key}"
+    return f"[{key[1]!r}]" if key[0] == "v" else f"[{key[2]}]"
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """What the object itself has, without the hooks that were put on it: those are of the process."""
+    for name, part in getattr(value, "__dict__", {}).items():
+        if not name.endswith("_hooks") and not name.startswith("_optimizer_"):
+            yield name, part
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+def _set(live: Any, name: str, value: Any) -> None:
+    if hasattr(live, "__dict__"):
+        live.__dict__[name] = value
+    else:
+        object.__setattr__(live, name, value)
+
+
+def is_ignored(value: object) -> bool:
+    if isinstance(value, _IGNORED):
+        return True
+    module = type(value).__module__ or ""
+    return any(module == m or module.startswith(m + ".") for m in _IGNORED_MODULES) and not (
+        isinstance(value, Tensor | torch.Generator)
+    )
+
+
+def _made_of_others(tensor: Tensor) -> bool:
+    """As ``torch.utils._python_dispatch.is_traceable_wrapper_subclass``; a DTensor is captured as the shard that it is of."""
+    return (
+        hasattr(tensor, "__tensor_flatten__")
+        and hasattr(type(tensor), "__tensor_unflatten__")
+        and not hasattr(tensor, "to_local")
+    )
+
+
+def _generator_state(value: object) -> tuple[str, Any] | None:
+    if isinstance(value, torch.Generator):
+        return "torch", value.get_state()
+    if isinstance(value, random.Random):
+        return "python", value.getstate()
+    if isinstance(value, np.random.RandomState):
+        return "numpy_legacy", value.get_state(legacy=False)
+    if isinstance(value, np.random.Generator):
+        state = value.bit_generator.state
+        return ("numpy", state) if state["bit_generator"] in _BIT_GENERATORS else None
+    return None
+
+
+def _name(value: object) -> str:
+    kind = type(value)
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _fingerprint(value: object) -> object:
+    """Equal while such a value is the same, as far as it can be told from outside."""
+    if isinstance(value, enum.Enum | complex | range | slice):
+        return repr(value)
+    try:
+        return pickle.dumps(value)
+    except Exception:  # noqa: BLE001 - whatever a type of somebody else's raises, it cannot be told that way
+        return f"type {_name(value)}"
