@@ -8,6 +8,7 @@ from torch import nn
 
 from ckptd.client import values
 from ckptd.client.binding import Binding
+from ckptd.client.data.loaders import advice_for_state
 from ckptd.client.operators import Grouping, Member, Operator, discover_operators
 from ckptd.client.plan import fixed_bytes, operator_costs
 from ckptd.client.planner import MIN_SCALARS
@@ -112,8 +113,11 @@ def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
     for name, item in found.items():
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(item, method, None)):
+                advice = (
+                    advice_for_state(item) or "pass objects with state_dict() and load_state_dict()"
+                )
                 raise ValueError(  # noqa: TRY004 - one kind of error for all that users pass
-                    f"state[{name!r}] is a {type(item).__name__} without {method}(); pass objects with state_dict() and load_state_dict()"
+                    f"state[{name!r}] is a {type(item).__name__} without {method}(): {advice}"
                 )
         values.pack(item.state_dict(), f"state[{name!r}]")
     return found

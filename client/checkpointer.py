@@ -33,6 +33,7 @@ from ckptd.client.boundary_log import BoundaryLog
 from ckptd.client.buckets import Buckets
 from ckptd.client.certificate import Certificate, DenseState, certify
 from ckptd.client.data import Batches
+from ckptd.client.data.loaders import check_loader
 from ckptd.client.describe import describe_table
 from ckptd.client.exchange import exchange
 from ckptd.client.lines import get_logger
@@ -171,6 +172,7 @@ class Checkpointer:
             freeze=freeze,
             operators=operators,
             replicated=replicated,
+            ledger=self._loop.ledger,
         )
         self._binding, self._identity = subject.binding, subject.identity
         self._operators = subject.operators
@@ -310,11 +312,31 @@ class Checkpointer:
             return compute()
         return shared_value(name, compute, self._loop.tape, self._pipeline.log)
 
-    def batches(self, loader: Any) -> Iterator[Any]:
-        """Iterate over ``loader`` for ever, epoch after epoch, from wherever its restored state says; survives ``verify``."""
-        found = Batches(loader)
+    def batches(self, loader: Any, *, skip: bool | None = None) -> Iterator[Any]:
+        """Iterate over ``loader`` for ever, epoch after epoch; a successor goes on with the very batch that follows.
+
+        The loader need not be in ``state=``. After a failure the batches of the interrupted epoch are fetched again and thrown away, up to
+        the position: random numbers that a sample, or a worker, draws are then the same. Call it for the same loaders in the same order in
+        each life, and fetch within the loop's body.
+
+        Args:
+            skip: True, a sample depends on its index and on torch's, numpy's and Python's global random generators in this process only:
+                the batches are passed over without being made. None: where that is certain (stored tensors, torch's own collation).
+        Raises:
+            ValueError: ``loader`` cannot be taken back to a position; the message says what to do.
+        """
+        if self.off:
+            return Batches(loader)
+        own = any(loader is item for item in self._subject.stateful.values())
+        check_loader(loader, skip=bool(skip), in_state=own)
+        found = Batches(loader, self._loop.ledger, own_state=own, skip=skip)
         self._batches.append(found)
         return found
+
+    def note_batch(self, batch: Any) -> None:
+        """The running step trains on this batch, which does not come from ``batches``: it is to be the same when the step is repeated."""
+        if not self.off:
+            self._loop.ledger.note(batch)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -440,7 +462,7 @@ class Checkpointer:
                 replay,
                 DenseState(self._binding, self._subject.stateful),
                 loop.tape,
-                run_step,
+                self._counted(run_step),
                 until=loop.step + 1 if loop.stepping else loop.step,
                 window=len(images),
                 playing=loop.verifying,
@@ -537,6 +559,15 @@ class Checkpointer:
         heed_program(found.replay, self._program, self._loop, self._subject, self._options_of)
         self._operators = found.plan.operators
         self.resumed_from = found.replay.end
+
+    def _counted(self, run_step: Callable[[int], Any]) -> Callable[[int], Any]:
+        """Steps of a verification, whose batches are those of the steps that they repeat."""
+
+        def counted(step: int) -> Any:
+            self._loop.ledger.begin(step)
+            return run_step(step)
+
+        return counted
 
     def _rewind(self) -> None:
         for batches in self._batches:

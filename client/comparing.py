@@ -11,12 +11,20 @@ from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.binding import Binding, local
+from ckptd.client.data.ledger import BATCHES, BatchLedger
 from ckptd.client.layout import Source
 from ckptd.client.operators import Operator
 from ckptd.client.rng import capture_rng
 from ckptd.client.scalars import Stateful, gather_groups, reproducible
 
-__all__ = ["Differences", "describe", "live_tensor", "same_bits", "scalar_differences"]
+__all__ = [
+    "Differences",
+    "batch_differences",
+    "describe",
+    "live_tensor",
+    "same_bits",
+    "scalar_differences",
+]
 
 
 class Differences:
@@ -62,6 +70,16 @@ class Differences:
             self._got.update(others.got.encode())
 
 
+def batch_differences(
+    stateful: Mapping[str, Stateful], scalars: Mapping[str, Any], found: Differences
+) -> None:
+    """Add what batches were others; to be asked first, as everything else follows from them."""
+    ledger, recorded = stateful.get(BATCHES), scalars["state"].get(BATCHES)
+    if isinstance(ledger, BatchLedger) and recorded is not None:  # absent in what 0.4 recorded
+        for what in ledger.differences(values.unpack(recorded)):
+            found.add(what, recorded, values.pack(ledger.state_dict()))
+
+
 def scalar_differences(
     binding: Binding,
     stateful: Mapping[str, Stateful],
@@ -77,7 +95,7 @@ def scalar_differences(
         what = "the optimizer's parameter group options (is a scheduler missing in state=?)"
         found.add(what, values.pack(scalars["groups"]), values.pack(groups))
     for name, item in stateful.items():
-        if not reproducible(item):
+        if name == BATCHES or not reproducible(item):
             continue
         packed = values.pack(item.state_dict())
         if packed != scalars["state"][name]:

@@ -15,6 +15,7 @@ from torch import nn
 from ckptd.client.agreement import Exchange
 from ckptd.client.binding import Binding
 from ckptd.client.closures import before_update
+from ckptd.client.data import BatchLedger
 from ckptd.client.freeze import Tape, clip_norm_tap, scaler_tap
 from ckptd.client.guard import Guard
 from ckptd.client.hooks import ModuleHook
@@ -45,6 +46,7 @@ class LoopSide:
     Attributes:
         step: the one that runs, or the next one.
         stepping: whether the body of a recorded step runs.
+        ledger: what batches the steps have.
         recorder: None where snapshots were given up, or nothing is protected (any more).
         parking: None where nothing is parked.
         silent: whether what runs is no step: a rehearsal of a pipeline's schedule, or a verification.
@@ -58,6 +60,7 @@ class LoopSide:
         self._updated = False
         self._rehearses = self._verifies = False
         self.tape = Tape()
+        self.ledger = BatchLedger()
         self.pipeline = PipelinePart(stats)
         self.replaying = ReplayPart(stats)
         self.recorder: Recorder | None = None
@@ -132,6 +135,7 @@ class LoopSide:
         """Count the steps whose body is over, also where the loop is left in the middle of one."""
         for step in steps:
             self.step, self._updated = step, False
+            self.ledger.begin(step)
             try:
                 yield step
             except GeneratorExit:

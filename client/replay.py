@@ -32,11 +32,13 @@ from ckptd.client.activity import Activity
 from ckptd.client.binding import Binding, local
 from ckptd.client.comparing import (
     Differences,
+    batch_differences,
     describe,
     live_tensor,
     same_bits,
     scalar_differences,
 )
+from ckptd.client.data.ledger import BATCHES
 from ckptd.client.freeze import BackwardLimiter, Tape
 from ckptd.client.handing import Handing, Piece
 from ckptd.client.layout import Source
@@ -152,7 +154,8 @@ class Replay:
                 self._binding.masters[name].grad = None
         apply_groups(self._binding, scalars["groups"])
         for name, item in self._stateful.items():
-            item.load_state_dict(values.unpack(scalars["state"][name]))
+            if name != BATCHES or name in scalars["state"]:  # absent in what 0.4 recorded
+                item.load_state_dict(values.unpack(scalars["state"][name]))
         # A scheduler's load may touch the groups; the recorded options are the truth.
         apply_groups(self._binding, scalars["groups"])
 
@@ -385,6 +388,7 @@ class Replay:
 
     def _compare(self, image: SnapshotImage, scalars: dict[str, Any]) -> Differences:
         found = Differences()
+        batch_differences(self._stateful, scalars, found)
         active_rows = {
             name: rows
             for name, rows in self._activity.rows_of(self._activity.active).items()

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from ckptd.client.agreed_names import agreed_identity
 from ckptd.client.arguments import all_operators, check_state
 from ckptd.client.binding import Binding, local
+from ckptd.client.data import BatchLedger
+from ckptd.client.data.ledger import BATCHES
 from ckptd.client.freeze import choose_freezing
 from ckptd.client.identity import Identity, identify
 from ckptd.client.operators import Grouping, Operator
@@ -58,15 +60,19 @@ def examine(
     freeze: str,
     operators: Grouping | None,
     replicated: Mapping[str, Any] | None,
+    ledger: BatchLedger | None = None,
 ) -> Subject:
     """Look at the arguments of `Checkpointer`.
 
     Args:
         who: job, run, rank, world size; from the environment where None.
+        ledger: what batches the loop has; it is captured beside the user's objects.
     Raises:
         ValueError: something passed is unusable; the message says what and what to do.
     """
     stateful = check_state(state)
+    if ledger is not None:
+        stateful[BATCHES] = ledger
     listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     binding = Binding(model, [unwrap_optimizer(o) for o in listed], masters, listed)
     check_sharded(binding)

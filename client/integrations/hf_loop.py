@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -24,6 +25,9 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ckptd.client.checkpointer import Checkpointer
+from ckptd.client.data.loaders import check_loader, repeats_by_index
+from ckptd.client.data.position import DataPosition, tell_refetched
+from ckptd.client.data.reach import Reach
 from ckptd.client.integrations.driving import StepDriver
 from ckptd.client.integrations.hf_state import (
     LogHistory,
@@ -31,7 +35,6 @@ from ckptd.client.integrations.hf_state import (
     load_sampler_state,
     sampler_state,
 )
-from ckptd.client.integrations.position import DataPosition
 from ckptd.client.lines import get_logger
 from ckptd.client.patches import layered
 from ckptd.client.scalars import Stateful
@@ -39,6 +42,8 @@ from ckptd.client.scalars import Stateful
 __all__ = ["TrainerLoop"]
 
 logger = get_logger(__name__)
+
+_SKIPS = "CkptdCallback(refetch=False)"
 
 # Makes the Checkpointer, as soon as everything that it needs exists.
 Make = Callable[[Any, Any, dict[str, Stateful]], Checkpointer]
@@ -49,10 +54,11 @@ class TrainerLoop:
 
     Args:
         make: called with model, optimizer and state when the first epoch is about to begin.
-        refetch: fetch all batches of the interrupted epoch again instead of skipping those that need not be made.
+        refetch: fetch all batches of the interrupted epoch again instead of skipping those that need not be made; None: where they do
+            not provably follow from their indices.
     """
 
-    def __init__(self, trainer: Trainer, make: Make, *, refetch: bool) -> None:
+    def __init__(self, trainer: Trainer, make: Make, *, refetch: bool | None) -> None:
         self._trainer, self._make, self._refetch = trainer, make, refetch
         self._position = DataPosition()
         self._driver: StepDriver | None = None
@@ -106,6 +112,7 @@ class TrainerLoop:
     def _begin(self, given: dict[str, Any]) -> StepDriver:
         trainer, loader = self._trainer, given["train_dataloader"]
         self._check_loader(loader)
+        self._position.reach = Reach(loader)
         shape = {
             "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
             "per_device_train_batch_size": trainer.args.per_device_train_batch_size,
@@ -147,7 +154,7 @@ class TrainerLoop:
         given["resume_from_checkpoint"] = os.devnull if position.consumed else None
         if position.consumed:
             self._rewound = self._fast_forward(given["train_dataloader"])
-            position.return_to_epoch()
+            position.return_global_state()
         return True
 
     # -- a step ----------------------------------------------------------------------------------
@@ -158,7 +165,8 @@ class TrainerLoop:
         assert self._driver is not None
         self._driver.top(self._trainer.state.global_step)
         source = epoch_iterator if self._rewound is None else self._rewound
-        return below(self._position.watch(source), *args, **kwargs)
+        note = self._driver.checkpointer.note_batch
+        return below(self._position.watch(source, note), *args, **kwargs)
 
     # -- data ------------------------------------------------------------------------------------
 
@@ -168,21 +176,18 @@ class TrainerLoop:
                 f"the training data comes from a {type(loader).__name__}, which is no DataLoader: its position cannot be told; "
                 "return a torch DataLoader from get_train_dataloader()"
             )
+        check_loader(loader, skip=self._refetch is False, in_state=False, option=_SKIPS)
         if isinstance(loader.dataset, IterableDataset):
             logger.warning(
                 "the training data is an IterableDataset: after a failure, the batches of the interrupted epoch are fetched again "
                 "up to the position; the dataset must give the same items in the same order each time"
             )
-        elif loader.num_workers and not self._refetch:
-            logger.warning(
-                "dataloader_num_workers=%d: if samples are made with random numbers in the workers, pass "
-                "CkptdCallback(refetch=True), or a resumed run will notice that its batches differ and stop",
-                loader.num_workers,
-            )
+        if self._refetch is None:
+            self._refetch = not repeats_by_index(loader)
 
     def _fast_forward(self, loader: Any) -> Iterator[Any]:
         """An iterator over ``loader`` at the recorded position; random state is left as the fetches left it."""
-        position = self._position
+        position, started_s = self._position, time.perf_counter()
         skips = type(loader) is DataLoaderShard and not isinstance(loader.dataset, IterableDataset)
         skipped = position.skippable if skips and not self._refetch else 0
         source = skip_first_batches(loader, skipped) if skipped else loader
@@ -192,6 +197,9 @@ class TrainerLoop:
                 holder.set_epoch(position.epoch)
         iterator: Iterator[Any] = iter(source)
         position.fast_forward(lambda: next(iterator), skipped)
+        if self._refetch:
+            took_s = time.perf_counter() - started_s
+            tell_refetched(position, skipped, took_s, _SKIPS if skips else "")
         return iterator
 
 

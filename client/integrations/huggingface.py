@@ -36,8 +36,9 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
     ``TrainerState`` with its log, and the state of callbacks that can export theirs are captured.
 
     Args:
-        refetch: fetch the batches of the interrupted epoch again instead of skipping them. Needed where samples are made with
-            random numbers in DataLoader workers; takes as long as fetching them took.
+        refetch: fetch the batches of the interrupted epoch again instead of skipping them, which takes as long as fetching them took;
+            False, if a sample depends on its index only (collators may draw, but not in workers). None: where batches do not provably
+            follow from their indices.
         state: more objects to capture, by name (see ``Checkpointer``).
         options: of ``Checkpointer``. Without ``run=`` the run is named after ``output_dir``; a second training of the same process
             has its number in its name.
@@ -47,7 +48,11 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *, refetch: bool = False, state: Mapping[str, Stateful] | None = None, **options: Any
+        self,
+        *,
+        refetch: bool | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        **options: Any,
     ) -> None:
         check_checkpointer_options(options)
         self._refetch, self._state, self._options = refetch, dict(state or {}), options

@@ -44,7 +44,8 @@ class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
     counters, what was logged with ``on_epoch=True`` in the running epoch, and the state of other callbacks are captured.
 
     Args:
-        refetch: fetch all batches of the interrupted epoch again instead of skipping those that need not be made.
+        refetch: fetch the batches of the interrupted epoch again instead of skipping them, which takes as long as fetching them took;
+            False, if a sample depends on its index only. None: where batches do not provably follow from their indices.
         state: more objects to capture, by name (see ``Checkpointer``).
         options: of ``Checkpointer``. A second ``fit()`` of the same process has its number in its run's name.
     Raises:
@@ -53,7 +54,11 @@ class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *, refetch: bool = False, state: Mapping[str, Stateful] | None = None, **options: Any
+        self,
+        *,
+        refetch: bool | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        **options: Any,
     ) -> None:
         check_checkpointer_options(options)
         self._refetch, self._state, self._options = refetch, dict(state or {}), options

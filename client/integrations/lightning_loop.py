@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,9 +23,11 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from ckptd.client.checkpointer import Checkpointer
+from ckptd.client.data.loaders import check_loader, repeats_by_index
+from ckptd.client.data.position import DataPosition, tell_refetched
+from ckptd.client.data.reach import Reach
 from ckptd.client.integrations.driving import StepDriver
 from ckptd.client.integrations.lightning_state import CallbackStates, EpochSums, LoopProgress
-from ckptd.client.integrations.position import DataPosition
 from ckptd.client.lines import get_logger
 from ckptd.client.patches import layered
 from ckptd.client.scalars import Stateful
@@ -32,6 +35,8 @@ from ckptd.client.scalars import Stateful
 __all__ = ["LightningLoop"]
 
 logger = get_logger(__name__)
+
+_SKIPS = "CkptdCallback(refetch=False)"
 
 # Makes the Checkpointer, as soon as everything that it needs exists.
 Make = Callable[[Any, Any, dict[str, Stateful]], Checkpointer]
@@ -43,15 +48,18 @@ class LightningLoop:
     Args:
         own: the callback, whose own state is not captured.
         make: called with model, optimizer and state.
-        refetch: fetch all batches of the interrupted epoch again instead of skipping those that need not be made.
+        refetch: fetch all batches of the interrupted epoch again instead of skipping those that need not be made; None: where they do
+            not provably follow from their indices.
     """
 
-    def __init__(self, trainer: Any, own: Any, make: Make, *, refetch: bool) -> None:
-        self._trainer, self._refetch = trainer, refetch
-        self._position = DataPosition()
-        self._layers = ExitStack()
+    def __init__(self, trainer: Any, own: Any, make: Make, *, refetch: bool | None) -> None:
         fit_loop = trainer.fit_loop
-        _warn_of_data(fit_loop._combined_loader)
+        loaders = list(fit_loop._combined_loader.flattened)
+        _check_data(loaders, skip=refetch is False)
+        self._trainer = trainer
+        self._refetch = not all(map(repeats_by_index, loaders)) if refetch is None else refetch
+        self._position = DataPosition(Reach(loaders))
+        self._layers = ExitStack()
         shape = {"accumulate_grad_batches": trainer.accumulate_grad_batches}
         if math.isfinite(fit_loop.max_batches):
             shape["the number of batches of an epoch"] = int(fit_loop.max_batches)
@@ -83,6 +91,7 @@ class LightningLoop:
             (fit_loop.epoch_loop, "advance", self._advance),
             (fit_loop, "on_run_end", self._on_run_end),
             (trainer.precision_plugin, "train_step_context", self._train_step_context),
+            (trainer.strategy, "batch_to_device", self._batch_to_device),
         ):
             self._layers.enter_context(layered(holder, name, layer))
 
@@ -111,7 +120,10 @@ class LightningLoop:
             self._create_again(fetcher)
         if resuming:
             self._progress.resume_epoch()
-            position.fast_forward(lambda: next(fetcher), self._skip(fetcher))
+            started_s, skipped = time.perf_counter(), self._skip(fetcher)
+            position.fast_forward(lambda: next(fetcher), skipped)
+            if self._refetch:
+                tell_refetched(position, skipped, time.perf_counter() - started_s, _SKIPS)
 
     def _create_again(self, fetcher: Any) -> None:
         self._position.return_to_epoch()
@@ -147,6 +159,13 @@ class LightningLoop:
         below(fetcher)
         self._position.fetched(before)
 
+    def _batch_to_device(
+        self, below: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._trainer.training:
+            self._driver.checkpointer.note_batch(batch)
+        return below(batch, *args, **kwargs)
+
     @contextmanager
     def _train_step_context(self, below: Callable[..., Any]) -> Iterator[None]:
         with below(), self._driver.checkpointer.forward():
@@ -169,8 +188,8 @@ def _total(trainer: Any) -> int:
     return int(steps) if 0 < steps < math.inf else sys.maxsize
 
 
-def _warn_of_data(loaders: Any) -> None:
-    for loader in loaders.flattened:
+def _check_data(loaders: list[Any], *, skip: bool) -> None:
+    for loader in loaders:
         dataset = getattr(loader, "dataset", None)
         if dataset is None or isinstance(dataset, IterableDataset):
             logger.warning(
@@ -178,8 +197,4 @@ def _warn_of_data(loaders: Any) -> None:
                 "fetched again up to the position; it must give the same items in the same order each time",
                 type(loader if dataset is None else dataset).__name__,
             )
-        elif getattr(loader, "num_workers", 0):
-            logger.info(
-                "num_workers=%d: after a failure, the batches of the interrupted epoch are fetched again up to the position",
-                loader.num_workers,
-            )
+        check_loader(loader, skip=skip, in_state=False, option=_SKIPS)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ckptd.client.integrations.position import DataPosition
+from ckptd.client.data.position import DataPosition
 from ckptd.client.rng import capture_rng
 from tests.e2e.lives import join
 

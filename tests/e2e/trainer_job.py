@@ -20,8 +20,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from ckptd.client.data.position import DataPosition
 from ckptd.client.integrations.huggingface import CkptdCallback
-from ckptd.client.integrations.position import DataPosition
 from ckptd.client.rng import capture_rng
 from tests.e2e.lives import join
 

@@ -63,8 +63,7 @@ class Row:
 
     @property
     def id(self) -> str:
-        window = "own window" if self.window is None else f"W={self.window}"
-        return f"{self.name}, {window}, {self.ranks} rank{'s' * (self.ranks > 1)}"
+        return f"{self.name}-W{self.window or 'own'}-{self.ranks}r"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +87,7 @@ def some(rows: Sequence[Row], *, seed: int = SEED) -> list[Any]:
 
 def play(row: Row, folder: Path, endpoint: str, *, seed: int = SEED) -> Outcome:
     """Play it with a running daemon; the moments of the kills follow from ``seed`` and the row."""
+    folder.mkdir(exist_ok=True)
     draw = random.Random(f"{seed} {row.id}")
     first = draw.randrange(row.steps // 4, row.steps // 2)
     kills = [first, draw.randrange(first + 2, row.steps - 2)]

@@ -115,7 +115,6 @@ def test_state_under_a_name_that_is_taken(tmp_path: Path) -> None:
     ("data", "arguments", "said"),
     [
         (Stream(), {}, "IterableDataset.*fetched again"),
-        (Rows(), {"dataloader_num_workers": 1}, r"dataloader_num_workers=1.*refetch=True"),
     ],
 )
 def test_data_that_needs_a_word_gets_it_at_the_start(
@@ -128,6 +127,14 @@ def test_data_that_needs_a_word_gets_it_at_the_start(
     with caplog.at_level(logging.WARNING, logger="ckptd"):
         trainer(tmp_path, ckptd_callback(daemon=None), data, **arguments).train()
     assert any(re.search(said, record.getMessage()) for record in caplog.records)
+
+
+def test_workers_that_cannot_be_repeated_are_refused_before_training(tmp_path: Path) -> None:
+    """It used to train, and to stop after a failure, when its batches were others."""
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    with pytest.raises(ValueError, match=r"persistent_workers=False.*refetch=False"):
+        trainer(tmp_path, ckptd_callback(daemon=None), **workers).train()
+    trainer(tmp_path, ckptd_callback(daemon=None, refetch=False), **workers).train()
 
 
 def test_off_it_changes_nothing_and_leaves_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ckptd.client import values
-from ckptd.client.integrations.position import DataPosition
+from ckptd.client.data.position import DataPosition
 from ckptd.client.rng import capture_rng, restore_rng
 
 LENGTH = 9

@@ -1,0 +1,147 @@
+"""An endless iterator over a data loader that a successor takes to the very same batches."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ckptd.client.data.ledger import BatchLedger
+from ckptd.client.data.loaders import (
+    forget_prepared,
+    has_indices,
+    makes_ahead,
+    repeats_by_index,
+    reuses_workers,
+    skipping,
+    torch_loader,
+)
+from ckptd.client.data.position import DataPosition, tell_refetched
+from ckptd.client.data.reach import Reach
+from ckptd.client.rng import capture_rng, restore_rng
+
+__all__ = ["Batches"]
+
+
+class Batches(Iterator[Any]):
+    """Epoch after epoch of ``loader``; a new inner iterator is made when one ends or after ``rewind``.
+
+    Args:
+        ledger: of the checkpointer; None where nothing is kept.
+        own_state: the loader keeps its position itself, in ``state=``.
+        skip: whether batches of the interrupted epoch are passed over without being made; None: where they provably follow from
+            their indices.
+    Raises:
+        ValueError: an epoch has no batch at all; or a batch is fetched before the loop has begun.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        ledger: BatchLedger | None = None,
+        *,
+        own_state: bool = False,
+        skip: bool | None = None,
+    ) -> None:
+        self._loader, self._ledger = loader, ledger
+        self._inner: Iterator[Any] | None = None
+        self._skips = repeats_by_index(loader) if skip is None else skip
+        self._begun = self._reused = False
+        self._position: DataPosition | None = None
+        if ledger is not None and not own_state:
+            self._reach = Reach(loader)
+            self._position = DataPosition(self._reach, ahead=makes_ahead(loader))
+        if ledger is not None:
+            self.go_to(ledger.add(self))
+            self.rewind()
+
+    # -- for the ledger --------------------------------------------------------------------------
+
+    def position(self) -> dict[str, Any] | None:
+        """Where in the data the loop is; before the first batch, what the first epoch follows from."""
+        if self._position is None:
+            return {} if self._begun else None
+        if not self._begun:
+            return {"unbegun": self._reach.capture()}
+        return {**self._position.state_dict(), "reused": self._reused}
+
+    def go_to(self, position: dict[str, Any] | None) -> None:
+        """The next batch is the one that follows this position."""
+        self._inner, self._begun = None, position is not None and "unbegun" not in position
+        if self._position is None or not position:
+            return
+        if self._begun:
+            self._reused = position["reused"]
+            self._position.load_state_dict(position)
+        else:
+            self._reach.restore(position["unbegun"])
+
+    def rewind(self) -> None:
+        """The loader's state was replaced: start a new inner iterator, now if it is to be at a position.
+
+        Not when a batch is asked for: Accelerate tells by its loader, before that, whether an epoch is at its end.
+        """
+        self._inner = self._return() if self._begun and self._ledger is not None else None
+
+    # -- batches ---------------------------------------------------------------------------------
+
+    def __next__(self) -> Any:
+        if self._ledger is not None and not self._ledger.begun:
+            raise ValueError(
+                "a batch was fetched before the first step: fetch the batches of a step in the body of "
+                "`for step in ckpt.steps(total)`, next(batches), so that a replayed step has the same ones"
+            )
+        if self._inner is None:
+            self._inner = self._new_epoch()
+        for _ in range(2):
+            before = {} if self._position is None else self._position.about_to_fetch()
+            try:
+                batch = next(self._inner)
+            except StopIteration:
+                self._inner = self._new_epoch()
+                continue
+            if self._position is not None:
+                self._position.fetched(before)
+            if self._ledger is not None:
+                self._ledger.note(batch)
+            return batch
+        self._inner = None
+        raise ValueError(f"{type(self._loader).__name__} gave no batch in a whole epoch")
+
+    def _new_epoch(self) -> Iterator[Any]:
+        position = self._position
+        if position is not None:
+            forget_prepared(self._loader)
+            self._reused = reuses_workers(self._loader)
+            position.begin_epoch(position.epoch + 1 if self._begun else 0)
+        self._begun = True
+        return iter(self._loader)
+
+    def _return(self) -> Iterator[Any]:
+        """The restored epoch at its position. Random state is left as it was: that of the step that begins."""
+        position, now = self._position, capture_rng()
+        if position is None:
+            # It goes on where its state says; what it draws to begin there, it did not draw before.
+            iterator: Iterator[Any] = iter(self._loader)
+            restore_rng(now)
+            return iterator
+        started_s = time.perf_counter()
+        forget_prepared(self._loader)
+        skipped = position.skippable if self._skips and has_indices(self._loader) else 0
+        with contextlib.ExitStack() as stack:
+            after = stack.enter_context(skipping(self._loader, 0)) if has_indices(self._loader) else None  # fmt: skip
+            if self._reused and not reuses_workers(self._loader):
+                inner = torch_loader(self._loader)
+                assert inner is not None
+                iter(inner)
+            if after is not None:
+                after.count = skipped
+            position.return_to_epoch()
+            iterator = iter(self._loader)
+            position.fast_forward(lambda: next(iterator), skipped)
+        restore_rng(now)
+        option = "batches(loader, skip=True)" if has_indices(self._loader) else ""
+        if not self._skips:
+            tell_refetched(position, skipped, time.perf_counter() - started_s, option)
+        return iterator

@@ -1,0 +1,198 @@
+"""What the batches of a loader follow from, besides their indices and the global random generators.
+
+Random generators that a dataset, a sampler, a collate function or a transform holds as an attribute, in a closure, or uses as a global of
+its module; the numbers of epochs and seeds that samplers keep; and plain attributes of samplers of the user's own that change while
+they are gone through. They are found by looking at objects; nothing is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckptd.client.data.after import After
+
+__all__ = ["Reach"]
+
+_LIBRARIES = frozenset({"accelerate", "builtins", "collections", "functools", "lightning", "numpy", "pytorch_lightning", "torch", "torchdata", "transformers"})  # fmt: skip
+# Of a library's object only these are gone into: the rest is its own affair.
+_FOLLOWED = ("base_dataloader", "batch_sampler", "sampler", "dataset", "datasets", "data_source", "collate_fn", "worker_init_fn", "generator", "synchronized_generator", "func", "args", "keywords")  # fmt: skip
+_COUNTS = ("epoch", "iteration", "initial_seed", "seed")
+_SAMPLERS = ("sampler", "batch_sampler")
+_DEPTH = 8
+_ITEMS = 64
+_PLAIN = (type(None), bool, int, float, str)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GLOBAL = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}
+
+
+@dataclass(slots=True)
+class _Found:
+    """Something by its path: a generator; or a plain attribute of ``owner``, and its value when it was found."""
+
+    value: Any
+    owner: Any = None
+    name: str = ""
+
+    @property
+    def now(self) -> Any:
+        value = getattr(self.owner, self.name, None)
+        return value if isinstance(value, _PLAIN) else None
+
+
+class Reach:
+    """What is in reach of a loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._known = list(self._find())
+        # What a successor builds by itself needs no record.
+        self._built = {path: found.value for path, found in self._known if found.name}
+
+    @property
+    def generators(self) -> list[str]:
+        """The paths of the random generators."""
+        return [path for path, found in self._known if not found.name]
+
+    def look(self) -> None:
+        """An epoch begins: what was made since is in reach, too."""
+        self._known = list(self._find())
+
+    def capture(self) -> dict[str, Any]:
+        """Their states, and what of the plain attributes has changed since the loader was built; of the types that ``state=`` takes."""
+        state: dict[str, Any] = {}
+        for path, found in self._known:
+            if not found.name:
+                state[path] = _state_of(found.value)
+            elif path not in self._built or self._built[path] != found.now:
+                state[path] = found.now
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put back what ``capture`` returned; what it does not name is as it was built."""
+        self.look()
+        for path, found in self._known:
+            if not found.name:
+                if path in state:
+                    _set_state(found.value, state[path])
+                continue
+            value = state.get(path, self._built.get(path, found.value))
+            if isinstance(value, _PLAIN):
+                setattr(found.owner, found.name, value)
+
+    def _find(self) -> Iterator[tuple[str, _Found]]:
+        return _walk(self._loader, "loader", 0, {id(self._loader)}, sampler=False)
+
+
+def _walk(
+    value: Any, path: str, depth: int, seen: set[int], *, sampler: bool
+) -> Iterator[tuple[str, _Found]]:
+    if depth > _DEPTH:
+        return
+    if isinstance(value, After):
+        value = value.inner
+    for name, child in _children(value):
+        at = f"{path}.{name}"
+        inside = sampler or name in _SAMPLERS
+        if isinstance(child, _PLAIN):
+            own = inside and not _of_library(value) and not isinstance(value, list | tuple | dict)
+            counts = name in _COUNTS and isinstance(child, int)
+            if (own or counts) and name in getattr(value, "__dict__", ()):
+                yield at, _Found(child, value, name)
+        elif id(child) not in seen and id(child) not in _GLOBAL:
+            seen.add(id(child))
+            if isinstance(child, _GENERATORS):
+                yield at, _Found(child)
+            else:
+                yield from _walk(child, at, depth + 1, seen, sampler=inside)
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, types.FunctionType | types.MethodType):
+        yield from _used_by(value)
+    elif isinstance(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, list | tuple):
+        yield from ((str(at), part) for at, part in enumerate(value[:_ITEMS]))
+    elif type(value) is dict:
+        if len(value) <= _ITEMS:
+            yield from ((str(key), part) for key, part in value.items())
+    elif isinstance(value, types.ModuleType | type | torch.Tensor | np.ndarray):
+        return
+    else:
+        attributes: dict[str, Any] = getattr(value, "__dict__", {})
+        library = _of_library(value)
+        # Looked at in the instance alone: a property may do anything.
+        yield from ((n, v) for n, v in list(attributes.items()) if not library or n in (*_FOLLOWED, *_COUNTS))  # fmt: skip
+        if not library:
+            yield from _used_by_methods(type(value))
+
+
+def _used_by_methods(kind: type) -> Iterator[tuple[str, Any]]:
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in _LIBRARIES:
+            for name, method in vars(base).items():
+                if isinstance(method, types.FunctionType):
+                    yield from ((f"{name}().{n}", v) for n, v in _used_by(method))
+
+
+def _used_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """Generators and functions of the user's own that a function uses as globals, or holds in its closure."""
+    plain = function.__func__ if isinstance(function, types.MethodType) else function
+    if (plain.__module__ or "").partition(".")[0] in _LIBRARIES:
+        return
+    for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=False):
+        if cell != types.CellType():
+            yield name, cell.cell_contents
+    names = set(_names(plain.__code__))
+    for name in sorted(names & plain.__globals__.keys()):
+        used = plain.__globals__[name]
+        if isinstance(used, types.ModuleType) and used.__name__.partition(".")[0] not in _LIBRARIES:
+            for inner in sorted(names & vars(used).keys()):
+                if isinstance(vars(used)[inner], _GENERATORS):
+                    yield f"{name}.{inner}", vars(used)[inner]
+        elif isinstance(used, (*_GENERATORS, types.FunctionType, functools.partial)):
+            yield name, used
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _of_library(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in _LIBRARIES
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    version, internal, gauss = generator.getstate()
+    return [version, np.asarray(internal, dtype=np.uint32).tobytes(), gauss]
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        version, internal, gauss = state
+        generator.setstate(
+            (version, tuple(np.frombuffer(internal, dtype=np.uint32).tolist()), gauss)
+        )

@@ -1,0 +1,186 @@
+"""Loaders as they are given to ``batches``: taken to a position in another process's state, or refused with what to do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ckptd.client import values
+from ckptd.client.arguments import check_state
+from ckptd.client.data import Batches, BatchLedger
+from ckptd.client.data.loaders import check_loader, repeats_by_index
+from ckptd.client.data.reach import Reach
+from ckptd.client.rng import capture_rng, restore_rng
+
+# torchdata calls what torch has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+MODULE_NOISE = np.random.default_rng(3)
+
+
+class Noisy(Dataset[Tensor]):
+    """Draws from every kind of generator."""
+
+    def __init__(self, seed: int) -> None:
+        self.torch, self.numpy = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
+        self.legacy, self.python = np.random.RandomState(seed), random.Random(seed)
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Tensor:
+        own = torch.rand((), generator=self.torch) + float(self.numpy.random())
+        own += float(self.legacy.rand()) + self.python.random() + augmented()
+        return own + torch.rand(()) + float(np.random.rand()) + random.random() + index
+
+
+def augmented() -> float:
+    return float(MODULE_NOISE.random())
+
+
+def scaled(samples: list[Tensor], factor: random.Random) -> Tensor:
+    return torch.stack(samples) * factor.random()
+
+
+class Turning(Sampler[int]):
+    """Goes on in each epoch where it ended in the last."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[int]:
+        self.turn += 1
+        yield from torch.randperm(7).roll(self.turn).tolist()
+
+
+class Numbers(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        for i in range(7):
+            yield torch.rand(()) + i
+
+
+def replacement(seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    data = TensorDataset(torch.arange(9.0))
+    return DataLoader(data, 2, shuffle=True, generator=generator)
+
+
+LOADERS: dict[str, Callable[[int], Any]] = {
+    "noisy": lambda seed: DataLoader(
+        Noisy(seed), 3, shuffle=True, collate_fn=partial(scaled, factor=random.Random(seed))
+    ),
+    "generator": replacement,
+    "sampler": lambda seed: DataLoader(Noisy(seed), 2, sampler=Turning()),
+    "iterable": lambda seed: DataLoader(Numbers(), 2),
+    "stateful": lambda seed: StatefulDataLoader(Noisy(seed), 3, shuffle=True),
+    "no collation": lambda seed: DataLoader(Noisy(seed), None, shuffle=True),
+    "list": lambda seed: [torch.tensor(i) for i in range(5)],
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("consumed", [0, 1, 2, 3, 4, 5, 9, 14])
+def test_a_successor_comes_to_the_same_batches(name: str, consumed: int) -> None:
+    """In another random state, with other seeds: everything that batches follow from is found and put back."""
+    MODULE_NOISE.bit_generator.state = np.random.default_rng(3).bit_generator.state
+    torch.manual_seed(1)
+    random.seed(1)
+    ledger = BatchLedger()
+    batches = Batches(LOADERS[name](1), ledger)
+    for step in range(consumed):
+        ledger.begin(step)
+        next(batches)
+        torch.rand(3)  # what training draws
+    recorded, top = values.pack(ledger.state_dict()), capture_rng()
+    ledger.begin(consumed)
+    expected, after = [next(batches) for _ in range(11)], values.pack(ledger.state_dict())
+
+    torch.manual_seed(99)
+    random.seed(99)
+    MODULE_NOISE.random()
+    successor = BatchLedger()
+    successor.load_state_dict(values.unpack(recorded))
+    others = Batches(LOADERS[name](2), successor)
+    restore_rng(top)
+    successor.begin(consumed)
+    found = [next(others) for _ in range(11)]
+    assert all(_equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert values.pack(successor.state_dict()) == after
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return all(map(_equal, a, b)) if isinstance(a, list | tuple) else torch.equal(a, b)
+
+
+def test_what_is_in_reach_is_found_by_looking() -> None:
+    loader = LOADERS["noisy"](1)
+    assert Reach(loader).generators == [
+        "loader.dataset.torch",
+        "loader.dataset.numpy",
+        "loader.dataset.legacy",
+        "loader.dataset.python",
+        "loader.dataset.__getitem__().augmented.MODULE_NOISE",
+        "loader.collate_fn.keywords.factor",
+    ]
+
+
+def test_skipping_is_for_what_follows_from_its_index() -> None:
+    stored = TensorDataset(torch.arange(4))
+    assert repeats_by_index(DataLoader(Subset(stored, [0, 1])))
+    assert not repeats_by_index(DataLoader(stored, collate_fn=lambda samples: samples))
+    assert not repeats_by_index(DataLoader(Noisy(1)))
+
+
+class Keeps:
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
+@pytest.mark.parametrize(
+    ("loader", "advice"),
+    [
+        (iter([1]), r"cannot begin anew.*batches\(loader\)"),
+        (Keeps(), r"state=\{'loader': loader\}"),
+        (DataLoader(Noisy(1), num_workers=1, persistent_workers=True), "persistent_workers=False"),
+        (DataLoader(Noisy(1), num_workers=1, in_order=False), "in_order=True"),
+    ],
+)
+def test_what_cannot_come_back_is_refused(loader: Any, advice: str) -> None:
+    with pytest.raises(ValueError, match=advice):
+        check_loader(loader, skip=False, in_state=False)
+
+
+def test_workers_of_a_stateful_loader_have_random_numbers_that_no_state_holds() -> None:
+    loader = StatefulDataLoader(Noisy(1), num_workers=2)
+    with pytest.raises(ValueError, match="take it out of state="):
+        check_loader(loader, skip=False, in_state=True)
+    check_loader(loader, skip=True, in_state=True)
+    check_loader(loader, skip=False, in_state=False)
+
+
+@pytest.mark.parametrize("item", [DataLoader([1]), iter([1])])  # type: ignore[arg-type]
+def test_a_loader_in_state_is_told_where_it_belongs(item: Any) -> None:
+    with pytest.raises(ValueError, match=r"leave it out of state=.*ckpt\.batches\(loader\)"):
+        check_state({"loader": item})
+
+
+def test_a_batch_before_the_first_step_belongs_to_none() -> None:
+    with pytest.raises(ValueError, match=r"in the body of `for step in ckpt.steps"):
+        next(Batches([1], BatchLedger()))

@@ -1,0 +1,77 @@
+"""The table of data pipelines: each is killed twice and comes to the bits of a training that was not, or is refused at the start.
+
+``make campaign-habits`` plays every row; ``make test`` a tenth.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import DaemonProcess
+from tests.habits.driver import Row, check, play, some
+
+MODULE = "tests.habits.pipelines"
+
+REFUSED = {
+    "augmented, persistent workers": r"persistent_workers=False.*skip=True",
+    "augmented, any order of workers": r"Leave in_order=True",
+    "stateful in state=, 2 workers": r"take it out of state=, batches\(loader\) keeps",
+    "a loader in state=": r"leave it out of state= and fetch from ckpt.batches\(loader\)",
+    "an iterator": r"pass the loader or dataset that it comes from",
+    "fetched before the loop": r"fetch the batches of a step in the body",
+}
+# The names alone: importing the pipelines imports what they are made with.
+EXACT = (
+    "stored tensors",
+    "stored tensors, 2 workers",
+    "stored tensors, persistent workers",
+    "augmented",
+    "augmented, 2 workers",
+    "own generator",
+    "own generator, 2 workers",
+    "generator of the module",
+    "loader's generator",
+    "with replacement",
+    "batch sampler",
+    "own batch sampler",
+    "stateful",
+    "stateful, 2 workers",
+    "stateful in state=",
+    "stream",
+    "stream, 2 workers",
+    "sharded",
+)
+# `state_dict()` of torchdata's loader makes its first iterator, with other random numbers, when ckptd looks whether it can be captured.
+PROTECTED = ("stateful in state=",)
+
+ACCELERATE = "tests.habits.accelerate_loops"
+# torchdata's loader makes its first iterator in `prepare`, from random numbers that nobody keeps; ckptd makes it anew.
+ACCELERATED = {
+    "accelerate": True,
+    "accelerate, fetched within accumulate": True,
+    "accelerate, 2 workers": True,
+    "accelerate, stateful": False,
+    "accelerate, stateful, 2 workers": False,
+}
+
+ROWS = [
+    Row(MODULE, name, window, ranks, refused=REFUSED.get(name), plain=name not in PROTECTED)
+    for name in (*EXACT, *REFUSED)
+    for window in (1, 3)
+    for ranks in (1, 2)
+    if name not in REFUSED or (window, ranks) in ((1, 1), (3, 2))
+]
+ROWS += [
+    Row(ACCELERATE, name, window, ranks, plain=plain)
+    for name, plain in ACCELERATED.items()
+    for window in (1, 3)
+    for ranks in (1, 2)
+]
+ROWS.append(Row(ACCELERATE, "accelerate, stateful, in state=", refused="take it out of state="))
+
+
+@pytest.mark.parametrize("row", some(ROWS))
+def test_pipeline(row: Row, tmp_path: Path, daemon: DaemonProcess) -> None:
+    check(row, play(row, tmp_path, daemon.endpoint))
