@@ -115,7 +115,7 @@ class Trainer:
         table, window = self.memory.table, self.window
         layout = ImageLayout.build(
             [TensorEntry(name, "U8", (size,)) for name in self.job.tensors],
-            identity={"job": self.job.name},
+            identity={"job": self.job.name, "run": self.job.run, "rank": str(self.rank)},
             num_operators=window,
             anchors=1 << iteration % window,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -91,6 +92,11 @@ def test_a_trainer_that_cuts_its_segment_costs_itself_and_not_the_daemon(
         assert not any(node.saw("internal") for node in net.nodes)
         for node in net.nodes:
             assert "store keeper is gone" not in node.log_text()
+        # What was being stored of a segment when it was cut is no checkpoint, and so it is no damage.
+        for asked in (("verify", f"{tmp_path}/store"), ("checkpoints", "verify", "job", "run")):
+            done = net[0].ctl(*asked, "--json", check=False)
+            assert done.returncode == 0, f"{asked}: {done.stdout}{done.stderr}"
+            assert json.loads(done.stdout)["whole"]
 
 
 def test_a_replica_that_is_cut_is_dropped_and_made_again() -> None:

@@ -403,6 +403,25 @@ def test_the_update_waits_for_a_copy_that_is_under_way(make: Callable[..., Train
     assert unlike(job.restored(7).everything(), job.tops[7]) == []
 
 
+def test_a_write_that_moves_no_version_counter_leaves_nothing_that_is_parked_torn(
+    make: Callable[..., Trained],
+) -> None:
+    """Weight decay through ``p.data`` before the optimizer's step: what is there then is not the top of the step, whatever the counters say."""
+    job = make()
+    # Nor does a snapshot that is sealed afterwards make what was parked superfluous.
+    job.parking._slots._outlived = lambda: -1  # type: ignore[method-assign]
+
+    def decay_and_park() -> None:
+        for parameter in job.model.parameters():
+            parameter.data.mul_(0.97)
+        job.parking.park("a test")
+
+    job.train(7, at(6, lambda: job.parking.park("a test")))
+    job.train(9, at(8, decay_and_park))
+    assert job.parked() == [6]
+    assert unlike(job.restored(6).everything(), job.tops[6]) == []
+
+
 def test_a_copy_that_takes_too_long_is_thrown_away_and_what_was_parked_before_stays(
     make: Callable[..., Trained],
 ) -> None:
