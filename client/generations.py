@@ -86,7 +86,7 @@ class Generations:
             connected: whether the daemon can tell how far the other ranks are.
         """
         records, epochs = table.records(), table.epochs
-        every = SlotTable(list(self._segments))
+        every = SlotTable(list(self._segments), epoch=table.epoch, epoch_start=table.epoch_start)
         hint, keeps = every.ring_hint, every.is_hard(connected=connected)
         numbers = droppable_generations(
             records,

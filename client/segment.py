@@ -233,7 +233,14 @@ class SlotTable:
         While the daemon is away nobody can tell what other nodes still hold. A run of one rank needs no common start.
         """
         several = any(segment.descriptor.world_size > 1 for segment in self.segments[-1:])
-        return several and (self.ring_hint.sole or not connected)
+        return several and (self.ring_hint.sole or not connected or self._returned)
+
+    @property
+    def _returned(self) -> bool:
+        """Whether the run went back to an iteration, and has no floor there or later since: other nodes may hold no suffix that ends there."""
+        hint = self.ring_hint
+        agreed = hint.epoch == self.epoch and hint.floor >= self.epoch_start
+        return self.epoch_start >= 0 and not agreed
 
     def promised(
         self, records: Sequence[SlotRecord], num_operators: int, *, hard: bool = False
@@ -252,6 +259,7 @@ class SlotTable:
             epochs=self.epochs,
             span=hint.span,
             up_to=hint.aim if hard else None,
+            tip=self.epoch_start if self._returned else -1,
         )
 
     def ask_quiet(self, quiet: bool) -> None:

@@ -139,16 +139,20 @@ def promised(
     span: int = 1,
     incoming: SlotRecord | None = None,
     up_to: int | None = None,
+    tip: int = -1,
 ) -> set[Key]:
     """The sealed slots that stay; with ``incoming``, also those that it links to. See the module.
 
     Args:
         up_to: no suffix that ends later can become the floor before who holds these slots is told.
+        tip: the suffix that ends here stays, too, until there is a floor there or later.
     """
     newest = newest_by_iteration(_told(records), epochs)
     at_floor = spanning_suffix(newest, num_operators, span, end=promise.floor)
     least = max(promise.floor, promise.horizon)
     suffixes = [at_floor, *_ends_from(newest, num_operators, span, least, up_to)]
+    if tip > promise.floor:
+        suffixes.append(spanning_suffix(newest, num_operators, span, end=tip))
     if not any(suffixes):
         suffixes = [spanning_suffix(newest, num_operators, span)]
     kept = [record for suffix in suffixes if suffix is not None for record in suffix.records]

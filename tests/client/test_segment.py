@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ckptd.client.segment import MappedSegment, RankTaken, SlotTable
@@ -165,6 +166,39 @@ def test_what_the_daemon_asks_to_keep_is_read_at_once(path: str) -> None:
         write_ring_hint(segment.buffer, hint)
         assert segment.ring_hint == table.ring_hint == hint
     assert SlotTable([]).ring_hint == RingHint()
+    segment.close()
+
+
+def test_what_a_run_went_back_to_stays_until_its_new_history_has_a_floor(path: str) -> None:
+    """Epoch 2 began at iteration 5. Two other nodes held the floor, 3, so the ring was soft; and what may be the floor next began with 9, since a chain of
+    another rank had broken. Iteration 5 was given away, and a job that died then had nothing in common with the others after 3, or nothing at all.
+    """
+    segment = MappedSegment(path, 1)
+    told = msgspec.structs.replace(segment.descriptor, world_size=2)
+    segment.descriptor = told
+    for slot, iteration in enumerate((5, 9)):
+        fill(_as_daemon(segment), slot, iteration, anchors=1)
+        segment.seal(slot)
+    header = segment.header(1)
+    assert header is not None
+    segment.write_header(1, replace(header, epoch=2, epoch_start=5))
+    table = SlotTable([segment], epoch=2, epoch_start=5)
+    first = SlotTable([segment], epoch=2, epoch_start=-1)
+
+    def kept(of: SlotTable) -> tuple[bool, set[int]]:
+        hard = of.is_hard(connected=True)
+        return hard, {index for _, index in of.promised(of.records(), 1, hard=hard)}
+
+    soft = RingHint(3, 9, 1, epoch=2, aim=9)
+    write_ring_hint(segment.buffer, soft)
+    assert kept(table) == (True, {0, 1})
+    assert kept(first) == (False, {1}), "a run that never went back"
+    write_ring_hint(segment.buffer, soft._replace(floor=7, epoch=1))
+    assert kept(table)[0], "a floor of the history that was left"
+    write_ring_hint(segment.buffer, soft._replace(floor=5))
+    assert kept(table) == (False, {0, 1}), "it is the floor itself"
+    write_ring_hint(segment.buffer, soft._replace(floor=9))
+    assert kept(table) == (False, {1})
     segment.close()
 
 

@@ -8,6 +8,8 @@
     which at most r have not been lost yet: if each rank is left one such holder, or its own node with a suffix
     that ends at F, then a plan exists for the job killed now, and ends at F or later. A node that is cut off
     is lost for the time being.
+(g) The iteration to which a recovery went back is not lost before the new history has a floor there or later: as long as the memory of all
+    nodes that have ranks exists, the job killed now comes back to it, or to a later one.
 (d) No host gives a slot away that it promised to keep.
 (e) What is not needed goes; (f) when all is calm, the floor follows the job. See `World.settle`.
 """
@@ -22,7 +24,16 @@ from ckptd.memory.ring import newest_by_iteration
 from ckptd.memory.slots import least_starts, other_histories
 from ckptd.recovery.plan import HeldRecords, NoRecovery, RecoveryPlan, plan_recovery
 from ckptd.replication.replicas import spanning_suffix
-from tests.simulation.model import Announced, Content, Holder, Segment, State, Trainer, Vouched
+from tests.simulation.model import (
+    Announced,
+    Content,
+    Holder,
+    Segment,
+    State,
+    Tip,
+    Trainer,
+    Vouched,
+)
 from tests.simulation.network import Network
 
 __all__ = ["Checks"]
@@ -49,6 +60,7 @@ class Checks(Network):
         self.announced: Announced | None = None
         self.highest = -1  # of all floors of the live history
         self.vouched: dict[int, list[Vouched]] = {}
+        self.tip: Tip | None = None
         self.changed = True
 
     # What was said.
@@ -163,6 +175,7 @@ class Checks(Network):
         if self.announced is not None and self.known_floor() < self.announced.floor:
             self.announced = None  # it is as if it had not been announced
         self.check_holders()
+        self.check_tip()
         if self.announced is not None and self.rng.random() < _CHECKED:
             lost = self.rng.sample(sorted(self.nodes), self.rng.randint(0, self.replicas))
             lost += self.cut
@@ -208,6 +221,20 @@ class Checks(Network):
                 assert self.holds(holder.node, rank, told.floor, own=holder.own), (
                     f"(c) {holder} does not hold rank {rank} up to the floor {told.floor}"
                 )
+
+    def check_tip(self) -> None:
+        """(g)"""
+        tip = self.tip
+        if tip is None:
+            return
+        if self.known_floor() >= tip.end:
+            self.tip = None
+        elif all(self.stands(home) and home.node not in self.cut for home in tip.homes):
+            held, begun, _ = self.told(self.cut)
+            plan = plan_recovery(held, len(self.homes), epochs=begun)
+            self.seen["tip checked"] += 1
+            assert isinstance(plan, RecoveryPlan), f"(g) {tip.end} is lost: {plan.reason}"
+            assert plan.end >= tip.end, f"(g) only {plan.end} is left, not {tip.end}: {plan.reason}"
 
     def check_promise(self, lost: Collection[str], plan: RecoveryPlan | NoRecovery) -> None:
         """(c): the job killed now, without these nodes."""

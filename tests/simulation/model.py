@@ -42,6 +42,7 @@ __all__ = [
     "Slot",
     "State",
     "Ticket",
+    "Tip",
     "Trainer",
     "Transfer",
     "Vouched",
@@ -84,6 +85,8 @@ class WorldConfig:
     "False: a primary vouches by itself while its target is away."
     reads_anew: bool = True
     "False: a primary vouches for what its slots were told to hold last, not for what they hold now."
+    keeps_tip: bool = True
+    "False: what the last recovery went back to is no more to a primary than what the floor may be next."
     counts_span: bool = True
     "False: what was counted with a shorter span than the run's counts, too."
 
@@ -268,6 +271,13 @@ class Holder(NamedTuple):
     node: str
     life: int
     own: bool
+
+
+class Tip(NamedTuple):
+    """The iteration from which the last recovery went on, and the machines of its ranks."""
+
+    end: int
+    homes: tuple[Holder, ...]
 
 
 class Vouched(NamedTuple):

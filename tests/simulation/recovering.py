@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptd.memory.ring import NoSuffix, SlotState, find_suffix
 from ckptd.memory.slots import DRAWN_EPOCHS, epoch_after
 from ckptd.recovery.plan import HeldRecords, NoRecovery, Piece, RecoveryPlan, plan_recovery
-from tests.simulation.model import Slot, State
+from tests.simulation.model import Holder, Slot, State, Tip
 from tests.simulation.training import Training
 
 __all__ = ["Recovering"]
@@ -88,6 +88,7 @@ class Recovering(Training):
         if end < self.highest or self.epoch not in past:  # or nobody who is left knows of that one
             self.announced, self.highest = None, end
         self.homes, self.epoch, self.epoch_start = homes, epoch, end
+        self.tip = None
         self.epochs = self.pasts[epoch] = past | {epoch: end}
         if isinstance(plan, RecoveryPlan):
             source = plan.per_rank[0][-1].sources[0]
@@ -97,6 +98,8 @@ class Recovering(Training):
             copies = {r: [self._copy_of(p) for p in of] for r, of in plan.per_rank.items()}
             for rank, pieces in plan.per_rank.items():
                 self._load(rank, pieces, copies[rank], end)
+            where = sorted(set(homes.values()))
+            self.tip = Tip(end, tuple(Holder(n, self.nodes[n].life, True) for n in where))
         else:
             self.history = []
             for rank in homes:

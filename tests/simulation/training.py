@@ -35,6 +35,7 @@ class Training(Runs):
     """One iteration of all ranks after another."""
 
     growth_refused: float
+    breaks: float = 0.012  # how often a rank takes no snapshot, so that its chain begins anew
 
     def _init_training(self) -> None:
         self.iteration = 0
@@ -57,7 +58,7 @@ class Training(Runs):
     def _boundary(self, rank: int, state: State) -> None:
         trainer = self.trainers[rank]
         self._collect(rank, trainer)
-        if self.chance(0.012):
+        if self.chance(self.breaks):
             self.seen["missed"] += 1
             trainer.previous = -1
             return
@@ -83,7 +84,13 @@ class Training(Runs):
     def _is_hard(self, rank: int) -> bool:
         """While its daemon is away a trainer cannot know what others hold."""
         away = self.nodes[self.homes[rank]].daemon is None
-        return len(self.homes) > 1 and (self._hint(rank).sole or away)
+        return len(self.homes) > 1 and (self._hint(rank).sole or away or self._returned(rank))
+
+    def _returned(self, rank: int) -> bool:
+        """Whether the run went back to an iteration, and has no floor there or later since."""
+        hint = self._hint(rank)
+        agreed = hint.epoch == self.epoch and hint.floor >= self.epoch_start
+        return self.config.keeps_tip and self.epoch_start >= 0 and not agreed
 
     def _promised(self, rank: int, hint: Hint, hard: bool) -> set[tuple[int, int]]:
         records = [record for s in self.own_segments(rank) for record in s.records]
@@ -96,6 +103,7 @@ class Training(Runs):
             epochs={self.epoch: self.epoch_start},
             span=hint.span,
             up_to=hint.aim if hard else None,
+            tip=self.epoch_start if self._returned(rank) else -1,
         )
 
     def _claim(self, rank: int, segment: Segment, hint: Hint, hard: bool) -> SlotChoice:
