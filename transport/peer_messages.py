@@ -15,6 +15,7 @@ from ckptd.transport.message_parts import (
     Epoch,
     ImageDigest,
     KnownEpoch,
+    KnownImageDigest,
     RunRecord,
 )
 from ckptd.transport.messages import (
@@ -44,8 +45,10 @@ __all__ = [
     "EndRun",
     "Floor",
     "GetDescriptor",
+    "GetDigest",
     "OpenRead",
     "OpenReplica",
+    "OpenedDigest",
     "PeerDone",
     "PeerHello",
     "PeerMessage",
@@ -178,13 +181,29 @@ class OpenRead(Struct, frozen=True, tag=True):
 
 
 class ReadOpened(Struct, frozen=True, tag=True):
-    """Get it from this region. It stays until `CloseRead`, or until nothing was read for a minute."""
+    """Get it from this region. It stays until `CloseRead`, or until nothing was read for a minute.
+
+    ``digest``: the cryptographic one that the holder vouches for; "": it was not made yet, ask by `GetDigest`.
+    """
 
     region: Ticket
     token: Token
     length: Count
     header: HeaderBytes
     file: RegionFile | None = None
+    digest: KnownImageDigest = ""
+
+
+class GetDigest(Struct, frozen=True, tag=True):
+    """The cryptographic digest of what you opened for me to read."""
+
+    region: Ticket
+
+
+class OpenedDigest(Struct, frozen=True, tag=True):
+    """It."""
+
+    digest: ImageDigest
 
 
 class GetDescriptor(Struct, frozen=True, tag=True):
@@ -274,6 +293,7 @@ PeerRequest = (
     | AbortSlot
     | OpenRead
     | GetDescriptor
+    | GetDigest
     | CloseRead
     | DoubtSlot
     | EndRun
@@ -286,6 +306,7 @@ PeerReply = (
     | ReplicaOpened
     | SlotGranted
     | ReadOpened
+    | OpenedDigest
     | Descriptor
     | PeerDone
     | PeerRefused

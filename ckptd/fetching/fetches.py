@@ -33,7 +33,7 @@ class Fetches:
     Args:
         link: the connection to a node, None if its address is not known.
         doubt: told which slots of this node did not match their digests.
-        verifiers: workers that digest; `map_fn`, if given, spreads one image over threads.
+        verifiers: workers that digest; `map_fn`, if given, spreads one image over threads, and ``threads`` of them make one digest.
         slow: workers for making memory.
     """
 
@@ -48,12 +48,13 @@ class Fetches:
         verifiers: Workers,
         slow: Workers,
         map_fn: MapFunction | None,
+        threads: int = 1,
         clock: Callable[[], float],
     ) -> None:
         self._store, self._replicas, self._events = store, replicas, events
         self.copies = ReadingCopies(store)
         self._link, self._doubt, self._verifiers, self._slow = link, doubt, verifiers, slow
-        self._map, self._clock = map_fn, clock
+        self._map, self._threads, self._clock = map_fn, threads, clock
         self._jobs: dict[tuple[RankKey, int], FetchJob] = {}
         self._drills: list[FetchJob] = []
 
@@ -184,6 +185,7 @@ class Fetches:
             doubt=self._doubt,
             verifiers=self._verifiers,
             map_fn=self._map,
+            threads=self._threads,
             events=self._events,
             clock=self._clock,
             stored=stored,

@@ -14,8 +14,9 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import SlotHeader, slot_lock_byte
 from ckptd.recovery.striping import Part
 from ckptd.storage.image import MapFunction, Mismatch, mismatches
+from ckptd.storage.strong_digest import matches
 
-__all__ = ["Wrong", "copy_parts", "wrong_ranges"]
+__all__ = ["Examined", "Wrong", "copy_parts", "examine", "wrong_ranges"]
 
 # Ranges told of one verification. Each is a request of its own, to storage too, and a copy that is wrong in more places than that
 # is hardly one of this snapshot.
@@ -30,6 +31,32 @@ class Wrong:
     start: int
     stop: int
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What is wrong by the xxh3 digests of an image; if nothing is, which cryptographic digests it has of those that were told."""
+
+    wrong: Sequence[Wrong]
+    matching: frozenset[str] = frozenset()
+
+
+def examine(
+    image: memoryview,
+    header_digest: bytes,
+    digests: Sequence[str],
+    map_fn: MapFunction | None,
+    threads: int,
+) -> Examined:
+    """Compare an image with all its digests.
+
+    Raises:
+        ImageError: as `wrong_ranges`.
+    """
+    wrong = wrong_ranges(image, header_digest, map_fn)
+    if wrong:
+        return Examined(wrong)
+    return Examined((), frozenset(d for d in digests if matches(image, d, threads=threads)))
 
 
 def copy_parts(

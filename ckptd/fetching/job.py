@@ -34,7 +34,7 @@ class FetchJob:
         local: segments of this very node.
         doubt: told which of their slots did not match its digests.
         finished: called once, with "" or the reason of the failure.
-        verifiers: workers that digest; `map_fn`, if given, spreads one image over threads.
+        verifiers: workers that digest; `map_fn`, if given, spreads one image over threads, and ``threads`` of them make one digest.
         stored: whether storage is asked for what no copy has that the plan knows.
     """
 
@@ -49,6 +49,7 @@ class FetchJob:
         doubt: Doubt,
         verifiers: Workers,
         map_fn: MapFunction | None,
+        threads: int = 1,
         events: EventLog,
         clock: Callable[[], float],
         stored: bool = True,
@@ -61,7 +62,7 @@ class FetchJob:
         self._clock, self._finished = clock, finished
         self._began_s = clock()
         tools = FetchTools(
-            segment, node, link, local, doubt, verifiers, map_fn, events, clock, stored
+            segment, node, link, local, doubt, verifiers, map_fn, threads, events, clock, stored
         )
         us = Job(self._goes_on, lambda: self.over, self._go_on, self._end)
         self._unfit = ""

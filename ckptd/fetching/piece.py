@@ -1,8 +1,8 @@
 """One snapshot on its way here: into which slot, and whether it is what it should be (docs/replication.md §7).
 
 A `FetchedPiece` waits until it is begun; then its slot is locked, and it is COPIED from this very node, if a copy is here, damaged
-or not, or PULLED in parts from all its holders (`ckptd.fetching.pulling`); then VERIFIED as a whole on a worker. What does not match is
-brought again from other copies, until it is SEALED. It tells its job what happened, by `Job`, and is asked to go on by `push`. The slot
+or not, or PULLED in parts from all its holders (`ckptd.fetching.pulling`); then VERIFIED as a whole on a worker: by its xxh3 digests, which tell where it is
+wrong, and last by the cryptographic digest that its holders vouch for (`ckptd.fetching.vouchers`). What does not match is brought again from other copies, until it is SEALED. It tells its job what happened, by `Job`, and is asked to go on by `push`. The slot
 stays locked until nobody touches it any more: neither a worker nor a transfer that was cancelled. All on the daemon's loop thread.
 
 Whoever brought something wrong is told to verify its copy when the piece is over, and not before: a copy that is in quarantine
@@ -12,15 +12,16 @@ cannot be opened any more, and the rest of it may be needed.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ckptd.fetching.image import Wrong, copy_parts, wrong_ranges
+from ckptd.fetching.image import Examined, Wrong, copy_parts, examine
 from ckptd.fetching.pulling import Pulling
-from ckptd.fetching.repairs import Repairs
+from ckptd.fetching.repairs import WHOLE_IMAGE, Repairs
 from ckptd.fetching.stored_copies import find_stored
 from ckptd.fetching.tools import FetchTools, Job
+from ckptd.fetching.vouchers import Verdict, Vouchers
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
@@ -53,18 +54,21 @@ class FetchedPiece:
         self._sources = list(dict.fromkeys(sources))
         self._near = [source for source in self._sources if source.node == tools.node]
         self._stripes = Stripes(header.image_len, self._sources)
+        self._vouchers = Vouchers(tools.node)
         self._pulling = Pulling(
             header,
             self._stripes,
             tools,
             job,
             image=lambda: self._image,
+            vouchers=self._vouchers,
             drained=self._drained,
         )
         self._repairs = Repairs(header.iteration, tools.node)
         self._begun = self._asked = False
         self._may_ask_storage = tools.stored and all(s.node != STORE_NODE for s in self._sources)
         self._asks_storage = False
+        self._disputes = False  # what holders vouch for; the others are waited for
         self._fd = -1
         self._busy = False  # a worker copies or verifies
 
@@ -82,6 +86,7 @@ class FetchedPiece:
             self._begun = True
             if not self._take_slot():
                 return
+            self._vouch_near()
         if not self._busy:
             self._advance()
 
@@ -104,7 +109,7 @@ class FetchedPiece:
         if self._copy_near():
             return
         if self._stripes.complete:
-            if not self._pulling.landing:
+            if not self._pulling.landing and not self._unvouched():
                 self._verify()
             return
         if not self._asked:
@@ -140,8 +145,9 @@ class FetchedPiece:
     def _image(self) -> memoryview:
         return self._tools.segment.image(self._index, self.header)
 
-    def _seal(self) -> None:
+    def _seal(self, digest: str) -> None:
         segment = self._tools.segment
+        segment.keep_digest(self._index, self.header, digest)
         write_slot_header(segment.buffer, segment.geometry, self._index, self.header)
         self.sealed = True
         mended = self._repairs.mended(self._stripes.bringers)
@@ -218,6 +224,15 @@ class FetchedPiece:
         self._tools.doubt(segment, source.slot, self.header.sequence)
         self._job.progressed()
 
+    def _vouch_near(self) -> None:
+        """What was kept beside a copy here was told by its sender when it came, or made by us; it may be right though the copy is not."""
+        for source in self._near:
+            segment = self._tools.local(source.segment)
+            header = None if segment is None else segment.header(source.slot)
+            same = header is not None and _same(header, self.header)
+            kept = segment.kept_digest(source.slot, header) if segment and header and same else ""
+            self._vouchers.tell(source, kept)
+
     # -- from storage ----------------------------------------------------------------------------
 
     def _ask_storage(self) -> bool:
@@ -250,21 +265,58 @@ class FetchedPiece:
 
     # -- is it what it should be -----------------------------------------------------------------
 
+    def _bringers(self) -> list[FetchSource]:
+        return self._stripes.bringers((0, self.header.image_len))
+
+    def _unvouched(self) -> bool:
+        """Whether to wait for what a holder vouches for: one that has brought some of it, or any if those that told disagree.
+
+        One that is lost does not tell any more.
+        """
+        left = self._stripes.holders_left()
+        lacking = self._vouchers.lacks([*self._bringers(), *(left if self._disputes else ())])
+        for source in lacking:
+            if source not in left:
+                self._vouchers.tell(source, "")
+        return any(source in left for source in lacking) or (self._disputes and self._asks_storage)
+
     def _verify(self) -> None:
-        tools = self._tools
+        tools, digests = self._tools, self._vouchers.digests
         # If the workers are full the next tick tries again.
         self._busy = tools.verifiers.submit(
-            partial(wrong_ranges, self._image, self.header.header_digest, tools.map_fn),
+            partial(
+                examine,
+                self._image,
+                self.header.header_digest,
+                digests,
+                tools.map_fn,
+                tools.threads,
+            ),
             self._verified,
             self._not_verified,
         )
 
-    def _verified(self, wrong: Sequence[Wrong]) -> None:
+    def _verified(self, found: Examined) -> None:
         if not self._worker_done():
             return
-        if not wrong:
-            self._seal()
+        if found.wrong:
+            self._wrong(found.wrong, "fetch_damaged")
             return
+        verdict = self._vouchers.verdict(found.matching)
+        if not self._vouchers.digests and not all(_known(s, self._near) for s in self._bringers()):
+            verdict = (
+                Verdict.WRONG
+            )  # what comes over a network counts only if somebody vouches for it
+        if verdict is Verdict.WRONG:
+            everything = Wrong(0, self.header.image_len, (WHOLE_IMAGE,))
+            self._wrong([everything], "fetch_forged")
+        elif verdict is Verdict.DISPUTED:
+            self._disputed(found.matching)
+        else:
+            self._doubt_others(found.matching)
+            self._seal(min(found.matching, default=""))
+
+    def _wrong(self, wrong: Sequence[Wrong], kind: str) -> None:
         blamed = self._stripes.blame((each.start, each.stop) for each in wrong)
         if len(blamed) < len(wrong):
             text = (
@@ -272,8 +324,25 @@ class FetchedPiece:
             )
             self._job.failed(f"{text} what is wrong")
             return
-        self._tools.events.add("error", "fetch_damaged", self._repairs.found(wrong, blamed))
+        self._tools.events.add("error", kind, self._repairs.found(wrong, blamed))
         self._job.progressed()
+
+    def _disputed(self, matching: Collection[str]) -> None:
+        """No side has more nodes, of those that told. Others may tell yet, and storage may be one more."""
+        self._disputes = True
+        if self._unvouched() or self._ask_storage():
+            return
+        why = self._vouchers.dispute(matching)
+        hint = "find out which of them was changed, and take away the key of the other (`ckptctl keys untrust`)"
+        self._job.failed(f"iteration {self.header.iteration}: {why}; {hint}")
+
+    def _doubt_others(self, matching: Collection[str]) -> None:
+        """Who vouches for something else has a copy that is not what the others have."""
+        if others := self._vouchers.against(matching):
+            self._repairs.accuse(others)
+            nodes = ", ".join(sorted({source.node for source in others}))
+            text = f"iteration {self.header.iteration}: {nodes} vouches for other contents of it than most nodes"
+            self._tools.events.add("error", "fetch_forged", text)
 
     def _tell_accused(self) -> None:
         """Have them verify what they hold: unless it is quarantined, the next plan would ask for it again."""
@@ -286,3 +355,14 @@ class FetchedPiece:
     def _not_verified(self, error: BaseException) -> None:
         if self._worker_done():
             self._job.failed(f"verifying failed: {error!r}")
+
+
+def _same(held: SlotHeader, wanted: SlotHeader) -> bool:
+    """Whether a slot holds the snapshot that is wanted."""
+    told = (held.iteration, held.epoch, held.sequence, held.header_digest)
+    return told == (wanted.iteration, wanted.epoch, wanted.sequence, wanted.header_digest)
+
+
+def _known(source: FetchSource, near: Sequence[FetchSource]) -> bool:
+    """Whether what it brings counts though nobody vouches for it: it lies here, or was stored by a version that made no digests."""
+    return source in near or source.node == STORE_NODE

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptd.fetching.tools import FetchTools, Job
+from ckptd.fetching.vouchers import Vouchers
 from ckptd.memory.segment_format import SlotHeader, unpack_slot_header
 from ckptd.memory.slot_files import region_of
 from ckptd.recovery.held import STORE_NODE
@@ -28,6 +29,9 @@ __all__ = ["Pulling"]
 logger = logging.getLogger(__name__)
 
 _PART_DEADLINE_S = 30.0
+# How long a holder may take for the digest of what it delivers: others may wait for theirs before.
+_DIGEST_S = 60.0
+_DIGEST_BYTES_PER_S = 256 << 20
 # To ask for the same bytes again is in vain; whoever says so is good for others.
 _FOR_GOOD = (Fault.DAMAGED, Fault.BOUNDS)
 
@@ -45,6 +49,7 @@ class Pulling:
     """Fills ``image()`` with the parts that ``stripes`` hands out.
 
     Args:
+        vouchers: told what each holder vouches for.
         drained: called when the last byte of what was cancelled has landed.
     """
 
@@ -56,9 +61,11 @@ class Pulling:
         job: Job,
         *,
         image: Callable[[], memoryview],
+        vouchers: Vouchers,
         drained: Callable[[], None],
     ) -> None:
         self._header, self._stripes, self._tools, self._job = header, stripes, tools, job
+        self._vouchers = vouchers
         self._image, self._on_drained = image, drained
         self._regions: dict[FetchSource, RegionKey] = {}
         self._flights: dict[tuple[FetchSource, int], _Flight] = {}
@@ -151,12 +158,40 @@ class Pulling:
         wanted = not self._ended and source in self._stripes.holders_left()
         if true and wanted:
             self._regions[source] = region_of(reply)
+            self._ask_digest(source, link, reply)
         else:
             link.tell(p.CloseRead(reply.region))  # too late, or of no use
         if wanted:
             if not true:
                 self.give_up(source, "it holds something else")
             self._job.progressed()
+
+    def _ask_digest(self, source: FetchSource, link: Holder, reply: p.ReadOpened) -> None:
+        """What it vouches for. Where that was not made yet, it is made while the parts are on their way."""
+        if reply.digest or source.node == STORE_NODE:
+            self._vouchers.tell(source, reply.digest)
+            return
+        if not self._vouchers.lacks([source]):
+            return
+
+        def told(digest: str) -> None:
+            if not self._ended:
+                self._vouchers.tell(source, digest)
+                self._job.progressed()
+
+        def refused(code: str, reason: str) -> None:
+            current = self._regions.get(source)
+            if current is not None and current.region == reply.region and not self._ended:
+                self.give_up(source, f"it does not vouch for what it delivers: {reason} ({code})")
+                told("")
+
+        link.ask(
+            p.GetDigest(reply.region),
+            p.OpenedDigest,
+            lambda answer: told(answer.digest),
+            refused,
+            timeout_s=_DIGEST_S + reply.length / _DIGEST_BYTES_PER_S,
+        )
 
     def _refused(self, source: FetchSource, reason: str) -> None:
         if not self._ended:

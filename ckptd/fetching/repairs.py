@@ -10,8 +10,9 @@ from ckptd.recovery.held import STORE_NODE
 from ckptd.recovery.striping import Part, Span
 from ckptd.transport.messages import FetchSource
 
-__all__ = ["Repairs"]
+__all__ = ["WHOLE_IMAGE", "Repairs"]
 
+WHOLE_IMAGE = "the image"  # is wrong, and it is not known where
 _TOLD = 4
 _Nodes = tuple[str, ...]
 
@@ -73,6 +74,10 @@ class Repairs:
         ]
         return f"; in no copy that was reached is {_listed(names, _TOLD)} right" if names else ""
 
+    def accuse(self, sources: Iterable[FetchSource]) -> None:
+        """Their copies may be wrong, though they brought nothing."""
+        self._accused |= dict.fromkeys(sources)
+
     def accused(self) -> list[FetchSource]:
         """The copies in which something was wrong, or may have been; each is named once."""
         found = list(self._accused)
@@ -85,14 +90,16 @@ class Repairs:
 
 
 def _wrong(names: Sequence[str], nodes: _Nodes, *, told: int = 0) -> str:
-    if list(names) == ["header"]:
-        what, does = "the header", "does"
+    if list(names) in (["header"], [WHOLE_IMAGE]):
+        what = "the header" if names[0] == "header" else WHOLE_IMAGE
+        does = "does"
     else:
         what = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
         does = "does" if len(names) == 1 else "do"
         what += f" ({_listed(names, told)})" if told else ""
     whose = " and ".join(f"{node}'s" for node in nodes)
-    return f"{what} of {whose} {'copy' if len(nodes) == 1 else 'copies'} {does} not match"
+    told_of = " what is vouched for" if what == WHOLE_IMAGE else ""
+    return f"{what} of {whose} {'copy' if len(nodes) == 1 else 'copies'} {does} not match{told_of}"
 
 
 def _from(taken: _Nodes, wrong_in: _Nodes) -> str:

@@ -28,7 +28,7 @@ class FetchTools:
         link: the connection to a node, None if its address is not known; the only way to holders elsewhere.
         local: segments of this very node.
         doubt: told which of their slots did not match its digests.
-        verifiers: workers that digest; `map_fn`, if given, spreads one image over threads.
+        verifiers: workers that digest; `map_fn`, if given, spreads one image over threads, and ``threads`` of them make one digest.
         stored: whether storage is asked for what no copy has that the plan knows.
     """
 
@@ -39,6 +39,7 @@ class FetchTools:
     doubt: Doubt
     verifiers: Workers
     map_fn: MapFunction | None
+    threads: int
     events: EventLog
     clock: Callable[[], float]
     stored: bool

@@ -287,9 +287,9 @@ class Housekeeper:
         )
 
     def doubt(self, segment: Segment, index: int, sequence: int) -> None:
-        """Verify this slot now, out of turn: somebody who read it says that it does not match its digests."""
+        """Verify this slot now, out of turn and by its cryptographic digest, too: somebody who read it says that it does not match."""
         self._sealers.submit(
-            partial(scrub_slot, segment, index, sequence, self._map),
+            partial(scrub_slot, segment, index, sequence, self._map, strong=True),
             partial(self._scrubbed, segment, index),
             partial(self._scrub_failed, segment),
         )

@@ -21,12 +21,14 @@ from ckptd.storage.image_format import ImageError
 from ckptd.storage.strong_digest import strong_digest
 from ckptd.workers import Workers
 
-__all__ = ["ImageDigests", "NotVouched", "Vouched", "digest_slot"]
+__all__ = ["ImageDigests", "NotVouched", "Vouch", "Vouched", "digest_slot"]
 
 logger = logging.getLogger(__name__)
 
 # Called with the digest and "", or with "" and why there is none.
 Vouched = Callable[[str, str], None]
+# Has the digest of the image in this slot made, if it is not known, and calls back once.
+Vouch = Callable[[Segment, int, SlotHeader, Vouched], None]
 _Job = tuple[Segment, int, int]
 
 

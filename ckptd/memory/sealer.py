@@ -22,6 +22,7 @@ from ckptd.memory.segment_format import (
 )
 from ckptd.storage.image import DigestMismatch, MapFunction, seal, verify
 from ckptd.storage.image_format import ImageError
+from ckptd.storage.strong_digest import matches
 
 __all__ = ["Outcome", "Verdict", "scrub_slot", "seal_slot"]
 
@@ -65,9 +66,20 @@ def seal_slot(segment: Segment, index: int, map_fn: MapFunction | None = None) -
 
 
 def scrub_slot(
-    segment: Segment, index: int, sequence: int, map_fn: MapFunction | None = None
+    segment: Segment,
+    index: int,
+    sequence: int,
+    map_fn: MapFunction | None = None,
+    *,
+    strong: bool = False,
+    threads: int = 1,
 ) -> Outcome:
-    """Verify a sealed slot against its digests; a damaged one is quarantined."""
+    """Verify a sealed slot against its digests; a damaged one is quarantined.
+
+    Args:
+        strong: against the cryptographic digest, too, that was kept of it, if there is one.
+        threads: for that one.
+    """
     with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=False) as taken:
         header = segment.header(index)
         if not taken:
@@ -75,7 +87,11 @@ def scrub_slot(
         if header is None or header.state is not SlotState.SEALED or header.sequence != sequence:
             return Outcome(Verdict.CHANGED)
         try:
-            verify(segment.image(index, header), header.header_digest, map_fn=map_fn)
+            image = segment.image(index, header)
+            verify(image, header.header_digest, map_fn=map_fn)
+            kept = segment.kept_digest(index, header) if strong else ""
+            if kept and not matches(image, kept, threads=threads):
+                raise ImageError("its xxh3 digests match, and its cryptographic digest does not")
         except ImageError as error:
             if segment.header(index) != header:
                 return Outcome(Verdict.CHANGED)

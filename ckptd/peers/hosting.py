@@ -17,6 +17,7 @@ from functools import partial
 
 from ckptd.events import EventLog
 from ckptd.memory import locks
+from ckptd.memory.image_digests import Vouch
 from ckptd.memory.inventory import held_segment, log_records
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
@@ -58,6 +59,7 @@ class Host:
         sealers: workers that verify; `map_fn`, if given, spreads one image over threads, and ``threads`` of them make one digest.
         slow: workers for making memory.
         settlers: workers that break off what peers do.
+        vouch: makes digests of images.
         records: what is known of runs; epochs of which peers tell are added to it.
         retain_s: how long a replica is kept that no peer has open; 0 for good.
     """
@@ -76,6 +78,7 @@ class Host:
         settlers: Workers,
         map_fn: MapFunction | None,
         threads: int = 1,
+        vouch: Vouch,
         records: RunRecords,
         deadline_s: float,
         retain_s: float = 0.0,
@@ -94,7 +97,7 @@ class Host:
         ids = itertools.count(secrets.randbits(61))
         self._known = KnownRuns(promise_of)
         self._lending = Lending(settlers, still_here=self._is_here, failed=self._failed)
-        self._reads = Reading(fabric, self._lending, clock=clock)
+        self._reads = Reading(fabric, self._lending, vouch=vouch, clock=clock)
         self._leases = Leasing(
             store,
             replicas,
@@ -137,6 +140,8 @@ class Host:
             answer(p.PeerDone())
         elif isinstance(message, p.OpenRead):
             answer(self._open_read(peer, message))
+        elif isinstance(message, p.GetDigest):
+            self._reads.digest(peer, message.region, answer)
         elif isinstance(message, p.CloseRead):
             self._reads.close_read(peer, message.region)
             answer(p.PeerDone())

@@ -168,6 +168,7 @@ class Peering:
             verifiers=sealers,
             slow=slow,
             map_fn=map_fn,
+            threads=digest_threads,
             clock=clock,
         )
         self._digesters = Workers("image-digest", 1, _WAITS, lambda: post(self._digesters.collect))
@@ -191,6 +192,7 @@ class Peering:
                 settlers=self._settlers,
                 map_fn=map_fn,
                 threads=digest_threads,
+                vouch=self._digests.want,
                 records=self.records,
                 deadline_s=config.peer_deadline_s,
                 retain_s=config.retain_detached_s,

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptd.memory import locks
+from ckptd.memory.image_digests import Vouch
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import slot_lock_byte
+from ckptd.memory.segment_format import slot_lock_byte, unpack_slot_header
 from ckptd.memory.slot_files import file_told, lend_slot, slot_file
 from ckptd.peers.filling import SLOWEST_BYTES_PER_S
 from ckptd.peers.lending import Lending, Loan
+from ckptd.peers.peer_link import AnswerPeer
 from ckptd.transport import peer_messages as p
 from ckptd.transport.verbs import Access, Fabric, Region, Scope
 
@@ -29,13 +31,20 @@ class _Read:
     boot_id: str
     loan: Loan
     until_s: float
+    asked: bool = False  # for its digest
 
 
 class Reading:
-    """Lets peers read sealed slots."""
+    """Lets peers read sealed slots.
 
-    def __init__(self, fabric: Fabric, lending: Lending, *, clock: Callable[[], float]) -> None:
-        self._fabric, self._lending, self._clock = fabric, lending, clock
+    Args:
+        vouch: makes digests of images.
+    """
+
+    def __init__(
+        self, fabric: Fabric, lending: Lending, *, vouch: Vouch, clock: Callable[[], float]
+    ) -> None:
+        self._fabric, self._lending, self._vouch, self._clock = fabric, lending, vouch, clock
         self._reads: dict[int, _Read] = {}
 
     def slots_of(self, segment: Segment) -> set[int]:
@@ -57,7 +66,9 @@ class Reading:
         loan = Loan(segment, message.slot, fd, region)
         self._reads[key.region] = _Read(peer, message.boot_id, loan, until_s)
         raw = segment.raw_header(message.slot)
-        return p.ReadOpened(key.region, key.token, key.length, raw, file_told(key))
+        header = unpack_slot_header(raw)
+        kept = "" if header is None else segment.kept_digest(message.slot, header)
+        return p.ReadOpened(key.region, key.token, key.length, raw, file_told(key), kept)
 
     def _lend(
         self, peer: str, message: p.OpenRead, segment: Segment, fd: int
@@ -78,6 +89,23 @@ class Reading:
             scope=Scope(peer, message.job, message.run),
             file=slot_file(segment, message.slot),
         )
+
+    def digest(self, peer: str, region: int, answer: AnswerPeer) -> None:
+        """Have the digest made of what a peer has open; it is made while the peer reads."""
+        read = self._reads.get(region)
+        header = None if read is None else read.loan.segment.header(read.loan.index)
+        if read is None or read.peer != peer or header is None:
+            answer(p.PeerRefused("unknown", "nothing is open under this number"))
+            return
+        if read.asked:
+            answer(p.PeerRefused("busy", "it was asked for already"))
+            return
+        read.asked = True
+
+        def vouched(digest: str, why: str) -> None:
+            answer(p.OpenedDigest(digest) if digest else p.PeerRefused("digest", why))
+
+        self._vouch(read.loan.segment, read.loan.index, header, vouched)
 
     def close_read(self, peer: str, region: int) -> None:
         """The peer has it."""

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckptd.events import EventLog
-from ckptd.memory.image_digests import Vouched
+from ckptd.memory.image_digests import Vouch
 from ckptd.memory.ring import SlotRecord, SlotState
-from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import SlotHeader, origin_of, unpack_slot_header
+from ckptd.memory.segment_format import origin_of, unpack_slot_header
 from ckptd.memory.segments import SegmentStore
 from ckptd.memory.slot_files import region_of
 from ckptd.memory.slot_holds import SlotHolds
@@ -54,12 +53,10 @@ from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import HeldSlot
 from ckptd.transport.verbs import Completion, RegionKey, Transfer
 
-__all__ = ["RankReplication", "Vouch"]
+__all__ = ["RankReplication"]
 
 logger = logging.getLogger(__name__)
 
-# Has the digest of the image in this slot made, and calls back once.
-Vouch = Callable[[Segment, int, SlotHeader, Vouched], None]
 _SLOWEST_BYTES_PER_S = 4 << 20  # a put may take so long, beyond the deadline
 
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable
 
 from ckptd.errors import RemoteProtocolError
 from ckptd.events import EventLog
+from ckptd.memory.image_digests import Vouch
 from ckptd.memory.segment_hints import RingHint
 from ckptd.memory.segments import SegmentStore
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.replica_store import ReplicaStore
-from ckptd.peers.replicating import RankReplication, Vouch
+from ckptd.peers.replicating import RankReplication
 from ckptd.peers.rings import LogRing, Ring, SnapshotRing
 from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
 from ckptd.replication.core import Replicator

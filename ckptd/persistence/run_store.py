@@ -356,6 +356,7 @@ class RunStore:
             anchors=[
                 s.anchors.to_bytes((s.num_operators + 7) // 8, "little") for s in manifest.snapshots
             ],
+            digests=[s.image_digest for s in manifest.snapshots],
         )
 
     def read(self, name: str, index: int, offset: int, into: memoryview) -> None:

@@ -233,7 +233,8 @@ class StoreLink:
             number = next(self._numbers)
             self._regions[number] = stored.name, message.slot
             length = stored.lengths[message.slot]
-            return p.ReadOpened(number, _TOKEN, length, stored.headers[message.slot])
+            header, digest = stored.headers[message.slot], stored.digests[message.slot]
+            return p.ReadOpened(number, _TOKEN, length, header, digest=digest)
         return None
 
     def _place_of(self, target: memoryview) -> tuple[str, int] | None:

@@ -262,6 +262,7 @@ class StoredCheckpoint(Struct, frozen=True):
     lengths: list[int]  # of each snapshot's image
     headers: list[bytes]  # of each snapshot, as in a slot
     anchors: list[bytes]  # little-endian bitmaps
+    digests: list[str]  # cryptographic, of each snapshot's image; "" where the manifest has none
 
 
 class Found(Struct, frozen=True, tag=True):

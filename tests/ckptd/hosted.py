@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptd.events import EventLog
+from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segments import SegmentStore
 from ckptd.peers.hosting import Host
@@ -77,6 +78,7 @@ class Setting:
             slow=self.workers,
             settlers=self.workers,
             map_fn=None,
+            vouch=ImageDigests(self.workers, self.events, threads=1, map_fn=None).want,
             records=RunRecords(self.store.folder, self.events),
             deadline_s=5.0,
             retain_s=self.retain_s,

@@ -53,6 +53,9 @@ class Holder:
         others: segments that hold something else.
         damaged: bytes of a segment's image that are not as they were.
         gone: bytes of a segment's image that it knows to be lost.
+        vouches: what it vouches for of a segment, if it is not what it holds.
+        unmade: segments of which it has made no digest yet; `silent`: of which it makes none.
+        images: what it delivers of a segment, if it is not the snapshot's image.
     """
 
     ended: int = 0
@@ -60,6 +63,10 @@ class Holder:
     others: tuple[str, ...] = ()
     damaged: dict[str, list[int]] = field(default_factory=dict)
     gone: dict[str, list[int]] = field(default_factory=dict)
+    vouches: dict[str, str] = field(default_factory=dict)
+    unmade: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    images: dict[str, bytes] = field(default_factory=dict)
     snapshot: Snapshot = SNAPSHOT
     boot_id: str = "b1"
     opened: list[p.OpenRead] = field(default_factory=list)
@@ -81,6 +88,13 @@ class Holder:
         if isinstance(message, GetHoldings):
             self.later.append(lambda: done(self._holdings()))
             return
+        if isinstance(message, p.GetDigest):
+            name = self.opened[message.region - 1].name
+            if name in self.silent:
+                self.later.append(lambda: failed("digest", "it does not match"))
+            else:
+                self.later.append(lambda: done(p.OpenedDigest(self._digest(name))))
+            return
         assert isinstance(message, p.OpenRead)
         if message.name in self.refuses:
             self.later.append(lambda: failed("unknown", "it is not here"))
@@ -89,10 +103,18 @@ class Holder:
         header = self.snapshot.header
         if message.name in self.others:
             header = replace(header, header_digest=bytes(len(header.header_digest)))
+        made = message.name not in (*self.unmade, *self.silent)
         reply = p.ReadOpened(
-            len(self.opened), bytes(16), len(self.snapshot.image), pack_slot_header(header)
+            len(self.opened),
+            bytes(16),
+            len(self.snapshot.image),
+            pack_slot_header(header),
+            digest=self._digest(message.name) if made else "",
         )
         self.later.append(lambda: done(reply))
+
+    def _digest(self, name: str) -> str:
+        return self.vouches.get(name, self.snapshot.digest)
 
     def _holdings(self) -> Holdings:
         """As storage tells them: the snapshot is in slot 0 of `stored.json`, of rank 0 and of another one."""
@@ -120,7 +142,8 @@ class Holder:
         self.got_of.append(source.region)
         self.got.append((name, offset, offset + len(target)))
         if fault is None:
-            target[:] = self.snapshot.image[offset : offset + len(target)]
+            image = self.images.get(name, self.snapshot.image)
+            target[:] = image[offset : offset + len(target)]
             for at in self.damaged.get(name, ()):
                 if at in here:
                     target[at - offset] ^= 1

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from ckptd.fetching import piece as fetch_piece
-from ckptd.fetching.image import Wrong
+from ckptd.fetching.image import Examined, Wrong
 from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
@@ -295,10 +294,10 @@ def test_damage_that_nobody_delivered_fails_the_job(
 ) -> None:
     """Else it would be verified again and again."""
 
-    def beyond(image: memoryview, digest: bytes, map_fn: object) -> Sequence[Wrong]:
-        return [Wrong(len(image), len(image) + 1, ("w",))]
+    def beyond(image: memoryview, *others: object) -> Examined:
+        return Examined([Wrong(len(image), len(image) + 1, ("w",))])
 
-    monkeypatch.setattr(fetch_piece, "wrong_ranges", beyond)
+    monkeypatch.setattr(fetch_piece, "examine", beyond)
     setting.holder = Holder()
     job = setting.job(AWAY)
     assert "does not match its digests" in setting.finish(job)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from ckptd.errors import DaemonUnavailable
+from ckptd.memory.segment_file import open_segment
 from ckptd.transport.peer_messages import PeerDone, PeerRefused, SealSlot, SlotGranted
 from tests.ckptd.forging import forge_slot, forged
 from tests.ckptd.nodes import Net
@@ -52,3 +56,80 @@ def test_a_snapshot_forged_in_its_senders_memory_does_not_spread() -> None:
         for replica in there.replicas(0):
             assert 1 not in {found.header.iteration for found in sealed_in(replica).values()}
         job.end()
+
+
+def resumable(net: Net) -> Job:
+    """A job of three nodes of which each holds replicas of the others; the first node is lost, and empty again."""
+    job = Job(net, net.nodes, replicas=2)
+    job.start()
+    job.record(0, 1)
+    job.await_replicas(1, 2)
+    job.end()
+    net[0].lose()
+    net[0].launch()
+    return job
+
+
+def test_a_holder_whose_memory_was_changed_together_with_its_digests_is_not_accepted_at_resume() -> (
+    None
+):
+    """What it vouches for was kept apart when the replica came. Who resumes names the holder, takes the true bytes from another one, and has the holder look at
+    its copy, which is quarantined. Before, the job went on with the forgery where that holder was asked first."""
+    with Net(3).up() as net:
+        job = resumable(net)
+        back, holder, other = net.nodes
+        for node in (holder, other):
+            (path,) = node.replicas(0)
+            if node is holder:
+                forge_slot(path, 1)
+        assert job.resume() == 1
+        told = [n for n in (holder, other) if back.saw("fetch_forged", n.name)]
+        if told:  # else the other one was asked for all of it
+            assert told == [holder]
+            eventually(lambda: holder.saw("slot_quarantined", "cryptographic"), "it is quarantined")
+        job.record(2)
+        job.await_replicas(2, 2)
+        job.end()
+
+
+def test_where_every_holder_was_forged_nobody_resumes_from_it() -> None:
+    """The job stops with the reason. Both copies are quarantined, so that the next start does not ask for them again; that one stops, too, for want of any other."""
+    with Net(3).up() as net:
+        job = resumable(net)
+        for node in net.nodes[1:]:
+            forge_slot(node.replicas(0)[0], 1)
+        with pytest.raises(Exception, match="in no copy that was reached is the image right"):
+            job.resume()
+        assert net[0].saw("fetch_forged", "iteration 1")
+        job.end()
+        for node in net.nodes[1:]:
+            eventually(
+                lambda n=node: n.saw("slot_quarantined", "cryptographic"),  # type: ignore[misc]
+                "the copy is quarantined",
+            )
+        with pytest.raises(DaemonUnavailable, match="no node holds a snapshot of rank 0"):
+            job.resume()
+        job.end()
+
+
+def test_replicas_of_before_the_upgrade_are_resumed_from() -> None:
+    """A daemon of before kept no digests: its successor makes them when it is asked, of what matches its xxh3 digests."""
+    with Net(3).up() as net:
+        job = resumable(net)
+        for node in net.nodes[1:]:
+            node.kill()
+            for path in node.files():
+                forget_digests(path)
+            node.launch()
+        assert job.resume() == 1
+        assert any(node.counters().get("image_digests", 0) for node in net.nodes[1:])
+        job.record(2)
+        job.await_replicas(2, 2)
+        job.end()
+
+
+def forget_digests(path: Path) -> None:
+    segment = open_segment(path)
+    for index, header in segment.headers():
+        segment.keep_digest(index, header, "")
+    segment.close()
