@@ -153,8 +153,8 @@ class DaemonConfig:
     """Sign the manifests of checkpoints with this node's key (`ckptctl keys new-signer`)."""
 
     store_signed_only: bool = _key(False, boolean_value, "true or false")
-    """Believe only manifests that a trusted signer signed (`ckptctl keys trust-signer`). The bytes of objects
-    are still compared by xxh3 alone when a job resumes."""
+    """Believe only manifests that a trusted signer signed (`ckptctl keys trust-signer`), and so only images
+    that have the cryptographic digests in them."""
 
     store_deadline_s: float = _key(600.0, number_value(1, 86_400), "1 to 86400")
     """An object that is not stored within this time, with all retries, gives up its checkpoint."""

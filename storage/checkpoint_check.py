@@ -1,7 +1,7 @@
 """One checkpoint, checked from its manifests down to the last byte that they refer to.
 
-Every byte is read once. An object is checked by itself (`ckptd.storage.object_check`); an image by its
-header's digest, and then by comparing the digests in it with those of the tensors that its extents point to.
+An object is checked by itself (`ckptd.storage.object_check`), once; an image by its header's digest, then by comparing the digests in it with those of the
+tensors that its extents point to, and last, in a second pass, by the cryptographic digest in its manifest: the others can be made to fit.
 
 What is found is data; trouble with the store itself (`StoreError`, unless an object is missing or too
 short) is raised, because it says nothing about what is stored.
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from ckptd.storage.catalog import StoredCheckpoint
 from ckptd.storage.findings import Finding, Progress, Severity
 from ckptd.storage.headers import HeaderError, ObjectHeader, parse_header
+from ckptd.storage.image_stream import has_its_digest
 from ckptd.storage.manifest import ManifestError, RankManifest, StoredObject, StoredSnapshot
 from ckptd.storage.names import ObjectName, parse
 from ckptd.storage.object_check import (
@@ -149,6 +150,12 @@ class Checker:
             for tensor in self._misplaced(parsed, snapshot):
                 what = f"{where}: its extent points to other bytes"
                 yield Finding(Severity.ERROR, key, what, tensor)
+                return
+            if not has_its_digest(self._store, snapshot):
+                what = "its cryptographic digest does not match, and its xxh3 digests do"
+                yield Finding(
+                    Severity.ERROR, key, f"{where}: {what}: an object or the manifest was forged"
+                )
         except (SnapshotDamaged, HeaderError, ObjectDamaged, ObjectMissing, Damaged) as error:
             yield Finding(Severity.ERROR, key, f"{where}: {error}")
 

@@ -1,4 +1,4 @@
-"""A store of which only signed manifests are believed: what anybody else wrote there is damaged, and passed over as such."""
+"""A store whose manifests are believed by their signatures: what was written there by anybody else is damaged, and passed over as such."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ __all__ = ["SignedStore"]
 
 
 class SignedStore:
-    """Implements `ObjectStore`. Objects are covered by the digests in a manifest, where a reader compares those.
+    """Implements `ObjectStore`. Objects are covered by the digests in a manifest, which readers compare.
 
     Args:
         signers: whose manifests are believed.
+        required: every manifest must be signed, and have a digest of every image. Otherwise one that claims to be of a signer that is known must be his.
     """
 
-    def __init__(self, store: ObjectStore, signers: Signers) -> None:
-        self._store, self._signers = store, signers
+    def __init__(self, store: ObjectStore, signers: Signers, *, required: bool = True) -> None:
+        self._store, self._signers, self._required = store, signers, required
 
     @property
     def facts(self) -> StoreFacts:
@@ -33,7 +34,7 @@ class SignedStore:
         """As `ObjectStore.read`.
 
         Raises:
-            ManifestError: it is a manifest that no trusted signer signed, or that has no digest of one of its images.
+            ManifestError: it is a manifest that is not believed.
         """
         data = self._store.read(key, limit=limit)
         if isinstance(parse(key), ManifestName) and len(data) <= MAX_MANIFEST_BYTES:
@@ -41,9 +42,11 @@ class SignedStore:
         return data
 
     def _check(self, manifest: RankManifest) -> None:
+        if not self._required and manifest.signer not in self._signers.names:
+            return
         why = self._signers.objection(manifest.signer, manifest.signature, manifest.signed_bytes)
         bare = [s.iteration for s in manifest.snapshots if not s.image_digest]
-        if not why and bare:
+        if not why and bare and self._required:
             why = f"it has no digest of the image of iteration {bare[0]}"
         if why:
             raise ManifestError(f"it is not believed: {why}")

@@ -4,7 +4,7 @@
     <folder>/sign.pub              its public key, for others
     <folder>/signers/<name>.pub    the public key of a node whose manifests are believed
 
-A manifest tells the digest of every image, so its signature covers all bytes that a restore reads, as far as the restore compares that digest (docs/format.md section 4).
+A manifest tells the digest of every image, so its signature covers all bytes that a restore reads (docs/format.md section 4).
 """
 
 from __future__ import annotations
@@ -92,6 +92,17 @@ class Signers:
                 f"no signer is trusted: `ckptctl keys trust-signer` puts one into {folder / 'signers'}"
             )
         return cls(names)
+
+    @classmethod
+    def found(cls, folder: Path) -> Signers | None:
+        """As `load`; None if there is none, and so nothing to compare with.
+
+        Raises:
+            SigningError: a file holds no key.
+        """
+        folder = Path(folder)
+        some = any((folder / "signers").glob("[!.]*.pub")) or (folder / "sign.pub").exists()
+        return cls.load(folder) if some else None
 
     def objection(self, signer: str, signature: bytes, data: bytes) -> str:
         """Why ``data`` is not believed; "" if a trusted signer signed it."""

@@ -15,7 +15,14 @@ from collections.abc import Callable
 
 from blake3 import blake3
 
-__all__ = ["STRONG_DIGEST", "fastest_algorithm", "is_strong_digest", "matches", "strong_digest"]
+__all__ = [
+    "STRONG_DIGEST",
+    "Digesting",
+    "fastest_algorithm",
+    "is_strong_digest",
+    "matches",
+    "strong_digest",
+]
 
 STRONG_DIGEST = r"(blake3|sha256):[0-9a-f]{64}"
 _PATTERN = re.compile(STRONG_DIGEST)
@@ -53,6 +60,29 @@ def matches(data: Buffer, digest: str, *, threads: int = 1) -> bool:
     return hmac.compare_digest(
         strong_digest(data, digest.partition(":")[0], threads=threads), digest
     )
+
+
+class Digesting:
+    """Compares bytes that come piece by piece with a digest.
+
+    Raises:
+        ValueError: it is none.
+    """
+
+    def __init__(self, digest: str) -> None:
+        if not is_strong_digest(digest):
+            raise ValueError(f"{digest[:80]!r} is no digest: blake3: or sha256: and 64 hex digits")
+        name, _, self._wanted = digest.partition(":")
+        self._made = blake3() if name == "blake3" else hashlib.sha256()
+
+    def update(self, data: Buffer) -> None:
+        """The bytes that come next."""
+        self._made.update(data)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether what came has the digest."""
+        return hmac.compare_digest(self._made.hexdigest(), self._wanted)
 
 
 def is_strong_digest(text: str) -> bool:

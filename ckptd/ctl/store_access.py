@@ -35,6 +35,8 @@ from ckptd.storage.options import secrets_in
 from ckptd.storage.reader import MapFunction
 from ckptd.storage.resilience import Circuit, RetryPolicy
 from ckptd.storage.resilient import Resilient
+from ckptd.storage.signed_store import SignedStore
+from ckptd.storage.signing import Signers, SigningError
 from ckptd.storage.store_base import public_url
 
 __all__ = [
@@ -78,6 +80,8 @@ class Place:
     url: str = field(repr=False)
     options: Mapping[str, Any] = field(repr=False)
     backend: str
+    keys_dir: str = ""  # with the keys of the signers that are trusted
+    signed_only: bool = False  # believe nobody else
 
     @property
     def shown(self) -> str:
@@ -118,16 +122,22 @@ def configured_place(
         raise ConfigError(_without_value(str(error))) from error
     if not config.store:
         raise StoreProblem("no store is configured: pass --store URL, or set CKPTD_STORE")
-    return Place(
-        config.store, json.loads(config.store_options or "{}"), config.store_backend
-    ), config
+    place = Place(
+        config.store,
+        json.loads(config.store_options or "{}"),
+        config.store_backend,
+        config.keys_dir,
+        config.store_signed_only,
+    )
+    return place, config
 
 
 def named_place(url: str, options: str | None, backend: str | None) -> Place:
-    """The store at a URL or in a folder, whatever is configured.
+    """The store at a URL or in a folder, whatever store is configured. Whose manifests are believed is as configured.
 
     Raises:
         StoreProblem: the options are none.
+        ConfigError: a setting cannot be used.
     """
     try:
         found = json.loads(options or "{}")
@@ -135,7 +145,11 @@ def named_place(url: str, options: str | None, backend: str | None) -> Place:
         found = None
     if not isinstance(found, dict):
         raise StoreProblem('--store-options is not a JSON object, such as \'{"region": "eu-1"}\'')
-    return Place(_url_of(url), found, backend or "auto")
+    try:
+        config = load_config({}).config
+    except ConfigError as error:
+        raise ConfigError(_without_value(str(error))) from error
+    return Place(_url_of(url), found, backend or "auto", config.keys_dir, config.store_signed_only)
 
 
 @contextmanager
@@ -220,10 +234,24 @@ def _open(place: Place) -> ObjectStore:
         if parts.scheme in ("file", "local") and not Path(unquote(parts.path)).is_dir():
             # A store makes its folder when it is opened. Who looks for something has mistyped it.
             raise StoreProblem(f"there is no folder {unquote(parts.path)}: is the URL right?")
-        return open_store(place.url, place.options, place.backend)
+        store = open_store(place.url, place.options, place.backend)
     except ValueError as error:
         text = place.hide(str(error))
         raise StoreProblem(f"the store {place.shown} cannot be opened: {text}") from error
+    try:
+        return _believed(place, store)
+    except SigningError as error:
+        store.close()
+        raise StoreProblem(f"whose manifests are believed cannot be told: {error}") from error
+
+
+def _believed(place: Place, store: ObjectStore) -> ObjectStore:
+    """With ``store_signed_only`` what trusted signers signed; else signatures of those that are known must be theirs."""
+    folder = Path(place.keys_dir)
+    if place.signed_only:
+        return SignedStore(store, Signers.load(folder))
+    signers = Signers.found(folder) if place.keys_dir else None
+    return store if signers is None else SignedStore(store, signers, required=False)
 
 
 def _sentence(place: Place, error: StoreError) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.exporting.joining import RankImage
@@ -13,6 +13,7 @@ from ckptd.exporting.wording import named_ranks
 from ckptd.storage.catalog import StoredCheckpoint
 from ckptd.storage.headers import HeaderError, ObjectHeader, parse_header
 from ckptd.storage.image_format import ImageTensor
+from ckptd.storage.image_stream import vouched_tensors
 from ckptd.storage.manifest import ManifestError, RankManifest, StoredSnapshot
 from ckptd.storage.objects import Damaged, ObjectMissing, ObjectStore
 from ckptd.storage.reader import (
@@ -30,12 +31,16 @@ _ADVICE = "`ckptctl checkpoints verify` tells which object, and what is whole"
 
 @dataclass(frozen=True)
 class StoredImage:
-    """One rank's image, its header verified; ``image`` is what the header says beside those of the rank's chain."""
+    """One rank's image, its header verified; ``image`` is what the header says beside those of the rank's chain.
+
+    ``vouched``: BLAKE3 digests of its tensors, of bytes that all together had the cryptographic digest in the manifest; empty if that was not compared.
+    """
 
     rank: int
     snapshot: StoredSnapshot
     header: ObjectHeader
     image: RankImage
+    vouched: Mapping[str, bytes] = field(default_factory=dict)
 
     def read(self, store: ObjectStore, begin: int, end: int) -> memoryview:
         """These bytes; they are not verified.
@@ -65,20 +70,28 @@ def rank_manifest(store: ObjectStore, checkpoint: StoredCheckpoint, rank: int) -
         raise DamagedSnapshot(f"a manifest is damaged: {error}") from error
 
 
-def open_image(store: ObjectStore, manifest: RankManifest, snapshot: StoredSnapshot) -> StoredImage:
+def open_image(
+    store: ObjectStore, manifest: RankManifest, snapshot: StoredSnapshot, *, whole: bool = True
+) -> StoredImage:
     """An image of the manifest's chain; reads the headers of the chain.
 
+    Args:
+        whole: read all of the image, and compare it with the cryptographic digest in the manifest.
     Raises:
-        DamagedSnapshot: a header is not as it was written.
+        DamagedSnapshot: a header is not as it was written, or the image is not the one of the manifest.
     """
     headers: dict[int, ObjectHeader] = {}
+    vouched: Mapping[str, bytes] = {}
     for each in manifest.snapshots:
         with _told(manifest.rank, each.iteration):
-            headers[each.iteration] = parse_header(read_image_header(store, each))
+            head = read_image_header(store, each)
+            headers[each.iteration] = parse_header(head)
+            if whole and each is snapshot:
+                vouched = vouched_tensors(store, each, head, headers[each.iteration])
     header = headers[snapshot.iteration]
     dense = snapshot.anchors == (1 << snapshot.num_operators) - 1
     image = RankImage(header.tensors, dense, [found.tensors for found in headers.values()])
-    return StoredImage(manifest.rank, snapshot, header, image)
+    return StoredImage(manifest.rank, snapshot, header, image, vouched)
 
 
 def open_images(
@@ -88,6 +101,9 @@ def open_images(
     ranks: Collection[int],
 ) -> dict[int, StoredImage]:
     """The images of the same iteration as ``snapshot``, by rank.
+
+    Of these only shares are needed, which may be a hundredth of them. All of them is compared with its digest where the manifest is signed: where
+    it is not, who can change an object can change the digest, too.
 
     Raises:
         ExportError: the checkpoint has no such ranks, or theirs are of another epoch.
@@ -102,7 +118,7 @@ def open_images(
 
     def opened(rank: int) -> StoredImage:
         manifest = rank_manifest(store, checkpoint, rank)
-        return open_image(store, manifest, _same(manifest, snapshot))
+        return open_image(store, manifest, _same(manifest, snapshot), whole=bool(manifest.signer))
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ranks") as pool:
         return dict(zip(ranks, pool.map(opened, ranks), strict=True))

@@ -171,7 +171,7 @@ class Peering:
             threads=digest_threads,
             clock=clock,
         )
-        self._digesters = Workers("image-digest", 1, _WAITS, lambda: post(self._digesters.collect))
+        self._digesters = Workers("image-digest", 2, _WAITS, lambda: post(self._digesters.collect))
         self._digests = ImageDigests(self._digesters, events, threads=digest_threads, map_fn=map_fn)
         self.find_descriptor = self.fetches.find_descriptor
         self.fetch, self.fetch_of = self.fetches.fetch, self.fetches.of
@@ -187,7 +187,7 @@ class Peering:
                 events,
                 promise_of=self._promise_of,
                 failures_of=self.quarantine.failures,
-                sealers=sealers,
+                sealers=self._digesters,  # so that no seal of a trainer here waits for a replica
                 slow=slow,
                 settlers=self._settlers,
                 map_fn=map_fn,

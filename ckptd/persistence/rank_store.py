@@ -311,6 +311,6 @@ def _stored(slot: HeldSlot, plan: UploadPlan, info: ObjectInfo) -> tuple[StoredS
         view.anchors,
         plan.objects(info.etag),
         plan.extents,
-        strong_digest(slot.image),
+        slot.digest or strong_digest(slot.image),
     )
     return stored, bytes(slot.image[: view.data_offset])

@@ -29,6 +29,7 @@ class HeldSlot:
     header: SlotHeader
     image: memoryview
     descriptor: SegmentDescriptor
+    digest: str = ""  # the cryptographic one that was kept of it; "": it was not made yet
 
 
 class SlotFiles:
@@ -60,7 +61,8 @@ class SlotFiles:
             found = (header.iteration, header.epoch, header.sequence)
             if found != (snapshot.iteration, snapshot.epoch, snapshot.sequence):
                 raise SlotLost(f"slot {index} of {segment.path.name} holds iteration {found[0]}")
-            yield HeldSlot(header, segment.image(index, header), segment.descriptor)
+            kept = segment.kept_digest(index, header)
+            yield HeldSlot(header, segment.image(index, header), segment.descriptor, kept)
 
     def writable(self, path: str, offset: int, length: int) -> memoryview:
         """Bytes of a segment file, to be written.

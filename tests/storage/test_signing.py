@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
 
+from ckptd.storage.manifest import ManifestError
+from ckptd.storage.reader import read_manifest
+from ckptd.storage.signed_store import SignedStore
 from ckptd.storage.signing import (
     ManifestSigner,
     Signers,
@@ -17,6 +21,8 @@ from ckptd.storage.signing import (
     trust_signer,
 )
 from ckptd.storage.strong_digest import fastest_algorithm, is_strong_digest, matches, strong_digest
+from tests.storage.memory_store import MemoryStore
+from tests.storage.samples import Writer, window
 
 
 def test_a_trusted_signer_is_believed_and_nobody_else(tmp_path: Path) -> None:
@@ -32,6 +38,44 @@ def test_a_trusted_signer_is_believed_and_nobody_else(tmp_path: Path) -> None:
     other = ManifestSigner.load(stranger)
     assert "not trusted" in trusted.objection(other.public, other.sign(text), text)
     assert trusted.objection("", b"", text) == "it is not signed"
+
+
+def test_where_signatures_are_not_required_those_of_known_signers_must_be_theirs(
+    tmp_path: Path,
+) -> None:
+    """Who reads a store without `store_signed_only` believes what nobody signed, and what strangers signed; not what says that it is of a signer that is known,
+    and is not."""
+    create_signer(tmp_path)
+    create_signer(tmp_path / "stranger")
+    signer, stranger = ManifestSigner.load(tmp_path), ManifestSigner.load(tmp_path / "stranger")
+    store = MemoryStore()
+    plain = Writer(store).commit(window(11))
+    forged = replace(plain.signed_by(signer), num_slots=7)
+    signers = Signers.found(tmp_path)
+    assert signers is not None
+    for manifest, lax, strict in (
+        (plain, "", "not signed"),
+        (plain.signed_by(signer), "", ""),
+        (plain.signed_by(stranger), "", "not trusted"),
+        (forged, "bytes were changed", "bytes were changed"),
+    ):
+        store.put(plain.key, [memoryview(manifest.to_bytes())])
+        for required, why in ((False, lax), (True, strict)):
+            reader = SignedStore(store, signers, required=required)
+            if why:
+                with pytest.raises(ManifestError, match=why):
+                    read_manifest(reader, plain.key)
+            else:
+                assert read_manifest(reader, plain.key) == manifest
+
+
+def test_nobody_need_be_trusted_where_signatures_are_not_required(tmp_path: Path) -> None:
+    """A file that holds no key is told all the same."""
+    assert Signers.found(tmp_path) is None
+    (tmp_path / "signers").mkdir()
+    (tmp_path / "signers" / "bad.pub").write_text("nonsense")
+    with pytest.raises(SigningError, match="no key"):
+        Signers.found(tmp_path)
 
 
 def test_a_secret_is_private_and_is_never_overwritten(tmp_path: Path) -> None:

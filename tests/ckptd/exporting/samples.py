@@ -24,6 +24,7 @@ from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.image_layout import ImageLayout
 from ckptd.storage.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.objects import ObjectStore
+from ckptd.storage.strong_digest import strong_digest
 from ckptd.storage.upload_plan import StoredIndex, plan_upload
 from tests.ckptd.running import MIB, descriptor, fill
 
@@ -174,6 +175,7 @@ def stored_window(
                 anchors=anchors,
                 objects=plan.objects(info.etag),
                 extents=plan.extents,
+                image_digest=strong_digest(image),
             )
         )
         index.add(bytes(image[: layout.data_offset]), stored[-1])

@@ -19,6 +19,7 @@ from ckptd.memory.segment_file import Segment
 from ckptd.storage.manifest import RankManifest
 from ckptd.storage.objects import ObjectStore, Range
 from ckptd.storage.open_store import open_store
+from ckptd.storage.signing import ManifestSigner, create_signer
 from tests.ckptd.exporting.samples import (
     DENSE,
     as_replica,
@@ -28,6 +29,7 @@ from tests.ckptd.exporting.samples import (
     stored_window,
 )
 from tests.ckptd.exporting.shared import Op, client_payload, rank_tensors
+from tests.ckptd.forging import forge, plant
 
 WORLD, WINDOW, AT = 3, 3, 30
 State = dict[str, torch.Tensor]
@@ -312,6 +314,32 @@ def test_of_other_ranks_only_what_is_missing_is_read(store: ObjectStore, tmp_pat
     read = [size for key, _, size in counting.ranges if "rank-00001" in key]
     assert read
     assert sum(read) < large
+
+
+def test_a_forged_share_of_another_ranks_signed_image_is_refused(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    """Its xxh3 digest fits. Where manifests are signed, all of another rank's image is compared with the cryptographic digest in its manifest."""
+    create_signer(tmp_path / "keys")
+    data = bytearray(4000)
+    plant(data)
+    operators = [Op("w", None, 1), Op("own", None, -1)]
+    for rank in range(2):
+        shared = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        state = {"w": shared, "own": torch.full((10,), float(rank))}
+        tensors = rank_tensors(rank, operators, state)
+        told = client_payload(operators)
+        manifest = stored_window(
+            store, {AT: (tensors, DENSE)}, rank=rank, world_size=2, client=told
+        )
+        signed = manifest.signed_by(ManifestSigner.load(tmp_path / "keys"))
+        (tmp_path / "store" / manifest.key).write_bytes(signed.to_bytes())
+    (victim,) = objects_of(tmp_path, 1)
+    content = bytearray(victim.read_bytes())
+    forge(content, content.find(data))
+    victim.write_bytes(content)
+    with pytest.raises(DamagedSnapshot, match="of rank 1 is damaged: .*'the image'"):
+        export_stored(store, AT, tmp_path / "m")
 
 
 def objects_of(tmp_path: Path, rank: int) -> list[Path]:

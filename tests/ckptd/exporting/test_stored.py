@@ -19,6 +19,7 @@ from ckptd.storage.image_format import ImageTensor
 from ckptd.storage.objects import ObjectStore
 from ckptd.storage.open_store import open_store
 from tests.ckptd.exporting.samples import DENSE, client_part, entries, stored_window
+from tests.ckptd.forging import forge, plant
 
 MIB = 1 << 20
 
@@ -93,9 +94,44 @@ def test_a_flipped_bit_in_an_object_is_found_and_nothing_is_left(
     data[-9] ^= 16
     victim.write_bytes(data)
     (tmp_path / "out").mkdir()
-    with pytest.raises(DamagedSnapshot, match=r"iteration 20 of rank 0 is damaged: '\w+'"):
+    with pytest.raises(DamagedSnapshot, match=r"iteration 20 is damaged: '\w+' in"):
         export(store, 20, tmp_path / "out" / "m")
     assert os.listdir(tmp_path / "out") == []
+
+
+def test_a_tensor_that_was_forged_is_found_and_nothing_is_left(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    """Its xxh3 digest fits. The cryptographic digest of the whole image, in the manifest, does not; before, the forgery was exported."""
+    data = bytearray(os.urandom(60_000))
+    plant(data)
+    tensors: dict[int, Any] = {7: ([("w", "U8", (len(data),), bytes(data))], DENSE)}
+    stored_window(store, tensors)
+    (victim,) = (tmp_path / "store").rglob("*.safetensors")
+    content = bytearray(victim.read_bytes())
+    forge(content, content.find(data))
+    victim.write_bytes(content)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DamagedSnapshot, match=r"iteration 7 .* 'the image'"):
+        export(store, 7, tmp_path / "out" / "m")
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_a_tensor_that_is_forged_after_the_image_was_compared_is_found(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    """The export reads the image twice. What is changed in between is seen by the digests that were made of the tensors the first time."""
+    data = bytearray(os.urandom(60_000))
+    plant(data)
+    tensors: dict[int, Any] = {7: ([("w", "U8", (len(data),), bytes(data))], DENSE)}
+    stored_window(store, tensors)
+    (victim,) = (tmp_path / "store").rglob("*.safetensors")
+    content = bytearray(victim.read_bytes())
+    with open_stored(store, "file://store", "job", "run", 7) as source:
+        forge(content, content.find(data))
+        victim.write_bytes(content)
+        with pytest.raises(DamagedSnapshot, match="'w'"):
+            export_file(source, tmp_path / "m")
 
 
 def test_a_damaged_header_or_manifest_is_told_as_such(store: ObjectStore, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ckptd.storage.image import verify
 from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import read_catalog, read_manifest
 from ckptd.storage.signing import Signers, create_signer
+from ckptd.storage.strong_digest import strong_digest
 from tests.ckptd.persistence.slots import (
     FRESH_BYTES,
     WINDOW,
@@ -443,3 +444,27 @@ def test_only_what_a_trusted_signer_signed_is_believed(
     strict = Desk(f"file://{folder}", signers=str(keys))
     strict.ask(w.FindStored, "job", "run", [0])
     assert any("it is not signed" in told.message for told in strict.told)
+
+
+def test_the_digest_that_was_kept_beside_the_slot_is_not_made_again(
+    segment: Segment, folder: Path
+) -> None:
+    """It was made when the snapshot was replicated. An image that does not have it (because somebody changed it in memory since) is no good checkpoint."""
+    desk = Desk(f"file://{folder}")
+    desk.open()
+    kept = "blake3:" + 64 * "a"
+    snapshots = [fill(segment, index, index) for index in (3, 4)]
+    header = segment.header(4)
+    assert header is not None
+    segment.keep_digest(4, header, kept)
+    for index, snapshot in zip((3, 4), snapshots, strict=True):
+        assert isinstance(desk.put(segment, index, snapshot), w.StoredSlot)
+    desk.commit(segment, *snapshots)
+    manifest = read_manifest(open_store(f"file://{folder}"), desk.find(0)[0].name)
+    made = segment.header(3)
+    assert made is not None
+    assert [s.image_digest for s in manifest.snapshots] == [
+        strong_digest(segment.image(3, made)),
+        kept,
+    ]
+    assert desk.find(0)[0].digests == [s.image_digest for s in manifest.snapshots]
