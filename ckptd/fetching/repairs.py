@@ -74,6 +74,10 @@ class Repairs:
         ]
         return f"; in no copy that was reached is {_listed(names, _TOLD)} right" if names else ""
 
+    def named(self, sources: Iterable[FetchSource]) -> str:
+        """Their nodes, each once."""
+        return ", ".join(self._nodes(sources))
+
     def accuse(self, sources: Iterable[FetchSource]) -> None:
         """Their copies may be wrong, though they brought nothing."""
         self._accused |= dict.fromkeys(sources)

@@ -64,12 +64,6 @@ class Vouchers:
         """Who vouches for something else than an image that has the digests ``matching``."""
         return [s for s, digest in self._told.items() if digest and digest not in matching]
 
-    def dispute(self, matching: Collection[str]) -> str:
-        """Who says what, where no side has more nodes."""
-        agree = sorted({s.node for s, digest in self._told.items() if digest in matching})
-        differ = sorted({s.node for s in self.against(matching)} - {*agree})
-        return f"{_listed(agree)} and {_listed(differ)} vouch for different contents of it"
-
-
-def _listed(nodes: list[str]) -> str:
-    return ", ".join(nodes)
+    def vouching(self, matching: Collection[str]) -> list[FetchSource]:
+        """Who vouches for it."""
+        return [source for source, digest in self._told.items() if digest in matching]

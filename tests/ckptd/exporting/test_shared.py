@@ -338,7 +338,7 @@ def test_a_forged_share_of_another_ranks_signed_image_is_refused(
     content = bytearray(victim.read_bytes())
     forge(content, content.find(data))
     victim.write_bytes(content)
-    with pytest.raises(DamagedSnapshot, match="of rank 1 is damaged: .*'the image'"):
+    with pytest.raises(DamagedSnapshot, match=r"of rank 1 is damaged: .*'the image'"):
         export_stored(store, AT, tmp_path / "m")
 
 
