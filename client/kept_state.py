@@ -8,6 +8,7 @@ it back. What is as it was when the optimizer was given to us, and cannot be tol
 
 from __future__ import annotations
 
+import bisect
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,7 @@ class KeptState:
         self._modules = {id(m) for m in binding.model.modules()}
         self._known: dict[int, list[str]] | None = None
         self._alike: dict[tuple[Any, ...], list[str]] = {}
+        self._places: list[tuple[int, int, list[str]]] = []
         self.specs: Specs = {}
         # What the state consisted of when it was looked at last, and what was found.
         self._seen: list[Any] = []
@@ -194,7 +196,7 @@ class KeptState:
         try:
             return self._walk_all()
         finally:
-            self._known, self._alike = None, {}
+            self._known, self._alike, self._places = None, {}, []
 
     def _walk_all(self) -> tuple[dict[str, Any], Baseline]:
         made = Baseline()
@@ -274,7 +276,7 @@ class KeptState:
             self._know()
             assert self._known is not None
         if isinstance(tensor, int):
-            return self._known.get(tensor)
+            return self._known.get(tensor) or self._address(tensor)
         found = self._known.get(id(tensor))
         if found is not None:
             return found
@@ -283,12 +285,24 @@ class KeptState:
         same = self._alike.get(_place(tensor))
         return None if same is None else ["data", *same]
 
+    def _address(self, number: int) -> Any:
+        """An optimizer may keep tables by ``data_ptr()``."""
+        at = bisect.bisect_right(self._places, number, key=lambda place: place[0]) - 1
+        if at < 0:
+            return None
+        start, size, ref = self._places[at]
+        return ["a", number - start, *ref] if number < start + size else None
+
     def _know(self) -> None:
-        self._known, self._alike = {}, {}
+        self._known, self._alike, self._places = {}, {}, []
         for ref, tensor in self._captured():
             self._known.setdefault(id(tensor), ref)
             if plain_tensor(tensor) and tensor.numel():
                 self._alike.setdefault(_place(tensor), ref)
+                self._places.append(
+                    (tensor.data_ptr(), tensor.numel() * tensor.element_size(), ref)
+                )
+        self._places.sort(key=lambda place: place[0])
 
     def _captured(self) -> Iterable[tuple[list[str], Tensor]]:
         binding = self._binding

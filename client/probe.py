@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ckptd.client import values
 from ckptd.client.lines import get_logger
 from ckptd.client.rng import capture_rng, restore_rng
-from ckptd.client.value_trees import is_ignored, plain, plain_tensor
+from ckptd.client.value_trees import is_ignored, plain, plain_tensor, strides_of
 
 __all__ = [
     "ProbeResult",
@@ -325,9 +325,12 @@ def fits(value: Any, spec: StateSpec, param: Tensor) -> bool:
     """Whether an entry of the state of ``param`` is such a tensor as ``spec`` says."""
     if not spec.is_tensor or not isinstance(value, Tensor):
         return False
-    here = _shard(value)
-    wanted = _shard(param).shape if spec.kind == "like" else spec.shape or ()
-    return _strided(here) and here.dtype is spec.dtype and here.shape == wanted
+    here, held = _shard(value), _shard(param)
+    wanted = held.shape if spec.kind == "like" else spec.shape or ()
+    if not (_strided(here) and here.dtype is spec.dtype and here.shape == wanted):
+        return False
+    # As a fresh process makes it: `empty_like` of the parameter, or contiguous.
+    return strides_of(here) == (strides_of(held) if spec.kind == "like" else [])
 
 
 def _shard(tensor: Tensor) -> Tensor:

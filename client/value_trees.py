@@ -7,12 +7,12 @@ restored. What two places have in common stays common. Nodes are plain values, o
 =====  =============================================================================================
 ``l``  list; ``t`` tuple; ``q`` deque; ``s`` set or frozenset of plain values
 ``d``  dict: pairs of nodes
-``x``  tensor, and whether it wants a gradient
+``x``  tensor, whether it wants a gradient, and its strides where it is not contiguous: a product of matrices may have other bits with others
 ``w``  tensor that is made of others, such as an 8-bit one of codes and scales: its class, these, and what else it says of itself
 ``k``  a tensor that is captured elsewhere: which
 ``g``  random number generator: which kind, and its state
 ``o``  object: its attributes. One that exists in a fresh process, too, is filled; none is ever made
-``n``  the identity (``id()``) of a tensor that is captured elsewhere: which
+``n``  in a key, the identity (``id()``) of a tensor that is captured elsewhere: which; ``a`` an address in it; ``T`` a tuple with some
 ``r``  what the n-th of these nodes stands for, once more
 ``?``  left as it is in the process that reads this: functions, classes, locks, what never changed
 =====  =============================================================================================
@@ -49,11 +49,13 @@ __all__ = [
     "left_alone",
     "plain",
     "plain_tensor",
+    "strides_of",
     "unlike",
 ]
 
 MAX_DEPTH = 16
 MAX_NODES = 100_000
+_LEAST_ADDRESS = 1 << 16
 
 _SIMPLE = (type(None), bool, int, float, str, bytes)
 _VALUES = (*_SIMPLE, torch.dtype, torch.device, torch.Size, np.ndarray)
@@ -111,7 +113,8 @@ class TreeWriter:
     """Makes one tree.
 
     Args:
-        known: tells of a tensor that is captured elsewhere, or of a number that is the identity of one, what it is; None of others.
+        known: tells of a tensor that is captured elsewhere, or of a number that is the identity of one, what it is; of an address in
+            one ``a``, the distance from its beginning, and what it is; None of others.
         baseline: what may be left out, and which objects may be filled; None while it is made (``made`` is that one then).
         skipped: told the identity of what must not be looked into.
     """
@@ -177,7 +180,7 @@ class TreeWriter:
             raise Refused(path, f"type {what}: a tensor whose memory is not all there is of it")
         self._note(value)
         self.num_bytes += value.numel() * value.element_size()
-        return ["x", value.detach(), value.requires_grad and value.is_leaf]
+        return ["x", value.detach(), value.requires_grad and value.is_leaf, strides_of(value)]
 
     def _wrapper(self, value: Any, path: str) -> Any:
         names, context = value.__tensor_flatten__()
@@ -209,13 +212,22 @@ class TreeWriter:
         return self._object(value, path, depth)
 
     def _pair(self, key: Any, value: Any, path: str, depth: int) -> list[Any]:
-        kind, known = "k", self._known(key) if isinstance(key, Tensor | int) else None
-        if isinstance(key, int):
-            kind = "n"
-        elif known is None and (isinstance(key, Tensor) or not plain(key)):
+        made = self._key(key, path)
+        where = f"{path}[{made[2] if made[0] == 'k' else repr(key)}]"
+        return [made, self.node(value, where, depth + 1)]
+
+    def _key(self, key: Any, path: str) -> list[Any]:
+        """Of a dict. Tensors, their identities and their addresses are other ones in each process."""
+        known = self._known(key) if isinstance(key, Tensor) or _is_large(key) else None
+        if known is not None:
+            return (
+                [*known] if known[0] == "a" else ["k" if isinstance(key, Tensor) else "n", *known]
+            )
+        if isinstance(key, Tensor) or not plain(key):
             raise Refused(f"{path}[...]", f"a key of type {type(key).__qualname__}")
-        where = f"{path}[{known[1] if known else repr(key)}]"
-        return [[kind, *known] if known else ["v", key], self.node(value, where, depth + 1)]
+        if type(key) is tuple and any(map(_is_large, key)):
+            return ["T", [self._key(part, path) for part in key]]
+        return ["v", key]
 
     def _was_there(self, value: object, path: str) -> bool:
         self.made.objects[path] = type(value)
@@ -274,6 +286,10 @@ class TreeReader:
             return node[1]
         if tag == "n":
             return id(self._known(node[1:]))
+        if tag == "a":
+            return self._known(node[2:]).data_ptr() + node[1]
+        if tag == "T":
+            return tuple(self.put(part) for part in node[1])
         if tag == "r":
             return self._made[node[1]]
         place = len(self._made)
@@ -292,16 +308,19 @@ class TreeReader:
                 _set(live, name, found)
 
     def _tensor(self, node: Any, live: Any, place: int) -> Tensor:
-        recorded, wants_grad = node[1], node[2]
-        if (
-            isinstance(live, Tensor)
-            and plain_tensor(live)
-            and (live.shape, live.dtype) == (recorded.shape, recorded.dtype)
-        ):
-            with torch.no_grad():
+        recorded, wants_grad, strides = node[1:]
+        with torch.no_grad():
+            if (
+                isinstance(live, Tensor)
+                and plain_tensor(live)
+                and (live.shape, live.dtype) == (recorded.shape, recorded.dtype)
+                and strides_of(live) == strides
+            ):
                 live.copy_(recorded)
-            return live
-        made: Tensor = recorded.to(live.device) if isinstance(live, Tensor) else recorded
+                return live
+            made: Tensor = recorded.to(live.device) if isinstance(live, Tensor) else recorded
+            if strides:
+                made = torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device).copy_(made)  # fmt: skip
         return made.requires_grad_(wants_grad)
 
     def _wrapper(self, node: Any, live: Any, place: int) -> Any:
@@ -432,7 +451,7 @@ def _children(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
 def _step(tag: str, key: Any) -> str:
     if tag == "o":
         return f".{key}"
-    return f"[{key[1]!r}]" if key[0] == "v" else f"[{key[2]}]"
+    return f"[{key[2]}]" if key[0] in ("k", "n") else f"[{key[1]!r}]"
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
@@ -470,6 +489,18 @@ def _made_of_others(tensor: Tensor) -> bool:
         and hasattr(type(tensor), "__tensor_unflatten__")
         and not hasattr(tensor, "to_local")
     )
+
+
+def _is_large(key: object) -> bool:
+    """Whether it may be an identity or an address."""
+    return type(key) is int and key >= _LEAST_ADDRESS
+
+
+def strides_of(tensor: Tensor) -> list[int]:
+    """Its strides, in elements, where it is a contiguous tensor with its dimensions in another order; empty of all others."""
+    if tensor.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return []
+    return list(tensor.stride())
 
 
 def _generator_state(value: object) -> tuple[str, Any] | None:

@@ -219,3 +219,30 @@ def test_a_step_that_needs_a_closure_is_said() -> None:
 
     binding, _ = bound(lambda ps: Twice(ps, lr=0.1))
     assert any("step() needs a closure" in reason for reason in binding.dependent())
+
+
+class KeepsAddresses(torch.optim.SGD):
+    """As heavyball does: tables by ``id(p)``, and by ``data_ptr()`` with more in the key."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.by_id: dict[int, int] = {}
+        self.by_address: dict[tuple[int, int], int] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for n, p in enumerate(self.param_groups[0]["params"]):
+            self.by_id[id(p)] = n
+            self.by_address[p[-1:].data_ptr(), 7] = n
+        return super().step(closure)
+
+
+def test_tables_by_address_are_of_the_parameters_of_this_process() -> None:
+    """A stale address may by chance be that of another parameter in the next life."""
+    binding, given = bound(KeepsAddresses)
+    step(binding, given)
+    fresh, other = bound(KeepsAddresses)
+    fresh.kept.load(gathered(binding), list(fresh.owner))
+    params = other.param_groups[0]["params"]
+    assert other.by_id == {id(p): n for n, p in enumerate(params)}
+    assert other.by_address == {(p[-1:].data_ptr(), 7): n for n, p in enumerate(params)}

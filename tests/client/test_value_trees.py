@@ -204,3 +204,12 @@ def test_a_difference_is_named_by_its_path() -> None:
     a = Thing(inner={"list": [1, {"m": torch.zeros(2)}]}, n=1)
     b = Thing(inner={"list": [1, {"m": torch.tensor([0.0, -0.0])}]}, n=1)
     assert unlike(["o", written(a)], ["o", written(b)]) == ".inner['list'][1]['m']"
+
+
+def test_strides_come_back() -> None:
+    """SOAP keeps what an eigendecomposition returns, whose columns are contiguous. With rows contiguous, its products had other bits."""
+    q = torch.linalg.qr(torch.randn(3, 3))[0].flip(1).T.contiguous().T
+    for there in (Thing(), Thing(q=torch.zeros(3, 3))):
+        read(written(Thing(q=q)), there)
+        assert there.q.stride() == (1, 3)
+        assert torch.equal(there.q, q)

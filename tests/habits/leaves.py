@@ -63,7 +63,12 @@ def differences(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[
 def _walk(
     value: Any, path: str, names: dict[int, str], above: set[int]
 ) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        # One that is made of others, such as an 8-bit one of codes and scales.
+        yield f"{path}::type", type(value).__qualname__
+        for name in value.__tensor_flatten__()[0]:
+            yield from _walk(getattr(value, name), f"{path}.{name}", names, above)
+    elif isinstance(value, Tensor):
         yield path, value.detach().to("cpu", copy=True)
     elif isinstance(value, np.ndarray | np.generic):
         yield path, np.array(value)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -180,7 +181,6 @@ MAKERS: dict[str, Callable[[Params], Any]] = {
     "schedulefree AdamWScheduleFree": _of("schedulefree", "AdamWScheduleFree", warmup_steps=5),
     "schedulefree SGDScheduleFree": _of("schedulefree", "SGDScheduleFree"),
     "schedulefree RAdamScheduleFree": _of("schedulefree", "RAdamScheduleFree"),
-    "schedulefree ScheduleFreeWrapper(AdamW)": _around("schedulefree", "ScheduleFreeWrapper"),
     "heavyball AdamW": _of("heavyball", "AdamW"),
     "heavyball SOAP": _of("heavyball", "SOAP", precondition_frequency=3),
     "heavyball PSGDKron": _of("heavyball", "PSGDKron"),
@@ -196,7 +196,6 @@ MAKERS: dict[str, Callable[[Params], Any]] = {
     "pytorch_optimizer ScalableShampoo": _of("pytorch_optimizer", "ScalableShampoo", start_preconditioning_step=3, preconditioning_compute_steps=3),
     "pytorch_optimizer Shampoo": _of("pytorch_optimizer", "Shampoo", preconditioning_compute_steps=3),
     "pytorch_optimizer SOAP": _of("pytorch_optimizer", "SOAP", precondition_frequency=3),
-    "pytorch_optimizer SophiaH": _of("pytorch_optimizer", "SophiaH"),
     "galore-torch GaLoreAdamW": _galore,
     "SAM(AdamW)": SAM,
     "Lookahead, a plain object": lambda params: Lookahead(torch.optim.AdamW(params, lr=1e-3)),
@@ -248,6 +247,8 @@ def main(argv: Sequence[str]) -> None:
     torch.compiler.set_stance("force_eager")
     sparse = "Sparse" in life.row
     model = _model(sparse)
+    if life.ranks > 1:
+        dist.init_process_group("gloo")
     trained = DistributedDataParallel(model) if life.ranks > 1 else model
     given = MAKERS[life.row](model.parameters())
     optimizers = given if isinstance(given, list) else [given]
@@ -280,4 +281,7 @@ def main(argv: Sequence[str]) -> None:
             closure()
             for optimizer in optimizers:
                 optimizer.step()
+    for optimizer in optimizers:
+        # heavyball's table of addresses of parameters, which are others in each process.
+        optimizer.__dict__.pop("mapping_inverse", None)
     life.end({"model": model.state_dict(), "optimizer": optimizers}, names_of(model=model))
