@@ -11,6 +11,7 @@ the segment files are the state.
 
 from __future__ import annotations
 
+import getpass
 import logging
 import os
 import queue
@@ -38,14 +39,17 @@ from ckptd.persistence.tier import StorageTier
 from ckptd.runtime_dir import (
     UnusableFolder,
     claim,
+    forget_operator,
     give_to_group,
     group_number,
+    mark_operated,
     node_name,
     private_folder,
 )
 from ckptd.sdnotify import Notifier
 from ckptd.service import Service
 from ckptd.settings import DaemonConfig
+from ckptd.taking_over import take_over
 from ckptd.transport.local_trust import check_way, own_users
 from ckptd.transport.messages import Message, RefusalCode, Refused, Reply
 from ckptd.transport.wire import MAX_BODY_BYTES, WireError, decode, encode, peer_process
@@ -92,9 +96,16 @@ class Daemon:
         raise_descriptor_limit()
         self._group = group = group_number(config.trainer_group)
         runtime = private_folder(config.runtime_dir, "runtime folder", group)
-        self._claims = [claim(runtime, "runtime folder")]
-        folder = private_folder(config.segment_dir, "segment folder", group)
-        self._claims.append(claim(folder, "segment folder"))
+        self._runtime = runtime
+        marked = not config.started_by_trainer and mark_operated(runtime)
+        try:
+            self._claims = [take_over(runtime, "runtime folder", config)]
+            folder = private_folder(config.segment_dir, "segment folder", group)
+            self._claims.append(take_over(folder, "segment folder", config))
+        except BaseException:
+            if marked:
+                forget_operator(runtime)
+            raise
         _check_filesystem(folder, config.allow_disk_segments)
         quota = quota_bytes(config.memory, folder)
         self._events = EventLog(config.max_events)
@@ -143,12 +154,15 @@ class Daemon:
             self._peering,
             self._tier,
         )
+        self._service.stop = self.stop
+        store.remake_folder = self._remake_folder
         address, watchdog_s = notify_settings()
         self._notifier = Notifier(address)
         self._beat_s = min(_TICK_S, watchdog_s / 2) if watchdog_s else _TICK_S
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._stop_reason = ""
+        self._interrupted = False
         self._garbage_logged_s = float("-inf")
         logger.info("quota %s in %s, %d digest threads", format_bytes(quota), folder, digesters)
 
@@ -193,6 +207,23 @@ class Daemon:
             self._serve()
         finally:
             self._close()
+
+    def _remake_folder(self) -> None:
+        """The segment folder was removed under us.
+
+        Raises:
+            AlreadyRunning: another daemon has made it anew, and uses it.
+            UnusableFolder: it cannot be made.
+        """
+        folder = private_folder(self._config.segment_dir, "segment folder", self._group)
+        self._claims.append(claim(folder, "segment folder", self._config.listen))
+        self._events.add(
+            "error",
+            "segment_folder_removed",
+            f"somebody removed the segment folder {folder}; it is made again. The usual cause is logind, which removes all of a user in "
+            "/dev/shm when the last login ends: run the daemon as a system user, set RemoveIPC=no in /etc/systemd/logind.conf, or "
+            f"`loginctl enable-linger {getpass.getuser()}`; `ckptctl doctor` looks for it",
+        )
 
     def _serve(self) -> None:
         next_tick_s = 0.0
@@ -351,6 +382,8 @@ class Daemon:
         self._slow.close(timeout_s=1.0)
         self._context.term()
         _remove_socket(self._config.listen)
+        if self._interrupted:
+            forget_operator(self._runtime)
         logger.info("stopped: %s", self._stop_reason)
 
     def _busy(self) -> bool:
@@ -361,6 +394,8 @@ class Daemon:
         os.eventfd_write(self._wake_fd, 1)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        # Who stops it at a terminal does not run it any more; SIGTERM comes before an upgrade, too.
+        self._interrupted = number == signal.SIGINT
         self.stop(signal.Signals(number).name)
 
 

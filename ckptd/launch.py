@@ -20,11 +20,12 @@ from pathlib import Path
 import ckptd
 from ckptd.config import ConfigError, load_config, trusted_users
 from ckptd.errors import DaemonUnavailable
-from ckptd.runtime_dir import UnusableFolder, private_folder
+from ckptd.runtime_dir import UnusableFolder, is_operated, private_folder
+from ckptd.settings import settings_told
 from ckptd.transport.messages import Ping, Pong
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["answers", "connect", "ensure_daemon"]
+__all__ = ["answers", "connect", "ensure_daemon", "unexpected"]
 
 _IDLE_EXIT_S = 3600
 _PROBE_S = 0.5
@@ -38,16 +39,18 @@ def ensure_daemon(
 ) -> str:
     """Endpoint of a daemon that answers; one is started if there is none.
 
-    Several processes may call this at once: one starts the daemon, all get the same endpoint.
+    Several processes may call this at once: one starts the daemon, all get the same endpoint. Where an operator runs the daemon
+    (`ckptd run`), none is started while that one is away: it would have another store, other peers and another quota.
 
     Args:
         runtime_dir: folder of the daemon; default as for `ckptd run`.
         overrides: further settings for a daemon that is started, by key.
     Raises:
-        DaemonUnavailable: none answers within `timeout_s`; the message ends with its log.
+        DaemonUnavailable: none answers within `timeout_s`; the message ends with its log, or says that an operator's is away.
     """
     flags = {key: str(value) for key, value in overrides.items()}
     flags.setdefault("idle_exit_s", str(_IDLE_EXIT_S))
+    flags.setdefault("started_by_trainer", "true")
     if runtime_dir is not None:
         flags["runtime_dir"] = runtime_dir
     try:
@@ -61,8 +64,10 @@ def ensure_daemon(
         folder = private_folder(config.runtime_dir, "runtime folder")
     except UnusableFolder as error:
         raise DaemonUnavailable(str(error), operation="start daemon") from error
+    if _operator_is_back(folder, config.listen, deadline):
+        return config.listen
     with _only_one(folder, deadline):
-        if not answers(config.listen):
+        if not _operator_is_back(folder, config.listen, deadline):
             _start(folder, config.listen, flags, deadline)
     return config.listen
 
@@ -101,6 +106,47 @@ def answers(endpoint: str, timeout_s: float = _PROBE_S) -> bool:
             hint="stop the daemon of the other version (its segments stay), or set "
             "CKPTD_RUNTIME_DIR to another folder",
         ) from error
+
+
+def unexpected(told: Mapping[str, str]) -> str:
+    """How a daemon differs from what this process's environment says of one; "" if it does not.
+
+    Args:
+        told: its settings, as `settings_told` makes them.
+    Raises:
+        DaemonUnavailable: the environment has a setting that no daemon can have.
+    """
+    try:
+        loaded = load_config()
+    except ConfigError as error:
+        raise DaemonUnavailable(str(error), operation="find daemon") from error
+    here = settings_told(loaded.config)
+    return "; ".join(
+        f"CKPTD_{key.upper()} is {here[key] or 'empty'!r} for this trainer and {text or 'empty'!r} for the daemon"
+        for key, text in sorted(told.items())
+        if key in here and loaded.sources[key].startswith("environment") and here[key] != text
+    )
+
+
+def _operator_is_back(folder: Path, endpoint: str, deadline: float) -> bool:
+    """Whether a daemon answers; where an operator runs it, it is waited for.
+
+    Raises:
+        DaemonUnavailable: the operator's does not come back in time.
+    """
+    while not answers(endpoint):
+        operated = is_operated(folder)
+        if operated is None:
+            return False
+        if time.monotonic() > deadline:
+            raise DaemonUnavailable(
+                f"the daemon on {endpoint} was started by an operator and is away; a trainer starts none in its place",
+                operation="find daemon",
+                hint=f"start it again (`ckptd run`, or its service). If there is to be none any more, remove {operated}: trainers "
+                "then start their own",
+            )
+        time.sleep(0.1)
+    return True
 
 
 @contextmanager

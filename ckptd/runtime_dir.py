@@ -17,8 +17,11 @@ __all__ = [
     "AlreadyRunning",
     "UnusableFolder",
     "claim",
+    "forget_operator",
     "give_to_group",
     "group_number",
+    "is_operated",
+    "mark_operated",
     "node_name",
     "private_folder",
 ]
@@ -29,7 +32,14 @@ class UnusableFolder(RuntimeError):
 
 
 class AlreadyRunning(RuntimeError):
-    """Another daemon holds the lock."""
+    """Another daemon holds the lock; ``endpoint`` is where it serves, if it has told."""
+
+    def __init__(self, message: str, endpoint: str = "") -> None:
+        super().__init__(message)
+        self.endpoint = endpoint
+
+
+_OPERATED = "operated"
 
 
 def private_folder(path: str, purpose: str, group: int | None = None) -> Path:
@@ -92,9 +102,11 @@ def group_number(name: str) -> int | None:
         raise UnusableFolder(f"trainer_group = {name!r}: there is no such group") from error
 
 
-def claim(folder: Path, what: str) -> int:
+def claim(folder: Path, what: str, endpoint: str = "") -> int:
     """Take the folder's lock for the life of this process; returns its descriptor.
 
+    Args:
+        endpoint: where this process serves, for others that want the folder.
     Raises:
         AlreadyRunning: another process has it; its id is in the message.
     """
@@ -103,15 +115,38 @@ def claim(folder: Path, what: str) -> int:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+        told = os.pread(fd, 4096, 0).decode(errors="replace").splitlines()
+        holder, serves = (*told, "", "")[:2]
         os.close(fd)
         raise AlreadyRunning(
-            f"another ckptd (process {holder}) already uses the {what} {folder}; stop it, or "
-            "start this one with another CKPTD_RUNTIME_DIR and CKPTD_SEGMENT_DIR"
+            f"another ckptd (process {holder or 'unknown'}) already uses the {what} {folder}; stop it, or "
+            "start this one with another CKPTD_RUNTIME_DIR and CKPTD_SEGMENT_DIR",
+            serves,
         ) from error
     os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    os.pwrite(fd, f"{os.getpid()}\n{endpoint}\n".encode(), 0)
     return fd
+
+
+def mark_operated(folder: Path) -> bool:
+    """Leave word that an operator runs the daemon of this folder: no trainer starts one, also while it is away. False: it was there."""
+    try:
+        fd = os.open(folder / _OPERATED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return False
+    os.close(fd)
+    return True
+
+
+def forget_operator(folder: Path) -> None:
+    """Trainers may start daemons here again."""
+    (folder / _OPERATED).unlink(missing_ok=True)
+
+
+def is_operated(folder: Path) -> Path | None:
+    """The file that says so, if an operator runs the daemon of this folder."""
+    path = folder / _OPERATED
+    return path if path.exists() else None
 
 
 def node_name(folder: Path) -> str:

@@ -40,7 +40,7 @@ from ckptd.sessions import (
     decide_attach,
     wrong_members,
 )
-from ckptd.settings import DaemonConfig
+from ckptd.settings import DaemonConfig, settings_told
 from ckptd.transport import messages as m
 from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
@@ -128,6 +128,9 @@ class Service:
         self._unanswered: Counter[bytes] = Counter()
         self._parks, self._park_events = ParkRequests(), ParkEvents(store, events)
         self._elastic = ElasticFacts()
+        # Ends this daemon; called for one that makes way.
+        self.stop: Callable[[str], None] = lambda why: None
+        self._config = config
         self._busy_s = clock()
         self._handlers: dict[type, Callable[[bytes, Any, Answer], m.Reply | None]] = {
             m.Attach: self._attach,
@@ -156,6 +159,7 @@ class Service:
             m.BringStored: lambda _identity, message, _: self._bringing.bring(message),
             m.Park: self._park,
             m.Forget: self._forget,
+            m.StepAside: self._step_aside,
             m.Unquarantine: lambda _identity, message, _: admin.unquarantine(message),
             m.AdmitNodes: self._admit_nodes,
         }
@@ -256,12 +260,23 @@ class Service:
             segment_dir=str(self._store.folder),
             boot_id=self.boot_id,
             card=self._peering.card,
+            started_by_trainer=self._config.started_by_trainer,
+            settings=settings_told(self._config),
         )
+
+    def _step_aside(self, identity: bytes, _message: m.StepAside, _: Answer) -> m.Reply:
+        if not self._config.started_by_trainer:
+            text = "this daemon was started by an operator"
+            return m.Refused(RefusalCode.BUSY, text, "stop it where it was started")
+        self._events.add("warning", "stepped_aside", "an operator starts a daemon in its place")
+        self.stop("an operator starts a daemon in its place")
+        return m.Done("it ends, and leaves the memory")
 
     def _attach(self, identity: bytes, message: m.Attach, _: Answer) -> m.Reply:
         hello, process = self._hellos.get(identity, (None, -1))
         if hello is None:
             return m.Refused(RefusalCode.NO_SESSION, "Attach without Hello", "say Hello first")
+        self._housekeeper.look_at_folder(self._clock())
         key = RankKey(message.job, message.run, message.rank)
         wish = AttachWish(
             key,

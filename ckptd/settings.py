@@ -29,8 +29,12 @@ from ckptd.config_values import (
     static_peers,
     store_value,
 )
+from ckptd.storage.store_base import public_url
 
-__all__ = ["DaemonConfig"]
+__all__ = ["TOLD", "DaemonConfig", "settings_told"]
+
+# What a trainer's snapshots depend on most: where they go, and what room they have.
+TOLD = ("memory", "store", "peers", "peer_listen")
 
 
 def _key(default: Any, parse: Callable[[str], Any], allowed: str, shown: str = "") -> Any:
@@ -207,6 +211,10 @@ class DaemonConfig:
     """Exit when no trainer was attached for so long; the segments stay. 0 means never. Used by
     daemons that a trainer started by itself."""
 
+    started_by_trainer: bool = _key(False, boolean_value, "true or false")
+    """Make way for a daemon that is started by `ckptd run`, which takes over the memory. Set for
+    daemons that a trainer started by itself."""
+
     scrub_interval_s: float = _key(300.0, number_value(0, 1e9), "0 to 1e9")
     """How often every sealed slot is verified against its digests in the background; 0 is off."""
 
@@ -227,3 +235,12 @@ class DaemonConfig:
 
     log_format: str = _key("text", choice_value("text", "json"), "text or json")
     """One line of text, or one JSON object, per log record."""
+
+
+def settings_told(config: DaemonConfig) -> dict[str, str]:
+    """What a trainer compares with its own environment, without credentials."""
+    return {
+        key: public_url(text) if key == "store" else text
+        for key in TOLD
+        if isinstance(text := getattr(config, key), str)
+    }

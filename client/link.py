@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -80,6 +80,7 @@ class Link:
         version: this package's version.
         held: the generations whose owner lock this process holds.
         follows: is told.
+        check: how what it says of its settings differs from what this trainer was told to expect; "" if it does not.
         closed: set when it is to end.
     """
 
@@ -92,15 +93,21 @@ class Link:
         held: Callable[[], tuple[int, ...]],
         follows: Follows,
         closed: threading.Event,
+        check: Callable[[Mapping[str, str]], str] = lambda _: "",
     ) -> None:
         self._find_endpoint, self._attach, self._version = find_endpoint, attach, version
         self._held, self._follows, self._closed = held, follows, closed
+        self._check = check
+        self._settings: Mapping[str, str] | None = None  # of the daemon that was attached to first
         self._client: ControlClient | None = None
         self._next_ping = self._next_try = 0.0
         self._told = ""
         self.lane = Lane("ckptd-link", self._look_for_daemon, self._failed, closed)
         self.connected = False
         self.outages = 0
+        self.changes = (
+            0  # how often a daemon with other settings answered in the place of the one before
+        )
 
     def open_within(self, timeout_s: float) -> None:
         """Connect and attach.
@@ -195,7 +202,7 @@ class Link:
             return
         self.connected = False
         self.outages += 1
-        logger.warning("ckptd is away (%s): training and snapshots go on; looking for it", why)
+        logger.warning("the daemon is away (%s): training and snapshots go on; looking for it", why)
 
     # -- on the lane -----------------------------------------------------------------------------
 
@@ -243,9 +250,11 @@ class Link:
         if self._client is not None:
             self._client.close()
             self._client = None
-        client = connect(self._find_endpoint(), ANSWER_S)
+        endpoint = self._find_endpoint()
+        client = connect(endpoint, ANSWER_S)
         try:
             welcome = client.ask(Hello(self._version, os.getpid()), Welcome)
+            self._heed_settings(welcome.settings)
             wish = msgspec.structs.replace(self._attach, held=self._held(), token=_token)
             attached = client.ask(wish, Attached)
         except RefusedError as error:
@@ -255,5 +264,33 @@ class Link:
             client.close()
             raise
         self._client = client
+        if not welcome.started_by_trainer:
+            # It is an operator's: while it is away nobody starts another one in its place.
+            self._find_endpoint = lambda: endpoint
         self._follows.opened(welcome, attached)
         self.connected = True
+
+    def _heed_settings(self, told: Mapping[str, str]) -> None:
+        """At the first attach, what differs is an error; later, training goes on.
+
+        Raises:
+            AttachRefused: the daemon has other settings than this trainer was told.
+        """
+        if self._settings is None:
+            if different := self._check(told):
+                raise AttachRefused(
+                    RefusalCode.DAEMON_DIFFERS,
+                    f"the daemon is not as this trainer's environment says: {different}",
+                    "restart the daemon with these settings, or take them out of the trainer's environment; to use it as it is, "
+                    "pass daemon= its endpoint (`ckptctl status` shows it)",
+                )
+        elif told != self._settings:
+            before, now = dict(self._settings), dict(told)
+            changed = "; ".join(
+                f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
+                for key in sorted({*before, *now})
+                if before.get(key) != now.get(key)
+            )
+            logger.error("another daemon answers in the place of the first: %s", changed)
+            self.changes += 1
+        self._settings = dict(told)

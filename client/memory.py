@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
@@ -58,6 +58,7 @@ class RankMemory:
         timeout_s: float,
         replicas: int | None = None,
         stats: Stats | None = None,
+        check: Callable[[Mapping[str, str]], str] = lambda _: "",
     ) -> None:
         self.identity, self.topology, self._replicas = identity, topology, replicas
         self._segments = Generations()
@@ -90,6 +91,7 @@ class RankMemory:
                 s.generation for s in (*self._segments, *self._ahead, *self._beside)
             ),
             timeout_s=timeout_s,
+            check=check,
         )
         try:
             for info in self.session.segments:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -70,6 +70,7 @@ class Session:
         version: this package's version.
         while_lost: called on the desk about twice a second while the daemon is away.
         held: the generations whose owner lock this process holds.
+        check: see `Link`.
     Raises:
         DaemonUnavailable: none answers within ``timeout_s``.
         AttachRefused: it answers and says no; code, message and hint are the daemon's.
@@ -84,6 +85,7 @@ class Session:
         while_lost: Callable[[], None],
         held: Callable[[], tuple[int, ...]],
         timeout_s: float = 30.0,
+        check: Callable[[Mapping[str, str]], str] = lambda _: "",
     ) -> None:
         self._attach, self._while_lost = attach, while_lost
         self._closed = threading.Event()
@@ -94,6 +96,7 @@ class Session:
             held=held,
             follows=self,
             closed=self._closed,
+            check=check,
         )
         self._lane = self.link.lane
         self._desk = Lane("ckptd-desk", self._look_at_slots, lambda error: None, self._closed)
@@ -427,7 +430,7 @@ class Session:
 
     def back(self) -> None:
         """The daemon was away, and is there again; to be called by the link."""
-        logger.warning("ckptd is back (node %s)", self.node_id)
+        logger.warning("the daemon is back (node %s)", self.node_id)
         self._rejoin()
 
     def answered(self, pong: Pong) -> None:

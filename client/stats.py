@@ -16,6 +16,8 @@ class Stats:
     snapshot of it were seen here (0 if nothing was; replay asks for a snapshot when it needs it), `restore_s` for all of the start
     up to the first replayed iteration, `replay_s` from there until the state was dense.
 
+    `unprotected`: 1 where the attach was refused and the user had said that training goes on all the same. `daemon_changes`: how often a daemon with other settings (store, peers, quota) came back in the place of the one before.
+
     `floor_overrides`: snapshots given away that a recovery together with the other ranks may have needed; `grown`: how often the
     ring was made larger because another rank lagged behind or had a longer window. `switches`: changes of the schedule that all
     ranks made together; `undecided`: snapshots left out because this rank did not know in time whether there was one.
@@ -42,7 +44,9 @@ class Stats:
     floor_overrides: int = 0
     grown: int = 0
     sealed_here: int = 0
+    unprotected: int = 0
     daemon_outages: int = 0
+    daemon_changes: int = 0
     nan_snapshots: int = 0
     replayed_steps: int = 0
     replay_s: float = 0.0

@@ -74,7 +74,11 @@ class SeeRun(Struct, frozen=True, tag=True):
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """Who answers. `boot_id` is new at every start of the daemon."""
+    """Who answers. `boot_id` is new at every start of the daemon.
+
+    `started_by_trainer`: it makes way for a daemon that is started by `ckptd run`. `settings` are those which a trainer may expect
+    to be as its own environment has them, as text, without credentials.
+    """
 
     version: str
     node_id: str
@@ -82,6 +86,8 @@ class Welcome(Struct, frozen=True, tag=True):
     segment_dir: str
     boot_id: str = ""
     card: NodeCard | None = None
+    started_by_trainer: bool = False
+    settings: dict[str, str] = {}
 
 
 class RunSeen(Struct, frozen=True, tag=True):

@@ -41,6 +41,7 @@ __all__ = [
     "SlotInfo",
     "Snapshots",
     "Status",
+    "StepAside",
     "TargetStatus",
     "Unquarantine",
 ]
@@ -83,6 +84,10 @@ class Unquarantine(Struct, frozen=True, tag=True):
 
     job: Name
     run: Name
+
+
+class StepAside(Struct, frozen=True, tag=True):
+    """Make way for a daemon that an operator starts: end in order, and leave the memory. Refused by all but those that trainers started."""
 
 
 class AdmitNodes(Struct, frozen=True, tag=True):

@@ -72,6 +72,7 @@ class RefusalCode(StrEnum):
     BAD_DESCRIPTOR = "bad_descriptor"  # a segment descriptor that contradicts the session
     NOT_FOUND = "not_found"  # no such job, run or generation
     IN_USE = "in_use"  # a live trainer still owns it
+    DAEMON_DIFFERS = "daemon_differs"  # it has other settings than the trainer was told to expect
     STALE_EPOCH = "stale_epoch"  # the run has been recovered again since
     NOT_READY = "not_ready"  # what is in memory cannot be read yet: ask again
     BUSY = "busy"  # too much is under way for you already: try again

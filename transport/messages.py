@@ -52,6 +52,7 @@ from ckptd.transport.ctl_messages import (
     SlotInfo,
     Snapshots,
     Status,
+    StepAside,
     TargetStatus,
     Unquarantine,
 )
@@ -205,6 +206,7 @@ __all__ = [
     "SlotInfo",
     "Snapshots",
     "Status",
+    "StepAside",
     "TargetStatus",
     "TellElastic",
     "TellReplay",
@@ -239,6 +241,7 @@ Request = (
     | AdmitNodes
     | Forget
     | TellReplay
+    | StepAside
     | Unquarantine
 )
 OneWay = Filled | Report | Notice | ParkOutcome | TellElastic

@@ -30,6 +30,7 @@ from ckptd.units import format_bytes
 
 __all__ = ["Finding", "Grade", "as_rows", "diagnose"]
 
+_FIRST_LOGIN_USER = 1000  # systemd's SYS_UID_MAX, as nearly everybody builds it
 _SMALL_SHM_BYTES = 1 << 30
 _THRESHOLD_TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
 
@@ -69,6 +70,7 @@ def diagnose(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[Finding]:
             "segment folder", Path(config.segment_dir), config.trainer_group, users
         ),
         lambda: check_segment_filesystem(config),
+        lambda: check_remove_ipc(Path(config.segment_dir)),
         lambda: check_damaged_files(Path(config.segment_dir)),
         lambda: check_memlock(config.mlock),
         lambda: check_hugepages(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
@@ -228,6 +230,51 @@ def check_damaged_files(folder: Path) -> Finding:
         f"{len(found)} files, {format_bytes(size)}: {names}",
         "`ckptctl events` says why; `ckptctl forget JOB RUN` deletes them",
     )
+
+
+def check_remove_ipc(folder: Path, *, root: Path = Path("/"), uid: int | None = None) -> Finding:
+    """Does logind remove the segments when their user's last login ends?
+
+    Args:
+        root: of the filesystem in which logind's files are looked for.
+        uid: the user of the daemon; default: this one.
+    """
+    name = "logind"
+    uid = os.geteuid() if uid is None else uid
+    if not (root / "run/systemd/system").is_dir():
+        return Finding(name, Grade.OK, "systemd does not run this machine")
+    if uid < _FIRST_LOGIN_USER:
+        return Finding(name, Grade.OK, f"user {uid} is of the system: nothing of it is removed")
+    if (root / "var/lib/systemd/linger" / user_name(uid)).exists():
+        return Finding(name, Grade.OK, f"user {uid} lingers: nothing of it is removed at a logout")
+    setting, where = _remove_ipc(root)
+    if setting in ("no", "false", "0", "off"):
+        return Finding(name, Grade.OK, f"RemoveIPC={setting} ({where})")
+    if not folder.is_relative_to("/dev/shm"):
+        return Finding(name, Grade.OK, f"{folder} is not in /dev/shm, which logind clears")
+    return Finding(
+        name,
+        Grade.WARN,
+        f"RemoveIPC is {setting} ({where}): when the last login of user {uid} ends, all of it in /dev/shm is removed, {folder} too",
+        f"`loginctl enable-linger {user_name(uid)}`, or RemoveIPC=no in /etc/systemd/logind.conf, or run the daemon as a user of the system",
+    )
+
+
+def _remove_ipc(root: Path) -> tuple[str, str]:
+    """The setting, and where it is; systemd's own default is yes."""
+    found, where = "yes", "the default"
+    main = [root / "usr/lib/systemd/logind.conf", root / "etc/systemd/logind.conf"]
+    parts = [path for base in main for path in sorted(Path(f"{base}.d").glob("*.conf"))]
+    for path in [*main, *parts]:
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue  # not there, or not ours to read
+        for line in lines:
+            key, _, value = line.partition("=")
+            if key.strip() == "RemoveIPC" and value.strip():
+                found, where = value.strip().lower(), str(path)
+    return found, where
 
 
 def check_memlock(setting: str) -> Finding:

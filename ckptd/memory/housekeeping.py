@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from ckptd.errors import SegmentError
 from ckptd.events import EventLog
 from ckptd.memory import locks
 from ckptd.memory.adopting import Adopted, tell_adopted
@@ -98,6 +99,7 @@ class Housekeeper:
 
     def tick(self, now_s: float, live_runs: Collection[tuple[str, str]]) -> None:
         """Look after files and owners that went, slots that wait, runs that expired, the scrub."""
+        self.look_at_folder(now_s)
         self._adopted(self._store.adopt_waiting(now_s))
         for segment in list(self._unsettled):
             self.settle(segment)
@@ -110,6 +112,12 @@ class Housekeeper:
             self._sweep(segment, now_s, waiting)
         self._expire(now_s, live_runs)
         self._scrub(now_s)
+
+    def look_at_folder(self, now_s: float) -> None:
+        """Make it again if it was removed, and write what was in it again. (That somebody removes a single file is his wish.)"""
+        for segment in self._store.look_at_folder():
+            if segment.cut or not self._rescued(segment, now_s):
+                self._vanished(segment)
 
     def settle(self, segment: Segment) -> None:
         """Free what a dead trainer was filling and seal what it had filled; what cannot be done now is done at a next tick."""
@@ -223,6 +231,21 @@ class Housekeeper:
             segment.key,
         )
         self._slow.submit(segment.close, _nothing, self._slow_failed)
+
+    def _rescued(self, segment: Segment, now_s: float) -> bool:
+        name, attached = segment.path.name, segment.owned()
+        try:
+            found = self._store.rescue(segment)
+        except (OSError, SegmentError) as error:
+            logger.warning("%s cannot be written again: %s", name, error)
+            return False
+        found.detached_at_s = now_s
+        text = f"somebody removed {name}; what was in it is written again"
+        if attached:
+            text += ". Its trainer goes on in the removed file, unprotected: restart the trainer, which then resumes from here"
+        self._events.add("error", "segment_rescued", text, found.key)
+        self.settle(found)
+        return True
 
     def _sweep(
         self, segment: Segment, now_s: float, before: dict[tuple[Segment, int], tuple[int, float]]

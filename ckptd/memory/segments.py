@@ -26,7 +26,7 @@ import msgspec
 from ckptd.memory.adopting import ASIDE, Adopted, Adoption
 from ckptd.memory.file_mapping import FileMapping
 from ckptd.memory.pages import allocate, populate, try_mlock
-from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.memory.segment_format import (
     SegmentDescriptor,
     SegmentGeometry,
@@ -100,6 +100,8 @@ class SegmentStore:
         self._adoption = Adoption(folder, FILE_ENDS.values(), superseded=self._superseded)
         # What else lives in this folder and counts: the replicas of other nodes' segments.
         self.other_bytes: Callable[[], int] = int
+        # Makes the folder and claims it again, when somebody has removed it.
+        self.remake_folder: Callable[[], None] = lambda: None
         # And what ranks of this node have of that: copies that they read.
         self.other_facts: Callable[[], list[SegmentFacts]] = list
 
@@ -179,6 +181,46 @@ class SegmentStore:
             segment_dir=str(self.folder),
             promised=promised,
         )
+
+    def look_at_folder(self) -> list[Segment]:
+        """Have it made again if somebody has removed it, as logind does at the end of a user's last login (RemoveIPC).
+
+        Returns:
+            Segments whose files went with it.
+        """
+        if self.folder.is_dir():
+            return []
+        self.remake_folder()
+        return self.everything()
+
+    def rescue(self, segment: Segment) -> Segment:
+        """A new file with this name and what is still mapped of one that somebody has removed. It takes its place; a trainer that has the
+        removed one mapped goes on with that.
+
+        Blocks for as long as the copy takes: it is for a rare mishap.
+
+        Raises:
+            OSError: there is no room, or the name is taken.
+            SegmentError: what is mapped is no segment any more.
+        """
+        temporary = segment.path.with_name(f".{segment.path.name}.{os.getpid()}.tmp")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(temporary, flags, 0o600)
+        try:
+            allocate(fd, segment.file_bytes)
+            FileMapping(fd, segment.file_bytes).view[:] = segment.buffer
+            if self._group is not None:
+                os.fchown(fd, -1, self._group)
+                os.fchmod(fd, 0o660)
+            os.link(temporary, segment.path)  # never over a file that is there
+            found = open_segment(segment.path)
+        finally:
+            os.close(fd)
+            temporary.unlink(missing_ok=True)
+        self.discard(segment)
+        segment.close()
+        self._enter(found)
+        return found
 
     def adopt(self, now_s: float) -> Adopted:
         """Take over the files of an earlier daemon."""

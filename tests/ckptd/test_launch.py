@@ -37,7 +37,7 @@ def folders() -> Iterator[tuple[Path, Path]]:
     yield runtime, segments
     lock = runtime / ".ckptd.lock"
     if lock.exists() and answers(f"ipc://{runtime}/ckptd.sock"):
-        os.kill(int(lock.read_text()), signal.SIGTERM)
+        os.kill(int(lock.read_text().split()[0]), signal.SIGTERM)
         eventually(lambda: not answers(f"ipc://{runtime}/ckptd.sock"), "the daemon ended")
     shutil.rmtree(runtime, ignore_errors=True)
     shutil.rmtree(segments, ignore_errors=True)

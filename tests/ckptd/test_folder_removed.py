@@ -1,0 +1,41 @@
+"""The segment folder is removed under a daemon that serves, as logind does when a user's last login ends (RemoveIPC)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ckptd.ctl.doctor import Grade, check_remove_ipc
+from tests.e2e.habits import SCRIPT, start
+from tests.e2e.harness import own_daemon
+
+
+def test_a_removed_segment_folder_is_made_again_with_what_was_in_it(tmp_path: Path) -> None:
+    """Every attach was refused with an internal error, until the daemon was restarted; what it still had mapped was lost."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with own_daemon() as daemon:
+        assert start(script, daemon, variables={"KILL_AT": "8"}).code == -9
+        shutil.rmtree(daemon.segment_dir)
+        again = start(script, daemon)
+        assert again.code == 0, again.printed
+        (why,) = daemon.events("segment_folder_removed")
+        assert "RemoveIPC=no" in why
+        assert again.about("resuming at iteration"), again.printed
+        assert daemon.events("segment_rescued")
+
+
+def test_doctor_looks_for_a_logind_that_removes_segments(tmp_path: Path) -> None:
+    segments = Path("/dev/shm/ckptd-1000")
+    assert check_remove_ipc(segments, root=tmp_path, uid=1000).grade is Grade.OK
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    found = check_remove_ipc(segments, root=tmp_path, uid=1000)
+    assert found.grade is Grade.WARN
+    assert "RemoveIPC is yes (the default)" in found.detail
+    assert "enable-linger" in found.fix
+    assert check_remove_ipc(segments, root=tmp_path, uid=0).grade is Grade.OK
+    assert check_remove_ipc(Path("/mnt/ckptd"), root=tmp_path, uid=1000).grade is Grade.OK
+    part = tmp_path / "etc/systemd/logind.conf.d/keep.conf"
+    part.parent.mkdir(parents=True)
+    part.write_text("[Login]\nRemoveIPC=no\n")
+    assert check_remove_ipc(segments, root=tmp_path, uid=1000).grade is Grade.OK
