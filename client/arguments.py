@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch import nn
 from ckptd.client import values
 from ckptd.client.binding import Binding
 from ckptd.client.data.loaders import advice_for_state
+from ckptd.client.lines import get_logger
 from ckptd.client.operators import Grouping, Member, Operator, discover_operators
 from ckptd.client.plan import fixed_bytes, operator_costs
 from ckptd.client.planner import MIN_SCALARS
@@ -25,7 +27,11 @@ __all__ = [
     "check_state",
     "needed_memory",
     "own_share_bytes",
+    "wanted_iteration",
 ]
+
+
+logger = get_logger(__name__)
 
 
 def all_operators(model: nn.Module, binding: Binding, grouping: Grouping | None) -> list[Operator]:
@@ -94,6 +100,25 @@ def check_options(
 def check_choice(name: str, value: str, *allowed: str) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: choose {' or '.join(repr(each) for each in allowed)}")
+
+
+def wanted_iteration(resume_at: int | None) -> int | None:
+    """Where this start is to go back to; None: nowhere.
+
+    Raises:
+        ValueError: it is no iteration.
+    """
+    if resume_at is None:
+        return None
+    if not isinstance(resume_at, int) or isinstance(resume_at, bool) or resume_at < 0:
+        raise ValueError(f"resume_at={resume_at!r}: pass the number of an iteration, or None")
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        logger.warning(
+            "resume_at=%d was for the first start; this one goes on from the newest state",
+            resume_at,
+        )
+        return None
+    return resume_at
 
 
 def check_parking(park: bool | None, park_after_s: float | None) -> None:

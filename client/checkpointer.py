@@ -28,6 +28,7 @@ from ckptd.client.arguments import (
     check_parking,
     needed_memory,
     own_share_bytes,
+    wanted_iteration,
 )
 from ckptd.client.boundary_log import BoundaryLog
 from ckptd.client.buckets import Buckets
@@ -61,7 +62,8 @@ from ckptd.client.start_from import load_start, start_unprotected
 from ckptd.client.stats import Stats
 from ckptd.client.subject import examine
 from ckptd.cuda.select import make_engine
-from ckptd.launch import ensure_daemon
+from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.launch import ensure_daemon, unexpected
 from ckptd.schedules.schedule import Ordering
 
 __all__ = ["Checkpointer"]
@@ -104,6 +106,10 @@ class Checkpointer:
         park: keep memory into which this rank's whole state is copied when the job is torn down (docs/parking.md); None: where
             this run logs boundaries and has several ranks.
         park_after_s: a step that lasts longer is parked, too; None: much longer than steps have lasted so far.
+        required: whether a refused attach, or a daemon that does not answer, is an error. Otherwise all ranks train on unprotected, as with
+            ``daemon=None``: a line says why, and the counter ``unprotected`` is 1.
+        resume_at: go back to this iteration instead of the newest, after a loss spike, say; ``saved_iterations`` lists them. What is newer is
+            given up. For one start: where torchrun restarts the workers by itself, it is not looked at.
         timeout_s: how long to wait for the daemon at the start.
     Raises:
         ValueError: something passed is unusable; the message says what and what to do.
@@ -142,6 +148,8 @@ class Checkpointer:
         start_from: str | os.PathLike[str] | None = None,
         park: bool | None = None,
         park_after_s: float | None = None,
+        required: bool = True,
+        resume_at: int | None = None,
         timeout_s: float = 30.0,
     ) -> None:
         self._stats = Stats()
@@ -190,29 +198,42 @@ class Checkpointer:
         self._sharing = NOTHING_SHARED
         shared = subject.sharing if capture_once else NOTHING_SHARED
         self._engine = make_engine(subject.device, inline=bool(inline_copy))
-        self._recovery = Recovery(subject, self._engine, self._loop.tape, on_mismatch=on_mismatch)
+        self._recovery = Recovery(
+            subject,
+            self._engine,
+            self._loop.tape,
+            on_mismatch=on_mismatch,
+            at=wanted_iteration(resume_at),
+        )
         self._meet = partial(exchange, self._identity)
         needed, text = needed_memory(self._binding, self._operators, policy, window, shared)
         try:
-            # A rank that is refused must not leave the others waiting for it.
-            with all_or_none(self._meet, platform.node()):
-                self._memory = RankMemory(
-                    self._identity,
-                    ensure_daemon if daemon == "auto" else lambda: str(daemon),
-                    needed_bytes=needed,
-                    needed_text=text,
-                    topology=topology,
-                    version=importlib.metadata.version("ckptd"),
-                    replicas=replicas,
-                    timeout_s=timeout_s,
-                    stats=self._stats,
-                )
-                self._precision = PrecisionProbe(self._binding.params)
-                # Hooks within a compiled graph would break it: its experts are anchored in the order of the model.
-                counted = [] if is_compiled(model) else self._operators
-                self._counter = TokenCounter(model, counted, self._options.ordering, capacities)
-                self._cleanup.callback(self._counter.close)
-                self._buckets = Buckets(model)
+            try:
+                # A rank that is refused must not leave the others waiting for it.
+                with all_or_none(self._meet, platform.node()):
+                    self._memory = RankMemory(
+                        self._identity,
+                        ensure_daemon if daemon == "auto" else lambda: str(daemon),
+                        needed_bytes=needed,
+                        needed_text=text,
+                        topology=topology,
+                        version=importlib.metadata.version("ckptd"),
+                        replicas=replicas,
+                        timeout_s=timeout_s,
+                        stats=self._stats,
+                        check=unexpected if daemon == "auto" else lambda _: "",
+                    )
+                    self._precision = PrecisionProbe(self._binding.params)
+                    # Hooks within a compiled graph would break it: its experts are anchored in the order of the model.
+                    counted = [] if is_compiled(model) else self._operators
+                    self._counter = TokenCounter(model, counted, self._options.ordering, capacities)
+                    self._cleanup.callback(self._counter.close)
+                    self._buckets = Buckets(model)
+            except (AttachRefused, DaemonUnavailable) as error:
+                if required:
+                    raise
+                self._go_on_unprotected(error, model, optimizer, masters)
+                return
             if self._identity.world_size > 1:
                 own_bytes = own_share_bytes(shared, self._operators, self._binding, policy)
                 self._sharing = meet_sharing(self._binding, shared.replicas, own_bytes, self._meet)
@@ -491,6 +512,21 @@ class Checkpointer:
     _closed = False
 
     # -- set-up ----------------------------------------------------------------------------------
+
+    def _go_on_unprotected(
+        self, why: Exception, model: nn.Module, optimizer: Any, masters: Mapping[str, Tensor] | None
+    ) -> None:
+        """The user said so: ``required=False``."""
+        self.close()
+        self._closed = False  # the loop runs as one that was never to be protected
+        self._stats.unprotected = 1
+        if self._start_from is not None:
+            logger.warning("%s", start_unprotected(model, optimizer, masters, self._start_from))
+        logger.error(
+            "TRAINING IS UNPROTECTED, and begins where the program begins it: no snapshot is taken, none is resumed from "
+            "(required=False): %s",
+            why,
+        )
 
     def _protect(self, memory: RankMemory) -> None:
         recorder = Recorder(

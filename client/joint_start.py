@@ -52,14 +52,19 @@ class Recovered(NamedTuple):
     replayed: Replayed
 
 
-def recover_together(memory: RankMemory, exchange: Exchange) -> Recovered | str:
+def recover_together(
+    memory: RankMemory, exchange: Exchange, at: int | None = None
+) -> Recovered | str:
     """The newest suffix that every rank can have, and how it was chosen; or why there is none.
 
     What lies here is verified before use: a slot that fails its digests is quarantined and reported, and the ranks plan
     anew without it. What lies elsewhere is being brought here when this returns; its images are waited for when needed.
     A collective call: it returns on all ranks, or raises on all.
 
+    Args:
+        at: go back to this iteration, from memory or storage; what is newer is given up.
     Raises:
+        ValueError: iteration ``at`` cannot be had; nothing was given up.
         AttachRefused: there is no memory for what must be brought here, or the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or so was refused on another rank, or nodes are missing without which the
             run would have to begin anew.
@@ -67,13 +72,15 @@ def recover_together(memory: RankMemory, exchange: Exchange) -> Recovered | str:
     """
     recoverable_before = storage = False
     for _ in range(_PLANS):
-        view, plan = _plan(memory, exchange, storage)
+        view, plan = _plan(memory, exchange, storage, at)
         # A world of an elastic job is a new run. What is durable of those before was looked at when it was planned.
         if isinstance(plan, NoRecovery) and not storage and memory.topology != WORLD_TOPOLOGY:
             # Every rank comes to the same conclusion, whether or not its own node has a store.
             storage = True
-            view, plan = _plan(memory, exchange, storage)
+            view, plan = _plan(memory, exchange, storage, at)
         if isinstance(plan, NoRecovery):
+            if at is not None:
+                raise ValueError(f"resume_at={at}: {plan.reason}. Nothing was changed")
             _refuse_what_is_quarantined(memory, plan, view)
             _refuse_to_forget(memory, plan, view, recoverable_before)
             _tell_start(memory, plan, view)
@@ -96,12 +103,12 @@ def recover_together(memory: RankMemory, exchange: Exchange) -> Recovered | str:
 
 
 def _plan(
-    memory: RankMemory, exchange: Exchange, storage: bool
+    memory: RankMemory, exchange: Exchange, storage: bool, at: int | None
 ) -> tuple[RunView, RecoveryPlan | NoRecovery]:
     view = memory.see(exchange, storage=storage)
     with memory.planning():
         plan = plan_recovery(
-            view.usable, memory.identity.world_size, homes=view.homes, epochs=view.epochs
+            view.usable, memory.identity.world_size, homes=view.homes, epochs=view.epochs, at=at
         )
     return view, plan
 

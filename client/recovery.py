@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -12,6 +13,7 @@ import torch
 from ckptd.client import values
 from ckptd.client.agreement import Exchange, all_or_none
 from ckptd.client.apart_start import ApartStart, begin_apart, recovered_apart
+from ckptd.client.causes import likely_causes
 from ckptd.client.exchange import exchange
 from ckptd.client.freeze import Tape
 from ckptd.client.handing import Handing, arrange
@@ -88,20 +90,30 @@ class Recovery:
         subject: as it is built now. What several ranks have alike is given to all of them by a replay, whether or not they have
             the same values now. Its freezing falls back to ``drop`` where an earlier trainer left that hint.
         on_mismatch: ``raise`` or ``warn``.
+        at: the iteration to go back to; None: the newest.
     """
 
     def __init__(
-        self, subject: Subject, engine: CopyEngine, tape: Tape, *, on_mismatch: str
+        self,
+        subject: Subject,
+        engine: CopyEngine,
+        tape: Tape,
+        *,
+        on_mismatch: str,
+        at: int | None = None,
     ) -> None:
+        self._at = at
         self._binding, self._engine, self._identity = subject.binding, engine, subject.identity
         self._stateful, self._tape, self._on_mismatch = subject.stateful, tape, on_mismatch
         self._operators, self._sharing = subject.operators, subject.sharing
+        self._device = subject.device
         self.freezing, self.freezing_reason = subject.freezing
 
     def find(self, memory: RankMemory) -> Resumption | None:
         """The newest state that every rank can be brought back to; None to start from the beginning. A collective call.
 
         Raises:
+            ValueError: the iteration to go back to cannot be had.
             AttachRefused: the snapshots are of another model, or it is refused by the daemon; nothing was lost.
             DaemonUnavailable: a daemon is away, or another rank cannot go on.
         """
@@ -111,8 +123,11 @@ class Recovery:
 
         with all_or_none(meet, memory.session.node_id):
             memory.settle_filled(_SEAL_WAIT_S)
-        apart = self._apart(memory, meet)
-        found = recover_together(memory, meet) if apart is None else recovered_apart(apart)
+        # What is parked is newer than what was asked for.
+        apart = None if self._at is not None else self._apart(memory, meet)
+        found = (
+            recover_together(memory, meet, self._at) if apart is None else recovered_apart(apart)
+        )
         if isinstance(found, str):
             memory.forget_everything()
             return None
@@ -131,7 +146,14 @@ class Recovery:
                 _ = images[0].view
             undo.pop_all()
         verification = Verification(
-            memory, meet, found.replayed, on_mismatch=self._on_mismatch, changed=changed
+            memory,
+            meet,
+            found.replayed,
+            on_mismatch=self._on_mismatch,
+            changed=changed,
+            causes=partial(
+                likely_causes, changed=changed, stateful=self._stateful, device=self._device
+            ),
         )
         return Resumption(
             replay, plan, images[-1].phase, found.reason, self._sharing, verification, apart

@@ -6,7 +6,7 @@ rank, and what it found waits for the next start at the daemons. What that start
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -70,6 +70,7 @@ class Verification:
         meet: between all ranks.
         on_mismatch: ``raise`` or ``warn``.
         changed: how this machine differs from the one that recorded; empty: not in what is known to change bits.
+        causes: what usually leads to such a difference, for the message.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class Verification:
         *,
         on_mismatch: str,
         changed: str,
+        causes: Callable[[str], str] = lambda what: "",
     ) -> None:
+        self._causes = causes
         self._memory, self._replayed, self._changed = memory, replayed, changed
         self._meet: Exchange = meet if replayed.everybody else lambda payload: [payload]
         self._heeds = on_mismatch == "raise"
@@ -134,8 +137,8 @@ class Verification:
         self._memory.session.tell_replay(failure)
         self._hint(failure)
         text = (
-            f"{describe_failure(failure)}. Either the step is not deterministic (other thread count, non-deterministic "
-            f"kernels, data that is not in state=) or memory was corrupted. {reason}; on_mismatch='warn' trains on regardless"
+            f"{describe_failure(failure)}. Either the step is not deterministic, or the restart differs, or memory was corrupted. "
+            f"{reason}; on_mismatch='warn' trains on regardless. {self._causes(ranks[0].what)}"
         )
         logger.error("%s", reason)
         raise ReplayMismatch(text)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,6 +37,7 @@ from ckptd.ctl.peers import (
     as_json,
     ask_what_if,
     ask_whereabouts,
+    choose_run,
     render_drill,
     render_peers,
     render_what_if,
@@ -46,6 +48,7 @@ from ckptd.errors import DaemonUnavailable, ElasticError, RemoteProtocolError
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.launch import answers, connect
 from ckptd.printable import for_json, for_terminal
+from ckptd.saved import saved_iterations
 from ckptd.storage.signing import SigningError
 from ckptd.transport import messages as m
 from ckptd.transport.keys import KeysError
@@ -106,6 +109,16 @@ def _snapshots(args: argparse.Namespace) -> int:
         found = client.ask(wanted, m.Snapshots)
     _show(args, found, lambda: render.snapshots(found, operators=args.operators))
     return 0
+
+
+def _iterations(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        job, run = args.job, args.run
+        if job is None or run is None:
+            job, run = choose_run(client, args)
+    found = saved_iterations(job, run, daemon=_endpoint(args))
+    _show(args, found, lambda: render.iterations(job, run, found))
+    return 0 if found else EXIT_FAILED
 
 
 def _events(args: argparse.Namespace) -> int:
@@ -271,6 +284,9 @@ def _whereabouts(
 
 
 def _connect(args: argparse.Namespace) -> ControlClient:
+    path = Path(_endpoint(args).removeprefix("ipc://"))
+    if not path.exists():  # a connection would wait for it
+        raise DaemonUnavailable(f"no daemon serves {_endpoint(args)}: there is no socket")
     return connect(_endpoint(args), min(args.timeout, _CONNECT_S))
 
 
@@ -332,6 +348,8 @@ def _parser() -> argparse.ArgumentParser:
     add("status", _status, "daemon, memory, trainers and segments")
     snapshots = add("snapshots", _snapshots, "slots of each rank and what is recoverable", which)
     snapshots.add_argument("--operators", action="store_true", help="list operators by name")
+    text = "the iterations that a run can go back to, for Checkpointer(resume_at=)"
+    add("iterations", _iterations, text, which)
     events = add("events", _events, "what happened on this node")
     events.add_argument("--follow", action="store_true", help="go on as events come")
     events.add_argument("--since", type=int, default=0, help="only events after this number")

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from ckptd.errors import RemoteProtocolError
+from ckptd.recovery.held import STORE_NODE
 from ckptd.recovery.holdings import epochs_begun, held_from_segments
 from ckptd.recovery.localized import LocalizedPlan, NotLocalized
 from ckptd.recovery.plan import RecoveryPlan
@@ -26,6 +27,7 @@ __all__ = [
     "run_drill",
 ]
 
+_STORE_S = 900.0  # a store may take its time; the daemon gives up on it by itself
 _MAX_RANKS = 64
 
 
@@ -75,9 +77,16 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace) -> WhatIf:
     lose = args.lose.split(",")
     try:
         begun = epochs_begun(seen.holdings)
-        return what_if(
+        found = what_if(
             held, max(worlds), homes, labels, lose, logs=logs, parked=parked, begun=begun
         )
+        if found.recoverable or client.ask(m.GetStatus(), m.Status).durable is None:
+            return found
+        # Memory would not do; what is durable may.
+        seen = client.ask(m.SeeRun(job, run, (), True), m.RunSeen, timeout_s=_STORE_S)
+        held = [h for told in seen.holdings for h in held_from_segments(told.node, told.segments)]
+        stored = what_if(held, max(worlds), homes, labels, lose, begun=begun)
+        return stored if stored.recoverable else found
     except RemoteProtocolError as error:
         raise RefusedError("internal", str(error)) from error
 
@@ -191,6 +200,8 @@ def render_what_if(answer: WhatIf) -> str:
     lost, localized = ", ".join(answer.lost_nodes), answer.localized
     apart = isinstance(localized, LocalizedPlan)
     head = f"without {lost}: " + ("" if answer.recoverable else "NOT RECOVERABLE: ")
+    if any(STORE_NODE in rank.sources for rank in answer.ranks):
+        head += "memory does not have it, storage has: "
     if apart:
         head += "localized recovery, if those who are left park: "
     lines = [head + answer.reason]
@@ -214,7 +225,7 @@ def _outcome_row(rank: RankOutcome, apart: bool) -> list[str]:
         str(rank.rank),
         rank.home + (" (lost)" if rank.home_lost else ""),
         *([how] if apart else []),
-        ", ".join(rank.sources) or "-",
+        ", ".join("storage" if s == STORE_NODE else s for s in rank.sources) or "-",
         *(["; ".join(fed) or "-"] if apart else []),
         str(rank.replayed),
         str(rank.lost_iterations),

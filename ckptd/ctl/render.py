@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ckptd.ctl.doctor import Finding
 from ckptd.recovery.quarantine import describe_failure
+from ckptd.saved import SavedIteration
 from ckptd.transport import messages as m
 from ckptd.units import format_age, format_bytes, format_table
 
@@ -44,6 +45,17 @@ def status(answer: m.Status) -> str:
     shown = ", ".join(f"{name} {value}" for name, value in sorted(interesting.items()))
     lines += ["", f"counters  {shown or 'none yet'}"]
     return "\n".join(lines)
+
+
+def iterations(job: str, run: str, found: Sequence[SavedIteration]) -> str:
+    """Newest first."""
+    if not found:
+        return f"nothing is saved of {job}/{run} that all ranks can go back to"
+    rows = [
+        [str(each.iteration), str(each.replay_from), "yes" if each.durable else "no"]
+        for each in found
+    ]
+    return format_table(["iteration", "replayed from", "in storage"], rows)
 
 
 def snapshots(answer: m.Snapshots, *, operators: bool) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ckptd.memory.ring import SlotRecord
+from ckptd.recovery.held import STORE_NODE
 from ckptd.recovery.tables import Copy, Known, listed, record_of
 from ckptd.units import format_bytes
 
@@ -47,6 +48,7 @@ class Sources:
         # Bytes for which a node is the first to be asked.
         self._load: Counter[str] = beside._load if beside else Counter()
         self.moved: Counter[int] = beside.moved if beside else Counter()  # bytes by rank
+        self._stored: Counter[int] = beside._stored if beside else Counter()  # of them from storage
 
     def piece(self, rank: int, copies: Sequence[Copy]) -> Piece:
         """For ``rank``: the home's copies first, its own segment before a replica; then the others in turn."""
@@ -69,13 +71,21 @@ class Sources:
         ranks = [rank for rank in self.moved if rank in self._homes]
         if not ranks:
             return ""
-        size = format_bytes(sum(self.moved[rank] for rank in ranks))
-        return f"; {listed('rank', ranks)} must get {size} from other nodes"
+        text = ""
+        sent = {rank: self.moved[rank] - self._stored[rank] for rank in ranks}
+        for how, sizes in (("from other nodes", sent), ("from storage", self._stored)):
+            some = [rank for rank in ranks if sizes[rank]]
+            if some:
+                size = format_bytes(sum(sizes[rank] for rank in some))
+                text += f"; {size} of {listed('rank', some)} {'comes' if len(some) == 1 else 'come'} {how}"
+        return text
 
     def _charge(self, rank: int, copy: Copy) -> None:
         size = record_of(copy, self._known).image_len
         self._load[self._known[copy[0]].node] += size
         self.moved[rank] += size
+        if self._known[copy[0]].node == STORE_NODE:
+            self._stored[rank] += size
 
     def _source(self, copy: Copy) -> Source:
         held = self._known[copy[0]]

@@ -33,6 +33,7 @@ from ckptd.memory.slots import NO_EPOCHS
 from ckptd.recovery.held import HeldRecords, from_wire, to_wire
 from ckptd.recovery.pieces import Piece, Source, Sources
 from ckptd.recovery.spans import (
+    all_spans,
     best_group,
     between,
     common_ends,
@@ -40,6 +41,7 @@ from ckptd.recovery.spans import (
     covering_starts,
     has_suffix,
     newest_span,
+    span_to,
 )
 from ckptd.recovery.tables import Group, Known, Tables, in_order, listed, nodes_of, tables_of, told
 
@@ -52,6 +54,7 @@ __all__ = [
     "complete_suffixes",
     "from_wire",
     "plan_recovery",
+    "reachable",
     "to_wire",
 ]
 
@@ -96,8 +99,9 @@ def plan_recovery(
     homes: Mapping[int, str] = _NO_HOMES,
     lost: Container[str] = (),
     epochs: Mapping[int, int] = NO_EPOCHS,
+    at: int | None = None,
 ) -> RecoveryPlan | NoRecovery:
-    """The newest state that all ranks can reach together; see the module.
+    """The newest state that all ranks can reach together, or that of iteration ``at``; see the module.
 
     Args:
         held: what the nodes hold; a segment that is told twice counts once.
@@ -112,11 +116,29 @@ def plan_recovery(
     refusal = _not_ready(tables, world_size)
     if refusal is not None:
         return NoRecovery(refusal, epoch)
-    span = newest_span(tables)
+    span = newest_span(tables) if at is None else span_to(tables, at)
+    if span is None and at is not None:
+        return NoRecovery(f"there is no iteration {at} of all ranks; {_spans_told(tables)}", epoch)
     if span is None:
         apart = any(common_start(tables, end) is not None for end in common_ends(tables))
         return NoRecovery(_APART if apart else _no_span(tables, known), epoch, apart)
     return _plan(tables, *span, epoch, Sources(known, homes))
+
+
+def reachable(
+    held: Iterable[HeldRecords], world_size: int, *, epochs: Mapping[int, int] = NO_EPOCHS
+) -> list[tuple[int, int]]:
+    """Every iteration that all ranks can go back to, newest first: where its replay begins, and it."""
+    known = in_order(held)
+    seen = epoch_table(chain.from_iterable(h.records for h in known), epochs)
+    tables = tables_of(known, stale_after(seen))
+    return [] if _not_ready(tables, world_size) is not None else all_spans(tables)
+
+
+def _spans_told(tables: Tables) -> str:
+    ends = [end for _, end in all_spans(tables)]
+    shown = ", ".join(map(str, ends[:_SHOWN])) + (", …" if len(ends) > _SHOWN else "")
+    return f"what can be gone back to is {shown}" if ends else "nothing can be gone back to"
 
 
 def complete_suffixes(held: Iterable[HeldRecords]) -> dict[int, str]:
@@ -161,7 +183,8 @@ def _plan(tables: Tables, start: int, end: int, epoch: int, sources: Sources) ->
         if group.conflicts:
             found = [group.conflicts[i] for i in wanted if i in group.conflicts]
             conflicts += [f"rank {rank}: {text}" for text in found]
-    reason = f"every rank can start at iteration {start} and is exact at {end}"
+    what = f"the snapshots of iterations {start} to {end}" if start < end else "a snapshot"
+    reason = f"every rank has {what}, which hold{'' if start < end else 's'} the whole state of iteration {end}"
     last = max(max(group.newest) for groups in tables.values() for group in groups)
     if last > end:
         reason += f"; snapshots up to {last} are not complete on every rank"

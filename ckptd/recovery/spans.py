@@ -9,6 +9,7 @@ from ckptd.memory.ring import SlotRecord, chain_from
 from ckptd.recovery.tables import Group, Tables
 
 __all__ = [
+    "all_spans",
     "best_group",
     "between",
     "common_ends",
@@ -17,6 +18,7 @@ __all__ = [
     "has_suffix",
     "in_phase",
     "newest_span",
+    "span_to",
 ]
 
 
@@ -27,6 +29,18 @@ def newest_span(tables: Tables) -> tuple[int, int] | None:
         if start is not None and in_phase(tables, start, end):
             return start, end
     return None
+
+
+def span_to(tables: Tables, end: int) -> tuple[int, int] | None:
+    """The one that ends there."""
+    start = common_start(tables, end) if end in common_ends(tables) else None
+    return (start, end) if start is not None and in_phase(tables, start, end) else None
+
+
+def all_spans(tables: Tables) -> list[tuple[int, int]]:
+    """Of every iteration that all ranks can go back to, newest first."""
+    found = (span_to(tables, end) for end in common_ends(tables))
+    return [span for span in found if span is not None]
 
 
 def in_phase(tables: Tables, start: int, end: int) -> bool:

@@ -71,7 +71,7 @@ def reorder(
         phases=tuple(map(tuple, phases)),
         phase_bytes=phase_bytes,
         peak_bytes=max(phase_bytes),
-        reason=f"{moved} moves towards the new order, window {schedule.window}",
+        reason=f"{moved} operators change places with neighbours, since experts are used otherwise than before; window {schedule.window}",
     )
 
 

@@ -539,7 +539,7 @@ def test_logs_come_from_every_node_that_has_them_and_near_ones_first() -> None:
     assert [[s.node for s in p.sources] for p in near.pieces] == [["n1", "n0"]] * 2
     assert [[s.node for s in p.sources] for p in far.pieces] == [["n2"]] * 2
     assert plan.moved_bytes == {0: 0, 1: 20, 2: 0}
-    assert "rank 1 must get 20 B from other nodes" in plan.reason
+    assert "20 B of rank 1 comes from other nodes" in plan.reason
     without = plan_localized(snapshots, parked, logs, job.facts, 3, lost={"n0"})
     assert isinstance(without, NotLocalized)  # rank 0's snapshots had no replica
     assert "ranks 0, 1 would have to replay" in without.reason

@@ -106,7 +106,9 @@ def test_one_rank_resumes_from_its_newest_suffix() -> None:
     plan = planned([rank(0, 3, 0, 9)])
     assert (plan.start, plan.end, plan.replayed, plan.epoch) == (7, 9, 2, 0)
     assert iterations(plan.per_rank[0]) == [7, 8, 9]
-    assert plan.reason == "every rank can start at iteration 7 and is exact at 9"
+    assert plan.reason == (
+        "every rank has the snapshots of iterations 7 to 9, which hold the whole state of iteration 9"
+    )
 
 
 def test_the_rank_that_is_behind_decides_the_end() -> None:
@@ -221,7 +223,7 @@ def test_a_chain_may_be_scattered_over_nodes_and_segments() -> None:
         {"c"},
     ]
     assert plan.moved_bytes == {0: 30}
-    assert "rank 0 must get 30 B from other nodes" in plan.reason
+    assert "30 B of rank 0 comes from other nodes" in plan.reason
 
 
 def test_the_home_comes_first_its_own_segment_before_a_replica() -> None:

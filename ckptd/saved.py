@@ -1,0 +1,67 @@
+"""What a run can go back to: ``saved_iterations``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptd.config import default_endpoint
+from ckptd.errors import DaemonUnavailable, RemoteProtocolError
+from ckptd.launch import connect
+from ckptd.recovery.held import STORE_NODE
+from ckptd.recovery.holdings import epochs_begun, held_from_segments
+from ckptd.recovery.plan import reachable
+from ckptd.transport.messages import GetStatus, RunSeen, SeeRun, Status
+from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
+
+__all__ = ["SavedIteration", "saved_iterations"]
+
+_ANSWER_S = 10.0
+_STORE_S = 900.0  # a store may take its time; the daemon gives up on it by itself
+
+
+@dataclass(frozen=True, slots=True)
+class SavedIteration:
+    """An iteration that all ranks can go back to.
+
+    Attributes:
+        replay_from: the first iteration that is run again for it.
+        durable: whether storage alone has it.
+    """
+
+    iteration: int
+    replay_from: int
+    durable: bool
+
+
+def saved_iterations(job: str, run: str, *, daemon: str | None = None) -> list[SavedIteration]:
+    """All that ``Checkpointer(resume_at=)`` can go back to, in memory, on peers and (the newest few) in storage; newest first.
+
+    Args:
+        job, run: as the first line of a trainer tells them.
+        daemon: its endpoint; None: that of this user.
+    Raises:
+        DaemonUnavailable: none answers, or not as it should.
+    """
+    try:
+        with connect(daemon or default_endpoint(), _ANSWER_S) as client:
+            stored = client.ask(GetStatus(), Status).durable is not None
+            seen = client.ask(
+                SeeRun(job, run, (), stored), RunSeen, timeout_s=_STORE_S if stored else _ANSWER_S
+            )
+        held = [h for told in seen.holdings for h in held_from_segments(told.node, told.segments)]
+    except (WireError, RefusedError, RequestTimeout, RemoteProtocolError) as error:
+        raise DaemonUnavailable(str(error), operation="list what is saved") from error
+    worlds = [s.world_size for told in seen.holdings for s in told.segments]
+    if not worlds:
+        return []
+    epochs = epochs_begun(seen.holdings)
+    durable = {
+        end
+        for _, end in reachable(
+            (h for h in held if h.node == STORE_NODE), max(worlds), epochs=epochs
+        )
+    }
+    return [
+        SavedIteration(end, start, end in durable)
+        for start, end in reachable(held, max(worlds), epochs=epochs)
+    ]
