@@ -103,4 +103,4 @@ def test_training_goes_on_unprotected_where_the_user_says_so(
     assert found.steps == list(range(12))
     (line,) = found.about("TRAINING IS UNPROTECTED")
     assert "attach refused (topology)" in line
-    assert weights(found.printed).endswith(" 1")
+    assert weights(found.printed).endswith(" 1.0")
