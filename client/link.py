@@ -254,7 +254,7 @@ class Link:
         client = connect(endpoint, ANSWER_S)
         try:
             welcome = client.ask(Hello(self._version, os.getpid()), Welcome)
-            self._heed_settings(welcome.settings)
+            self._heed_settings(welcome.settings, welcome.pid)
             wish = msgspec.structs.replace(self._attach, held=self._held(), token=_token)
             attached = client.ask(wish, Attached)
         except RefusedError as error:
@@ -270,7 +270,7 @@ class Link:
         self._follows.opened(welcome, attached)
         self.connected = True
 
-    def _heed_settings(self, told: Mapping[str, str]) -> None:
+    def _heed_settings(self, told: Mapping[str, str], pid: int) -> None:
         """At the first attach, what differs is an error; later, training goes on.
 
         Raises:
@@ -281,8 +281,8 @@ class Link:
                 raise AttachRefused(
                     RefusalCode.DAEMON_DIFFERS,
                     f"the daemon is not as this trainer's environment says: {different}",
-                    "restart the daemon with these settings, or take them out of the trainer's environment; to use it as it is, "
-                    "pass daemon= its endpoint (`ckptctl status` shows it)",
+                    f"restart the daemon with these settings (`kill {pid}` ends it, and its memory stays), or take them out of the "
+                    "trainer's environment; to use it as it is, pass daemon= its endpoint (`ckptctl status` shows it)",
                 )
         elif told != self._settings:
             before, now = dict(self._settings), dict(told)
