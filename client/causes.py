@@ -34,7 +34,7 @@ def likely_causes(
         causes.append("an object in state= does not give back all that it needs to go on")
     if not any(_is_loader(item) for item in stateful.values()):
         causes.append(
-            "the batches are others: no loader is in state=, so its position is not restored (ckpt.batches(loader) does it)"
+            "the batches are others: the position of a loader that is neither in state= nor read through ckpt.batches(loader) is not restored"
         )
     elif any(getattr(item, "num_workers", 0) for item in stateful.values()):
         causes.append(
