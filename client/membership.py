@@ -302,7 +302,7 @@ def _other_histories(held: Iterable[HeldRecords], records: Iterable[NodeRecord])
         for epoch, _, before in record.epochs:
             follows[epoch] = max(before, follows.get(epoch, -1))
     seen = {record.epoch for h in held for record in h.records}
-    return other_histories(seen | follows.keys(), follows)
+    return other_histories(seen | follows.keys(), follows, empty=follows.keys() - seen)
 
 
 def _begun(records: Iterable[NodeRecord], others: Collection[int]) -> dict[int, int]:

@@ -251,6 +251,8 @@ class RankMemory:
             AttachRefused: the run was recovered again since the plan was made; nothing has begun.
         """
         follows = view.last_epoch(highest)
+        if follows in view.others:
+            follows = highest
         self.begin_epoch(view.next_epoch(highest), start, view.members, follows=follows)
 
     def begin_epoch(

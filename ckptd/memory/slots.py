@@ -18,7 +18,7 @@ that did not know of each other, because the nodes of one were away, begin diffe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
@@ -143,20 +143,27 @@ def epoch_can_follow(epoch: int, highest: int) -> bool:
     return epoch <= (_MOST_UNKNOWN if highest < 0 else highest + (_MOST_AHEAD << _DRAWN_BITS))
 
 
-def other_histories(epochs: Iterable[int], follows: Mapping[int, int]) -> set[int]:
+def other_histories(
+    epochs: Iterable[int], follows: Mapping[int, int], *, empty: Collection[int] = ()
+) -> set[int]:
     """The epochs, of these, that the newest one does not go back to: nodes that were away went on from the same past by themselves.
 
-    The newest epoch is the one with the highest number, so with the longest past; of equally long ones the lot decides. It goes back to
+    The newest epoch is the one with the highest number, so with the longest past; of equally long ones the lot decides, but one of which something was
+    recorded counts before one of which nothing was: that one began on nodes that were cut off at once. It goes back to
     the one that it follows, and so on. Nothing of the others counts: not even what lies before the newest one's start.
 
     Args:
         follows: the epoch before an epoch, where that is known. Where it is not, the next lower one of these is taken for it.
+        empty: epochs of which nothing is held.
     """
     others: set[int] = set()
-    child, *older = sorted({*epochs}, reverse=True) or [-1]
-    for epoch in older:
+    known = sorted({*epochs}, reverse=True)
+    child = max(known, key=lambda e: (e >> _DRAWN_BITS, e not in empty, e), default=-1)
+    for epoch in known:
+        if epoch == child:
+            continue
         parent = follows.get(child, -1)
-        if 0 <= parent < epoch:
+        if epoch > child or 0 <= parent < epoch:
             others.add(epoch)
         else:
             child = epoch

@@ -169,6 +169,26 @@ def test_two_histories_that_did_not_know_of_each_other_are_not_mixed(lost_branch
     assert found.next_epoch(newest) >> 12 == 4
 
 
+def test_an_epoch_of_which_nothing_was_recorded_does_not_end_a_history_that_goes_on() -> None:
+    """Node c was cut off when it had written the number of an epoch down; the others, who never heard of it, drew a lower one and trained on. When c came
+    back its number counted, everything that the job had recorded was another history, and the run would have begun anew.
+    """
+    base, live, drawn = 1 << 12, (2 << 12) + 5, (2 << 12) + 9
+    ab = RunRecord(
+        "job", "run", members=(member("a", 0),), epochs=((base, -1, -1), (live, 3, base))
+    )
+    c = RunRecord("job", "run", members=(member("c"),), epochs=((base, -1, -1), (drawn, -1, base)))
+    here = (held_by("a", base, 2, 3), held_by("a", live, 4, 5))
+    found = view(
+        Asks(NodeCard("a"), RunSeen((Holdings("a", here, live, record=ab),), ())),
+        Asks(NodeCard("c"), RunSeen((Holdings("c", (), drawn, record=c),), ())),
+    )
+    assert found.others == {drawn}
+    assert {r.epoch for h in found.held for r in h.records} == {base, live}
+    assert found.begun == {base: -1, live: 3}
+    assert found.next_epoch(live) >> 12 == 3
+
+
 def test_what_an_epoch_left_behind_does_not_come_back_with_the_loss_of_that_epoch() -> None:
     """Epoch 2 began at iteration 5, and all nodes that hold its snapshots are away; a record tells of it. Node a has iterations 6 and 7 of epoch 1. Had
     epoch 3 gone on from 7, a node that came back with iterations 6 and 7 of epoch 2 would have had the newer ones: 8 would follow another 7 than its own.

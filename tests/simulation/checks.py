@@ -137,7 +137,8 @@ class Checks(Network):
                 )
                 for epoch, (_, before) in node.record.epochs.items():
                     follows[epoch] = max(before, follows.get(epoch, -1))
-        others = other_histories({*follows, *(r.epoch for h in held for r in h.records)}, follows)
+        sealed = {record.epoch for h in held for record in h.records}
+        others = other_histories({*follows, *sealed}, follows, empty=follows.keys() - sealed)
         left = [
             replace(h, records=tuple(r for r in h.records if r.epoch not in others)) for h in held
         ]
