@@ -36,7 +36,7 @@ from ckptd.transport.admission import (
 )
 from ckptd.transport.refusals import RefusalLog
 
-__all__ = ["MAX_QUEUED_BYTES", "TOLD", "Doorkeeper", "source_of_frame"]
+__all__ = ["MAX_QUEUED_BYTES", "TOLD", "Doorkeeper", "fd_of_frame", "source_of_frame"]
 
 logger = logging.getLogger(__name__)
 
@@ -299,6 +299,14 @@ TOLD = {
     TurnReason.FULL: "no more connections are taken",
     TurnReason.PEER: "its node has too many connections, of which the oldest was closed",
 }
+
+
+def fd_of_frame(frame: zmq.Frame) -> int:
+    """The descriptor that a message came over; -1 where libzmq does not say: whoever speaks its oldest protocol has none."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 def source_of_frame(frame: zmq.Frame) -> str:

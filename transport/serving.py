@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import zmq
 
 from ckptd.transport import frames as f
-from ckptd.transport.doorkeeper import Doorkeeper, source_of_frame
+from ckptd.transport.doorkeeper import Doorkeeper, fd_of_frame, source_of_frame
 from ckptd.transport.payloads import MAX_FRAMES, Payload
 from ckptd.transport.refusals import RefusalLog
 from ckptd.transport.regions import Refusal, Regions
@@ -77,7 +77,7 @@ class Server:
     def message(self, frames: Frames) -> None:
         """One message from the network."""
         if len(frames) > 1 + MAX_FRAMES:
-            self._parts.door.cut(frames[1].get(zmq.SRCFD), f"a message of {len(frames)} frames")
+            self._parts.door.cut(fd_of_frame(frames[1]), f"a message of {len(frames)} frames")
             return
         identity = frames[0].bytes
         try:
@@ -127,7 +127,7 @@ class Server:
             self._answer(identity, f.Refuse(f.PROTOCOL, detail))
             return
         now_s = time.monotonic()
-        fd = header.get(zmq.SRCFD)
+        fd = fd_of_frame(header)
         self._connections[identity] = Connection(ask.node, key, ask.data, now_s, source, fd)
         self._connections.move_to_end(identity)
         self._parts.door.identified(fd, ask.node)

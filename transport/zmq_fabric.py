@@ -19,7 +19,7 @@ from zmq.auth.base import Authenticator
 
 from ckptd.transport.admission import AdmissionLimits, source_of
 from ckptd.transport.copying import Copier
-from ckptd.transport.doorkeeper import Doorkeeper
+from ckptd.transport.doorkeeper import Doorkeeper, fd_of_frame
 from ckptd.transport.frames import MAX_CHUNK_BYTES
 from ckptd.transport.keys import Keys, check_security
 from ckptd.transport.lanes import (
@@ -320,7 +320,7 @@ class ZmqFabric:
             except zmq.Again:
                 return
             size = sum(len(frame) + FRAME_COST_BYTES for frame in frames)
-            self._door.took(frames[-1].get(zmq.SRCFD), size)
+            self._door.took(fd_of_frame(frames[-1]), size)
             self._server.message(frames)
 
     def _send(self, identity: bytes, header: bytes, body: bytes | None) -> bool:

@@ -44,7 +44,7 @@ from ckptd.recovery.held import STORE_NODE
 from ckptd.recovery.holder import Holder
 from ckptd.replication.access import RunAccess
 from ckptd.replication.replicas import Promise
-from ckptd.sessions import MemoryFacts, RankKey
+from ckptd.sessions import MemoryFacts, RankKey, wrong_members
 from ckptd.settings import DaemonConfig
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import (
@@ -73,6 +73,7 @@ _RUN_IDLE_S = 3600.0  # a run that joined and has had no segment here since
 _MAX_UNSERVED = 1024  # requests of one peer: more than a node of hundreds of ranks has at a time
 _MAX_UNSERVED_BYTES = 64 << 20  # of one peer: two of the largest
 _MAX_ALL_UNSERVED_BYTES = 256 << 20  # of all peers together
+_MAX_WORLD = 1 << 24  # ranks; of a run of others the size is not known
 _WAITS = 16_384  # more than tickets and reads together
 _FORGED_EVERY_S = (
     10.0  # an event for all since the last one: who forges streams does not fill the log
@@ -547,6 +548,8 @@ class Peering:
         """A member, of now or before, tells who takes part in a run."""
         if self._store.node_id not in {card.node for card in record.cards}:
             return p.PeerRefused("bad_message", f"{peer} and this node do not both take part in it")
+        if wrong := wrong_members(record.members, _MAX_WORLD):
+            return p.PeerRefused("bad_message", wrong)
         known = self.records.of(record.job, record.run)
         newest = -1 if known is None else known.newest_epoch
         if not epoch_can_follow(record.newest_epoch, newest):

@@ -20,7 +20,7 @@ from ckptd.peers.runs import Run
 from ckptd.sessions import RankKey
 from ckptd.settings import DaemonConfig
 from ckptd.transport import peer_messages as p
-from ckptd.transport.messages import Join
+from ckptd.transport.messages import Join, Member, NodeCard, RunRecord
 from ckptd.workers import Workers
 from tests.ckptd.running import eventually
 
@@ -132,3 +132,25 @@ def test_trouble_at_the_end_of_a_trainer_does_not_stop_the_daemon(tmp_path: Path
     eventually(has_ended, "both are told")
     assert ended == ["broken", "next"]
     assert any("no more files" in event.message for event in daemon._events.page(0, 100).events)
+
+
+@pytest.mark.parametrize(
+    ("members", "why"),
+    [
+        ((("other", (0,)), ("node", ())), ""),
+        ((("other", (0,)), ("other", (1,)), ("node", ())), "node other is named twice"),
+        ((("other", (0,)), ("node", (0,))), "rank 0 is on two nodes"),
+    ],
+)
+def test_members_that_cannot_be_are_not_believed_of_a_peer(
+    node: Node, members: tuple[tuple[str, tuple[int, ...]], ...], why: str
+) -> None:
+    """What trainers tell was checked, and what peers tell of runs without a rank here was not."""
+    told = tuple(Member(NodeCard(name), ranks) for name, ranks in members)
+    record = RunRecord("job", "run", 0, 0, told, (), ((0, 0, -1),))
+    reply = node.peering._told_of_run("other", record)
+    if why:
+        assert isinstance(reply, p.PeerRefused)
+        assert (reply.code, why in reply.message) == ("bad_message", True)
+    else:
+        assert isinstance(reply, p.PeerDone)

@@ -18,7 +18,9 @@ from ckptd.sessions import (
     decide_attach,
     reject_if_too_large,
     room_beside_ranks,
+    wrong_members,
 )
+from ckptd.transport.messages import Member, NodeCard
 
 GIB = 1 << 30
 KEY = RankKey("moe", "run7", 3)
@@ -216,3 +218,25 @@ def test_sessions_are_found_by_connection_and_by_rank() -> None:
     table.remove(one)  # was replaced: must not remove its successor
     assert len(table) == 2
     assert table.of_identity(b"a") is replacement
+
+
+def member(node: str, *ranks: int, rings: int = 0) -> Member:
+    return Member(NodeCard(node, "", "", {}, "", 0), ranks, (1,) * rings)
+
+
+@pytest.mark.parametrize(
+    ("members", "why"),
+    [
+        ((member("a", 0), member("b", 1)), ""),
+        ((member("a", 0), member("a", 1)), "node a is named twice"),
+        ((member("a", 0), member("b", 0)), "rank 0 is on two nodes"),
+        ((member("a", 0, 0),), "named twice"),
+        ((member("a", 0, 2),), "rank 2 in a world of 2"),
+        ((member("a", 0, rings=2),), "more rings than it has ranks"),
+    ],
+)
+def test_members_that_cannot_be_are_refused(members: tuple[Member, ...], why: str) -> None:
+    """A node that was named twice counted as two places for replicas, and as one copy more than there was."""
+    found = wrong_members(members, 2)
+    assert why in found
+    assert bool(found) == bool(why)
