@@ -1,0 +1,172 @@
+"""Silence and floods, before and after anybody has shown who it is: replication goes on, and memory is bounded."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ckptd.transport.frames import PROTOCOL, Dial, Open, Opened, Ticket, decode_answer, encode
+from ckptd.transport.keys import Keys, trust
+from ckptd.transport.sealing import offered_ciphers
+from tests.ckptd.nodes import DATA_PORT, PORT, Net, Node
+from tests.ckptd.peers_harness import Job
+from tests.ckptd.running import eventually
+
+MIB = 1 << 20
+WAIT_MS = 60_000
+SIZE = 300_000
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+
+def resident(node: Node) -> int:
+    assert node.process is not None
+    status = Path(f"/proc/{node.process.pid}/status").read_text(encoding="ascii")
+    return int(status.partition("VmRSS:")[2].split()[0]) << 10
+
+
+def turned_away(node: Node) -> int:
+    return sum(n for name, n in node.counters().items() if ".turned_away." in name)
+
+
+@pytest.mark.parametrize("port", [DATA_PORT, PORT])
+def test_replication_goes_on_beside_many_that_say_nothing(port: int) -> None:
+    """64 silent streams stopped it: each had a thread and one of the places for streams."""
+    with Net(2, curve=True).up() as net, ExitStack() as stack:
+        job = Job(net, net.nodes, replicas=1)
+        job.start()
+        for node in net.nodes:
+            for _ in range(100):
+                each = stack.enter_context(socket.socket())
+                each.setblocking(False)
+                each.connect_ex((node.address, port))
+        for iteration in range(4):
+            job.record(iteration, size=SIZE)
+            for node in net.nodes:  # those that were closed come again
+                for _ in range(20):
+                    each = stack.enter_context(socket.socket())
+                    each.setblocking(False)
+                    each.connect_ex((node.address, port))
+            job.await_replicas(iteration, 1)
+        job.check_all()
+        for node in net.nodes:
+            eventually(lambda n=node: turned_away(n) >= 50, "they are closed")  # type: ignore[misc]
+        job.end()
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    """A daemon with keys that trusts the key of ``friend``."""
+    made = Node("n0", f"127.{secrets.randbelow(200) + 20}.7.8", peer_security="curve")
+    made.runtime_dir.mkdir(parents=True, mode=0o700)
+    Keys.create(made.keys_dir)
+    trust(made.keys_dir, "friend", Keys.create(made.folder / "friend").public)
+    made.launch()
+    yield made
+    made.clean_up()
+
+
+@contextmanager
+def member(node: Node) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """A connection with a trusted key that was let in, and its monitor."""
+    keys = Keys.load(node.folder / "friend")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as connection:
+        connection.linger = 0
+        connection.reconnect_ivl = -1
+        connection.curve_publickey = keys.public.encode()
+        connection.curve_secretkey = keys.secret.encode()
+        connection.curve_serverkey = Keys.load(node.keys_dir).public.encode()
+        with connection.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            connection.connect(f"tcp://{node.address}:{PORT}")
+            connection.send(encode(Open(PROTOCOL, "friend", "n0", False)))
+            assert connection.poll(WAIT_MS), "it is not let in"
+            assert isinstance(decode_answer(connection.recv()), Opened)
+            yield connection, monitor
+            connection.disable_monitor()
+
+
+def is_cut(monitor: zmq.Socket[bytes]) -> bool:
+    if not monitor.poll(WAIT_MS):
+        return False
+    return bool(recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED)
+
+
+def test_thousands_of_parts_before_the_handshake_are_not_kept(node: Node) -> None:
+    """A part with "more follows" belongs to a message of which no end comes."""
+    before = resident(node)
+    part = b"\x01\xff" + bytes(255)  # more follows, 255 bytes
+    with ExitStack() as stack:
+        for _ in range(8):
+            attacker = stack.enter_context(socket.create_connection((node.address, PORT)))
+            with suppress(OSError):  # it is cut at the first part
+                attacker.sendall(GREETING)
+                for _ in range(64):
+                    attacker.sendall(part * 1000)
+        assert resident(node) < before + 24 * MIB
+    with member(node):
+        pass
+
+
+def test_a_message_of_thousands_of_parts_costs_a_member_its_connection(node: Node) -> None:
+    with member(node) as (connection, monitor):
+        before = resident(node)
+        for _ in range(20_000):
+            connection.send(bytes(100), zmq.SNDMORE)
+        connection.send(b"end")
+        assert is_cut(monitor)
+        assert resident(node) < before + 128 * MIB
+    assert node.counters()["fabric.turned_away.flood"] >= 1
+    with member(node):
+        pass
+
+
+def test_a_huge_frame_costs_a_member_its_connection(node: Node) -> None:
+    with member(node) as (connection, monitor):
+        before = resident(node)
+        connection.send(bytes(64 * MIB))
+        assert is_cut(monitor)
+        assert resident(node) < before + 16 * MIB
+
+
+def test_a_huge_header_is_refused_and_the_member_goes_on(node: Node) -> None:
+    with member(node) as (connection, _):
+        for size in (1025, 200 << 10):
+            connection.send_multipart([b"\x96" + bytes(size), b"body"])
+        eventually(lambda: node.counters().get("fabric.garbage", 0) >= 2, "it is counted")
+        connection.send(encode(Open(PROTOCOL, "friend", "n0", False)))
+        assert connection.poll(WAIT_MS)
+        assert isinstance(decode_answer(connection.recv()), Opened)
+
+
+def test_a_member_has_so_many_tickets_and_streams(node: Node) -> None:
+    """Each ticket reserves a place for a stream of its address."""
+    with member(node) as (connection, _):
+        ciphers = offered_ciphers(plaintext=False)
+        tickets = []
+        for number in range(200):
+            slot = number.to_bytes(16, "big")
+            connection.send(encode(Dial(number, slot, ciphers, bytes(32))))
+            assert connection.poll(WAIT_MS)
+            answer = decode_answer(connection.recv())
+            assert isinstance(answer, Ticket)
+            tickets.append(answer)
+        with ExitStack() as stack:
+            for _ in range(150):  # silent, from the address that the tickets are for
+                each = stack.enter_context(socket.socket())
+                each.setblocking(False)
+                each.connect_ex((node.address, DATA_PORT))
+            eventually(
+                lambda: (
+                    sum(n for name, n in node.counters().items() if ".turned_away." in name)
+                    >= 150 - 64 - 16
+                ),
+                "all but those with a ticket, and some strangers, are closed",
+            )
+    with member(node):
+        pass
