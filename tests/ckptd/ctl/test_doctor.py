@@ -31,6 +31,7 @@ def test_a_daemon_that_answers_is_well_and_the_report_is_complete() -> None:
         "segment folder",
         "segment memory",
         "damaged segments",
+        "logind",
         "memlock",
         "huge pages",
         "pidfd",
