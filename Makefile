@@ -11,6 +11,7 @@
 #   make campaign-storage  seeded kills in the middle of uploads (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-elastic  seeded kills of elastic jobs, most of all while a world starts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-matrix   every kind of parallelism, optimizer and precision through a kill, and what make test leaves out (long)
+#   make campaign-habits  other people's data pipelines and optimizers, each killed twice: exact or refused (long); CKPTD_SEED=n steers it
 #   make lock       choose the versions of all dependencies anew, with their hashes (requirements.lock)
 #   make dist       wheel, source archive and SBOM (CycloneDX), into dist/
 #   make simulation replication under ten thousand seeded schedules of losses; CKPTD_SCHEDULES=n and CKPTD_SEED=n steer it
@@ -30,7 +31,7 @@ EXTRAS := bench demo release test
 CKPTD_KILLS ?= 300
 CKPTD_SCHEDULES ?= 10000
 
-.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage bench campaign campaign-storage campaign-elastic campaign-matrix simulation lock dist clean
+.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage bench campaign campaign-storage campaign-elastic campaign-matrix campaign-habits simulation lock dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -113,6 +114,9 @@ campaign-elastic: $(STAMP)
 
 campaign-matrix: $(STAMP)
 	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/e2e tests/cluster tests/bench tests/client tests/elastic tests/cuda
+
+campaign-habits: $(STAMP)
+	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/habits
 
 simulation: $(STAMP)
 	$(BIN)/python -m tests.simulation.campaign --schedules $(CKPTD_SCHEDULES) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))

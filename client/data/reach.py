@@ -48,13 +48,21 @@ class _Found:
 
 
 class Reach:
-    """What is in reach of a loader."""
+    """What is in reach of a loader.
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    Args:
+        counts: whether numbers of epochs and seeds are; not where the loop itself sets them for each epoch.
+    """
+
+    def __init__(self, loader: Any, *, counts: bool = True) -> None:
+        self._loader, self._counts = loader, counts
         self._known = list(self._find())
-        # What a successor builds by itself needs no record.
-        self._built = {path: found.value for path, found in self._known if found.name}
+        # What a successor builds by itself needs no record; seeds and epochs it may build otherwise.
+        self._built = {
+            path: found.value
+            for path, found in self._known
+            if found.name and found.name not in _COUNTS
+        }
 
     @property
     def generators(self) -> list[str]:
@@ -78,6 +86,15 @@ class Reach:
     def restore(self, state: dict[str, Any]) -> None:
         """Put back what ``capture`` returned; what it does not name is as it was built."""
         self.look()
+        late = [
+            f for p, f in self._known if f.value is None and isinstance(state.get(p), torch.Tensor)
+        ]
+        for found in late:  # it is made with the first iterator
+            setattr(found.owner, found.name, torch.Generator())
+        if late:
+            self.look()
+        # What an iterator has made since is no part of the record that this goes on with.
+        self._known = [(p, f) for p, f in self._known if p in state or p in self._built]
         for path, found in self._known:
             if not found.name:
                 if path in state:
@@ -88,7 +105,8 @@ class Reach:
                 setattr(found.owner, found.name, value)
 
     def _find(self) -> Iterator[tuple[str, _Found]]:
-        return _walk(self._loader, "loader", 0, {id(self._loader)}, sampler=False)
+        found = _walk(self._loader, "loader", 0, {id(self._loader)}, sampler=False)
+        return ((p, f) for p, f in found if self._counts or f.name not in _COUNTS)
 
 
 def _walk(

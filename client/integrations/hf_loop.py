@@ -112,7 +112,7 @@ class TrainerLoop:
     def _begin(self, given: dict[str, Any]) -> StepDriver:
         trainer, loader = self._trainer, given["train_dataloader"]
         self._check_loader(loader)
-        self._position.reach = Reach(loader)
+        self._position.reach = Reach(loader, counts=False)
         shape = {
             "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
             "per_device_train_batch_size": trainer.args.per_device_train_batch_size,

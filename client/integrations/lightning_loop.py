@@ -58,7 +58,7 @@ class LightningLoop:
         _check_data(loaders, skip=refetch is False)
         self._trainer = trainer
         self._refetch = not all(map(repeats_by_index, loaders)) if refetch is None else refetch
-        self._position = DataPosition(Reach(loaders))
+        self._position = DataPosition(Reach(loaders, counts=False))
         self._layers = ExitStack()
         shape = {"accumulate_grad_batches": trainer.accumulate_grad_batches}
         if math.isfinite(fit_loop.max_batches):

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     if "in state=" in life.row:
         state["loader"] = loader
     ckpt = checkpointer(accelerator, model, optimizer, state, **life.options())
-    life.resumed(ckpt.resumed_from)
+    life.follow(ckpt)
     batches = ckpt.batches(loader)
     for step in ckpt.steps(life.steps):
         life.top(step)

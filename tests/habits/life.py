@@ -25,6 +25,10 @@ from tests.habits.leaves import digest, leaves
 
 __all__ = ["Life"]
 
+# Snapshots that a life has before it may be killed: more than any row's window, on every rank.
+_ENOUGH = 6
+_PATIENCE_S = 0.5
+
 
 class Life:
     """One process of a row.
@@ -64,6 +68,7 @@ class Life:
         self._dying: threading.Thread | None = None
         self._step = -1
         self._resumed: int | None = None
+        self._checkpointer: Any = None
         if told.ranks > 1:
             join(told.rank, told.port)
         # A process that nobody seeds has another state each time: only the first life has that of the training it is compared with.
@@ -83,6 +88,11 @@ class Life:
         folder.mkdir(exist_ok=True)
         return folder
 
+    def follow(self, checkpointer: Any) -> None:
+        """This is what protects the life: it is not killed before there is something to go on from, however slow the machine is."""
+        self._checkpointer = checkpointer
+        self.resumed(checkpointer.resumed_from)
+
     def resumed(self, iteration: int | None) -> None:
         """Where ckptd says that this life is complete again; None: it began at the beginning."""
         self._resumed = iteration
@@ -91,6 +101,11 @@ class Life:
     def top(self, step: int) -> None:
         """Step ``step`` begins. Dies here, or a moment later, if it is time."""
         self._step = step
+        taken = _ENOUGH if self._checkpointer is None else self._checkpointer.stats()["snapshots"]
+        if taken == 0 and self._resumed is None and step > 2:
+            time.sleep(_PATIENCE_S)  # memory for snapshots is being made, beside the steps
+        if self._resumed is None and taken < _ENOUGH:
+            return
         if self._dying is None and 0 <= self._kill_step <= step:
             self._dying = threading.Thread(target=self._die, daemon=True)
             if self._kill_after_s:

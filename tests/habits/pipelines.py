@@ -179,7 +179,7 @@ def main(argv: Sequence[str]) -> None:
     optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
     state = {"loader": loader} if "in state=" in life.row else {}
     ckpt = Checkpointer(model, optimizer, state, **life.options())
-    life.resumed(ckpt.resumed_from)
+    life.follow(ckpt)
     batches = ckpt.batches(loader)
     if life.row == "fetched before the loop":
         next(batches)

@@ -69,9 +69,30 @@ ROWS += [
     for window in (1, 3)
     for ranks in (1, 2)
 ]
+TRAINER, LIGHTNING = "tests.habits.trainers", "tests.habits.lightning_fits"
+# What is fetched in Lightning's set-up, before any callback, has another order with ckptd than without.
+LOOPS = [
+    (TRAINER, "trainer", True),
+    (TRAINER, "trainer, 2 workers", True),
+    (TRAINER, "trainer, stream", True),
+    (LIGHTNING, "lightning", True),
+    (LIGHTNING, "lightning, 2 workers", False),
+    (LIGHTNING, "lightning, stream", False),
+]
+ROWS += [
+    Row(module, name, window, ranks, plain=plain)
+    for module, name, plain in LOOPS
+    for window in (1, 3)
+    for ranks in (1, 2)
+]
+ROWS += [
+    Row(module, f"{name}, persistent workers", refused=r"persistent_workers=False.*refetch=False")
+    for module, name in ((TRAINER, "trainer"), (LIGHTNING, "lightning"))
+]
 ROWS.append(Row(ACCELERATE, "accelerate, stateful, in state=", refused="take it out of state="))
 
 
+# Hugging Face's `datasets` is not among the libraries of the tests; to the Trainer they are data with indices, as here.
 @pytest.mark.parametrize("row", some(ROWS))
 def test_pipeline(row: Row, tmp_path: Path, daemon: DaemonProcess) -> None:
     check(row, play(row, tmp_path, daemon.endpoint))

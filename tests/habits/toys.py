@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     model = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.1), nn.Linear(12, 6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ckpt = Checkpointer(model, optimizer, {"data": data}, **life.options())
-    life.resumed(ckpt.resumed_from)
+    life.follow(ckpt)
     for step in ckpt.steps(life.steps):
         life.top(step)
         batch = next(data)

@@ -65,6 +65,49 @@ class Turning(Sampler[int]):
         yield from torch.randperm(7).roll(self.turn).tolist()
 
 
+class Seeded(Sampler[int]):
+    """Its seed is drawn when it is built, as one of a process that nobody seeds."""
+
+    def __init__(self) -> None:
+        self.seed = int(torch.randint(1 << 30, ()))
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(7, generator=torch.Generator().manual_seed(self.seed)).tolist()
+
+
+class Late(Sampler[int]):
+    """Makes its generator with its first iterator, as Accelerate's does."""
+
+    def __init__(self) -> None:
+        self.generator: torch.Generator | None = None
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(5)
+        yield from torch.randperm(7, generator=self.generator).tolist()
+
+
+class Ahead:
+    """Makes a batch ahead, in this process."""
+
+    def __init__(self, loader: DataLoader[Tensor]) -> None:
+        self.dataset, self.sampler, self._loader = loader.dataset, loader.sampler, loader
+
+    def __iter__(self) -> Iterator[Tensor]:
+        iterator = iter(self._loader)
+        current = next(iterator)
+        for following in iterator:
+            yield current
+            current = following
+        yield current
+
+
 class Numbers(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         for i in range(7):
@@ -83,6 +126,9 @@ LOADERS: dict[str, Callable[[int], Any]] = {
     ),
     "generator": replacement,
     "sampler": lambda seed: DataLoader(Noisy(seed), 2, sampler=Turning()),
+    "seed": lambda seed: DataLoader(Noisy(seed), 2, sampler=Seeded()),
+    "ahead": lambda seed: Ahead(DataLoader(Noisy(seed), 2, sampler=Seeded())),
+    "late and ahead": lambda seed: Ahead(DataLoader(Noisy(seed), 2, sampler=Late())),
     "iterable": lambda seed: DataLoader(Numbers(), 2),
     "stateful": lambda seed: StatefulDataLoader(Noisy(seed), 3, shuffle=True),
     "no collation": lambda seed: DataLoader(Noisy(seed), None, shuffle=True),
