@@ -1,0 +1,74 @@
+"""Every optimizer of the table: killed twice, and compared with a training that never was; exact, or refused with the reason.
+
+``python -m tests.habits.optimizer_table`` writes the table into docs/optimizers.md from what these tests found.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import DaemonProcess
+from tests.habits.driver import STEPS, Row, check, play, some
+from tests.habits.optimizer_table import note
+from tests.habits.optimizers import MAKERS, package_of
+
+DENSE = r"policy='dense'"
+KEPT = r"optimizer .* keeps .*, which cannot be captured"
+
+# What is refused, by window; everything else is exact.
+REFUSED: dict[str, dict[int, str]] = {
+    "one with a generator function": {1: KEPT, 3: KEPT},
+    "galore-torch GaLoreAdamW": {1: KEPT, 3: DENSE},
+    "pytorch_optimizer ScalableShampoo": {1: KEPT, 3: DENSE},
+}
+# Their updates depend on other parameters, or it cannot be told: sparse snapshots are refused, dense ones are exact.
+DENSE_ONLY = (
+    "torch.optim.LBFGS",
+    "torch.optim.LBFGS(strong_wolfe)",
+    "torch.optim.SparseAdam",
+    "prodigyopt Prodigy",
+    "prodigyopt Prodigy(slice_p=11)",
+    "schedulefree AdamWScheduleFree",
+    "schedulefree SGDScheduleFree",
+    "schedulefree RAdamScheduleFree",
+    "heavyball AdamW",
+    "heavyball SOAP",
+    "heavyball PSGDKron",
+    "heavyball Muon",
+    "pytorch_optimizer DAdaptAdam",
+    "pytorch_optimizer Kron",
+    "pytorch_optimizer Lookahead(AdamW)",
+    "SAM(AdamW)",
+    "Lookahead, a plain object",
+    "one with a random generator",
+)
+# Several ranks agree on a window of several snapshots while they train: that takes longer than twenty steps of such a model.
+_MANY = 80
+ROWS = [
+    Row(
+        "tests.habits.optimizers",
+        name,
+        window=window,
+        ranks=ranks,
+        refused=refused,
+        steps=_MANY if (window, ranks) == (3, 2) else STEPS,
+    )
+    for name in MAKERS
+    for window in (1, 3)
+    for ranks in (1, 2)
+    for refused in [REFUSED.get(name, {3: DENSE} if name in DENSE_ONLY else {}).get(window)]
+]
+
+
+@pytest.mark.parametrize("row", some(ROWS))
+def test_exact_or_refused(row: Row, tmp_path: Path, daemon: DaemonProcess) -> None:
+    package = package_of(row.name)
+    if package is not None:
+        pytest.importorskip(
+            package, reason=f"{package} is not installed: pip install 'ckptd[habits]'"
+        )
+    outcome = play(row, tmp_path, daemon.endpoint)
+    note(row, outcome)
+    check(row, outcome)
