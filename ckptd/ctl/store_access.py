@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -133,11 +134,11 @@ def configured_place(
 
 
 def named_place(url: str, options: str | None, backend: str | None) -> Place:
-    """The store at a URL or in a folder, whatever store is configured. Whose manifests are believed is as configured.
+    """The store at a URL or in a folder, whatever store is configured. Whose manifests are believed is as configured, if the configuration can be used;
+    else a line on stderr says that signatures are not looked at.
 
     Raises:
         StoreProblem: the options are none.
-        ConfigError: a setting cannot be used.
     """
     try:
         found = json.loads(options or "{}")
@@ -148,7 +149,9 @@ def named_place(url: str, options: str | None, backend: str | None) -> Place:
     try:
         config = load_config({}).config
     except ConfigError as error:
-        raise ConfigError(_without_value(str(error))) from error
+        text = _without_value(str(error))
+        print(f"ckptctl: signatures are not looked at: {text}", file=sys.stderr)
+        return Place(_url_of(url), found, backend or "auto")
     return Place(_url_of(url), found, backend or "auto", config.keys_dir, config.store_signed_only)
 
 
