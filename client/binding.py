@@ -182,7 +182,12 @@ class Binding:
     def rows_allowed(self, name: str) -> bool:
         """Whether rows of this parameter can be captured and replayed apart from each other."""
         probe = self.probe(name)
-        return self.params[name].ndim > 0 and (probe is None or probe.rowwise)
+        if self.params[name].ndim == 0 or not (probe is None or probe.rowwise):
+            return False
+        # What there is counts more than what the probe saw of small tensors: 8-bit state has scales for blocks of many rows.
+        state = {k: _local_value(v) for k, v in self.state(name).items()}
+        live = state_specs(local(self.held(name)), state)
+        return all(s.kind != "tensor" and not isinstance(state[s.key], list | dict) for s in live)
 
     @property
     def inseparable(self) -> frozenset[str]:
