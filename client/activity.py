@@ -19,12 +19,14 @@ class Activity:
     Attributes:
         active: the operators whose anchors were reached.
         frozen_rows: by parameter.
+        whole: everything was active from the start, on all ranks: nothing is frozen, not even what another rank updates.
     """
 
     def __init__(self, binding: Binding, operators: Sequence[Operator]) -> None:
         self._binding, self._operators = binding, operators
         self.active = 0
         self.frozen_rows: Rows = {}
+        self.whole = False
 
     @property
     def everything(self) -> int:
@@ -37,6 +39,11 @@ class Activity:
         self.active |= anchors
         self._note_frozen()
         return fresh
+
+    def begin(self, *, dense: bool) -> None:
+        """The snapshot with which the replay begins is loaded; ``dense``: it anchors everything, on all ranks."""
+        self.whole = dense
+        self._note_frozen()
 
     def rows_of(self, operators: int) -> Rows:
         """The rows that these operators consist of."""
@@ -66,7 +73,7 @@ class Activity:
 
     def _note_frozen(self) -> None:
         self.frozen_rows = self.rows_of(self.everything & ~self.active)
-        for name in self._binding.elsewhere:
+        for name in () if self.whole else self._binding.elsewhere:
             self.frozen_rows[name] = self._all_of(name)
         for name in self.never_frozen():
             self.frozen_rows.pop(name, None)

@@ -143,7 +143,10 @@ def _begin(
 def recovered_apart(start: ApartStart) -> Recovered:
     """What this rank begins with; each of those that replay decides for itself."""
     replayed = Replayed(snapshots_used(start.mine.snapshots), everybody=False, localized=True)
-    return Recovered(start.images, start.plan.reason, replayed)
+    unverified = "" if start.replays else "this rank goes on from parked state"
+    if len(start.images) == 1 and not unverified:
+        unverified = "only part of the ranks replay, fed from logs that begin there"
+    return Recovered(start.images, start.plan.reason, replayed, unverified)
 
 
 def come_together(memory: RankMemory, start: ApartStart) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "check_options",
     "check_parking",
     "check_state",
+    "check_verification",
     "needed_memory",
     "own_share_bytes",
     "wanted_iteration",
@@ -119,6 +120,15 @@ def wanted_iteration(resume_at: int | None) -> int | None:
         )
         return None
     return resume_at
+
+
+def check_verification(verify_iterations: int) -> None:
+    if isinstance(verify_iterations, bool) or not (
+        isinstance(verify_iterations, int) and verify_iterations >= 0
+    ):
+        raise ValueError(
+            f"verify_iterations={verify_iterations!r}: pass how many iterations a resume may replay to compare, or 0 for none"
+        )
 
 
 def check_parking(park: bool | None, park_after_s: float | None) -> None:

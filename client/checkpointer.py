@@ -26,6 +26,7 @@ from ckptd.client.arguments import (
     check_choice,
     check_options,
     check_parking,
+    check_verification,
     needed_memory,
     own_share_bytes,
     wanted_iteration,
@@ -91,6 +92,8 @@ class Checkpointer:
         masters: ``{parameter name: fp32 master}`` where the optimizer holds separate masters; None finds them by value.
         freeze: ``"auto"``, ``"drop"`` or ``"inputs"``: how operators are frozen in replay.
         on_mismatch: ``"raise"`` or ``"warn"`` when a replayed step does not reproduce what was recorded.
+        verify_iterations: a resume replays up to so many iterations more than it needs, from the snapshot before, and compares all that
+            comes of it with the newest snapshot; 0: no more than it needs, which is none with a window of 1.
         max_overhead: on CPU, the share of an iteration that copies may take (it decides the window).
         inline_copy: copy in the training thread, beside it, or (None) whichever is measured to be faster; CPU only.
         nan_check_every: look for NaN in the weights of every that many snapshots (0: never).
@@ -138,6 +141,7 @@ class Checkpointer:
         freeze: str = "auto",
         on_mismatch: str = "raise",
         options: str = "recorded",
+        verify_iterations: int = 16,
         topology: str = "",
         max_overhead: float = 0.01,
         inline_copy: bool | None = None,
@@ -167,6 +171,7 @@ class Checkpointer:
                 logger.warning("%s", start_unprotected(model, optimizer, masters, start_from))
             return
         check_options(policy, window, every, on_mismatch, ordering, daemon)
+        check_verification(verify_iterations)
         check_parking(park, park_after_s)
         check_choice("options", options, "recorded", "script")
         self._options_of = options
@@ -204,6 +209,7 @@ class Checkpointer:
             self._loop.tape,
             on_mismatch=on_mismatch,
             at=wanted_iteration(resume_at),
+            verify_iterations=verify_iterations,
         )
         self._meet = partial(exchange, self._identity)
         needed, text = needed_memory(self._binding, self._operators, policy, window, shared)
@@ -295,7 +301,7 @@ class Checkpointer:
 
     @property
     def replaying(self) -> bool:
-        """Whether this step is replayed with part of the operators frozen."""
+        """Whether this step is replayed: it was run before the failure, and what it computes now is compared with what was recorded."""
         return self._loop.replaying.frozen
 
     def clip_grad_norm_(
@@ -443,6 +449,8 @@ class Checkpointer:
         ]
         if self._identity.world_size > 1:
             head += placement_lines(self._binding)
+        if self._loop.resumed:
+            head.append(self._loop.resumed)
         head += self._pipeline.describe()
         if self._loop.parking is not None:
             head.append(self._loop.parking.describe())

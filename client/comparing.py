@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ from ckptd.client.layout import Source
 from ckptd.client.operators import Operator
 from ckptd.client.rng import capture_rng
 from ckptd.client.scalars import Stateful, gather_groups, reproducible
+from ckptd.client.snapshot_image import SnapshotImage
 
 __all__ = [
     "Differences",
     "batch_differences",
     "describe",
     "live_tensor",
+    "optimizer_differences",
     "same_bits",
     "scalar_differences",
 ]
@@ -101,6 +103,29 @@ def scalar_differences(
         if packed != scalars["state"][name]:
             what = f"state[{name!r}] (was its iterator created before Checkpointer?)"
             found.add(what, scalars["state"][name], packed)
+
+
+def optimizer_differences(
+    binding: Binding, image: SnapshotImage, names: Collection[str], found: Differences
+) -> int:
+    """Add what of 0-dimensional optimizer state is not as this image has it.
+
+    Args:
+        names: of the parameters that count.
+    Returns:
+        How many tensors were compared.
+    """
+    counted, order = 0, image.state_layout()["packed"]
+    for source, entry in image.sources():
+        if source.kind != "packed":
+            continue
+        for recorded, (name, key) in zip(image.tensor(entry), order[source.name], strict=True):
+            live = binding.state(name).get(key) if name in names else None
+            if isinstance(live, Tensor):
+                counted += 1
+                if not same_bits(local(live), recorded):
+                    found.add_tensors(f"optimizer state {key} of {name}", recorded, local(live))
+    return counted
 
 
 def live_tensor(binding: Binding, source: Source) -> Tensor | None:

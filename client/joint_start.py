@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
+
+import msgspec
 
 from ckptd.client.agreement import Exchange, all_or_none, vote
 from ckptd.client.lines import get_logger
@@ -29,6 +32,7 @@ from ckptd.recovery.plan import (
 )
 from ckptd.recovery.quarantine import (
     describe_failure,
+    open_failures,
     quarantined_failures,
     snapshots_used,
     spans_told,
@@ -38,22 +42,31 @@ __all__ = ["Recovered", "recover_together"]
 
 logger = get_logger(__name__)
 
-_PLANS = 5  # nodes may come and go while a plan is made
+_PLANS = 7  # nodes may come and go while a plan is made
+_VERIFIED_PLANS = (
+    2  # of these the first: what is only for comparing must not keep the run from coming back
+)
 _NODES_TOLD = 8
 _FAILURES_TOLD = 3
 _BESIDE = "To go on from them, stop this trainer and pass their job= and run=; to free their memory, `ckptctl forget JOB RUN`"
 
 
 class Recovered(NamedTuple):
-    """What this rank begins with, oldest first, how it was chosen, and what is replayed for it."""
+    """What this rank begins with, oldest first, how it was chosen, and what is replayed for it.
+
+    ``unverified``: why nothing is replayed by which what is loaded last could be compared; "" where it is. ``dense``: all ranks begin
+    with everything, so nothing is frozen anywhere.
+    """
 
     images: list[SnapshotImage]
     reason: str
     replayed: Replayed
+    unverified: str = ""
+    dense: bool = False
 
 
 def recover_together(
-    memory: RankMemory, exchange: Exchange, at: int | None = None
+    memory: RankMemory, exchange: Exchange, at: int | None = None, *, verify_iterations: int = 0
 ) -> Recovered | str:
     """The newest suffix that every rank can have, and how it was chosen; or why there is none.
 
@@ -63,21 +76,28 @@ def recover_together(
 
     Args:
         at: go back to this iteration, from memory or storage; what is newer is given up.
+        verify_iterations: how many iterations more than necessary may be replayed, to compare what is loaded; the least of all ranks'
+            counts.
     Raises:
         ValueError: iteration ``at`` cannot be had; nothing was given up.
         AttachRefused: there is no memory for what must be brought here, or the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or so was refused on another rank, or nodes are missing without which the
             run would have to begin anew.
-        CorruptionError: all that is left is quarantined; on every rank.
+        CorruptionError: all that is left is quarantined, or cannot be compared after a replay that did not reproduce; on every rank.
     """
     recoverable_before = storage = False
-    for _ in range(_PLANS):
-        view, plan = _plan(memory, exchange, storage, at)
+    wanted = min(
+        msgspec.msgpack.decode(told, type=int)
+        for told in exchange(msgspec.msgpack.encode(verify_iterations))
+    )
+    for attempts in range(_PLANS):
+        verified = wanted if attempts < _VERIFIED_PLANS else 0
+        view, plan = _plan(memory, exchange, storage, at, verified)
         # A world of an elastic job is a new run. What is durable of those before was looked at when it was planned.
         if isinstance(plan, NoRecovery) and not storage and memory.topology != WORLD_TOPOLOGY:
             # Every rank comes to the same conclusion, whether or not its own node has a store.
             storage = True
-            view, plan = _plan(memory, exchange, storage, at)
+            view, plan = _plan(memory, exchange, storage, at, verified)
         if isinstance(plan, NoRecovery):
             if at is not None:
                 raise ValueError(f"resume_at={at}: {plan.reason}. Nothing was changed")
@@ -87,13 +107,21 @@ def recover_together(
             with all_or_none(exchange, memory.session.node_id):
                 memory.begin_epoch_after(view, plan.epoch, -1)
             return plan.reason
+        if wanted and not verified:
+            plan = replace(plan, unverified="the snapshots for it could not be had")
+        if wanted:
+            _refuse_what_cannot_be_compared(memory, plan, view)
         recoverable_before = True  # it may be no more, when what is damaged here is quarantined
         pieces = plan.per_rank[memory.identity.rank]
         attempt = memory.attempt(pieces, view)
+        if attempt.fatal is not None and plan.start < plan.needed:
+            # There may be memory for what the run needs, and none for what is to be compared with it.
+            attempt.again, attempt.fatal = True, None
         if not _again(memory, exchange, attempt):
             with all_or_none(exchange, memory.session.node_id):
                 images = memory.resume(pieces, attempt, view, epoch=plan.epoch, end=plan.end)
-            return Recovered(images, _why(plan, view), _replayed(plan, memory.identity.rank))
+            replayed = _replayed(plan, memory.identity.rank)
+            return Recovered(images, _why(plan, view), replayed, plan.unverified, plan.dense)
     # Every rank comes here together. Starting over would free what the others hold safely.
     raise DaemonUnavailable(
         f"no plan for the recovery held after {_PLANS} attempts",
@@ -103,12 +131,21 @@ def recover_together(
 
 
 def _plan(
-    memory: RankMemory, exchange: Exchange, storage: bool, at: int | None
+    memory: RankMemory,
+    exchange: Exchange,
+    storage: bool,
+    at: int | None,
+    verify_iterations: int,
 ) -> tuple[RunView, RecoveryPlan | NoRecovery]:
     view = memory.see(exchange, storage=storage)
     with memory.planning():
         plan = plan_recovery(
-            view.usable, memory.identity.world_size, homes=view.homes, epochs=view.epochs, at=at
+            view.usable,
+            memory.identity.world_size,
+            homes=view.homes,
+            epochs=view.epochs,
+            at=at,
+            verify_iterations=verify_iterations,
         )
     return view, plan
 
@@ -151,6 +188,29 @@ def _refuse_what_is_quarantined(memory: RankMemory, plan: NoRecovery, view: RunV
         hint=f"Nothing was deleted: `ckptctl snapshots` shows it. If the program or the machine has changed since, start it as it was "
         f"after `ckptctl unquarantine {job} {run}` on every node. To train on from what was recorded all the same, do that and pass "
         f'on_mismatch="warn". To begin anew, `ckptctl forget {job} {run}` on every node, or pass run= a new name',
+    )
+
+
+def _refuse_what_cannot_be_compared(memory: RankMemory, plan: RecoveryPlan, view: RunView) -> None:
+    """Raise where a replay did not reproduce, and what is left would be trained on without any.
+
+    Raises:
+        CorruptionError: so it is; every rank decides this from the same data.
+    """
+    failures = open_failures(view.failures)
+    if not failures or plan.start < plan.end:
+        return
+    job, run = memory.identity.job, memory.identity.run
+    told = "; ".join(describe_failure(failure) for failure in failures[-_FAILURES_TOLD:])
+    raise CorruptionError(
+        f"the only state left is that of iteration {plan.end}, and no replay can show whether a job that goes on from there is exact: "
+        f"{plan.unverified}. Replays of this run did not reproduce what was recorded ({told})",
+        operation="recover",
+        ids={"job": job, "run": run},
+        hint="Most often the program keeps something that no snapshot holds: data that is not in state=, an optimizer that counts in an "
+        f"attribute. Nothing was deleted: `ckptctl snapshots` shows it. When the program is as it should be, `ckptctl unquarantine {job} {run}` "
+        "on every node brings back what was quarantined. To go on from that iteration without a comparison, pass verify_iterations=0. "
+        f"To begin anew, `ckptctl forget {job} {run}` on every node, or pass run= a new name",
     )
 
 

@@ -49,6 +49,7 @@ class LoopSide:
         ledger: what batches the steps have.
         recorder: None where snapshots were given up, or nothing is protected (any more).
         parking: None where nothing is parked.
+        resumed: what a resume has replayed and compared, in words; "" before, and where none was.
         silent: whether what runs is no step: a rehearsal of a pipeline's schedule, or a verification.
     """
 
@@ -69,6 +70,7 @@ class LoopSide:
         self.when_exact: Callable[[], None] | None = None
         self.step = 0
         self.stepping = False
+        self.resumed = ""
 
     def protect(
         self,
@@ -204,10 +206,13 @@ class LoopSide:
             self._survive(recorder, recorder.recovered, replay.end, rng_forward)
         stats.replay_s = self.replaying.took_s
         stats.verified_tensors += replay.compared
+        unverified = "" if found is None else found.unverified
         text = (
-            f"recovered at iteration {replay.end}: {stats.replayed_steps} iterations replayed in {stats.replay_s:.2f} s "
-            f"(freezing: {replay.freezing}), {replay.compared} comparisons, {len(replay.mismatches)} mismatches"
+            f"resumed at iteration {replay.end}: replayed {_count(stats.replayed_steps, 'iteration')} in {stats.replay_s:.2f} s "
+            f"(freezing: {replay.freezing}), compared {_count(replay.compared, 'tensor')}, {len(replay.mismatches)} mismatches"
+            + (f" (of the newest snapshot not all: {unverified})" if unverified else "")
         )
+        self.resumed = text
         logger.info("%s", text)
         if self._memory is not None:
             self._memory.session.notice("info", "recovered", text)
@@ -299,3 +304,7 @@ class LoopSide:
             self.recorder.close()
             self.recorder = None
         self._memory = self._owner = None
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -49,6 +49,7 @@ class Resumption:
     reason: str
     sharing: Sharing
     verification: Verification
+    unverified: str  # why the newest snapshot is loaded and not compared; "" where it is compared
     apart: ApartStart | None = None  # after a localized recovery: who begins where
 
 
@@ -91,6 +92,7 @@ class Recovery:
             the same values now. Its freezing falls back to ``drop`` where an earlier trainer left that hint.
         on_mismatch: ``raise`` or ``warn``.
         at: the iteration to go back to; None: the newest.
+        verify_iterations: how many iterations more than necessary may be replayed, to compare the newest snapshot.
     """
 
     def __init__(
@@ -101,12 +103,14 @@ class Recovery:
         *,
         on_mismatch: str,
         at: int | None = None,
+        verify_iterations: int = 0,
     ) -> None:
         self._at = at
         self._binding, self._engine, self._identity = subject.binding, engine, subject.identity
         self._stateful, self._tape, self._on_mismatch = subject.stateful, tape, on_mismatch
         self._operators, self._sharing = subject.operators, subject.sharing
         self._device = subject.device
+        self._verify_iterations = verify_iterations
         self.freezing, self.freezing_reason = subject.freezing
 
     def find(self, memory: RankMemory) -> Resumption | None:
@@ -126,7 +130,9 @@ class Recovery:
         # What is parked is newer than what was asked for.
         apart = None if self._at is not None else self._apart(memory, meet)
         found = (
-            recover_together(memory, meet, self._at) if apart is None else recovered_apart(apart)
+            recover_together(memory, meet, self._at, verify_iterations=self._verify_iterations)
+            if apart is None
+            else recovered_apart(apart)
         )
         if isinstance(found, str):
             memory.forget_everything()
@@ -141,7 +147,7 @@ class Recovery:
             images = found.images
             with all_or_none(meet, memory.session.node_id):
                 alone = apart is not None and not apart.replays
-                replay = self.replay_of(images, plan, meet, alone=alone)
+                replay = self.replay_of(images, plan, meet, alone=alone, dense=found.dense)
                 # What is loaded first must have arrived. The rest is waited for in replay.
                 _ = images[0].view
             undo.pop_all()
@@ -156,7 +162,14 @@ class Recovery:
             ),
         )
         return Resumption(
-            replay, plan, images[-1].phase, found.reason, self._sharing, verification, apart
+            replay,
+            plan,
+            images[-1].phase,
+            found.reason,
+            self._sharing,
+            verification,
+            found.unverified,
+            apart,
         )
 
     def _apart(self, memory: RankMemory, meet: Exchange) -> ApartStart | None:
@@ -194,11 +207,13 @@ class Recovery:
         meet: Exchange,
         *,
         alone: bool = False,
+        dense: bool = False,
     ) -> Replay:
         """A replay of these snapshots, oldest first; a collective call if there are several ranks.
 
         Args:
             alone: the images have everything that this rank has; nobody hands it anything.
+            dense: the oldest one anchors everything, on all ranks.
         Raises:
             ValueError: what this rank shares with others was recorded by none that it can reach now.
         """
@@ -216,6 +231,7 @@ class Recovery:
             tape=self._tape,
             freezing=self.freezing,
             handing=handing,
+            begins_dense=dense,
         )
 
     def _check_signature(self, payload: bytes) -> None:

@@ -3,11 +3,12 @@
 ``Replay`` loads the suffix's first snapshot, then lets the user's own loop run the steps in between. At each boundary it
 
 1. checks what was recomputed against what was recorded, bit for bit: compute weights (and, where an anchor was recorded
-   again, all of it) of operators already active, random state, parameter-group options;
+   again, all of it) of operators already active, optimizer state, random state, parameter-group options;
 2. loads the recorded compute weights of operators still frozen;
 3. activates the operators whose anchors this snapshot holds.
 
-After W-1 steps every operator is active and the state is dense. What is frozen keeps no optimizer state: its gradients are
+After W-1 steps every operator is active and the state is dense. Where replay begins one snapshot earlier than that takes, as it does
+wherever that snapshot is to be had, the newest one is computed as a whole, and compared: with a window of 1 too. What is frozen keeps no optimizer state: its gradients are
 taken away before the optimizer's step; rows of a fused tensor of which other rows are active are overwritten instead.
 
 What several ranks have alike is in the snapshots of one of them, which hands it to the others each time that something is loaded
@@ -35,6 +36,7 @@ from ckptd.client.comparing import (
     batch_differences,
     describe,
     live_tensor,
+    optimizer_differences,
     same_bits,
     scalar_differences,
 )
@@ -68,8 +70,9 @@ class Replay:
         images: the suffix, oldest first, already verified.
         stateful: the user's objects by name.
         tape: supplies recorded values during replayed steps.
-        freezing: ``drop`` or ``inputs`` (see ``client.freeze``).
+        freezing: ``drop`` or ``inputs`` (see ``client.freeze``); it is ``none`` from when it shows that nothing is frozen.
         handing: between the ranks that have something alike; None if each has recorded all of its own.
+        begins_dense: the oldest image anchors everything, on all ranks: nothing is frozen, not even what another rank updates.
     """
 
     def __init__(
@@ -83,12 +86,13 @@ class Replay:
         tape: Tape,
         freezing: str,
         handing: Handing | None = None,
+        begins_dense: bool = False,
     ) -> None:
         self._binding, self._operators, self._engine = binding, operators, engine
         self._handing = handing or Handing(-1, ())
         self._images, self._stateful, self._tape = list(images), stateful, tape
         self.freezing = freezing
-        self._position = 0
+        self._position, self._begins_dense = 0, begins_dense
         self._activity = Activity(binding, operators)
         self._known_scalars: dict[int, dict[str, Any]] = {}
         self._limiter = BackwardLimiter(self._activity.split_params)
@@ -106,6 +110,11 @@ class Replay:
     def end(self) -> int:
         """The iteration from which on the state is dense."""
         return self._images[-1].iteration
+
+    @property
+    def reached(self) -> int:
+        """The boundary up to which everything was replayed and compared; the first iteration where nothing was yet."""
+        return self._images[self._position].iteration
 
     @property
     def next_iteration(self) -> int:
@@ -162,6 +171,9 @@ class Replay:
     def load_tensors(self) -> None:
         """Load the oldest snapshot's anchors and every other operator's compute weights; a collective call if ranks share some."""
         self._load(self._images[0], self._scalars(0), everything=True)
+        self._activity.begin(dense=self._begins_dense)
+        if not self._activity.frozen_rows:
+            self.freezing = "none"
 
     def begin_first_step(self) -> None:
         """The loop is about to run the first step: random state as it was at the top of it."""
@@ -169,7 +181,7 @@ class Replay:
         self._first_forward_done = False
         if not self.dense:
             self._play()
-            if self.freezing == "inputs":
+            if self.freezing == "inputs" and self._activity.frozen_rows:
                 self._limiter.start()
 
     def first_forward(self) -> None:
@@ -256,8 +268,11 @@ class Replay:
     # -- loading ---------------------------------------------------------------------------------
 
     def _play(self) -> None:
-        following = self._scalars(self._position + 1)
-        self._tape.play([(kind, value) for kind, value in following["tape"]])
+        image, following = self._images[self._position], self._images[self._position + 1]
+        tape = self._scalars(self._position + 1)["tape"]
+        if self._activity.whole and following.iteration - image.iteration > 1:
+            tape = []  # it is of the last of these iterations; all of it is computed again
+        self._tape.play([(kind, value) for kind, value in tape])
 
     def _load(self, image: SnapshotImage, scalars: dict[str, Any], *, everything: bool) -> None:
         """Load anchors of operators not yet active, compute weights of those still frozen."""
@@ -389,14 +404,17 @@ class Replay:
     def _compare(self, image: SnapshotImage, scalars: dict[str, Any]) -> Differences:
         found = Differences()
         batch_differences(self._stateful, scalars, found)
+        activity, absent = self._activity, set(scalars["absent"])
         active_rows = {
             name: rows
-            for name, rows in self._activity.rows_of(self._activity.active).items()
-            if name not in self._binding.elsewhere
-        } | self._activity.never_frozen()
+            for name, rows in activity.rows_of(activity.active).items()
+            if activity.whole or name not in self._binding.elsewhere
+        } | activity.never_frozen()
         for source, entry in image.sources():
+            if source.kind == "packed":
+                continue
             live = live_tensor(self._binding, source)
-            if live is None or source.kind == "packed":
+            if live is None:
                 continue
             recorded = image.tensor(entry)
             pieces = [source] if source.kind == "buffer" else self._pieces(source, active_rows, {})
@@ -405,6 +423,8 @@ class Replay:
                 now, before = rows_of_piece(live, piece), rows_within(recorded, piece, source)
                 if not same_bits(now, before):
                     found.add_tensors(describe(self._operators, piece), before, now)
+        complete = {n for n in active_rows if n not in activity.frozen_rows and n not in absent}
+        self.compared += optimizer_differences(self._binding, image, complete, found)
         scalar_differences(self._binding, self._stateful, scalars, found)
         # What it keeps for all parameters together may come of frozen ones, too, which were not updated.
         if not self._activity.frozen_rows and (

@@ -84,7 +84,7 @@ class ReplayPart:
             self._unbegun = None
             self._began_s = time.perf_counter()
         elif replay is not None and step == replay.next_iteration:
-            self._stats.replayed_steps += 1
+            self._stats.replayed_steps += step - replay.reached
             assert self._found is not None
             self._found.verification.advance(replay, sent)
         return replay is not None

@@ -56,7 +56,7 @@ def restore(
     stats.restored_bytes = replay.bytes_loaded
     text = (
         f"{memory.identity}: resuming at iteration {replay.end}, replay begins at {replay.start}: {found.reason}; "
-        f"loaded {replay.bytes_loaded} bytes in {stats.restore_s:.3f} s, freezing: {replay.freezing}"
+        f"loaded {replay.bytes_loaded} bytes in {stats.restore_s:.3f} s, freezing: {replay.freezing}{_not_compared(found)}"
     )
     # A warning, so that it is seen without any logging set-up: the run does not begin at its beginning.
     logger.warning("%s", text)
@@ -84,6 +84,8 @@ def heed_program(
             apply_options(binding, stateful, recorded, here)
             if loop.recorder is not None:
                 loop.recorder.scalars.program = here
+                # What comes now does not follow from the snapshots before by a replay.
+                loop.recorder.break_chain()
 
         if options_differ(recorded, here):
             loop.when_exact = apply
@@ -96,6 +98,13 @@ def heed_program(
         logger.log(
             level, "THIS PROGRAM DIFFERS from the one that began the run: %s. %s", text, what
         )
+
+
+def _not_compared(found: Resumption) -> str:
+    if not found.unverified:
+        return ""
+    what = "nothing" if found.replay.start == found.replay.end else "not all of the newest snapshot"
+    return f"; {what} can be compared with a replay ({found.unverified})"
 
 
 def _load(replay: Replay, buckets: Buckets, meet: Exchange, node: str) -> None:

@@ -10,7 +10,8 @@ exactly that span, and that chain anchors each of its operators. Over that span 
 phases of their schedules: an operator whose gradients are averaged over ranks must be frozen on all of them
 in an iteration, or on none. Ranks differ in how far back their
 operators reach (pipeline stages, other windows): the one that needs most decides where all of them
-start. The newest *end* wins, then the newest *start*, which is the least to replay.
+start. The newest *end* wins, then the newest *start*, which is the least to replay. Where the plan is to be *verified*, all ranks begin one
+snapshot earlier, if every rank has it: what they would have loaded is then computed, and compared with what was recorded.
 
 What counts as a snapshot (``docs/replication.md`` section 2):
 
@@ -40,7 +41,9 @@ from ckptd.recovery.spans import (
     common_start,
     covering_starts,
     has_suffix,
+    is_whole,
     newest_span,
+    one_before,
     span_to,
 )
 from ckptd.recovery.tables import Group, Known, Tables, in_order, listed, nodes_of, tables_of, told
@@ -68,7 +71,9 @@ class RecoveryPlan:
     """Where all ranks resume; ``per_rank`` gives each its snapshots from start to end, oldest first.
 
     ``epoch`` is the highest seen (the recovery begins the next one), ``moved_bytes`` what each rank
-    has to get because its home node does not hold it.
+    has to get because its home node does not hold it. ``needed`` is from where on snapshots are needed; where ``start`` lies before it,
+    a replay computes what is loaded from there on, and all of that is compared. ``unverified``: why not; "" where it is. ``dense``:
+    the snapshots of ``start`` anchor everything, on every rank.
     """
 
     start: int
@@ -78,6 +83,9 @@ class RecoveryPlan:
     replayed: int
     reason: str
     moved_bytes: Mapping[int, int]
+    needed: int
+    unverified: str = ""
+    dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,7 @@ def plan_recovery(
     lost: Container[str] = (),
     epochs: Mapping[int, int] = NO_EPOCHS,
     at: int | None = None,
+    verify_iterations: int = 0,
 ) -> RecoveryPlan | NoRecovery:
     """The newest state that all ranks can reach together, or that of iteration ``at``; see the module.
 
@@ -108,6 +117,8 @@ def plan_recovery(
         homes: the node on which each rank will run; its copies are preferred.
         lost: nodes that do not count.
         epochs: starts of epochs known from elsewhere (boundary logs, parked states).
+        verify_iterations: how many iterations more than necessary may be replayed, so that all that is loaded is compared. Where what
+            that takes is not there, the plan is as without.
     """
     known = in_order(h for h in held if h.node not in lost)
     seen = epoch_table(chain.from_iterable(h.records for h in known), epochs)
@@ -122,7 +133,7 @@ def plan_recovery(
     if span is None:
         apart = any(common_start(tables, end) is not None for end in common_ends(tables))
         return NoRecovery(_APART if apart else _no_span(tables, known), epoch, apart)
-    return _plan(tables, *span, epoch, Sources(known, homes))
+    return _plan(tables, *span, epoch, Sources(known, homes), verify_iterations)
 
 
 def reachable(
@@ -173,12 +184,24 @@ def _not_ready(tables: Tables, world_size: int) -> str | None:
     return None
 
 
-def _plan(tables: Tables, start: int, end: int, epoch: int, sources: Sources) -> RecoveryPlan:
+def _plan(
+    tables: Tables, needed: int, end: int, epoch: int, sources: Sources, verify_iterations: int
+) -> RecoveryPlan:
+    before = (
+        one_before(tables, needed, end, within=verify_iterations)
+        if verify_iterations > 0
+        else "verify_iterations=0"
+    )
+    start, unverified = (needed, before) if isinstance(before, str) else (before, "")
     per_rank: dict[int, tuple[Piece, ...]] = {}
     conflicts: list[str] = []
+    dense = True
     for rank, groups in sorted(tables.items()):
-        group = best_group(groups, start, end)
-        wanted = [r.iteration for r in reversed(between(group, start, end))]
+        group = best_group(groups, needed, end)
+        dense = dense and is_whole(group, start)
+        wanted = [r.iteration for r in reversed(between(group, needed, end))]
+        if start < needed:
+            wanted.insert(0, start)
         per_rank[rank] = tuple([sources.piece(rank, group.copies[i]) for i in wanted])
         if group.conflicts:
             found = [group.conflicts[i] for i in wanted if i in group.conflicts]
@@ -190,7 +213,9 @@ def _plan(tables: Tables, start: int, end: int, epoch: int, sources: Sources) ->
         reason += f"; snapshots up to {last} are not complete on every rank"
     reason += sources.moves() + told(conflicts)
     moved = {rank: sources.moved[rank] for rank in per_rank}
-    return RecoveryPlan(start, end, epoch, per_rank, end - start, reason, moved)
+    return RecoveryPlan(
+        start, end, epoch, per_rank, end - start, reason, moved, needed, unverified, dense
+    )
 
 
 def _no_span(tables: Tables, known: Known) -> str:

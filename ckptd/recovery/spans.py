@@ -17,7 +17,9 @@ __all__ = [
     "covering_starts",
     "has_suffix",
     "in_phase",
+    "is_whole",
     "newest_span",
+    "one_before",
     "span_to",
 ]
 
@@ -51,6 +53,55 @@ def in_phase(tables: Tables, start: int, end: int) -> bool:
             if phases.setdefault(record.iteration, record.phase) != record.phase:
                 return False
     return True
+
+
+def one_before(tables: Tables, start: int, end: int, *, within: int) -> int | str:
+    """The newest iteration before ``start`` from which every rank can replay to it; or, in words, why there is none.
+
+    A replay that begins there computes what the one from ``start`` loads: so there is something to compare with. Where the snapshot of
+    ``start`` holds everything, it is any older one of its epoch that does, too; else the one that it goes on from.
+
+    Args:
+        start: a start of all ranks, from which they are exact at ``end``.
+        within: how many iterations more may be replayed for it.
+    """
+    common: set[int] | None = None
+    phases: dict[int, set[int]] = {}
+    for rank, groups in sorted(tables.items()):
+        group = best_group(groups, start, end)
+        before = _ways_to(group, start)
+        if not before:
+            return f"there is no snapshot of rank {rank} before that of iteration {start} from which a replay could come to it"
+        for iteration in before:
+            phases.setdefault(iteration, set()).add(group.newest[iteration].phase)
+        common = before if common is None else common & before
+    if not common:
+        return f"the ranks have no snapshot before that of iteration {start} in common"
+    newest = max(common)
+    if start - newest > within:
+        return f"the snapshot before it is {start - newest} iterations older, and verify_iterations={within}"
+    if len(phases[newest]) > 1:
+        return f"before iteration {start} the ranks were in different phases of their schedules"
+    return newest
+
+
+def is_whole(group: Group, iteration: int) -> bool:
+    """Whether that snapshot alone anchors everything."""
+    everything = (1 << group.num_operators) - 1
+    return group.newest[iteration].anchors & everything == everything
+
+
+def _ways_to(group: Group, iteration: int) -> set[int]:
+    """The snapshots from which a replay comes to that one."""
+    found, newest = set(), group.newest
+    record = newest[iteration]
+    if 0 <= record.previous < iteration and record.previous in newest:
+        found.add(record.previous)
+    if is_whole(group, iteration):
+        # Of another epoch it may not lead here: a run may have gone on from something else than a replay came to.
+        older = (i for i in newest if i < iteration and newest[i].epoch == record.epoch)
+        found |= {i for i in older if is_whole(group, i)}
+    return found
 
 
 def between(group: Group, start: int, end: int) -> list[SlotRecord]:

@@ -160,8 +160,10 @@ def test_a_snapshot_that_does_not_arrive_on_one_rank_stops_both(
     with two_ranks(endpoint, run) as memories:
         together = recover_together
 
-        def without_the_first(memory: RankMemory, exchange: Exchange, at: int | None) -> object:
-            found = together(memory, exchange, at)
+        def without_the_first(
+            memory: RankMemory, exchange: Exchange, at: int | None, **options: int
+        ) -> object:
+            found = together(memory, exchange, at, **options)
             if memory is not memories[1]:
                 return found
             assert isinstance(found, tuple)

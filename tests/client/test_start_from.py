@@ -218,8 +218,11 @@ def test_a_start_resumes_nothing_and_a_resume_needs_no_start(
     reached = {k: v.clone() for k, v in model.state_dict().items()}
     file.unlink()
     model = make_model(3)
-    with Checkpointer(model, make_adamw(model), **options) as ckpt:
+    optimizer = make_adamw(model)
+    with Checkpointer(model, optimizer, **options) as ckpt:
         assert ckpt.resumed_from == 4
+        for step in ckpt.steps(4):
+            step_once(model, optimizer, step)
         assert same(model.state_dict(), reached)
 
 

@@ -253,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--tear-at", type=int, default=-1, help="record something wrong in that snapshot"
     )
+    parser.add_argument("--hidden", help="a state that no snapshot holds (see hidden.py)")
     parser.add_argument("--verify-at", type=int, default=-1)
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--verify", action="store_true")
@@ -268,6 +269,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         Data.device = args.device
     job = make_job(args.case, args.seed, args.store)
+    if args.hidden:
+        from tests.e2e.hidden import HIDDEN
+
+        HIDDEN[args.hidden](job)
     if args.leave_out:
         from tests.e2e.parallel.sabotage import LEAVE_OUT
 

@@ -39,7 +39,7 @@ def test_resumes_at_the_exact_bits(jobs: Jobs, case: str) -> None:
     resumed = jobs.run(case, *total, *run, "--seed", "77", "--verify")
     report = jobs.report(resumed)
     assert report["resumed_from"] == KILL_AT, jobs.log(resumed)
-    assert report["replayed_steps"] == 3
+    assert report["replayed_steps"] == 4
     assert differences(reference, resumed) == []
     assert report["identical"], report["certificate"]
     assert _kinds(report["describe"])["expert"] == LAYERS * EXPERTS, report["describe"]

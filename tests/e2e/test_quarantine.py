@@ -20,7 +20,7 @@ from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 from tests.e2e.ranks import Ranks, story
 from tests.e2e.test_durable import committed, lose_memory
 
-# The suffix of a window of 2 is 10 and 11: what is wrong in 10 shows at 11.
+# The suffix of a window of 2 is 10 and 11, and replay begins at 9: what is wrong in 10 shows at 11.
 TORN, KILL_AT, TOTAL = 10, 11, 15
 WINDOW_2 = ("--set", "window=2", "--total", str(TOTAL))
 # So that what is filled there is sealed, too.
@@ -75,7 +75,7 @@ def test_a_snapshot_that_was_sealed_wrong_costs_two_replays_and_an_older_suffix_
         own.start()
         assert [f.verdict for f in failures(own, run)] == ["suspected"]
         assert SECOND in fails(jobs, *options, "--seed", "78", daemon=own.endpoint)
-        assert states(own, run)["quarantined"] == [10, 11]
+        assert states(own, run)["quarantined"] == [9, 10, 11]
         shown = ctl(own, "snapshots", "--job", "e2e", "--run", run)
         (failure,) = failures(own, run)
         (told,) = failure.ranks
@@ -83,8 +83,8 @@ def test_a_snapshot_that_was_sealed_wrong_costs_two_replays_and_an_older_suffix_
         for word in ("quarantined: replay of iteration 10", told.what, told.expected, told.got):
             assert word in shown
         resumed = jobs.run("plain", *options, "--seed", "79", daemon=own.endpoint)
-        assert jobs.report(resumed)["resumed_from"] == 9, jobs.log(resumed)
-        assert "iterations 10 to 11 are quarantined" in jobs.log(resumed)
+        assert jobs.report(resumed)["resumed_from"] == 8, jobs.log(resumed)
+        assert "iterations 9 to 11 are quarantined" in jobs.log(resumed)
         assert differences(reference, resumed) == []
         assert [f.verdict for f in failures(own, run)] == ["left"]
 

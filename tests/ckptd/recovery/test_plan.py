@@ -203,6 +203,91 @@ def test_whose_suffix_is_complete_does_not_depend_on_the_other_ranks() -> None:
     assert complete_suffixes([rank(1, 2, 0, 9), begun_anew]) == {}
 
 
+# -- one snapshot earlier, to compare ------------------------------------------------------------
+
+
+def verified(known: Sequence[HeldRecords], within: int = 16) -> RecoveryPlan:
+    plan = plan_recovery(known, 1 + max(h.rank for h in known), verify_iterations=within)
+    assert isinstance(plan, RecoveryPlan), plan
+    return plan
+
+
+def dense(number: int, *iterations: int, epoch: int = 0) -> HeldRecords:
+    """Dense snapshots of a rank: none says what it goes on from."""
+    return held(number, [snap(t, 1, previous=-1, epoch=epoch) for t in iterations])
+
+
+@pytest.mark.parametrize("known", [dense(0, 7, 8, 9), rank(0, 1, 7, 9)])
+def test_with_a_window_of_one_the_snapshot_before_is_replayed(known: HeldRecords) -> None:
+    """A plan used to begin and end at the newest snapshot: it replayed, and compared, nothing."""
+    plan = verified([known])
+    assert (plan.start, plan.needed, plan.end, plan.replayed) == (8, 9, 9, 1)
+    assert iterations(plan.per_rank[0]) == [8, 9]
+    assert (plan.unverified, plan.dense) == ("", True)
+
+
+def test_with_a_longer_window_what_the_newest_anchors_is_computed_too() -> None:
+    plan = verified([rank(0, 3, 0, 9)])
+    assert (plan.start, plan.needed, plan.end) == (6, 7, 9)
+    assert iterations(plan.per_rank[0]) == [6, 7, 8, 9]
+    assert not plan.dense
+
+
+def test_ranks_begin_where_all_have_a_snapshot() -> None:
+    plan = verified([dense(0, 6, 8, 9), dense(1, 6, 7, 9)])
+    assert (plan.start, plan.needed, plan.end) == (6, 9, 9)
+    assert [iterations(pieces) for pieces in plan.per_rank.values()] == [[6, 9], [6, 9]]
+
+
+NONE_LEADS_TO_9 = "before that of iteration 9 from which a replay could come to it"
+
+
+@pytest.mark.parametrize(
+    ("known", "why"),
+    [
+        ([dense(0, 9)], f"there is no snapshot of rank 0 {NONE_LEADS_TO_9}"),
+        ([dense(0, 8, 9), dense(1, 9)], f"there is no snapshot of rank 1 {NONE_LEADS_TO_9}"),
+        ([held(0, [snap(8, 1), snap(9, 1, previous=-1, epoch=1, epoch_start=8)])], f"there is no snapshot of rank 0 {NONE_LEADS_TO_9}"),
+        ([held(0, chain(2, 8, 9), window=2)], "there is no snapshot of rank 0 before that of iteration 8 from which a replay could come to it"),
+        ([dense(0, 6, 8, 9), dense(1, 7, 9)], "the ranks have no snapshot before that of iteration 9 in common"),
+        ([dense(0, 4, 9)], "the snapshot before it is 5 iterations older, and verify_iterations=4"),
+    ],
+)  # fmt: skip
+def test_where_there_is_none_the_plan_is_as_without(known: list[HeldRecords], why: str) -> None:
+    plan = verified(known, 4)
+    assert plan.unverified == why
+    without = planned(known)
+    assert (plan.start, plan.end, plan.per_rank) == (without.start, without.end, without.per_rank)
+    assert without.unverified == "verify_iterations=0"
+
+
+def test_what_is_compared_must_be_of_the_same_phases() -> None:
+    ahead = [snap(8, 1, previous=-1), replace(snap(9, 1), phase=0)]
+    other = [replace(snap(8, 1, previous=-1), phase=1), replace(snap(9, 1), phase=0)]
+    plan = verified([held(0, ahead), held(1, other)])
+    assert (plan.start, plan.end) == (9, 9)
+    assert (
+        plan.unverified
+        == "before iteration 9 the ranks were in different phases of their schedules"
+    )
+
+
+def test_a_damaged_snapshot_before_is_taken_from_where_it_is_whole() -> None:
+    damaged = replace(snap(8, 1, previous=7), state=SlotState.QUARANTINED)
+    own = held(0, [damaged, snap(9, 1)], node="a")
+    replica = held(0, [snap(8, 1, previous=7), snap(9, 1)], node="b", own=False)
+    assert "no snapshot of rank 0 before" in verified([own]).unverified
+    plan = verified([own, replica])
+    assert [source.node for source in plan.per_rank[0][0].sources] == ["b"]
+    assert [source.node for source in plan.per_rank[0][1].sources] == ["a", "b"]
+
+
+def test_only_where_all_ranks_begin_with_everything_a_plan_is_dense() -> None:
+    """A rank with a window of 4 has frozen operators where one with a window of 1 has none."""
+    assert not verified([rank(0, 1, 2, 9), rank(1, 4, 2, 9)]).dense
+    assert verified([rank(0, 1, 2, 9), rank(1, 1, 2, 9)]).dense
+
+
 # -- scattered copies ----------------------------------------------------------------------------
 
 
