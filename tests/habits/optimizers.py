@@ -62,7 +62,7 @@ def _around(module: str, name: str, **options: Any) -> Callable[[Params], Any]:
 
 
 def _galore(params: Params) -> Any:
-    import galore_torch  # type: ignore[import-not-found, unused-ignore]
+    import galore_torch  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     listed = list(params)
     matrices = {"params": [p for p in listed if p.ndim == 2], "rank": 4, "update_proj_gap": 3, "scale": 0.25, "proj_type": "std"}  # fmt: skip
