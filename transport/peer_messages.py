@@ -112,10 +112,14 @@ class OpenReplica(Struct, frozen=True, tag=True):
 
 
 class ReplicaOpened(Struct, frozen=True, tag=True):
-    """The replica is there; ``lease`` names it until this daemon restarts, ``held`` is what it holds already."""
+    """The replica is there; ``lease`` names it until this daemon restarts, ``held`` is what it holds already.
+
+    ``boot_id`` is that of the daemon that answers (`PeerHello`): what another boot of it told holds no longer.
+    """
 
     lease: Ticket
     held: tuple[HeldSlot, ...]
+    boot_id: ShortText = ""
 
 
 class BeginSlot(Struct, frozen=True, tag=True):

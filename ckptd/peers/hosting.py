@@ -60,6 +60,7 @@ class Host:
         slow: workers for making memory.
         settlers: workers that break off what peers do.
         vouch: makes digests of images.
+        boot_id: of this daemon.
         records: what is known of runs; epochs of which peers tell are added to it.
         retain_s: how long a replica is kept that no peer has open; 0 for good.
     """
@@ -79,6 +80,7 @@ class Host:
         map_fn: MapFunction | None,
         threads: int = 1,
         vouch: Vouch,
+        boot_id: str,
         records: RunRecords,
         deadline_s: float,
         retain_s: float = 0.0,
@@ -104,6 +106,7 @@ class Host:
             events,
             slow,
             ids=ids,
+            boot_id=boot_id,
             told_epoch=self._told_epoch,
             remove=self.remove,
             clock=clock,

@@ -50,6 +50,7 @@ class Leasing:
     Args:
         slow: workers for making memory.
         ids: numbers that no earlier boot of ours has given.
+        boot_id: of this daemon; each answer names it.
         told_epoch: called with each message that is what its descriptor says.
         remove: frees a replica's memory, told why.
     """
@@ -62,6 +63,7 @@ class Leasing:
         slow: Workers,
         *,
         ids: Iterator[int],
+        boot_id: str,
         told_epoch: Callable[[p.OpenReplica], None],
         remove: Callable[[Segment, str], None],
         clock: Callable[[], float],
@@ -69,6 +71,7 @@ class Leasing:
         self._store, self._replicas, self._events = store, replicas, events
         self._slow, self._ids, self._told_epoch, self._clock = slow, ids, told_epoch, clock
         self._remove, self._short_until_s = remove, float("-inf")
+        self._boot_id = boot_id
         self._leases: dict[int, _Lease] = {}
         self._building: dict[str, list[tuple[str, p.OpenReplica, AnswerPeer]]] = {}
 
@@ -171,7 +174,7 @@ class Leasing:
         for number, known in self._leases.items():
             if (known.peer, known.boot_id) == (peer, boot_id) and known.segment is segment:
                 known.used_s = known.heard_s = self._clock()
-                return p.ReplicaOpened(number, held)  # it asks again what is held
+                return p.ReplicaOpened(number, held, self._boot_id)  # it asks again what is held
         # A ring that became too narrow is given up: it goes when no promise needs it.
         self._end(
             lambda v: (v.peer, v.boot_id) == (peer, boot_id) and any(v.segment is r for r in rings)
@@ -181,7 +184,7 @@ class Leasing:
         number = next(self._ids)
         now_s = self._clock()
         self._leases[number] = _Lease(peer, boot_id, segment, now_s, now_s)
-        return p.ReplicaOpened(number, held)
+        return p.ReplicaOpened(number, held, self._boot_id)
 
     # -- making one ------------------------------------------------------------------------------
 

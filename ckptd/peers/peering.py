@@ -194,6 +194,7 @@ class Peering:
                 map_fn=map_fn,
                 threads=digest_threads,
                 vouch=self._digests.want,
+                boot_id=self.boot_id,
                 records=self.records,
                 deadline_s=config.peer_deadline_s,
                 retain_s=config.retain_detached_s,

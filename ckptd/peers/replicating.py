@@ -239,7 +239,8 @@ class RankReplication:
         def opened(reply: p.ReplicaOpened) -> None:
             held = (r for s in reply.held if (r := _record(generation, s)) is not None)
             self._leases[node, generation] = reply.lease
-            self.feed(Opened(node, generation, reply.lease, tuple(map(self.ring.told, held))))
+            told = tuple(map(self.ring.told, held))
+            self.feed(Opened(node, generation, reply.lease, told, reply.boot_id))
 
         link.ask(
             message,

@@ -33,12 +33,16 @@ class Copies:
         aim: suffixes of the local ring that end here are brought to the targets, and are the next that may become the floor: the
             ring gives none of them away meanwhile. See `take_aim`.
         keeps_aim: whether the local ring is told of the aim, so that targets can be served by it.
+        vouched: the newest end of which this rank has given its word in this epoch. Others may know it as the floor before it is known here.
+        blocked: the target does not take what the aim needs, and the aim cannot end earlier because of that word.
     """
 
     def __init__(self, aim: Interval = NO_INTERVAL) -> None:
         self.local: dict[int, SlotRecord] = {}
         self.aim = aim
         self.keeps_aim = False
+        self.vouched = aim.last  # by the daemon before this one, or before the recovery
+        self.blocked = False
         self._least_end = -1  # no suffix that ends before will become the floor
         self._ring_slots = 0
         self._known: dict[SnapshotKey, SlotRecord] = {}
@@ -144,17 +148,22 @@ class Copies:
         about the same time have an iteration in common.
 
         Args:
-            target: the one that counts. What it does not take is no aim, but for what was promised already.
+            target: the one that counts. What it does not take is no aim, but for what was promised already: that stays until the floor
+                or the horizon has passed it by, for others may know of a floor there.
         """
         self._least_end = max(floor, horizon)
         usable = self._usable(target)
         whole = self.aim.last >= 0 and self._is_whole(self.aim.last)
         if whole and target is not None and not self._is_whole(self.aim.last, usable):
-            self.aim = Interval(self.aim.first, max(floor, self.in_aim(target).last))
+            promised = max(floor, self.in_aim(target).last, min(self.vouched, self.aim.last))
+            self.aim = Interval(self.aim.first, promised)
             whole = self.aim.last >= 0
         ends = self._own_ends() if len(usable) == len(self.local) else self._count_ends(usable)
         coming = self.aim.first < 0 and (not ends or ends[-1] < self.aim.last)
-        if (whole or coming) and self.aim.last > floor and self.aim.last >= horizon:
+        stands = (whole or coming) and self.aim.last > floor and self.aim.last >= horizon
+        untaken = stands and whole and not self._is_whole(self.aim.last, usable)
+        self.blocked = untaken and self.in_aim(target).last < self.aim.last
+        if stands:
             return
         later = [end for end in ends if end > floor and end >= horizon]
         if later:

@@ -166,6 +166,10 @@ class Replicator:
         stuck = any(t.wanted and not t.no_memory for t in self._targets.values())
         if not counted and (self._missing or stuck):
             return NO_INTERVAL
+        if (
+            self._copies.blocked
+        ):  # the horizon goes beyond it, and comes back with what the others know
+            return Interval(self._copies.aim.last + 1, -1)
         return self._copies.in_aim(counted[0] if counted else None)
 
     def current_up_to(self, node: str) -> int:
@@ -183,7 +187,7 @@ class Replicator:
         return tuple(
             TargetState(
                 t.node, t.phase, t.alive, t.counted, len(t.held), t.run.last, self.lag(t.node),
-                max(0.0, t.retry_at_s - now_s), t.reason,
+                max(0.0, t.retry_at_s - now_s), t.reason, t.boot_id,
             )
             for t in sorted(self._targets.values(), key=lambda t: t.node)
             if t.wanted
@@ -286,6 +290,7 @@ class Replicator:
         if copies.keeps_aim != kept or (kept and copies.aim != before):
             for target in self._targets.values():
                 target.planned = False
+        copies.vouched = max(copies.vouched, self.word.last)
 
     def _take_table(self, told: Slots) -> None:
         self._copies.take_table(
@@ -350,6 +355,10 @@ class Replicator:
         if event.generation != target.generation:
             return
         target.go(Phase.IDLE)
+        if event.boot_id != target.boot_id:
+            # Its machine may have been replaced, and nobody has told us yet: other generations are opened anew, too.
+            target.forget()
+            target.boot_id = event.boot_id
         target.opened.add(event.generation)
         target.no_memory = False
         self._copies.believe(target, event.generation, event.held)

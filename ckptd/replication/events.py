@@ -73,12 +73,13 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The replica of ``generation`` is there; ``held`` is what it holds sealed, with that generation."""
+    """The replica of ``generation`` is there; ``held`` is what it holds sealed, with that generation. ``boot_id``: of the daemon there."""
 
     node: str
     generation: int
     lease: int
     held: tuple[SlotRecord, ...]
+    boot_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ class TargetState:
     lag: Lag
     waiting_s: float
     reason: str
+    boot_id: str  # of the daemon that told what it holds; "": nothing is believed yet
 
 
 @dataclass(slots=True)
@@ -123,6 +124,7 @@ class Target:
     alive: bool = True
     no_memory: bool = False
     stalled: bool = False
+    boot_id: str = ""  # of the daemon that told what it holds
     opened: set[int] = field(default_factory=set)
     held: set[SnapshotKey] = field(default_factory=set)
     skipped: set[SnapshotKey] = field(default_factory=set)
@@ -159,6 +161,7 @@ class Target:
 
     def forget(self) -> None:
         """Believe nothing of it any more."""
+        self.boot_id = ""
         self.opened.clear()
         self.held.clear()
         self.skipped.clear()

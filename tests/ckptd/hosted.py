@@ -79,6 +79,7 @@ class Setting:
             settlers=self.workers,
             map_fn=None,
             vouch=ImageDigests(self.workers, self.events, threads=1, map_fn=None).want,
+            boot_id="here",
             records=RunRecords(self.store.folder, self.events),
             deadline_s=5.0,
             retain_s=self.retain_s,

@@ -174,7 +174,9 @@ class Sender:
 
     core: Replicator
     leases: dict[tuple[str, int], int] = field(default_factory=dict)
-    lives: dict[str, int] = field(default_factory=dict)  # of the target that told what it holds
+    lives: dict[str, int] = field(
+        default_factory=dict
+    )  # of a target's machine, by boot of its daemon
     holds: dict[SnapshotKey, Slot] = field(default_factory=dict)
     puts: dict[str, Transfer] = field(default_factory=dict)
     granted: set[tuple[str, int]] = field(default_factory=set)

@@ -219,7 +219,7 @@ class Runs(Senders):
         """The targets that count; and where they are fewer than two and there are others, the primary."""
         states = sender.core.states(now_s=self.now_s)
         found = [
-            Holder(state.node, sender.lives.get(state.node, -1), False)
+            Holder(state.node, sender.lives.get(state.boot_id, -1), False)
             for state in states
             if state.counted
         ]

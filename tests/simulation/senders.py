@@ -122,7 +122,7 @@ class Senders(Hosts):
         def opened(event: rep.Event, life: int) -> None:
             if isinstance(event, rep.Opened):
                 sender.leases[node, generation] = event.lease
-                sender.lives[node] = life
+                sender.lives[event.boot_id] = life
             self.feed(name, daemon, rank, sender, event)
 
         self.ask(

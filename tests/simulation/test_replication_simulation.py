@@ -60,6 +60,8 @@ def test_every_promise_holds_through_seeded_chaos() -> None:
         21407,
         106,
         100324,
+        100187,
+        100596,
     ],
 )
 def test_seeds_that_broke_a_promise_once(seed: int) -> None:

@@ -288,6 +288,11 @@ def test_a_ring_that_is_too_narrow_when_it_is_made_is_not_taken(setting: Setting
     assert sorted(s.geometry.num_slots for s in setting.replicas) == [2, 6]
 
 
+def test_a_replica_is_opened_by_the_boot_that_answers(setting: Setting) -> None:
+    """Also when it was open already."""
+    assert [setting.open().boot_id, setting.open().boot_id] == ["here", "here"]
+
+
 def test_damage_in_either_ring_is_told_to_the_sender(setting: Setting) -> None:
     narrow = setting.open(num_slots=2)
     setting.fill(narrow.lease, snapshot_of(1))

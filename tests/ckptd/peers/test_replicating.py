@@ -242,6 +242,15 @@ def test_the_digest_is_made_while_the_image_travels_and_goes_with_the_seal(sende
     assert not sender.holds_slot
 
 
+def test_the_core_is_told_which_boot_of_a_peer_has_answered(sender: Sender) -> None:
+    """What another boot told does not count then; see `ckptd.replication.core`."""
+    sender.rank.set_targets(["away"])
+    sender.rank.changed()
+    sender.link.asked[-1].done(p.ReplicaOpened(5, (), "boot 2"))
+    (state,) = sender.rank.core.states(now_s=100.0)
+    assert state.boot_id == "boot 2"
+
+
 def test_a_put_that_fails_does_not_wait_for_its_digest(sender: Sender) -> None:
     sender.vouching.at_once = False
     put = sender.until_put()

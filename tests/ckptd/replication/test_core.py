@@ -12,6 +12,7 @@ from ckptd.memory.snapshot_events import Hold, Joined, Note, Release, SnapshotKe
 from ckptd.replication.core import Replicator
 from ckptd.replication.events import (
     Abort,
+    Agreed,
     Begin,
     BeginRefused,
     Granted,
@@ -243,6 +244,23 @@ class TestRefusals:
         assert driven.core.current_up_to("a") == -1
         assert driven.core.replicated == Interval(-1, -1)
 
+    def test_another_boot_that_answers_holds_nothing_that_the_one_before_told(self) -> None:
+        """A machine was replaced, and its new daemon opened the newest generation before anybody noticed: what the old machine had held of older
+        generations went on to count, and the floor was announced on it (simulation, seed 100596)."""
+        core = Replicator(CONFIG)
+        core.handle(Targets(("a",)), now_s=0)
+        core.handle(Slots((snapshot(3), snapshot(4)), W), now_s=0)
+        core.handle(Opened("a", 0, 1, (snapshot(3), snapshot(4)), "boot 1"), now_s=0)
+        assert core.replicated == Interval(4, 4)
+        grown = replace(snapshot(5), generation=1)
+        effects = core.handle(Slots((snapshot(3), snapshot(4), grown), W), now_s=1)
+        assert effects == [Open("a", 1)]
+        effects = core.handle(Opened("a", 1, 2, (), "boot 2"), now_s=1)
+        assert core.replicated == Interval(-1, -1)
+        assert effects == [Open("a", 0)]  # it is told of 3 and 4 once more
+        core.handle(Opened("a", 0, 3, (snapshot(3), snapshot(4)), "boot 2"), now_s=1)
+        assert core.replicated == Interval(4, 4)
+
     def test_held_counts_as_sealed_and_stale_is_passed_over(self) -> None:
         core = opened("a")
         effects = core.handle(BeginRefused("a", key(3), "held", ""), now_s=0)
@@ -399,6 +417,38 @@ def test_without_targets_the_primary_is_the_promised_copy() -> None:
     core.handle(Joined(0, -1, span=5), now_s=0)
     assert core.replicated == Interval(-1, -1)
     assert core.wake_at_s is None
+
+
+def test_a_word_that_was_given_stays_until_the_others_have_told_what_they_know() -> None:
+    """A rank vouched for iteration 4 and was cut off before it heard of the floor there. Its next target refused iteration 3 for its digest again and
+    again; the rank chose another aim, and its ring gave away what the floor of the others needed (simulation, seed 100187).
+
+    Now it keeps the aim and tells that no floor will be there. What comes back from the tree decides.
+    """
+    core = Replicator(CONFIG)
+    core.handle(Targets(("a",)), now_s=0)
+    core.handle(Slots((snapshot(3), snapshot(4)), W), now_s=0)
+    core.handle(Agreed(-1, -1), now_s=0)
+    core.handle(Opened("a", 0, 1, (snapshot(3), snapshot(4))), now_s=0)
+    assert core.word == Interval(4, 4)
+    ring = Slots(tuple(snapshot(i) for i in (3, 4, 7, 8)), W)
+    core.handle(ring, now_s=1)
+    core.handle(PeerLost("a", "no answer"), now_s=1)
+    core.handle(Targets(("b",)), now_s=1)
+    assert core.word == Interval(4, -1)
+    core.handle(Opened("b", 0, 1, ()), now_s=1)
+    now_s = 1.0
+    for _ in range(CONFIG.digest_refusals):
+        core.handle(Granted("b", key(3), "g"), now_s=now_s)
+        core.handle(PutEnded("b", key(3), True, ""), now_s=now_s)
+        core.handle(SealRefused("b", key(3), "digest", "another digest"), now_s=now_s)
+        now_s += CONFIG.retry_max_s
+        core.handle(Tick(), now_s=now_s)
+    assert core.aim.last == 4, "its ring gives away what may be the floor of the others"
+    assert core.word == Interval(5, -1)
+    core.handle(Agreed(4, 5), now_s=now_s)  # it was announced
+    assert core.aim == Interval(8, 8)
+    assert core.word == Interval(8, -1)
 
 
 def test_thousands_of_snapshots_leave_no_more_behind_than_ten() -> None:
