@@ -81,8 +81,9 @@ def test_a_lost_stage_replays_alone(chain: Story) -> None:
     events = [e for e in json.loads(told.getvalue())["events"] if e["run"] == chain.run]
     # Of who was in too much of a hurry to tell, the daemon tells.
     assert sorted(e["rank"] for e in events if e["kind"] == "parked") == [0, 2, 3]
-    (restored,) = {e["message"].split("; loaded")[0].split(": ", 2)[2] for e in events if e["kind"] == "restored"}  # fmt: skip
-    assert f"all ranks run together again from iteration {KILL_AT}" in restored
+    together_at = f"all ranks run together again from iteration {KILL_AT}"
+    told_by_all = [e["message"].split("; loaded")[0] for e in events if e["kind"] == "restored"]
+    (restored,) = {message[message.index(together_at) :] for message in told_by_all}
     assert f"ranks 0, 2, 3 parked at {KILL_AT}" in restored
     assert "rank 1 replaying from" in restored
     (together,) = [e["message"] for e in events if e["kind"] == "together"]
