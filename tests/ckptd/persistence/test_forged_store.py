@@ -18,8 +18,9 @@ from ckptd.storage.open_store import open_store
 from ckptd.storage.reader import read_catalog, read_manifest
 from ckptd.storage.signing import create_signer, trust_signer
 from ckptd.storage.strong_digest import strong_digest
+from ckptd.transport.messages import GetStatus, Status
 from tests.ckptd.forging import forge, forged
-from tests.ckptd.nodes import Net
+from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job
 from tests.ckptd.running import eventually
 from tests.ckptd.snapshots import Snapshot
@@ -65,12 +66,22 @@ def committed(net: Net, folder: Path) -> Job:
         if iteration == 0:
             continue  # a run has no checkpoint of it
         eventually(lambda i=iteration: newest(folder) == i, f"{iteration} is committed")  # type: ignore[misc]
+        # What falls due while a daemon still has the one before under way is skipped.
+        eventually(lambda: not any(map(stores, net.nodes)), f"no node is busy with {iteration}")
     job.end()
     for node in net.nodes:
         node.lose()
     for node in net.nodes:
         node.launch()
     return job
+
+
+def stores(node: Node) -> bool:
+    """Whether a checkpoint of a rank of it is under way."""
+    with node.client() as client:
+        durable = client.ask(GetStatus(), Status).durable
+    assert durable is not None
+    return any(rank.under_way >= 0 for rank in durable.ranks)
 
 
 def newest(folder: Path) -> int:
