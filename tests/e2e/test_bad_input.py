@@ -51,7 +51,8 @@ def hurt(tmp_path: Path) -> Iterator[tuple[Jobs, DaemonProcess]]:
 
 
 def net(width: int = 8, *, hidden: str = "hidden", dtype: torch.dtype = torch.float32) -> nn.Module:
-    return nn.ModuleDict({hidden: nn.Linear(width, width), "out": nn.Linear(width, 8)}).to(dtype)
+    layers = {f"{hidden}{more}": nn.Linear(width, width) for more in ("", "_2", "_3")}
+    return nn.ModuleDict(layers | {"out": nn.Linear(width, 8)}).to(dtype)
 
 
 def train(model: nn.Module, daemon: DaemonProcess, steps: int = 8, **options: Any) -> Checkpointer:

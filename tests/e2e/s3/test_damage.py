@@ -25,7 +25,7 @@ def killed(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     bucket, run = Bucket(server), "killed"
     with own_daemon(*bucket.flags()) as daemon:
         jobs = Jobs(tmp_path_factory.mktemp("killed"), daemon.endpoint)
-        options = ("--total", str(TOTAL), "--run", run, "--kill-at", "30", "--step-ms", "30")
+        options = ("--total", str(TOTAL), "--run", run, "--kill-at", "30", "--step-ms", "200")
         jobs.run("plain", *options, expect_killed=True)
         eventually(lambda: len(bucket.committed(run)) > 1, "two durable checkpoints", SOON_S)
         eventually(lambda: daemon_idle(daemon, bucket, run), "nothing is under way", SOON_S)
