@@ -154,15 +154,20 @@ def odd_step(job: Job, odd: str, step: int) -> Iterator[None]:
     if at != str(step):
         yield
         return
-    plain = [(optimizer, optimizer.step, optimizer.zero_grad) for optimizer in job.optimizers]
+    # Nothing of the patch is left behind: what an optimizer has as an attribute of its own is captured and compared.
+    plain = [(optimizer, optimizer.step, dict(vars(optimizer))) for optimizer in job.optimizers]
     for optimizer, update, _ in plain:
         if what == "skip":
             optimizer.step = optimizer.zero_grad = lambda: None
         else:
             optimizer.step = lambda update=update: (update(), update())
     yield
-    for optimizer, update, zero in plain:
-        optimizer.step, optimizer.zero_grad = update, zero
+    for optimizer, _, own in plain:
+        for name in ("step", "zero_grad"):
+            if name in own:
+                setattr(optimizer, name, own[name])
+            else:
+                vars(optimizer).pop(name, None)
 
 
 def slow_down_copies(ms_per_mib: float) -> None:
