@@ -104,7 +104,7 @@ class Life:
         taken = _ENOUGH if self._checkpointer is None else self._checkpointer.stats()["snapshots"]
         if taken == 0 and self._resumed is None and step > 2:
             time.sleep(_PATIENCE_S)  # memory for snapshots is being made, beside the steps
-        if self._resumed is None and taken < _ENOUGH:
+        if self._resumed is None and (taken < _ENOUGH or not self._has_floor()):
             return
         if self._dying is None and 0 <= self._kill_step <= step:
             self._dying = threading.Thread(target=self._die, daemon=True)
@@ -112,6 +112,13 @@ class Life:
                 self._dying.start()
             else:
                 self._die()
+
+    def _has_floor(self) -> bool:
+        """Whether there is an iteration that all ranks have: before, a kill leaves snapshots that no two ranks have in common."""
+        if self.ranks == 1 or self._checkpointer is None:
+            return True
+        memory = self._checkpointer._memory
+        return memory is not None and memory.table.ring_hint.floor >= 0
 
     def batch(self, batch: Any) -> None:
         """The running step trains on this."""

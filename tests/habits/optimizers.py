@@ -256,7 +256,7 @@ def main(argv: Sequence[str]) -> None:
     logging.getLogger("ckptd").addHandler(refusals)
     dense = {"policy": "dense", "window": None} if life.window == 1 else {}
     ckpt = Checkpointer(trained, given, **life.options(**dense))
-    life.resumed(ckpt.resumed_from)
+    life.follow(ckpt)
     for optimizer in optimizers:
         if hasattr(optimizer, "train"):
             optimizer.train()
