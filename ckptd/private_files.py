@@ -41,7 +41,7 @@ def replace_private_file(path: Path, data: bytes, *, synced: bool = True) -> Non
         sync_folder(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path | str) -> None:
     """The names in it are on disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

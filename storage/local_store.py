@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from ckptd.private_files import sync_folder
 from ckptd.storage.objects import (
     RESERVED,
     ContainerMissing,
@@ -94,7 +95,7 @@ class LocalStore(StoreBase):
             finally:
                 with contextlib.suppress(FileNotFoundError):  # it has its name by now
                     os.unlink(aside)
-            _sync_folder(folder)
+            sync_folder(folder)
 
     def _read(self, key: str, limit: int) -> bytes:
         with self._mapped(key), _opened(self._path(key)) as file:
@@ -217,7 +218,7 @@ class LocalStore(StoreBase):
         for each in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(each)
-            _sync_folder(os.path.dirname(each))
+            sync_folder(os.path.dirname(each))
 
     def _drop_empty_folders(self, key: str) -> None:
         """Folders are there for their objects."""
@@ -308,11 +309,3 @@ def _behind(views: list[memoryview], done: int) -> list[memoryview]:
     if done:
         left[0] = left[0][done:]
     return left
-
-
-def _sync_folder(folder: str) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +99,27 @@ def test_a_flipped_bit_in_an_object_is_found_and_nothing_is_left(
     assert os.listdir(tmp_path / "out") == []
 
 
-def test_a_tensor_that_was_forged_is_found_and_nothing_is_left(
-    store: ObjectStore, tmp_path: Path
-) -> None:
-    """Its xxh3 digest fits. The cryptographic digest of the whole image, in the manifest, does not; before, the forgery was exported."""
+def stored_forgeable(store: ObjectStore, folder: Path) -> Callable[[], None]:
+    """Store iteration 7 with one tensor; what is returned gives that tensor other bytes with the same xxh3 digest."""
     data = bytearray(os.urandom(60_000))
     plant(data)
     tensors: dict[int, Any] = {7: ([("w", "U8", (len(data),), bytes(data))], DENSE)}
     stored_window(store, tensors)
-    (victim,) = (tmp_path / "store").rglob("*.safetensors")
-    content = bytearray(victim.read_bytes())
-    forge(content, content.find(data))
-    victim.write_bytes(content)
+    (victim,) = (folder / "store").rglob("*.safetensors")
+
+    def forge_stored() -> None:
+        content = bytearray(victim.read_bytes())
+        forge(content, content.find(data))
+        victim.write_bytes(content)
+
+    return forge_stored
+
+
+def test_a_tensor_that_was_forged_is_found_and_nothing_is_left(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    """Its xxh3 digest fits. The cryptographic digest of the whole image, in the manifest, does not; before, the forgery was exported."""
+    stored_forgeable(store, tmp_path)()
     (tmp_path / "out").mkdir()
     with pytest.raises(DamagedSnapshot, match=r"iteration 7 .* 'the image'"):
         export(store, 7, tmp_path / "out" / "m")
@@ -121,15 +130,9 @@ def test_a_tensor_that_is_forged_after_the_image_was_compared_is_found(
     store: ObjectStore, tmp_path: Path
 ) -> None:
     """The export reads the image twice. What is changed in between is seen by the digests that were made of the tensors the first time."""
-    data = bytearray(os.urandom(60_000))
-    plant(data)
-    tensors: dict[int, Any] = {7: ([("w", "U8", (len(data),), bytes(data))], DENSE)}
-    stored_window(store, tensors)
-    (victim,) = (tmp_path / "store").rglob("*.safetensors")
-    content = bytearray(victim.read_bytes())
+    forge_stored = stored_forgeable(store, tmp_path)
     with open_stored(store, "file://store", "job", "run", 7) as source:
-        forge(content, content.find(data))
-        victim.write_bytes(content)
+        forge_stored()
         with pytest.raises(DamagedSnapshot, match="'w'"):
             export_file(source, tmp_path / "m")
 
