@@ -27,6 +27,7 @@ from ckptd.client.precision import PrecisionProbe
 from ckptd.client.sharing import Sharing
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine
+from ckptd.memory.ring import most_slots
 from ckptd.schedules.switching import Change
 
 __all__ = ["Provision"]
@@ -343,15 +344,17 @@ class Provision:
             or self.changes is None
         ):
             return
-        needed = self._memory.table.ring_hint.span + 2 + plan.slack
-        longer = needed > self._memory.table.segments[-1].geometry.num_slots
+        table = self._memory.table
+        span = table.ring_hint.span
+        needed = span + 2 + plan.slack
+        longer = needed > table.segments[-1].geometry.num_slots
         if not (longer or crowded) or self._slots.coming or self._making_room():
             return
         if self._slots.pending:
             return
-        # Never more than two suffixes need: a floor that is further behind is stuck, and a further generation helps then.
-        most = max(plan.num_slots, 2 * plan.schedule.window + 2 + plan.slack)
-        slots = needed if longer else min(plan.num_slots + _MORE_SLOTS, most)
+        most = most_slots(plan.schedule.window, span, plan.slack, returned=table.returned)
+        more = max(plan.num_slots, min(plan.num_slots + _MORE_SLOTS, most))
+        slots = needed if longer else more
         why = "another rank's window is longer" if longer else "another rank lags behind"
         logger.info("%s: a ring of %d slots", why, slots)
         self._stats.grown += 1

@@ -346,7 +346,7 @@ class Recorder:
             self._last = _Taken(step, previous, self._tape.last)
             self._previous = step
             self._in_a_row = 0
-            self._after_begin()
+            self._drop_unneeded()
             provision.maybe_grow(step, crowded=capture.crowded)
             return
         self._missed(step, capture.need_generation)
@@ -372,7 +372,7 @@ class Recorder:
         self._previous = last.previous
         self._tape.put_back(last.tape)
 
-    def _after_begin(self) -> None:
+    def _drop_unneeded(self) -> None:
         for segment in self._memory.drop_unneeded():
             self._engine.release(segment.memory)
 
@@ -381,6 +381,7 @@ class Recorder:
         self._previous = -1
         self._stats.chain_breaks += 1
         self._tape.take()
+        self._drop_unneeded()  # the floor may have moved since: no more generations are made while these are here
         self._in_a_row += 1
         # A rank that lags behind for long would fill the log: 1, 2, 4, 8, … tell as much.
         if self._in_a_row & (self._in_a_row - 1) == 0:

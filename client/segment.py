@@ -233,10 +233,10 @@ class SlotTable:
         While the daemon is away nobody can tell what other nodes still hold. A run of one rank needs no common start.
         """
         several = any(segment.descriptor.world_size > 1 for segment in self.segments[-1:])
-        return several and (self.ring_hint.sole or not connected or self._returned)
+        return several and (self.ring_hint.sole or not connected or self.returned)
 
     @property
-    def _returned(self) -> bool:
+    def returned(self) -> bool:
         """Whether the run went back to an iteration, and has no floor there or later since: other nodes may hold no suffix that ends there."""
         hint = self.ring_hint
         agreed = hint.epoch == self.epoch and hint.floor >= self.epoch_start
@@ -259,7 +259,7 @@ class SlotTable:
             epochs=self.epochs,
             span=hint.span,
             up_to=hint.aim if hard else None,
-            tip=self.epoch_start if self._returned else -1,
+            tip=self.epoch_start if self.returned else -1,
         )
 
     def ask_quiet(self, quiet: bool) -> None:

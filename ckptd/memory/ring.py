@@ -66,6 +66,7 @@ __all__ = [
     "is_stale",
     "live",
     "missing_operators",
+    "most_slots",
     "newest_by_iteration",
     "slots_for_window",
     "stale_after",
@@ -126,6 +127,18 @@ def slots_for_window(window: int, slack: int = 0) -> int:
     snapshots the floor may be behind before one that it needs is given away.
     """
     return window + 2 + slack
+
+
+def most_slots(window: int, span: int, slack: int, *, returned: bool) -> int:
+    """How many slots a ring grows to where it must hold more than its own suffix: those of two suffixes.
+
+    A floor that is further behind is stuck, and a further generation helps then.
+
+    Args:
+        span: how many snapshots the longest suffix among all ranks has.
+        returned: the suffix to which the run went back stays beside the two.
+    """
+    return (3 if returned else 2) * max(window, span) + 2 + slack
 
 
 def newest_by_iteration(

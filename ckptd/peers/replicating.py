@@ -254,8 +254,11 @@ class RankReplication:
         node, key = effect.node, effect.key
         link, held = self._link(node), self._holds.get(key)
         lease = self._leases.get((node, key.generation))
-        if link is None or held is None or lease is None:
+        if held is None:
             self.feed(BeginRefused(node, key, "gone", "the snapshot is gone"))
+            return
+        if link is None or lease is None:
+            self.feed(BeginRefused(node, key, "unreachable", f"no connection to {node}"))
             return
         width = (held.segment.descriptor.num_operators + 7) // 8
         message = p.BeginSlot(

@@ -111,6 +111,10 @@ class Copies:
         target.opened.clear()
         self.recount(target)
 
+    def lose(self, key: SnapshotKey, targets: Collection[Target]) -> None:
+        """This snapshot was given away since the table was taken."""
+        self._see([r for r in self.local.values() if key_of(r) != key], targets)
+
     def _see(self, records: Iterable[SlotRecord], targets: Collection[Target]) -> None:
         """Take these as the local table (or the epochs anew) and forget what nobody holds."""
         table = list(records)

@@ -395,6 +395,9 @@ class Replicator:
         self._let_go(target, Phase.IDLE)
         if event.code == "held":
             self._progress(target, event.key)
+        elif event.code == "gone":
+            # The ring has moved on since its table was read, as a ring with few slots does all the time: what is there still goes at once.
+            self._copies.lose(event.key, self._targets.values())
         elif event.code == "stale":
             target.skipped.add(event.key)
             target.planned = False

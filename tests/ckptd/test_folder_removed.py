@@ -16,7 +16,9 @@ def test_a_removed_segment_folder_is_made_again_with_what_was_in_it(tmp_path: Pa
     script.write_text(SCRIPT)
     with own_daemon() as daemon:
         assert start(script, daemon, variables={"KILL_AT": "8"}).code == -9
-        shutil.rmtree(daemon.segment_dir)
+        # The daemon may be writing a file there at this moment: away at once, then piece by piece.
+        gone = daemon.segment_dir.rename(daemon.segment_dir.with_name("gone"))
+        shutil.rmtree(gone, ignore_errors=True)
         again = start(script, daemon)
         assert again.code == 0, again.printed
         (why,) = daemon.events("segment_folder_removed")

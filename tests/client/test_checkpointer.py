@@ -18,7 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.client import Checkpointer
+from ckptd.client.capture import Capture
+from ckptd.client.memory import RankMemory
 from ckptd.client.rng import capture_rng
+from ckptd.client.segment import MappedSegment
 from ckptd.cuda import engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.ring import SlotState
@@ -595,3 +598,23 @@ def test_an_error_that_a_device_tells_late_breaks_the_chain_once(
     assert ckpt.stats()["failed"] == 1
     assert ckpt.stats()["chain_breaks"] == 1
     assert ckpt.stats()["snapshots"] >= 10
+
+
+def test_generations_go_also_while_there_is_no_slot(
+    model: MoE, make: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They went only after a snapshot: where old ones were all that stood in the way of a new one, no snapshot was ever taken again."""
+    asked = []
+    drop = RankMemory.drop_unneeded
+
+    def noted(memory: RankMemory) -> list[MappedSegment]:
+        asked.append(1)
+        return drop(memory)
+
+    monkeypatch.setattr(RankMemory, "drop_unneeded", noted)
+    monkeypatch.setattr(Capture, "begin", lambda capture, *what: None)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    ckpt = make(model, optimizer)
+    train(ckpt, model, optimizer, 4)
+    assert ckpt.stats()["snapshots"] == 0
+    assert len(asked) >= 3

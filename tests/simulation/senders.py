@@ -138,8 +138,9 @@ class Senders(Hosts):
         node, key, run = effect.node, effect.key, daemon.run
         lease = sender.leases.get((node, key.generation))
         if lease is None or key not in sender.holds:
-            gone = rep.BeginRefused(node, key, "gone", "the snapshot is gone")
-            self.later(0.001, lambda: self.feed(name, daemon, rank, sender, gone))
+            code = "unreachable" if key in sender.holds else "gone"
+            refused = rep.BeginRefused(node, key, code, "the snapshot is gone")
+            self.later(0.001, lambda: self.feed(name, daemon, rank, sender, refused))
             return
         told = run.epoch, run.promise, run.span
 

@@ -8,6 +8,7 @@ from ckptd.memory.ring import (
     SlotState,
     choose_slot,
     droppable_generations,
+    most_slots,
     slots_for_window,
 )
 from ckptd.replication.replicas import Promise, promised
@@ -68,6 +69,7 @@ class Training(Runs):
         if choice.index is None:
             self.seen["skipped"] += 1
             trainer.previous = -1
+            self._drop_unneeded(rank)
             if not self._pending(rank, trainer) and state[1] >= trainer.retry_at:
                 trainer.coming = trainer.num_slots
             return
@@ -180,8 +182,10 @@ class Training(Runs):
         longer = needed > len(self.own_segments(rank)[-1].slots)
         asks = (longer or crowded) and not self._pending(rank, trainer)
         if asks and self.iteration >= trainer.retry_at:
-            most = max(trainer.num_slots, 2 * trainer.window + 2 + self.slack)
-            more = needed if longer else min(trainer.num_slots + _MORE_SLOTS, most)
+            span, returned = self._hint(rank).span, self._returned(rank)
+            most = most_slots(trainer.window, span, self.slack, returned=returned)
+            more = trainer.num_slots + _MORE_SLOTS
+            more = needed if longer else max(trainer.num_slots, min(more, most))
             trainer.num_slots = trainer.coming = more
             self.seen["grown"] += 1
 

@@ -26,6 +26,7 @@ from ckptd.memory.ring import (
     is_stale,
     live,
     missing_operators,
+    most_slots,
     newest_by_iteration,
     slots_for_window,
     stale_after,
@@ -293,6 +294,13 @@ def test_a_generation_with_a_chain_being_built_stays() -> None:
 
 
 # -- histories -----------------------------------------------------------------------------------
+
+
+def test_a_ring_grows_as_the_longest_window_needs_and_for_what_the_run_went_back_to() -> None:
+    """The rank's own window counted: one with a short window had no room for a target that was begun anew (simulation, seed 101703)."""
+    assert most_slots(4, 1, 2, returned=False) == 12
+    assert most_slots(1, 4, 2, returned=False) == 12
+    assert most_slots(1, 4, 2, returned=True) == 16
 
 
 def test_what_a_later_epoch_left_behind_is_stale() -> None:

@@ -269,6 +269,18 @@ class TestRefusals:
         assert effects == [Release(key(4))]
         assert core.wake_at_s is None
 
+    def test_a_snapshot_that_is_gone_does_not_make_the_target_wait(self) -> None:
+        """A ring with no slot to spare overwrites its oldest snapshot at each iteration; a target that had to begin anew waited up to ten
+        seconds before each try, for a snapshot that was then gone as well, and the floor stood still (simulation, seed 101703)."""
+        core = opened("a")
+        effects = core.handle(BeginRefused("a", key(3), "gone", "the slot was reused"), now_s=0)
+        assert Begin("a", key(4), snapshot(4)) in effects
+        effects = core.handle(BeginRefused("a", key(4), "gone", "the slot was reused"), now_s=0)
+        assert effects == [Release(key(4))]
+        assert core.wake_at_s is None  # there is nothing left to send
+        effects = core.handle(Slots((snapshot(5), snapshot(6)), W), now_s=0)
+        assert Begin("a", key(5), snapshot(5)) in effects
+
     def test_want_of_memory_is_told_once_and_does_not_hold_the_floor_back(self) -> None:
         core = Replicator(CONFIG)
         core.handle(Targets(("a",)), now_s=0)
