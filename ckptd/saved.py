@@ -8,7 +8,7 @@ from ckptd.config import default_endpoint
 from ckptd.errors import DaemonUnavailable, RemoteProtocolError
 from ckptd.launch import connect
 from ckptd.recovery.held import STORE_NODE
-from ckptd.recovery.holdings import epochs_begun, held_from_segments
+from ckptd.recovery.holdings import told_history
 from ckptd.recovery.plan import reachable
 from ckptd.transport.messages import GetStatus, RunSeen, SeeRun, Status
 from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
@@ -48,13 +48,13 @@ def saved_iterations(job: str, run: str, *, daemon: str | None = None) -> list[S
             seen = client.ask(
                 SeeRun(job, run, (), stored), RunSeen, timeout_s=_STORE_S if stored else _ANSWER_S
             )
-        held = [h for told in seen.holdings for h in held_from_segments(told.node, told.segments)]
+        history, held = told_history(seen.holdings)
     except (WireError, RefusedError, RequestTimeout, RemoteProtocolError) as error:
         raise DaemonUnavailable(str(error), operation="list what is saved") from error
     worlds = [s.world_size for told in seen.holdings for s in told.segments]
     if not worlds:
         return []
-    epochs = epochs_begun(seen.holdings)
+    epochs = history.begun
     durable = {
         end
         for _, end in reachable(

@@ -11,9 +11,10 @@ import msgspec
 
 from ckptd.client.agreement import Exchange, Failure, raise_together
 from ckptd.memory.ring import SlotRecord, epoch_table
-from ckptd.memory.slots import DRAWN_EPOCHS, epoch_after, least_starts, other_histories
+from ckptd.memory.slots import DRAWN_EPOCHS, epoch_after, least_starts
 from ckptd.recovery.facts import RankFacts, facts_from_wire, facts_to_wire
 from ckptd.recovery.held import STORE_NODE, HeldRecords, from_wire, to_wire
+from ckptd.recovery.histories import history_of
 from ckptd.recovery.holdings import held_from_segments
 from ckptd.recovery.log_facts import facts_told_by_logs
 from ckptd.recovery.pieces import Source
@@ -272,8 +273,9 @@ def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
     parked = _without(_once(theirs.parked for theirs in everybody), here)
     logs = _once(theirs.logs for theirs in everybody)
     records = {r.node: r for theirs in everybody for r in theirs.records}
-    others = _other_histories((*held, *parked, *logs), records.values())
-    held, parked, logs = (_without_epochs(each, others) for each in (held, parked, logs))
+    epochs = [epoch for record in records.values() for epoch in record.epochs]
+    history = history_of((*held, *parked, *logs), epochs)
+    held, parked, logs = (history.held(each) for each in (held, parked, logs))
     # Several nodes may know of the same idle one.
     idle = {card.node: card for theirs in everybody for card in theirs.cards}
     wanted = {name for theirs in everybody for name in theirs.wanted}
@@ -290,33 +292,9 @@ def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
         _facts_of(here, logs, parked),
         tuple(h.hint for h in here),
         tuple(records.values()),
-        frozenset(others),
+        history.others,
         tuple(dict.fromkeys(f for theirs in everybody for f in theirs.failures)),
-        _begun(records.values(), others),
-    )
-
-
-def _other_histories(held: Iterable[HeldRecords], records: Iterable[NodeRecord]) -> set[int]:
-    follows: dict[int, int] = {}
-    for record in records:
-        for epoch, _, before in record.epochs:
-            follows[epoch] = max(before, follows.get(epoch, -1))
-    seen = {record.epoch for h in held for record in h.records}
-    return other_histories(seen | follows.keys(), follows, empty=follows.keys() - seen)
-
-
-def _begun(records: Iterable[NodeRecord], others: Collection[int]) -> dict[int, int]:
-    starts = least_starts(*({epoch: start for epoch, start, _ in r.epochs} for r in records))
-    return {epoch: start for epoch, start in starts.items() if epoch not in others}
-
-
-def _without_epochs(
-    held: Iterable[HeldRecords], epochs: Collection[int]
-) -> tuple[HeldRecords, ...]:
-    if not epochs:
-        return tuple(held)
-    return tuple(
-        replace(h, records=tuple(r for r in h.records if r.epoch not in epochs)) for h in held
+        history.begun,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptd.errors import RemoteProtocolError
 from ckptd.recovery.held import STORE_NODE
-from ckptd.recovery.holdings import epochs_begun, held_from_segments
+from ckptd.recovery.holdings import held_from_segments, told_history
 from ckptd.recovery.localized import LocalizedPlan, NotLocalized
 from ckptd.recovery.plan import RecoveryPlan
 from ckptd.recovery.whatif import RankOutcome, WhatIf, what_if
@@ -62,7 +62,7 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace) -> WhatIf:
     job, run = choose_run(client, args)
     seen = client.ask(m.SeeRun(job, run), m.RunSeen, timeout_s=max(args.timeout, 10.0))
     try:
-        held = [h for told in seen.holdings for h in held_from_segments(told.node, told.segments)]
+        history, held = told_history(seen.holdings)
         logs = [h for told in seen.holdings for h in held_from_segments(told.node, told.logs)]
         parked = [h for told in seen.holdings for h in held_from_segments(told.node, told.parked)]
     except RemoteProtocolError as error:
@@ -76,16 +76,22 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace) -> WhatIf:
     labels = {member.card.node: member.card.labels for member in seen.members}
     lose = args.lose.split(",")
     try:
-        begun = epochs_begun(seen.holdings)
         found = what_if(
-            held, max(worlds), homes, labels, lose, logs=logs, parked=parked, begun=begun
+            held,
+            max(worlds),
+            homes,
+            labels,
+            lose,
+            logs=history.held(logs),
+            parked=history.held(parked),
+            begun=history.begun,
         )
         if found.recoverable or client.ask(m.GetStatus(), m.Status).durable is None:
             return found
         # Memory would not do; what is durable may.
         seen = client.ask(m.SeeRun(job, run, (), True), m.RunSeen, timeout_s=_STORE_S)
-        held = [h for told in seen.holdings for h in held_from_segments(told.node, told.segments)]
-        stored = what_if(held, max(worlds), homes, labels, lose, begun=begun)
+        history, held = told_history(seen.holdings)
+        stored = what_if(held, max(worlds), homes, labels, lose, begun=history.begun)
         return stored if stored.recoverable else found
     except RemoteProtocolError as error:
         raise RefusedError("internal", str(error)) from error

@@ -21,7 +21,7 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import slot_lock_byte
 from ckptd.memory.segments import SegmentPlan, SegmentStore
 from ckptd.peers.replica_store import ReplicaStore
-from ckptd.recovery.holdings import epochs_begun, fetch_piece, held_from_segments
+from ckptd.recovery.holdings import fetch_piece, told_history
 from ckptd.recovery.plan import NoRecovery, Piece, RecoveryPlan, plan_recovery
 from ckptd.sessions import RankKey
 from ckptd.transport.messages import DrillReport, FetchPiece, FetchSource, RunSeen
@@ -66,9 +66,7 @@ class DrillRun:
     def seen(self, seen: RunSeen) -> None:
         """What the nodes of the run hold: plan, without the rank's own node."""
         try:
-            held = [
-                h for told in seen.holdings for h in held_from_segments(told.node, told.segments)
-            ]
+            history, held = told_history(seen.holdings)
         except RemoteProtocolError as error:
             self._fail(str(error))
             return
@@ -82,7 +80,7 @@ class DrillRun:
             max(world),
             homes=homes,
             lost={homes[self._key.rank]},
-            epochs=epochs_begun(seen.holdings),
+            epochs=history.begun,
         )
         if isinstance(plan, NoRecovery):
             self._fail(plan.reason)

@@ -146,28 +146,40 @@ def epoch_can_follow(epoch: int, highest: int) -> bool:
 def other_histories(
     epochs: Iterable[int], follows: Mapping[int, int], *, empty: Collection[int] = ()
 ) -> set[int]:
-    """The epochs, of these, that the newest one does not go back to: nodes that were away went on from the same past by themselves.
+    """The epochs, of these, that are not of the history that counts: nodes that were away went on from some past by themselves.
 
-    The newest epoch is the one with the highest number, so with the longest past; of equally long ones the lot decides, but one of which something was
-    recorded counts before one of which nothing was: that one began on nodes that were cut off at once. It goes back to
-    the one that it follows, and so on. Nothing of the others counts: not even what lies before the newest one's start.
+    A history is an epoch and all that it goes back to: the one that it follows, the one that this follows, and so on. The history counts whose
+    newest epoch of which something is held is the highest, and with equal ones the history that goes on longest. Of equally long ones the
+    lot decides. Nothing of the others counts: not even what lies before the start of an epoch that does.
 
     Args:
-        follows: the epoch before an epoch, where that is known. Where it is not, the next lower one of these is taken for it.
+        follows: the epoch before an epoch, where that is known. Where it is not, the highest of these epochs with a shorter past is taken for it.
         empty: epochs of which nothing is held.
     """
-    others: set[int] = set()
-    known = sorted({*epochs}, reverse=True)
-    child = max(known, key=lambda e: (e >> _DRAWN_BITS, e not in empty, e), default=-1)
-    for epoch in known:
-        if epoch == child:
-            continue
-        parent = follows.get(child, -1)
-        if epoch > child or 0 <= parent < epoch:
-            others.add(epoch)
-        else:
-            child = epoch
-    return others
+    known = {*epochs}
+    held = known.difference(empty)
+    if not known:
+        return set()
+
+    def newest_held(epoch: int) -> int:
+        return max((e for e in _past(epoch, known, follows) if e in held), default=-1)
+
+    newest = max(known, key=lambda epoch: (newest_held(epoch), epoch))
+    return known.difference(_past(newest, known, follows))
+
+
+def _past(epoch: int, known: Collection[int], follows: Mapping[int, int]) -> list[int]:
+    """The epoch and what it goes back to, newest first. Each has a shorter past than the one before, so the upper bits of its number are lower."""
+    past = [epoch]
+    while True:
+        last = past[-1]
+        shorter = (e for e in known if e >> _DRAWN_BITS < last >> _DRAWN_BITS)
+        before = follows.get(last, -1)
+        if not 0 <= before < last:
+            before = max(shorter, default=-1)
+        if before < 0:
+            return past
+        past.append(before)
 
 
 def epoch_table(

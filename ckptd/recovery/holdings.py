@@ -6,7 +6,7 @@ checked and joined with what their segment says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import xxhash
@@ -19,12 +19,12 @@ from ckptd.memory.segment_format import (
     pack_slot_header,
     unpack_slot_header,
 )
-from ckptd.memory.slots import least_starts, other_histories
+from ckptd.recovery.histories import History, history_of
 from ckptd.recovery.plan import HeldRecords, Piece
 from ckptd.transport.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, Holdings
 from ckptd.unpacking import unpack
 
-__all__ = ["epochs_begun", "fetch_piece", "header_record", "held_from_segments", "operators_id"]
+__all__ = ["fetch_piece", "header_record", "held_from_segments", "operators_id", "told_history"]
 
 
 def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldRecords]:
@@ -49,14 +49,19 @@ def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldR
     ]
 
 
-def epochs_begun(told: Iterable[Holdings]) -> dict[int, int]:
-    """Where the epochs began of which the records of these nodes tell, but for those to which the newest one does not go back."""
-    epochs = [epoch for holdings in told if holdings.record for epoch in holdings.record.epochs]
-    follows: dict[int, int] = {}
-    for epoch, _, before in epochs:
-        follows[epoch] = max(before, follows.get(epoch, -1))
-    others = other_histories(follows, follows)
-    return least_starts(*({epoch: start} for epoch, start, _ in epochs if epoch not in others))
+def told_history(told: Sequence[Holdings]) -> tuple[History, list[HeldRecords]]:
+    """The history that counts, and the snapshots that these nodes hold of it.
+
+    Raises:
+        RemoteProtocolError: see `held_from_segments`.
+    """
+    held, beside = list[HeldRecords](), list[HeldRecords]()
+    for holdings in told:
+        held += held_from_segments(holdings.node, holdings.segments)
+        beside += held_from_segments(holdings.node, (*holdings.logs, *holdings.parked))
+    epochs = [epoch for each in told if each.record is not None for epoch in each.record.epochs]
+    history = history_of([*held, *beside], epochs)
+    return history, list(history.held(held))
 
 
 class _Told(msgspec.Struct):

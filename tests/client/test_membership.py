@@ -14,7 +14,7 @@ from ckptd.errors import DaemonUnavailable, RemoteProtocolError
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_format import SlotHeader, pack_slot_header
 from ckptd.recovery.facts import RankFacts, facts_to_wire
-from ckptd.recovery.holdings import epochs_begun
+from ckptd.recovery.holdings import told_history
 from ckptd.recovery.plan import RecoveryPlan, plan_recovery
 from ckptd.transport.messages import (
     HeldSegment,
@@ -207,7 +207,7 @@ def test_what_an_epoch_left_behind_does_not_come_back_with_the_loss_of_that_epoc
     plan = plan_recovery(found.usable, 1, epochs=found.epochs)
     assert isinstance(plan, RecoveryPlan)
     assert (plan.end, plan.epoch) == (5, second)
-    assert epochs_begun([here]) == found.begun, "as a drill and `ckptctl whatif` see it"
+    assert told_history([here])[0].begun == found.begun, "as a drill and `ckptctl whatif` see it"
 
 
 def test_a_daemon_that_is_away_is_every_ranks_error() -> None:

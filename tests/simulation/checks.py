@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
-from dataclasses import replace
 
 from ckptd.memory.ring import newest_by_iteration
-from ckptd.memory.slots import least_starts, other_histories
+from ckptd.recovery.histories import history_of
 from ckptd.recovery.plan import HeldRecords, NoRecovery, RecoveryPlan, plan_recovery
 from ckptd.replication.replicas import spanning_suffix
 from tests.simulation.model import (
@@ -84,9 +83,23 @@ class Checks(Network):
         return [v for v in said if v.epoch == newest][-1]
 
     def _covers(self, said: Vouched, floor: int) -> bool:
-        """Whether it was said of this floor, in a history that goes on from there or later."""
+        """Whether it was said of this floor, in the live history, and that goes on from there or later."""
         left = any(e > said.epoch and start < floor for e, start in self.epochs.items())
-        return said.first <= floor <= said.last and not left
+        return said.epoch in self.epochs and said.first <= floor <= said.last and not left
+
+    def drawn_away(self, others: Collection[int]) -> bool:
+        """Whether the live history counts no more because another one of the same number in the upper 20 bits drew the higher lot.
+
+        That number was taken twice because everybody who knew it was away or destroyed (docs/replication.md section 2). What the promises say
+        of the live history then holds for the other one; so they are not asked, and that is counted.
+        """
+        if self.epoch not in others:
+            return False
+        elsewhere = [epoch for epoch in self.pasts if epoch not in self.epochs]
+        twins = [(e, p) for e in elsewhere for p in self.epochs if e >> 12 == p >> 12 and e > p]
+        assert twins, f"epoch {self.epoch} is of another history, and nothing says why: {others}"
+        self.seen["drawn away"] += 1
+        return True
 
     def known_floor(self) -> int:
         """The newest floor that a daemon of the run knows."""
@@ -129,20 +142,15 @@ class Checks(Network):
         self, without: Collection[str] = ()
     ) -> tuple[list[HeldRecords], dict[int, int], set[int]]:
         """What a start sees: what is held of the newest history, where its epochs began, and the epochs of others."""
-        held, follows, starts = self.holdings(without), dict[int, int](), dict[int, int]()
-        for name, node in self.nodes.items():
-            if node.up and name not in without:
-                starts = least_starts(
-                    starts, {e: start for e, (start, _) in node.record.epochs.items()}
-                )
-                for epoch, (_, before) in node.record.epochs.items():
-                    follows[epoch] = max(before, follows.get(epoch, -1))
-        sealed = {record.epoch for h in held for record in h.records}
-        others = other_histories({*follows, *sealed}, follows, empty=follows.keys() - sealed)
-        left = [
-            replace(h, records=tuple(r for r in h.records if r.epoch not in others)) for h in held
+        held = self.holdings(without)
+        epochs = [
+            (epoch, start, before)
+            for name, node in self.nodes.items()
+            if node.up and name not in without
+            for epoch, (start, before) in node.record.epochs.items()
         ]
-        return left, {e: start for e, start in starts.items() if e not in others}, others
+        history = history_of(held, epochs)
+        return list(history.held(held)), dict(history.begun), set(history.others)
 
     def holds(self, name: str, rank: int, end: int, *, own: bool) -> bool:
         """Whether the suffix of the rank that ends there is on the node."""
@@ -180,9 +188,10 @@ class Checks(Network):
         if self.announced is not None and self.rng.random() < _CHECKED:
             lost = self.rng.sample(sorted(self.nodes), self.rng.randint(0, self.replicas))
             lost += self.cut
-            held, begun, _ = self.told(lost)
+            held, begun, others = self.told(lost)
             plan = plan_recovery(held, len(self.homes), epochs=begun)
-            self.check_promise(lost, plan)
+            if not self.drawn_away(others):
+                self.check_promise(lost, plan)
             if isinstance(plan, RecoveryPlan):
                 self.check_plan(plan)
 
@@ -231,7 +240,9 @@ class Checks(Network):
         if self.known_floor() >= tip.end:
             self.tip = None
         elif all(self.stands(home) and home.node not in self.cut for home in tip.homes):
-            held, begun, _ = self.told(self.cut)
+            held, begun, others = self.told(self.cut)
+            if self.drawn_away(others):
+                return
             plan = plan_recovery(held, len(self.homes), epochs=begun)
             self.seen["tip checked"] += 1
             assert isinstance(plan, RecoveryPlan), f"(g) {tip.end} is lost: {plan.reason}"

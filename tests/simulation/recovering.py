@@ -48,7 +48,8 @@ class Recovering(Training):
         held, begun, self.others = self.told(away)
         plan = plan_recovery(held, len(self.homes), homes=homes, epochs=begun)
         self.seen["other history"] += bool(self.others)
-        self.check_promise(away, plan)
+        if not self.drawn_away(self.others):
+            self.check_promise(away, plan)
         if isinstance(plan, NoRecovery) and self._worth_waiting(held, usable):
             self.tell(f"waits for {away}: {plan.reason}")
             self.seen["waited"] += 1

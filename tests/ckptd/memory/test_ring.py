@@ -631,19 +631,38 @@ def test_one_message_does_not_use_epochs_up() -> None:
     assert epoch_after(newest, 0) < 1 << 32
 
 
+def numbered(*told: str) -> list[int]:
+    """Epochs by name: "2b" is the second that follows a past of two."""
+    return [(int(name[0]) << 12) + ord(name[1]) for name in told]
+
+
 @pytest.mark.parametrize(
-    ("epochs", "follows", "others"),
+    ("epochs", "follows", "empty", "others"),
     [
-        ([], {}, []),
-        ([0, 1, 2], {}, []),
-        ([10, 21, 22], {21: 10, 22: 10}, [21]),  # of equally long ones the lot decides
-        ([10, 21, 22, 30], {21: 10, 22: 10, 30: 21}, [22]),  # but a longer one counts
-        ([10, 21, 22, 31, 32], {21: 10, 22: 10, 31: 22, 32: 21}, [22, 31]),
-        ([10, 21, 40], {21: 10, 40: 30, 30: 22}, []),  # nobody can tell any more
-        ([10, 20, 30], {30: 10, 20: 10}, [20]),
+        ("", {}, "", ""),
+        ("0a 1a 2a", {}, "", ""),
+        ("1a 2a 2b", {"2a": "1a", "2b": "1a"}, "", "2a"),  # of equally long ones the lot decides
+        ("1a 2a 2b 3a", {"2a": "1a", "2b": "1a", "3a": "2a"}, "", "2b"),  # but a longer one counts
+        (
+            "1a 2a 2b 3a 3b",
+            {"2a": "1a", "2b": "1a", "3a": "2b", "3b": "2a"},
+            "",
+            "2b 3a",
+        ),
+        # What lies between is known by its number alone; 2a is not of it.
+        ("1a 2a 4a", {"2a": "1a", "4a": "3a", "3a": "2b"}, "", "2a"),
+        ("1a 2a 3a", {"3a": "1a", "2a": "1a"}, "", "2a"),
+        # Nothing is held of the last epoch of the one that counts: it says what is stale all the same.
+        ("1a 2a", {"2a": "1a"}, "2a", ""),
+        ("1a 2a 2b", {"2a": "1a", "2b": "1a"}, "2b", "2b"),
+        # A node that was cut off knows of a longer history of which nothing is left but what both have in common (simulation, seed 3212).
+        ("0a 1a 2a", {"2a": "1b", "1b": "0a", "1a": "0a"}, "2a", "2a"),
+        ("0a 1a 2a", {"2a": "1b", "1b": "0a", "1a": "0a"}, "", "1a"),
     ],
 )
 def test_what_the_newest_epoch_does_not_go_back_to_is_another_history(
-    epochs: list[int], follows: dict[int, int], others: list[int]
+    epochs: str, follows: dict[str, str], empty: str, others: str
 ) -> None:
-    assert sorted(other_histories(epochs, follows)) == others
+    before = {numbered(epoch)[0]: numbered(past)[0] for epoch, past in follows.items()}
+    found = other_histories(numbered(*epochs.split()), before, empty=numbered(*empty.split()))
+    assert sorted(found) == numbered(*others.split())
