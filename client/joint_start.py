@@ -249,7 +249,10 @@ def _refuse_to_forget(
 
 
 def _would_be_lost(view: RunView, recoverable_before: bool) -> str:
-    """What beginning anew would give up, or may; "" if there is nothing."""
+    """What beginning anew would give up, or may; "" if there is nothing.
+
+    A complete suffix of one rank counts, although it resumes nothing by itself: a person may know where the rest is.
+    """
     complete = complete_suffixes(view.held)
     was = recoverable_before or view.was_recoverable(complete)
     if was is False:
@@ -263,14 +266,21 @@ def _would_be_lost(view: RunView, recoverable_before: bool) -> str:
     elif not view.is_known and any(record.lost for record in view.records):
         lost = [record.node for record in view.records if record.lost]
         missing = f"the record of who took part is damaged on {_nodes(lost)}, and nobody else knows"
+    elif told:
+        missing = "no node is missing, and neither memory nor storage has a state from which all ranks can resume"
     return "; ".join(text for text in (told, missing) if text)
 
 
 def _how_to_go_on(job: str, run: str, view: RunView) -> str:
+    where = _nodes([record.node for record in view.records if record.holds])
+    if not view.silent and not any(record.lost for record in view.records):
+        return (
+            f"Nothing was deleted, and waiting changes nothing. To begin anew, run `ckptctl forget {job} {run}` on {where} and "
+            "start again, or pass run= a new name"
+        )
     first = "What is there stays"
     if view.silent:
         first = "Nothing was lost: start again when they are back. If they will not be"
-    where = _nodes([record.node for record in view.records if record.holds])
     return (
         f"{first}, `ckptctl forget {job} {run}` on {where}, or pass run= a new name, to begin anew. A node that "
         f"refuses this job's nodes (event peer_refused) lets them in by `ckptctl admit {job} {run} NODE`"

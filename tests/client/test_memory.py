@@ -209,7 +209,7 @@ def test_a_run_does_not_begin_anew_because_a_node_is_late(endpoint: str, run: st
 
 
 def test_it_begins_anew_only_by_command_while_anything_is_complete(endpoint: str, run: str) -> None:
-    """What rank 1 had is nowhere, but a person may know better; the operator is told why, and how to begin anew."""
+    """What rank 1 had is nowhere, but a person may know better; the operator is told that nobody is missing, and how to begin anew."""
     recorded_by_rank_0(endpoint, run)
     with two_ranks(endpoint, run) as memories:
         for error in together(memories):
@@ -217,11 +217,35 @@ def test_it_begins_anew_only_by_command_while_anything_is_complete(endpoint: str
             assert "no node holds a snapshot of rank 1" in str(error)
             assert "of rank 0 there are iterations 3 to 4" in str(error)
             node = memories[0].session.node_id
-            assert f"What is there stays, `ckptctl forget job {run}` on node {node}," in str(error)
+            _says_how_to_begin_anew(str(error), run, node)
     forget(endpoint, run)
     with two_ranks(endpoint, run) as memories:
         assert together(memories) == ["no node holds a snapshot of ranks 0, 1 (world size 2)"] * 2
         assert len({history(memory) for memory in memories}) == 1
+
+
+def test_a_job_that_died_in_its_first_seconds_is_told_that_nothing_can_be_resumed(
+    endpoint: str, run: str
+) -> None:
+    """Each rank has a complete suffix, and they have no iteration in common: there never was a floor. The refusal spoke of what stays and of nodes that
+    refuse others, as if waiting could help; nobody is missing, and one command is all that there is to do."""
+    recorded_by_both(endpoint, run, iterations=((3, 4), (6, 7)))
+    with two_ranks(endpoint, run) as memories:
+        for error in together(memories):
+            assert isinstance(error, DaemonUnavailable), error
+            assert "the ranks have no iteration in common" in str(error)
+            assert "of rank 1 there are iterations 6 to 7" in str(error)
+            _says_how_to_begin_anew(str(error), run, memories[0].session.node_id)
+    forget(endpoint, run)
+    with two_ranks(endpoint, run) as memories:
+        assert together(memories) == ["no node holds a snapshot of ranks 0, 1 (world size 2)"] * 2
+
+
+def _says_how_to_begin_anew(text: str, run: str, node: str) -> None:
+    assert "no node is missing, and neither memory nor storage has a state from which" in text
+    assert f"To begin anew, run `ckptctl forget job {run}` on node {node} and start again" in text
+    assert "admit" not in text
+    assert "back" not in text
 
 
 def test_it_begins_anew_where_a_rank_never_had_anything_complete(endpoint: str, run: str) -> None:
