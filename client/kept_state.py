@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -87,11 +87,17 @@ class KeptState:
         self._held: tuple[object, frozenset[int]] = (None, frozenset())
         self._volatile: set[tuple[str, str]] = set()
         self._told = False
+        self._also: Callable[[Mapping[str, Any]], None] | None = None
         self._baseline: Baseline | None = None
         try:
             self._baseline = self._walk()[1]
         except Refused as refused:
             raise ValueError(cannot_be_captured(self.whose, refused)) from None
+
+    @property
+    def names(self) -> list[str]:
+        """Of each optimizer that of its class."""
+        return list(self._names)
 
     @property
     def whose(self) -> str:
@@ -177,6 +183,8 @@ class KeptState:
             Refused: something that no snapshot can hold.
         """
         kept, _ = self._walk()
+        if self._also is not None:
+            self._also(kept)
         packed = values.pack(kept, "what the optimizer keeps")
         if len(packed) > MAX_BYTES:
             raise Refused(
@@ -191,6 +199,21 @@ class KeptState:
                 len(packed) / 2**20,
             )
         return packed
+
+    def tree(self) -> dict[str, Any]:
+        """What `gather` packs, as it is now, in memory of its own.
+
+        Raises:
+            Refused: something that no snapshot can hold.
+        """
+        found: dict[str, Any] = values.unpack(
+            values.pack(self._walk()[0], "what the optimizer keeps")
+        )
+        return found
+
+    def check_also(self, check: Callable[[Mapping[str, Any]], None]) -> None:
+        """From now on `gather` asks this, too, which may raise `Refused`."""
+        self._also = check
 
     def _walk(self) -> tuple[dict[str, Any], Baseline]:
         try:
@@ -404,7 +427,7 @@ class KeptState:
             return ""
         recorded = values.unpack(packed)
         try:
-            live = values.unpack(values.pack(self._walk()[0], "what the optimizer keeps"))
+            live = self.tree()
         except Refused as refused:
             return str(refused)
         for i, who in enumerate(self._names):

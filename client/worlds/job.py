@@ -313,6 +313,9 @@ class ElasticJob:
         began = time.perf_counter()
         make_room(self._here, self._wishes, self._world, self.rank)
         self._checkpointer = self._protect(whole, options)
+        if not self._checkpointer.off:
+            # Before the first snapshot: one that no world of other ranks could go on from is not taken.
+            self._checkpointer._binding.kept.check_also(whole.kept.check)
         self.seconds["attach_s"] = time.perf_counter() - began
         memory = self._checkpointer._memory
         self._alongside = Alongside(

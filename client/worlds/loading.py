@@ -15,6 +15,8 @@ from ckptd.client.binding import Binding, local
 from ckptd.client.host_bytes import DTYPES
 from ckptd.client.rng import restore_rng
 from ckptd.client.scalars import Stateful, apply_groups
+from ckptd.client.value_trees import Refused
+from ckptd.client.worlds.kept_apart import KeptApart
 from ckptd.client.worlds.reading import UnitHead
 from ckptd.elastic.worlds import BUFFER, Unit
 
@@ -50,6 +52,7 @@ class Loader:
 
     Args:
         stateful: the user's objects by name.
+        kept: the rules for what the optimizers keep beside their tensors.
         firsts: of each parameter of which this rank has a shard: the element with which that begins.
     """
 
@@ -57,9 +60,13 @@ class Loader:
         self,
         binding: Binding,
         stateful: Mapping[str, Stateful],
+        kept: KeptApart,
         firsts: Mapping[str, int] = _NO_SHARDS,
     ) -> None:
         self._binding, self._stateful, self._firsts = binding, stateful, firsts
+        self._rules = kept
+        self._kept: dict[str, Any] | None = None
+        self.whose = -1  # the rank that recorded the step scalars
         self._buffers = binding.buffers()
         self._facts: dict[str, dict[str, Any]] = {}
         self._rng: dict[str, Any] | None = None
@@ -113,11 +120,20 @@ class Loader:
             if name not in self._buffers:
                 raise ValueError(f"the state of this run has a buffer {name}, and the model none")
             _copy(name, local(self._buffers[name]), _tensor(memoryview(data), dtype, shape))
+        self._kept, self.whose = told["kept"], told["rank"]
         self._rng = scalars["rng"]
         self._seed = 0 if told["rank"] == rank else 1 + rank
 
+    def digests(self) -> dict[str, str]:
+        """Of what the optimizers kept of no parameter, by path."""
+        return {} if self._kept is None else self._rules.digests(self._kept)
+
     def finish(self) -> None:
-        """Complete the optimizers' state: numbers, plain values, and the order of keys that the optimizer itself has."""
+        """Complete the optimizers' state: numbers, plain values, the order of keys that the optimizer itself has, and all that it kept elsewhere.
+
+        Raises:
+            ValueError: an optimizer kept what cannot be brought to a world of other ranks.
+        """
         for name, facts in self._facts.items():
             if name not in self._binding.owner or name in self._binding.elsewhere:
                 continue
@@ -132,6 +148,21 @@ class Loader:
             ordered = {k: state[k] for k in facts["keys"] if k in state}
             ordered |= {k: v for k, v in state.items() if k not in ordered}
             self._binding.keeper(name).state[self._binding.held(name)] = ordered
+        if self._kept is not None:
+            self._finish_kept(self._kept)
+
+    def _finish_kept(self, kept: Mapping[str, Any]) -> None:
+        binding, facts = self._binding, self._facts
+        names = [n for n in facts if n in binding.owner and n not in binding.elsewhere]
+        entries = {n: facts[n]["entries"] for n in names if facts[n]["entries"]}
+        keys = {n: facts[n]["deviating"][0] for n in names if facts[n]["deviating"]}
+        try:
+            fitted = self._rules.fitted({**kept, "entries": entries, "keys": keys})
+        except Refused as refused:
+            raise ValueError(
+                f"the optimizer ({binding.kept.whose}) kept {refused.path}: {refused.why}. Pass run= a new name to begin anew"
+            ) from None
+        binding.kept.load(values.pack(fitted, "what the optimizer keeps"), names)
 
     def begin(self) -> None:
         """The first step is about to run: random state as it was, or, on a rank that there was not, one of its own that follows from it."""

@@ -108,10 +108,14 @@ class LocalState:
             yield opened.data[part.offset : part.offset + part.nbytes]
 
     def scalars(self, rank: int) -> bytes:
-        """Step scalars and dense buffers of a rank, packed."""
+        """Step scalars and dense buffers of a rank, and what its optimizers keep of no parameter, packed."""
         opened = self._of_rank(rank)
+        kept = opened.facts.kept
         found: dict[str, Any] = {
             "rank": rank,
+            "kept": None
+            if kept is None
+            else {k: kept[k] for k in ("attributes", "groups", "foreign")},
             "scalars": {k: opened.facts.scalars[k] for k in ("groups", "state", "rng")},
             "buffers": {
                 name: [entry.dtype, list(entry.shape), bytes(opened.view.data(entry.name))]

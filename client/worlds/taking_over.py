@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ckptd.client.agreement import Exchange, all_or_none
 from ckptd.client.elastic import ExpertShards
 from ckptd.client.lines import get_logger
+from ckptd.client.worlds.kept_apart import check_alike
 from ckptd.client.worlds.loading import Loader, check_fits
 from ckptd.client.worlds.reading import LocalState
 from ckptd.client.worlds.sharding import check_strategy, firsts_of
@@ -41,7 +42,7 @@ def take_over(
     handover, ranks = world.plan.handover, len(world.plan.node_of)
     assert handover is not None, "a world that begins takes over nothing"
     firsts = firsts_of(whole.binding, shards, layers, rank, ranks)
-    loader = Loader(whole.binding, whole.stateful, firsts)
+    loader = Loader(whole.binding, whole.stateful, whole.kept, firsts)
     with all_or_none(meet, f"rank {rank}"):
         check_strategy(world.shapes, shards, layers)
         mine = [give.unit for give in handover.gives if give.target == rank]
@@ -72,6 +73,8 @@ def _fill(
         for stream in came[0]:
             loader.units(stream)
         loader.scalars(b"".join(came[1]), rank)
+    check_alike(loader.digests(), loader.whose, rank, meet)
+    with all_or_none(meet, f"rank {rank}"):
         loader.finish()
     if local is not None:
         local.close()

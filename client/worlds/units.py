@@ -121,6 +121,9 @@ class ParamFacts:
         self.scalars = scalars
         self._absent = frozenset(scalars["absent"])
         self._layout = layout
+        packed = scalars.get("kept")
+        # What `KeptState` gathered; None: an earlier version did not.
+        self.kept: dict[str, Any] | None = None if packed is None else values.unpack(packed)
         self._numbers: dict[str, dict[str, list[Any]]] = {}
         for dtype, pairs in layout["packed"].items():
             data = bytes(view.data(f"ckptd.optim_scalars/{dtype}"))
@@ -137,4 +140,15 @@ class ParamFacts:
             "numbers": self._numbers.get(param, {}),
             "plain": self.scalars["python"].get(param, {}),
             "absent": param in self._absent,
+            **self._kept_of(param),
+        }
+
+    def _kept_of(self, param: str) -> dict[str, Any]:
+        """Nested values in its state, and its keys where they are others than the layout tells: none, or the only one."""
+        if self.kept is None:
+            return {"entries": [], "deviating": []}
+        keys = self.kept["keys"]
+        return {
+            "entries": self.kept["entries"].get(param, []),
+            "deviating": [keys[param]] if param in keys else [],
         }

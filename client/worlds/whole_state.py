@@ -15,6 +15,7 @@ from ckptd.client.elastic import ExpertShards
 from ckptd.client.probe import unwrap_optimizer
 from ckptd.client.scalars import Stateful
 from ckptd.client.worlds.history import LoadHistory
+from ckptd.client.worlds.kept_apart import KeptApart
 from ckptd.client.worlds.recorded import LOADS
 from ckptd.client.worlds.shard_shapes import SHAPES, ShardShapes
 from ckptd.client.worlds.sharding import with_shards
@@ -31,6 +32,7 @@ class WholeState:
         model: with shards the user's model and the shards as one.
         stateful: the user's objects and the job's.
         binding: of the model and the optimizers.
+        kept: what the optimizers may keep for a world of other ranks to go on from it.
         dense: the names of the parameters that belong to no expert.
     """
 
@@ -38,6 +40,7 @@ class WholeState:
     optimizers: list[Any]
     stateful: dict[str, Stateful]
     binding: Binding
+    kept: KeptApart
     dense: tuple[str, ...]
 
     @property
@@ -75,10 +78,10 @@ def whole_state_of(
         _check_names(state, SHAPES)
         model, optimizers = with_shards(model, optimizers, shards)
         stateful[SHAPES] = ShardShapes(shards.layers)
-    binding = Binding(model, [unwrap_optimizer(o) for o in optimizers], masters)
+    binding = Binding(model, [unwrap_optimizer(o) for o in optimizers], masters, optimizers)
     owner_of = (layers.expert_of, layers.shard_of)
     dense = tuple(name for name in binding.params if not any(of(name) for of in owner_of))
-    return WholeState(model, optimizers, stateful, binding, dense)
+    return WholeState(model, optimizers, stateful, binding, KeptApart(binding, layers), dense)
 
 
 def _check_names(state: Mapping[str, Stateful] | None, own: str) -> None:

@@ -5,6 +5,7 @@ In double precision: another number of ranks adds up in another order, and the l
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import json
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.client.rng import capture_rng
+from tests.e2e.elastic_optimizers import OPTIMIZERS, kept_by
 from tests.e2e.elastic_states import joined_shards
 from tests.e2e.elastic_watch import digests, hold_bringing, watch
 from tests.e2e.job import let_them_come, let_what_is_beside_come
@@ -57,6 +59,7 @@ class Part:
         die_sending: with ``sharded``: the one that is to die does so when its shards are updated, and the others wait for their weights.
         joined: with ``sharded``: each rank tells of the shards all that they are together; a collective call at each top that is told.
         gate: a file, without which nothing is brought from storage.
+        optimizer: which of `OPTIMIZERS`.
         spoil: with ``sharded``: rank 0 forgets, of one shard, a moment of what it has loaded.
     """
 
@@ -84,6 +87,7 @@ class Part:
     die_sending: bool = False
     joined: bool = False
     gate: Path | None = None
+    optimizer: str = ""
     spoil: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -206,7 +210,7 @@ def _live(part: Part, log: Log) -> bool:
               held={name: job.experts(name) for name in layers})  # fmt: skip
     model = Model(job, part.seed, part.sharded)
     shards = _shards_of(job, model, part) if part.sharded else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer = OPTIMIZERS[part.optimizer](model.parameters())
     optimizers = [optimizer] if shards is None else [optimizer, shards.optimizer]
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 5) for each in optimizers]
     state = {f"scheduler {i}": each for i, each in enumerate(schedulers)}
@@ -338,15 +342,16 @@ def everything(
             "parts": dict(shards.named_parameters()) | state_by_name(shards, shards.optimizer),
         }
     found["groups"] = [{k: v for k, v in g.items() if k != "params"} for o in optimizers for g in o.param_groups]  # fmt: skip
+    found["kept"] = [kept_by(o) for o in optimizers]
     found["state"] = {name: one.state_dict() for name, one in state.items()}
     found["rng"] = capture_rng()
     return found
 
 
-def state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What an optimizer keeps of a module's parameters."""
     return {
-        f"{name}/{key}": value.detach().clone()
+        f"{name}/{key}": copy.deepcopy(value)
         for name, param in module.named_parameters()
         for key, value in optimizer.state.get(param, {}).items()
     }

@@ -30,4 +30,6 @@ def same(one: Any, other: Any) -> bool:
     """To the bit."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)

@@ -20,6 +20,7 @@ from ckptd.client.operators import discover_operators
 from ckptd.client.rng import capture_rng
 from ckptd.client.scalars import gather_groups
 from ckptd.client.worlds.inventory import Inventory
+from ckptd.client.worlds.kept_apart import KeptApart
 from ckptd.client.worlds.loading import Loader, check_fits
 from ckptd.client.worlds.reading import LocalState, Unreadable
 from ckptd.client.worlds.sharding import same_call
@@ -165,7 +166,7 @@ def handed_over(folder: Path, ranks: int) -> tuple[LocalState, Handover]:
 
 
 def load(one: Rank, local: LocalState, plan: Handover) -> None:
-    loader = Loader(one.binding, {}, one.firsts)
+    loader = Loader(one.binding, {}, KeptApart(one.binding, LAYERS), one.firsts)
     mine = [give.unit for give in plan.gives if give.target == one.rank]
     check_fits(one.binding, mine, set(one.binding.params))
     loader.clear()
