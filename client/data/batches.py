@@ -107,7 +107,12 @@ class Batches(Iterator[Any]):
                 self._ledger.note(batch)
             return batch
         self._inner = None
-        raise ValueError(f"{type(self._loader).__name__} gave no batch in a whole epoch")
+        once = isinstance(self._loader, Iterator)
+        raise ValueError(
+            f"{type(self._loader).__name__} gave no batch in a whole epoch"
+            + once
+            * ": it is an iterator, which has one epoch; pass the loader or dataset that it comes from, batches(loader)"
+        )
 
     def _new_epoch(self) -> Iterator[Any]:
         position = self._position

@@ -1,27 +1,33 @@
 """Lives of one training program: the library is imported once, then each life is forked, so that it may be SIGKILLed.
 
-``python -m tests.e2e.lives MODULE`` reads rows of lives from standard input, as JSON; those of a row run side by side. A life is the
-list of arguments for ``MODULE.main``; standard output has the exit codes, as JSON.
+``python -m tests.e2e.lives MODULE OTHER...`` imports the modules, and plays one request after the other: a line of standard input has
+rows of lives, as JSON; those of a row run side by side. A life is the list of arguments for ``MODULE.main``; a line of standard output
+has the exit codes, as JSON.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from tests.e2e.harness import DaemonProcess
 
-__all__ = ["Life", "Run", "free_port", "join", "live", "resumed_at"]
+__all__ = ["Life", "Parent", "Run", "free_port", "join", "live", "resumed_at"]
 
 
 class Life:
@@ -61,27 +67,76 @@ class Run:
         return self.lives[-1]
 
 
+class Parent:
+    """The process of which lives are forked. What it imports, no life imports again: that takes longer than most lives.
+
+    Args:
+        module: has ``main(arguments)``.
+        others: are imported beforehand, too.
+        ends_with_one: the lives of a row end when one of them was SIGKILLed, as torchrun ends them. Otherwise each finds out by itself.
+    """
+
+    def __init__(self, module: str, *others: str, ends_with_one: bool = False) -> None:
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.lives", *["--ends-with-one"] * ends_with_one, module, *others],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def live(self, rows: Sequence[Sequence[Life]], *, timeout_s: float = 240) -> list[list[int]]:
+        """Run them, row after row; the exit codes (negative: the signal that ended it).
+
+        Raises:
+            AssertionError: they took longer than ``timeout_s``, or the parent failed. It is closed then, and the lives have ended.
+        """
+        told = [[["--out", str(life.out), *life.arguments] for life in row] for row in rows]
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(told).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise AssertionError(f"the parent of lives failed:\n{self.close()}") from None
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            self.close()
+            logs = "\n".join(life.log for row in rows for life in row)
+            raise AssertionError(f"hung for {timeout_s:.0f} s; their logs:\n{logs}")
+        said = self._process.stdout.readline()
+        if not said:
+            raise AssertionError(f"the parent of lives failed:\n{self.close()}")
+        codes: list[list[int]] = json.loads(said)
+        return codes
+
+    @property
+    def alive(self) -> bool:
+        return not self._complaints.closed and self._process.poll() is None
+
+    def close(self) -> str:
+        """End it, and whatever it forked; what it complained about."""
+        if self._complaints.closed:
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # the lives, too
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+        self._complaints.seek(0)
+        with self._complaints:
+            return self._complaints.read().decode(errors="replace")
+
+
 def live(module: str, rows: Sequence[Sequence[Life]], *, timeout_s: float = 240) -> list[list[int]]:
-    """Run them, row after row; the exit codes (negative: the signal that ended it)."""
-    told = [[["--out", str(life.out), *life.arguments] for life in row] for row in rows]
-    parent = subprocess.Popen(
-        [sys.executable, "-m", "tests.e2e.lives", module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, complaints = parent.communicate(json.dumps(told), timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(parent.pid, signal.SIGKILL)  # the lives, too
-        parent.communicate()
-        logs = "\n".join(life.log for row in rows for life in row)
-        raise AssertionError(f"hung for {timeout_s:.0f} s; their logs:\n{logs}") from None
-    assert parent.returncode == 0, complaints
-    codes: list[list[int]] = json.loads(said)
-    return codes
+    """Run them in a parent of their own (see ``Parent.live``)."""
+    with Parent(module) as parent:
+        return parent.live(rows, timeout_s=timeout_s)
 
 
 def join(rank: int, port: int) -> None:
@@ -127,14 +182,35 @@ def _fork(module: str, arguments: list[str]) -> int:
         os._exit(code)
 
 
+def _ended(pids: Sequence[int], *, with_one: bool) -> list[int]:
+    """Wait for the lives of a row; their exit codes.
+
+    Args:
+        with_one: when one was SIGKILLed, the others are, too.
+    """
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids):
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if with_one and codes[pid] == -signal.SIGKILL:
+            for other in set(pids) - codes.keys():
+                os.kill(other, signal.SIGKILL)
+    return [codes[pid] for pid in pids]
+
+
 def main() -> None:
-    rows = json.load(sys.stdin)
-    importlib.import_module(sys.argv[1])  # before any thread exists
-    codes = []
-    for row in rows:
-        pids = [_fork(sys.argv[1], life) for life in row]
-        codes.append([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
-    json.dump(codes, sys.stdout)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ends-with-one", action="store_true")
+    parser.add_argument("modules", nargs="+")
+    told = parser.parse_args()
+    for module in told.modules:  # before any thread exists
+        importlib.import_module(module)
+    for line in sys.stdin:
+        codes = []
+        for row in json.loads(line):
+            pids = [_fork(told.modules[0], life) for life in row]
+            codes.append(_ended(pids, with_one=told.ends_with_one))
+        print(json.dumps(codes), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

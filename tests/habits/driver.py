@@ -7,6 +7,7 @@ reason, and ended before training, or at the first snapshot at the latest. Every
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -22,16 +23,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.lives import Life, free_port, live
+from ckptd.transport.messages import Forget
+from ckptd.transport.wire import ControlClient, RefusedError
+from tests.e2e.lives import Life, Parent, free_port
 from tests.habits.leaves import differences
 from tests.long import long_since
 
-__all__ = ["SEED", "Outcome", "Row", "Verdict", "check", "play", "some"]
+__all__ = ["SEED", "Outcome", "Parents", "Row", "Verdict", "check", "play", "some"]
 
 SEED = int(os.environ.get("CKPTD_SEED") or 20261123)
 STEPS = 20
 
 _KILLED = -signal.SIGKILL
+# What every training imports sooner or later, most of it in its first step.
+_BEFORE = "tests.preload"
 _SHARE = 10  # one in that many is played by `make test`
 
 
@@ -51,6 +56,7 @@ class Row:
         window: W; None leaves it to ckptd.
         refused: a pattern that the reason matches, where the row is to be refused; None: it is to be exact.
         plain: whether the training that is compared with runs without ckptd; otherwise it is protected, and not killed.
+        imports: modules, beside ``module``, that it would import in each of its lives.
     """
 
     module: str
@@ -60,6 +66,7 @@ class Row:
     refused: str | None = None
     plain: bool = True
     steps: int = STEPS
+    imports: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -74,6 +81,26 @@ class Outcome:
     text: str = ""
 
 
+class Parents:
+    """The parents of the lives of one row after the other: rows that import the same share one."""
+
+    def __init__(self) -> None:
+        self._for: tuple[str, ...] = ()
+        self._last: Parent | None = None
+
+    def of(self, row: Row) -> Parent:
+        wanted = (row.module, _BEFORE, *row.imports)
+        if self._last is None or not self._last.alive or self._for != wanted:
+            self.close()
+            self._last, self._for = Parent(*wanted, ends_with_one=True), wanted
+        return self._last
+
+    def close(self) -> None:
+        if self._last is not None:
+            self._last.close()
+        self._last = None
+
+
 def some(rows: Sequence[Row], *, seed: int = SEED) -> list[Any]:
     """Parameters for all rows; a tenth of them, drawn with ``seed``, is played always, the others with ``CKPTD_LONG=1``."""
     draw = random.Random(seed)
@@ -85,7 +112,7 @@ def some(rows: Sequence[Row], *, seed: int = SEED) -> list[Any]:
     ]
 
 
-def play(row: Row, folder: Path, endpoint: str, *, seed: int = SEED) -> Outcome:
+def play(row: Row, folder: Path, endpoint: str, parents: Parents, *, seed: int = SEED) -> Outcome:
     """Play it with a running daemon; the moments of the kills follow from ``seed`` and the row."""
     folder.mkdir(exist_ok=True)
     draw = random.Random(f"{seed} {row.id}")
@@ -100,7 +127,11 @@ def play(row: Row, folder: Path, endpoint: str, *, seed: int = SEED) -> Outcome:
         victim = draw.randrange(row.ranks) if kill is not None else -1
         told = _ranks(row, folder / f"life{number}", 1 if number == 0 else 1000 + number, (*protected, "--run", run), kill=(victim, moment))  # fmt: skip
         lives.append(told)
-    codes = live(row.module, [reference, *lives], timeout_s=280)
+    codes = parents.of(row).live([reference, *lives], timeout_s=280)
+    for name in (run, f"{run}.whole"):
+        # Memory for the rows to come. A run that was refused has none.
+        with ControlClient(endpoint, timeout_s=20) as client, contextlib.suppress(RefusedError):
+            client.request(Forget("habits", name))
     return _judge(reference, lives, codes[0], codes[1:])
 
 

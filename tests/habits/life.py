@@ -27,7 +27,8 @@ __all__ = ["Life"]
 
 # Snapshots that a life has before it may be killed: more than any row's window, on every rank.
 _ENOUGH = 6
-_PATIENCE_S = 0.5
+# How long a step waits for the first snapshot: little at first, and more than enough for any machine in all.
+_FIRST_PATIENCE_S, _PATIENCE_S = 0.05, 2.0
 
 
 class Life:
@@ -66,6 +67,7 @@ class Life:
         self._kill_step = int(step) if step else -1
         self._kill_after_s = float(delay or 0) / 1000
         self._dying: threading.Thread | None = None
+        self._patience_s = _FIRST_PATIENCE_S
         self._step = -1
         self._resumed: int | None = None
         self._checkpointer: Any = None
@@ -101,9 +103,13 @@ class Life:
     def top(self, step: int) -> None:
         """Step ``step`` begins. Dies here, or a moment later, if it is time."""
         self._step = step
+        if self._kill_step < 0:
+            return
         taken = _ENOUGH if self._checkpointer is None else self._checkpointer.stats()["snapshots"]
         if taken == 0 and self._resumed is None and step > 2:
-            time.sleep(_PATIENCE_S)  # memory for snapshots is being made, beside the steps
+            # Memory for snapshots is being made, beside the steps.
+            time.sleep(self._patience_s)
+            self._patience_s = min(2 * self._patience_s, _PATIENCE_S)
         if self._resumed is None and (taken < _ENOUGH or not self._has_floor()):
             return
         if self._dying is None and 0 <= self._kill_step <= step:

@@ -117,6 +117,12 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(7)
 
 
+def endless(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Epoch after epoch, as many write it themselves."""
+    while True:
+        yield from loader
+
+
 def _shuffled(data: Dataset[Any], **options: Any) -> Any:
     return DataLoader(data, BATCH, shuffle=True, **options)
 
@@ -160,7 +166,7 @@ PIPELINES: dict[str, Callable[[Life], Any]] = {
     "stream, 2 workers": lambda life: DataLoader(Stream(), BATCH, num_workers=2),
     "sharded": sharded,
     "a loader in state=": lambda life: _shuffled(Points()),
-    "an iterator": lambda life: iter(_shuffled(Points())),
+    "an iterator": lambda life: endless(_shuffled(Points())),
     "fetched before the loop": lambda life: _shuffled(Points()),
 }
 

@@ -8,27 +8,33 @@ import pytest
 import torch
 
 from tests.e2e.harness import DaemonProcess
-from tests.habits.driver import Row, Verdict, check, play
+from tests.habits.driver import Parents, Row, Verdict, check, play
 from tests.habits.leaves import differences, digest, leaves
 
 TOYS = "tests.habits.toys"
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_an_exact_training(tmp_path: Path, daemon: DaemonProcess, window: int) -> None:
+def test_an_exact_training(
+    tmp_path: Path, daemon: DaemonProcess, parents: Parents, window: int
+) -> None:
     row = Row(TOYS, "exact", window=window)
-    check(row, play(row, tmp_path, daemon.endpoint))
+    check(row, play(row, tmp_path, daemon.endpoint, parents))
 
 
-def test_other_batches_are_a_difference(tmp_path: Path, daemon: DaemonProcess) -> None:
+def test_other_batches_are_a_difference(
+    tmp_path: Path, daemon: DaemonProcess, parents: Parents
+) -> None:
     """A loader whose position nobody keeps: the driver names the steps, whether or not ckptd notices."""
-    outcome = play(Row(TOYS, "forgets"), tmp_path, daemon.endpoint)
+    outcome = play(Row(TOYS, "forgets"), tmp_path, daemon.endpoint, parents)
     assert outcome.verdict is Verdict.DIFFERENT
     assert "on another batch" in outcome.text
 
 
-def test_a_refusal_counts_in_the_first_life_only(tmp_path: Path, daemon: DaemonProcess) -> None:
-    outcome = play(Row(TOYS, "refused"), tmp_path, daemon.endpoint)
+def test_a_refusal_counts_in_the_first_life_only(
+    tmp_path: Path, daemon: DaemonProcess, parents: Parents
+) -> None:
+    outcome = play(Row(TOYS, "refused"), tmp_path, daemon.endpoint, parents)
     assert outcome.verdict is Verdict.REFUSED
     assert "state['data']['holds']" in outcome.text
 

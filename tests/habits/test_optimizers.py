@@ -1,18 +1,19 @@
 """Every optimizer of the table: killed twice, and compared with a training that never was; exact, or refused with the reason.
 
-``python -m tests.habits.optimizer_table`` writes the table into docs/optimizers.md from what these tests found.
+``python -m tests.habits.tables`` writes the table into docs/optimizers.md from what these tests found.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.harness import DaemonProcess
-from tests.habits.driver import STEPS, Row, check, play, some
-from tests.habits.optimizer_table import note
+from tests.habits.driver import STEPS, Parents, Row, check, play, some
 from tests.habits.optimizers import MAKERS, package_of
+from tests.habits.tables import OPTIMIZERS
 
 DENSE = r"policy='dense'"
 KEPT = r"optimizer .* keeps .*, which cannot be captured"
@@ -54,6 +55,7 @@ ROWS = [
         ranks=ranks,
         refused=refused,
         steps=_MANY if (window, ranks) == (3, 2) else STEPS,
+        imports=tuple(filter(None, [package_of(name)])),
     )
     for name in MAKERS
     for window in (1, 3)
@@ -63,12 +65,13 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", some(ROWS))
-def test_exact_or_refused(row: Row, tmp_path: Path, daemon: DaemonProcess) -> None:
+def test_exact_or_refused(
+    row: Row, tmp_path: Path, daemon: DaemonProcess, parents: Parents
+) -> None:
     package = package_of(row.name)
-    if package is not None:
-        pytest.importorskip(
-            package, reason=f"{package} is not installed: pip install 'ckptd[habits]'"
-        )
-    outcome = play(row, tmp_path, daemon.endpoint)
-    note(row, outcome)
+    # Found, not imported: the process of the tests has no use for it.
+    if package is not None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install 'ckptd[habits]'")
+    outcome = play(row, tmp_path, daemon.endpoint, parents)
+    OPTIMIZERS.note(row, outcome)
     check(row, outcome)

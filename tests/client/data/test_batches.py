@@ -55,3 +55,13 @@ def test_a_loader_restored_at_the_end_of_its_epoch() -> None:
 def test_an_empty_loader_is_an_error_and_not_a_hang() -> None:
     with pytest.raises(ValueError, match="Loader gave no batch in a whole epoch"):
         next(Batches(Loader(0)))
+
+
+def test_an_iterator_that_is_through_is_named() -> None:
+    """A process that ckptd does not protect takes an iterator, too: its second epoch has no batch, and the error said no more than that."""
+    batches = Batches(iter([1]))
+    assert next(batches) == 1
+    with pytest.raises(
+        ValueError, match=r"it is an iterator, which has one epoch; pass the loader"
+    ):
+        next(batches)
