@@ -48,7 +48,7 @@ def saved_iterations(job: str, run: str, *, daemon: str | None = None) -> list[S
             seen = client.ask(
                 SeeRun(job, run, (), stored), RunSeen, timeout_s=_STORE_S if stored else _ANSWER_S
             )
-        history, held = told_history(seen.holdings)
+        history, held = told_history(seen)
     except (WireError, RefusedError, RequestTimeout, RemoteProtocolError) as error:
         raise DaemonUnavailable(str(error), operation="list what is saved") from error
     worlds = [s.world_size for told in seen.holdings for s in told.segments]

@@ -274,17 +274,19 @@ def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
     logs = _once(theirs.logs for theirs in everybody)
     records = {r.node: r for theirs in everybody for r in theirs.records}
     epochs = [epoch for record in records.values() for epoch in record.epochs]
-    history = history_of((*held, *parked, *logs), epochs)
-    held, parked, logs = (history.held(each) for each in (held, parked, logs))
     # Several nodes may know of the same idle one.
     idle = {card.node: card for theirs in everybody for card in theirs.cards}
     wanted = {name for theirs in everybody for name in theirs.wanted}
+    silent = tuple(sorted(wanted - set(idle) - {card.node for card in cards}))
+    complete = not silent and not any(record.lost for record in records.values())
+    history = history_of((*held, *parked, *logs), epochs, complete=complete)
+    held, parked, logs = (history.held(each) for each in (held, parked, logs))
     return RunView(
         cards,
         tuple(h.ring_bytes for h in here),
         held,
         tuple(idle[name] for name in sorted(idle)),
-        tuple(sorted(wanted - set(idle) - {card.node for card in cards})),
+        silent,
         everybody[0].drawn,
         max(theirs.epoch for theirs in everybody),
         parked,

@@ -62,7 +62,7 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace) -> WhatIf:
     job, run = choose_run(client, args)
     seen = client.ask(m.SeeRun(job, run), m.RunSeen, timeout_s=max(args.timeout, 10.0))
     try:
-        history, held = told_history(seen.holdings)
+        history, held = told_history(seen)
         logs = [h for told in seen.holdings for h in held_from_segments(told.node, told.logs)]
         parked = [h for told in seen.holdings for h in held_from_segments(told.node, told.parked)]
     except RemoteProtocolError as error:
@@ -90,7 +90,7 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace) -> WhatIf:
             return found
         # Memory would not do; what is durable may.
         seen = client.ask(m.SeeRun(job, run, (), True), m.RunSeen, timeout_s=_STORE_S)
-        history, held = told_history(seen.holdings)
+        history, held = told_history(seen)
         stored = what_if(held, max(worlds), homes, labels, lose, begun=history.begun)
         return stored if stored.recoverable else found
     except RemoteProtocolError as error:

@@ -66,7 +66,7 @@ class DrillRun:
     def seen(self, seen: RunSeen) -> None:
         """What the nodes of the run hold: plan, without the rank's own node."""
         try:
-            history, held = told_history(seen.holdings)
+            history, held = told_history(seen)
         except RemoteProtocolError as error:
             self._fail(str(error))
             return

@@ -144,27 +144,34 @@ def epoch_can_follow(epoch: int, highest: int) -> bool:
 
 
 def other_histories(
-    epochs: Iterable[int], follows: Mapping[int, int], *, empty: Collection[int] = ()
+    epochs: Iterable[int],
+    follows: Mapping[int, int],
+    *,
+    empty: Collection[int] = (),
+    complete: bool = False,
 ) -> set[int]:
     """The epochs, of these, that are not of the history that counts: nodes that were away went on from some past by themselves.
 
-    A history is an epoch and all that it goes back to: the one that it follows, the one that this follows, and so on. The history counts whose
-    newest epoch of which something is held is the highest, and with equal ones the history that goes on longest. Of equally long ones the
-    lot decides. Nothing of the others counts: not even what lies before the start of an epoch that does.
+    A history is an epoch and all that it goes back to: the one that it follows, the one that this follows, and so on. The history with the
+    longest past counts. Of equally long ones that counts whose last epoch something is held of, and then the lot decides. Where nobody is
+    missing, histories of which nothing is left but what others have in common with them come last. Nothing of the others counts:
+    not even what lies before the start of an epoch that does.
 
     Args:
         follows: the epoch before an epoch, where that is known. Where it is not, the highest of these epochs with a shorter past is taken for it.
         empty: epochs of which nothing is held.
+        complete: all nodes have answered that may hold something.
     """
     known = {*epochs}
-    held = known.difference(empty)
     if not known:
         return set()
+    held = known.difference(empty)
 
     def newest_held(epoch: int) -> int:
-        return max((e for e in _past(epoch, known, follows) if e in held), default=-1)
+        past = _past(epoch, known, follows) if complete else ()
+        return max((e for e in past if e in held), default=-1)
 
-    newest = max(known, key=lambda epoch: (newest_held(epoch), epoch))
+    newest = max(known, key=lambda e: (newest_held(e), e >> _DRAWN_BITS, e in held, e))
     return known.difference(_past(newest, known, follows))
 
 

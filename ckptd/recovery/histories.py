@@ -33,10 +33,16 @@ class History:
         )
 
 
-def history_of(held: Iterable[HeldRecords], epochs: Iterable[tuple[int, int, int]]) -> History:
+def history_of(
+    held: Iterable[HeldRecords],
+    epochs: Iterable[tuple[int, int, int]],
+    *,
+    complete: bool = False,
+) -> History:
     """The history that counts, from all that the nodes which answered hold and know.
 
     Args:
+        complete: all nodes have answered that may hold something.
         held: snapshots, boundary logs and parked states.
         epochs: of the nodes' records: an epoch, where it began, and the one that it follows (-1: not known).
     """
@@ -45,6 +51,7 @@ def history_of(held: Iterable[HeldRecords], epochs: Iterable[tuple[int, int, int
     for epoch, _, before in told:
         follows[epoch] = max(before, follows.get(epoch, -1))
     sealed = {record.epoch for h in held for record in h.records}
-    others = other_histories(sealed | follows.keys(), follows, empty=follows.keys() - sealed)
+    empty = follows.keys() - sealed
+    others = other_histories(sealed | follows.keys(), follows, empty=empty, complete=complete)
     begun = least_starts(*({epoch: start} for epoch, start, _ in told if epoch not in others))
     return History(frozenset(others), begun)

@@ -6,7 +6,7 @@ checked and joined with what their segment says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 import xxhash
@@ -21,7 +21,7 @@ from ckptd.memory.segment_format import (
 )
 from ckptd.recovery.histories import History, history_of
 from ckptd.recovery.plan import HeldRecords, Piece
-from ckptd.transport.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, Holdings
+from ckptd.transport.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, RunSeen
 from ckptd.unpacking import unpack
 
 __all__ = ["fetch_piece", "header_record", "held_from_segments", "operators_id", "told_history"]
@@ -49,18 +49,22 @@ def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldR
     ]
 
 
-def told_history(told: Sequence[Holdings]) -> tuple[History, list[HeldRecords]]:
+def told_history(seen: RunSeen) -> tuple[History, list[HeldRecords]]:
     """The history that counts, and the snapshots that these nodes hold of it.
 
     Raises:
         RemoteProtocolError: see `held_from_segments`.
     """
     held, beside = list[HeldRecords](), list[HeldRecords]()
-    for holdings in told:
-        held += held_from_segments(holdings.node, holdings.segments)
-        beside += held_from_segments(holdings.node, (*holdings.logs, *holdings.parked))
-    epochs = [epoch for each in told if each.record is not None for epoch in each.record.epochs]
-    history = history_of([*held, *beside], epochs)
+    for told in seen.holdings:
+        held += held_from_segments(told.node, told.segments)
+        beside += held_from_segments(told.node, (*told.logs, *told.parked))
+    records = [told.record for told in seen.holdings if told.record is not None]
+    epochs = [epoch for record in records for epoch in record.epochs]
+    answered = {told.node for told in seen.holdings}
+    absent = {member.card.node for member in seen.members} - answered
+    complete = not (absent or seen.silent or any(record.lost for record in records))
+    history = history_of([*held, *beside], epochs, complete=complete)
     return history, list(history.held(held))
 
 

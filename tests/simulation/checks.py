@@ -88,16 +88,16 @@ class Checks(Network):
         return said.epoch in self.epochs and said.first <= floor <= said.last and not left
 
     def drawn_away(self, others: Collection[int]) -> bool:
-        """Whether the live history counts no more because another one of the same number in the upper 20 bits drew the higher lot.
+        """Whether another history counts than the live one.
 
-        That number was taken twice because everybody who knew it was away or destroyed (docs/replication.md section 2). What the promises say
+        The nodes that knew of it were all away or destroyed when the live one began (docs/replication.md section 2). What the promises say
         of the live history then holds for the other one; so they are not asked, and that is counted.
         """
         if self.epoch not in others:
             return False
         elsewhere = [epoch for epoch in self.pasts if epoch not in self.epochs]
-        twins = [(e, p) for e in elsewhere for p in self.epochs if e >> 12 == p >> 12 and e > p]
-        assert twins, f"epoch {self.epoch} is of another history, and nothing says why: {others}"
+        unknown = [e for e in elsewhere if e >> 12 >= self.epoch >> 12]
+        assert unknown, f"epoch {self.epoch} is of another history, and nothing says why: {others}"
         self.seen["drawn away"] += 1
         return True
 
@@ -149,7 +149,9 @@ class Checks(Network):
             if node.up and name not in without
             for epoch, (start, before) in node.record.epochs.items()
         ]
-        history = history_of(held, epochs)
+        answer = {name for name, node in self.nodes.items() if node.up and name not in without}
+        known = {name for each in answer for name in self.nodes[each].record.names}
+        history = history_of(held, epochs, complete=known <= answer)
         return list(history.held(held)), dict(history.begun), set(history.others)
 
     def holds(self, name: str, rank: int, end: int, *, own: bool) -> bool:
@@ -190,8 +192,7 @@ class Checks(Network):
             lost += self.cut
             held, begun, others = self.told(lost)
             plan = plan_recovery(held, len(self.homes), epochs=begun)
-            if not self.drawn_away(others):
-                self.check_promise(lost, plan)
+            self.check_promise(lost, plan, others)
             if isinstance(plan, RecoveryPlan):
                 self.check_plan(plan)
 
@@ -248,10 +249,14 @@ class Checks(Network):
             assert isinstance(plan, RecoveryPlan), f"(g) {tip.end} is lost: {plan.reason}"
             assert plan.end >= tip.end, f"(g) only {plan.end} is left, not {tip.end}: {plan.reason}"
 
-    def check_promise(self, lost: Collection[str], plan: RecoveryPlan | NoRecovery) -> None:
+    def check_promise(
+        self, lost: Collection[str], plan: RecoveryPlan | NoRecovery, others: Collection[int]
+    ) -> None:
         """(c): the job killed now, without these nodes."""
         told = self.announced
         if told is None or not all(self._is_left(told, rank, lost) for rank in self.homes):
+            return
+        if self.drawn_away(others):
             return
         self.seen["promise checked"] += 1
         assert isinstance(plan, RecoveryPlan), f"(c) floor {told.floor}, but {plan.reason}"

@@ -48,8 +48,7 @@ class Recovering(Training):
         held, begun, self.others = self.told(away)
         plan = plan_recovery(held, len(self.homes), homes=homes, epochs=begun)
         self.seen["other history"] += bool(self.others)
-        if not self.drawn_away(self.others):
-            self.check_promise(away, plan)
+        self.check_promise(away, plan, self.others)
         if isinstance(plan, NoRecovery) and self._worth_waiting(held, usable):
             self.tell(f"waits for {away}: {plan.reason}")
             self.seen["waited"] += 1

@@ -65,6 +65,8 @@ def test_every_promise_holds_through_seeded_chaos() -> None:
         101703,
         2640,
         3212,
+        918,
+        1706,
     ],
 )
 def test_seeds_that_broke_a_promise_once(seed: int) -> None:
