@@ -36,6 +36,7 @@ from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList
 from ckptd.cuda.samples import SamplePlan, Samples
 from ckptd.memory.ring import SlotState, choose_slot
 from ckptd.memory.segment_format import SlotHeader
+from ckptd.memory.segment_hints import RingHint
 
 if TYPE_CHECKING:
     from ckptd.client.stats import Stats
@@ -492,8 +493,8 @@ class Capture:
         busy: set[tuple[int, int]] = set()
         drained = False
         self.need_generation = ""
-        hard = self._table.is_hard(connected=self._connected())
         for _ in range(segment.geometry.num_slots + 2):
+            told = hard, _ = self._told()
             records, taken = self._table.records(), busy | self._unsettled
             choice = choose_slot(
                 records,
@@ -529,6 +530,11 @@ class Capture:
                 self.need_generation = choice.reason
                 return None
             if segment.try_lock_slot(choice.index):
+                # A daemon that promises something from here on sees the lock (`Run._secured`); what it wrote down before is read now.
+                now = self._told()
+                if now != told and now[0]:
+                    segment.unlock_slot(choice.index)
+                    continue
                 self._stats.floor_overrides += choice.overrides_floor
                 self.crowded = hard and not choice.left
                 return choice.index
@@ -536,6 +542,11 @@ class Capture:
         self._stats.no_slot += 1
         self.need_generation = "every slot is being read"
         return None
+
+    def _told(self) -> tuple[bool, RingHint]:
+        """Whether what is promised must stay, and what that is; how far others are behind does not matter for it."""
+        hard = self._table.is_hard(connected=self._connected())
+        return hard, self._table.ring_hint._replace(behind=0)
 
     # -- sources ---------------------------------------------------------------------------------
 

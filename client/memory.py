@@ -427,14 +427,25 @@ class RankMemory:
         """Give back generations that no suffix needs; returns them (still mapped) so that an engine can release them."""
         if len(self._segments) < 2:
             return []
-        # What the other ranks may have to go back to stays (while the daemon is away nobody can tell).
-        dropped = self._segments.unneeded(
-            self.table, self.num_operators, connected=self.session.connected
-        )
+        taken = {s: slots for s in self._unneeded() if (slots := s.lock_sealed()) is not None}
+        # A daemon that promises something from here on sees the locks (`Run._secured`); what it wrote down before is read now.
+        dropped = [s for s in taken if s in self._unneeded()] if taken else []
+        for segment, slots in taken.items():
+            for index in slots:
+                if segment in dropped:
+                    segment.set_state(index, SlotState.FREE)  # from here on nobody counts on it
+                else:
+                    segment.unlock_slot(index)
         self._give_up(dropped)
         if dropped:
             self.table.segments = self._segments.current()
         return dropped
+
+    def _unneeded(self) -> list[MappedSegment]:
+        """What the other ranks may have to go back to is not among them (while the daemon is away nobody can tell)."""
+        return self._segments.unneeded(
+            self.table, self.num_operators, connected=self.session.connected
+        )
 
     def _table(self, segments: Sequence[MappedSegment]) -> SlotTable:
         return SlotTable(segments, epoch=self.epoch, epoch_start=self.epoch_start)

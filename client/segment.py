@@ -164,6 +164,17 @@ class MappedSegment:
     def unlock_slot(self, index: int) -> None:
         locks.unlock(self.fd, slot_lock_byte(index))
 
+    def lock_sealed(self) -> list[int] | None:
+        """Lock every slot that holds a sealed snapshot, and return their indices; None, with nothing locked, if one of them is being read."""
+        headers = enumerate(map(self.header, range(self.geometry.num_slots)))
+        sealed = [i for i, header in headers if header and header.state is SlotState.SEALED]
+        for at, index in enumerate(sealed):
+            if not self.try_lock_slot(index):
+                for taken in sealed[:at]:
+                    self.unlock_slot(taken)
+                return None
+        return sealed
+
     def seal(self, index: int) -> None:
         """Digest and seal a filled slot here, as the daemon would: used while the daemon is away."""
         with self._sealing:

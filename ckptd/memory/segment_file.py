@@ -109,6 +109,15 @@ class Segment:
             if (header := self.header(index)) is not None:
                 yield index, header
 
+    def gives_away(self) -> bool:
+        """Has a trainer taken the lock of a slot that holds a snapshot still, to overwrite it? The lock is asked for before the header is read."""
+        return self.fd >= 0 and any(
+            locks.is_locked(self.fd, slot_lock_byte(index), exclusive=False)
+            and (header := self.header(index)) is not None
+            and header.state is SlotState.SEALED
+            for index in range(self.geometry.num_slots)
+        )
+
     def last_filled(self) -> tuple[tuple[int, int], int]:
         """By what a rank's segments are put into the order of their use."""
         return last_filled(header for _, header in self.headers()), self.generation

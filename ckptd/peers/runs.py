@@ -392,13 +392,19 @@ class Run:
         self._protect_rank(rank)
 
     def _secured(self, rank: int) -> bool:
-        """Nothing of what is promised here goes from now on: tell the ring, then look once more at what is there."""
+        """Nothing of what is promised here goes from now on: tell the ring, then look once more at what is there.
+
+        A trainer that had read the older hints may be about to overwrite a slot. It holds the slot's lock by then, and reads the hints once more when it has taken
+        it. So in the order hints, locks, headers: either the lock is seen here, or the hints are seen there, or the header tells.
+        """
         replication = self.ranks[rank]
         for _ in range(_LOOKS):
             aim = replication.core.aim
             self._protect_rank(rank)
+            segments = self._store.of_rank(self._key(rank))
+            taken = any(segment.gives_away() for segment in segments)
             replication.read_slots()
-            if replication.core.aim == aim:
+            if replication.core.aim == aim and not taken:
                 return True
         return False  # the ring is quicker than we are: at the next snapshot, or tick
 

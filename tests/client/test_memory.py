@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,8 +18,11 @@ from ckptd.client.memory import RankMemory
 from ckptd.client.segment import MappedSegment
 from ckptd.client.stats import Stats
 from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.memory import locks
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_format import read_slot_header, slot_lock_byte
+from ckptd.memory.segment_hints import RingHint, write_ring_hint
 from ckptd.transport.messages import (
     Done,
     Events,
@@ -437,6 +441,59 @@ def test_memory_that_is_made_ahead_is_used_once_it_is_installed(endpoint: str, r
         assert memory.num_operators == 2
     with attached(endpoint, run) as memory:
         assert memory.num_operators == 2, "what is empty counts for nothing"
+
+
+@contextmanager
+def two_generations(endpoint: str, run: str) -> Iterator[tuple[RankMemory, MappedSegment]]:
+    """The first one, of two, holds a suffix that this rank needs no more."""
+    with attached(endpoint, run, 0, 2) as memory:
+        memory.begin_epoch(1, -1)
+        first = reserved(memory)
+        for iteration in (3, 4):
+            record(memory, iteration)
+        reserved(memory)
+        for iteration in (5, 6):
+            record(memory, iteration)
+        yield memory, first
+
+
+def test_a_generation_stays_of_which_the_daemon_has_just_promised_something(
+    endpoint: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer had found that nobody needs it, and the daemon promised iteration 4 before it heard of that: it was given back all the same."""
+    lock_sealed = MappedSegment.lock_sealed
+
+    def promised_before(segment: MappedSegment) -> list[int] | None:
+        write_ring_hint(segment.buffer, RingHint(4, 4, 2, sole=True, epoch=1, aim=4))
+        return lock_sealed(segment)
+
+    with two_generations(endpoint, run) as (memory, first):
+        with monkeypatch.context() as patch:
+            patch.setattr(MappedSegment, "lock_sealed", promised_before)
+            assert memory.drop_unneeded() == []
+        assert {r.iteration for r in memory.table.records() if r.sealed} == {3, 4, 5, 6}
+        with locks.lock_file(first.path, slot_lock_byte(0), exclusive=False) as free:
+            assert free, "its slots can be read again"
+        write_ring_hint(first.buffer, RingHint())
+        assert memory.drop_unneeded() == [first]
+
+
+def test_a_generation_that_is_given_back_holds_nothing_from_then_on(
+    endpoint: str, run: str
+) -> None:
+    """The daemon hears of it later, and must not count on it until then; while somebody reads it, it stays."""
+    with two_generations(endpoint, run) as (memory, first):
+        with locks.lock_file(first.path, slot_lock_byte(0), exclusive=False) as reading:
+            assert reading
+            assert memory.drop_unneeded() == []
+        with (
+            open(first.path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as there,
+        ):
+            assert memory.drop_unneeded() == [first]
+            with memoryview(there) as view:
+                headers = [read_slot_header(view, first.geometry, i) for i in range(4)]
+                assert {h.state for h in headers if h is not None} == {SlotState.FREE}
 
 
 def test_memory_that_was_made_ahead_can_be_given_back(endpoint: str, run: str) -> None:
