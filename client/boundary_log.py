@@ -33,6 +33,7 @@ from ckptd.client.plan import Plan
 from ckptd.client.silent_log import SilentLog
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine, CopyItem
+from ckptd.cuda.samples import SamplePlan, Samples
 from ckptd.memory.boundary import RecordKey, SentKind
 
 __all__ = ["BoundaryLog"]
@@ -270,7 +271,8 @@ class BoundaryLog(SilentLog):
         for where, tensor in sent:
             nth = self._rounds.get(where, 0)
             self._rounds[where] = nth + 1
-            key, data = RecordKey(*where, nth), tensor.detach()
+            # A conjugate is a mark on memory that holds something else; copied and compared is memory.
+            key, data = RecordKey(*where, nth), tensor.detach().resolve_conj().resolve_neg()
             self._room.add(data.numel() * data.element_size())
             if self._comparison is not None:
                 self._comparison.add(key, data)
@@ -280,20 +282,35 @@ class BoundaryLog(SilentLog):
             self._copy(self._fill, items)
 
     def _copy(self, fill: LogFill, items: Sequence[CopyItem]) -> None:
-        """Begin the copies. They hold the tensors until they are over, so that nobody gets their memory before."""
+        """Begin the copies. They hold the tensors until they are over, so that nobody gets their memory before.
+
+        Not every write moves a version counter (``x.data.mul_(…)``, a kernel of one's own), so elements of the tensors are read first, and compared with the
+        finished copies (`ckptd.cuda.samples`). Where copies are complete when they have begun there is nothing to compare.
+        """
         versions = [(i.tensor, _version(i.tensor)) for i in items]
         check = not self._in_order
+        samples = (
+            None
+            if self._engine.inline
+            else SamplePlan(items, self._engine.device).draw(fill.iteration)
+        )
+        errors: list[BaseException] = []
 
         def copied(error: BaseException | None) -> None:
-            why_not = "" if error is None else f"copying failed: {error}"
-            if not why_not and check and any(_version(t) != v for t, v in versions):
-                self._in_order = True
-                why_not = "a tensor was changed in place while it was copied"
+            failed = error or next(iter(errors), None)
+            why_not = "" if failed is None else f"copying failed: {failed}"
+            if not why_not:
+                counted = check and any(_version(t) != v for t, v in versions)
+                if counted or (samples is not None and _is_torn(samples, fill)):
+                    self._in_order = True
+                    why_not = "a tensor was changed in place while it was copied"
             versions.clear()
             fill.copied(why_not)
 
         fill.copying()
         try:
+            if samples is not None:
+                self._engine.read(samples, lambda error: errors.append(error) if error else None)
             self._engine.begin(items, fill.segment.memory, fill.base, copied)
         except BaseException as error:
             copied(error)
@@ -481,6 +498,11 @@ def _check_numbers(**numbers: int) -> None:
     for name, number in numbers.items():
         if not 0 <= number < 10**9:
             raise ValueError(f"{name}={number}: count from 0")
+
+
+def _is_torn(samples: Samples, fill: LogFill) -> bool:
+    """Whether the copies do not hold what the tensors held when they were sent."""
+    return bool(samples.unlike(fill.segment.memory.words, fill.base))
 
 
 def _version(tensor: Any) -> int:
