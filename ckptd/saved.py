@@ -9,7 +9,7 @@ from ckptd.errors import DaemonUnavailable, RemoteProtocolError
 from ckptd.launch import connect
 from ckptd.recovery.held import STORE_NODE
 from ckptd.recovery.holdings import told_history
-from ckptd.recovery.plan import reachable
+from ckptd.recovery.plan import VERIFY_ITERATIONS, reachable
 from ckptd.transport.messages import GetStatus, RunSeen, SeeRun, Status
 from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 
@@ -24,7 +24,7 @@ class SavedIteration:
     """An iteration that all ranks can go back to.
 
     Attributes:
-        replay_from: the first iteration that is run again for it.
+        replay_from: the first iteration that is run again for it, or to compare what is loaded.
         durable: whether storage alone has it.
     """
 
@@ -33,12 +33,15 @@ class SavedIteration:
     durable: bool
 
 
-def saved_iterations(job: str, run: str, *, daemon: str | None = None) -> list[SavedIteration]:
+def saved_iterations(
+    job: str, run: str, *, daemon: str | None = None, verify_iterations: int = VERIFY_ITERATIONS
+) -> list[SavedIteration]:
     """All that ``Checkpointer(resume_at=)`` can go back to, in memory, on peers and (the newest few) in storage; newest first.
 
     Args:
         job, run: as the first line of a trainer tells them.
         daemon: its endpoint; None: that of this user.
+        verify_iterations: as of the ``Checkpointer`` that will go back.
     Raises:
         DaemonUnavailable: none answers, or not as it should.
     """
@@ -63,5 +66,7 @@ def saved_iterations(job: str, run: str, *, daemon: str | None = None) -> list[S
     }
     return [
         SavedIteration(end, start, end in durable)
-        for start, end in reachable(held, max(worlds), epochs=epochs)
+        for start, end in reachable(
+            held, max(worlds), epochs=epochs, verify_iterations=verify_iterations
+        )
     ]

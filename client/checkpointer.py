@@ -65,6 +65,7 @@ from ckptd.client.subject import examine
 from ckptd.cuda.select import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.launch import ensure_daemon, unexpected
+from ckptd.recovery.plan import VERIFY_ITERATIONS
 from ckptd.schedules.schedule import Ordering
 
 __all__ = ["Checkpointer"]
@@ -141,7 +142,7 @@ class Checkpointer:
         freeze: str = "auto",
         on_mismatch: str = "raise",
         options: str = "recorded",
-        verify_iterations: int = 16,
+        verify_iterations: int = VERIFY_ITERATIONS,
         topology: str = "",
         max_overhead: float = 0.01,
         inline_copy: bool | None = None,

@@ -250,6 +250,8 @@ class RankSnapshots(Struct, frozen=True, tag=True):
     operators: tuple[str, ...] = ()
     log: tuple[SlotInfo, ...] = ()  # the slots of its boundary log
     parked: tuple[SlotInfo, ...] = ()  # the slots of its parked states
+    # The snapshot from which a replay computes what the suffix begins with; -1: there is none.
+    before: int = -1
 
 
 class RankParked(Struct, frozen=True, tag=True):

@@ -144,7 +144,8 @@ def _from_snapshots(
     )
     try:
         with connect() as client:
-            found = ask_what_if(client, asked)
+            # A new world loads one iteration, and replays none.
+            found = ask_what_if(client, asked, verify_iterations=0)
     except (ValueError, RefusedError) as error:
         text = f"snapshots: not known: {error}"
         return {"recoverable": False, "reason": str(error)}, text

@@ -48,6 +48,7 @@ from ckptd.errors import DaemonUnavailable, ElasticError, RemoteProtocolError
 from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.launch import answers, connect
 from ckptd.printable import for_json, for_terminal
+from ckptd.recovery.plan import VERIFY_ITERATIONS
 from ckptd.saved import saved_iterations
 from ckptd.storage.signing import SigningError
 from ckptd.transport import messages as m
@@ -107,7 +108,13 @@ def _snapshots(args: argparse.Namespace) -> int:
     wanted = m.GetSnapshots(args.job or "", args.run or "", _rank(args), args.operators)
     with _connect(args) as client:
         found = client.ask(wanted, m.Snapshots)
-    _show(args, found, lambda: render.snapshots(found, operators=args.operators))
+    _show(
+        args,
+        found,
+        lambda: render.snapshots(
+            found, operators=args.operators, verify_iterations=args.verify_iterations
+        ),
+    )
     return 0
 
 
@@ -116,7 +123,9 @@ def _iterations(args: argparse.Namespace) -> int:
         job, run = args.job, args.run
         if job is None or run is None:
             job, run = choose_run(client, args)
-    found = saved_iterations(job, run, daemon=_endpoint(args))
+    found = saved_iterations(
+        job, run, daemon=_endpoint(args), verify_iterations=args.verify_iterations
+    )
     _show(args, found, lambda: render.iterations(job, run, found))
     return 0 if found else EXIT_FAILED
 
@@ -213,7 +222,7 @@ def _peers(args: argparse.Namespace) -> int:
 def _what_if(args: argparse.Namespace) -> int:
     with _connect(args) as client:
         try:
-            found = ask_what_if(client, args)
+            found = ask_what_if(client, args, args.verify_iterations)
         except ValueError as error:
             if isinstance(error, WireError):
                 raise
@@ -349,7 +358,7 @@ def _parser() -> argparse.ArgumentParser:
     snapshots = add("snapshots", _snapshots, "slots of each rank and what is recoverable", which)
     snapshots.add_argument("--operators", action="store_true", help="list operators by name")
     text = "the iterations that a run can go back to, for Checkpointer(resume_at=)"
-    add("iterations", _iterations, text, which)
+    iterations = add("iterations", _iterations, text, which)
     events = add("events", _events, "what happened on this node")
     events.add_argument("--follow", action="store_true", help="go on as events come")
     events.add_argument("--since", type=int, default=0, help="only events after this number")
@@ -388,6 +397,14 @@ def _parser() -> argparse.ArgumentParser:
     lose.add_argument(
         "--lose", required=True, help="nodes, by name or label: node=host-3,rack=A (any of them)"
     )
+    for each in (snapshots, iterations, lose):
+        each.add_argument(
+            "--verify-iterations",
+            type=int,
+            default=VERIFY_ITERATIONS,
+            metavar="N",
+            help="as the trainers' Checkpointer(verify_iterations=N) (default: %(default)s)",
+        )
     drill = add("drill", _drill, "rehearse the recovery of --rank from other nodes", which)
     drill.set_defaults(timeout=600.0)
     elastic = add("elastic", _elastic, "where experts are or would be, and what that is worth")

@@ -10,7 +10,7 @@ from ckptd.errors import RemoteProtocolError
 from ckptd.recovery.held import STORE_NODE
 from ckptd.recovery.holdings import held_from_segments, told_history
 from ckptd.recovery.localized import LocalizedPlan, NotLocalized
-from ckptd.recovery.plan import RecoveryPlan
+from ckptd.recovery.plan import NoRecovery, RecoveryPlan
 from ckptd.recovery.whatif import RankOutcome, WhatIf, what_if
 from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError
@@ -52,8 +52,8 @@ def choose_run(client: ControlClient, args: argparse.Namespace) -> tuple[str, st
     raise RefusedError("not_found", f"{text}; known are {named}", "pass --job and --run")
 
 
-def ask_what_if(client: ControlClient, args: argparse.Namespace) -> WhatIf:
-    """What losing the nodes that ``--lose`` names would mean now.
+def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iterations: int) -> WhatIf:
+    """What losing the nodes that ``--lose`` names would mean now to trainers with these ``verify_iterations``.
 
     Raises:
         ValueError: a selector fits no node.
@@ -121,7 +121,8 @@ def as_json(answer: WhatIf) -> dict[str, Any]:
     """A `WhatIf` as plain values.
 
     ``together`` is the recovery of all ranks together, ``localized`` the other one (absent for a job without boundary logs); ``recovery`` says
-    which of them counts, or is "none". ``reason`` and ``ranks`` are of that one; ``start`` and ``end`` of the recovery together.
+    which of them counts, or is "none". ``reason`` and ``ranks`` are of that one; ``start`` and ``end`` of the recovery together. What is
+    replayed before ``needed`` is only compared.
     """
     plan, localized = answer.plan, answer.localized
     apart = isinstance(localized, LocalizedPlan)
@@ -134,7 +135,7 @@ def as_json(answer: WhatIf) -> dict[str, Any]:
         "together": {"reason": plan.reason},
     }
     if isinstance(plan, RecoveryPlan):
-        found |= {"start": plan.start, "end": plan.end}
+        found |= {"start": plan.start, "end": plan.end, "needed": plan.needed}
     if localized is not None:
         told: dict[str, Any] = {"reason": localized.reason}
         if isinstance(localized, LocalizedPlan):
@@ -210,7 +211,7 @@ def render_what_if(answer: WhatIf) -> str:
         head += "memory does not have it, storage has: "
     if apart:
         head += "localized recovery, if those who are left park: "
-    lines = [head + answer.reason]
+    lines = [head + answer.reason + ("" if apart else _compared(answer.plan))]
     if isinstance(localized, NotLocalized):
         lines.append(f"all ranks together, because {localized.reason}")
     head_row = ["rank", "home", "recovered from", "replayed", "lost", "moved"]
@@ -222,6 +223,14 @@ def render_what_if(answer: WhatIf) -> str:
     if len(answer.ranks) > _MAX_RANKS:
         lines.append(f"… and {len(answer.ranks) - _MAX_RANKS} more ranks (--json has all)")
     return "\n".join(lines)
+
+
+def _compared(plan: RecoveryPlan | NoRecovery) -> str:
+    if isinstance(plan, NoRecovery):
+        return ""
+    if plan.start < plan.needed:
+        return f"; {plan.needed - plan.start} of the replayed iterations only to compare what is loaded"
+    return f"; nothing more is replayed to compare what is loaded: {plan.unverified}"
 
 
 def _outcome_row(rank: RankOutcome, apart: bool) -> list[str]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from ckptd.ctl.doctor import Finding
+from ckptd.recovery.plan import VERIFY_ITERATIONS
 from ckptd.recovery.quarantine import describe_failure
 from ckptd.saved import SavedIteration
 from ckptd.transport import messages as m
@@ -58,9 +59,14 @@ def iterations(job: str, run: str, found: Sequence[SavedIteration]) -> str:
     return format_table(["iteration", "replayed from", "in storage"], rows)
 
 
-def snapshots(answer: m.Snapshots, *, operators: bool) -> str:
-    """One block per rank: its slots, then what could be recovered and what that would cost."""
-    ranks = [_rank(rank, operators=operators) for rank in answer.ranks]
+def snapshots(
+    answer: m.Snapshots, *, operators: bool, verify_iterations: int = VERIFY_ITERATIONS
+) -> str:
+    """One block per rank: its slots, then what could be recovered and what that would cost a trainer with these ``verify_iterations``."""
+    ranks = [
+        _rank(rank, operators=operators, verify_iterations=verify_iterations)
+        for rank in answer.ranks
+    ]
     replays = [_replays(told) for told in answer.replays]
     return "\n\n".join([*(ranks or ["no snapshots in memory"]), *replays])
 
@@ -197,7 +203,7 @@ def _durable(durable: m.DurableStatus) -> str:
     return f"{title}\n{format_table(header, rows)}"
 
 
-def _rank(rank: m.RankSnapshots, *, operators: bool) -> str:
+def _rank(rank: m.RankSnapshots, *, operators: bool, verify_iterations: int) -> str:
     title = (
         f"{rank.job}/{rank.run} rank {rank.rank} of {rank.world_size}: window {rank.window}, "
         f"{rank.num_operators} operators"
@@ -211,7 +217,7 @@ def _rank(rank: m.RankSnapshots, *, operators: bool) -> str:
     lines = [title, format_table(header, [_slot(slot, rank) for slot in held])]
     if free:
         lines.append(f"and {free} free slots")
-    lines.append(_recoverable(rank))
+    lines.append(_recoverable(rank, verify_iterations))
     if rank.log:
         lines.append(_log(rank.log))
     if rank.parked:
@@ -240,14 +246,18 @@ def _slot(slot: m.SlotInfo, rank: m.RankSnapshots) -> tuple[object, ...]:
     )
 
 
-def _recoverable(rank: m.RankSnapshots) -> str:
+def _recoverable(rank: m.RankSnapshots, verify_iterations: int) -> str:
     start, end = rank.suffix
     if start < 0:
         return f"not recoverable yet: {rank.reason}"
-    replayed = end - start
+    more = start - rank.before if rank.before >= 0 else 0
+    if more > verify_iterations:
+        more = 0
+    replayed = end - start + more
+    to_compare = f", {more} of them only to compare what is loaded" if more else ""
     return (
-        f"recoverable: iteration {end}, from snapshots {start} to {end}, by replaying {replayed} "
-        f"iteration{'' if replayed == 1 else 's'} ({rank.reason})"
+        f"recoverable: iteration {end}, from snapshots {start - more} to {end}, by replaying {replayed} "
+        f"iteration{'' if replayed == 1 else 's'}{to_compare} ({rank.reason})"
     )
 
 

@@ -10,7 +10,15 @@ from typing import Annotated
 
 import msgspec
 
-from ckptd.memory.ring import NoSuffix, SlotRecord, SlotState, find_suffix
+from ckptd.memory.ring import (
+    NoSuffix,
+    SlotRecord,
+    SlotState,
+    Suffix,
+    find_suffix,
+    newest_by_iteration,
+    ways_to,
+)
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_format import (
     SegmentDescriptor,
@@ -18,6 +26,7 @@ from ckptd.memory.segment_format import (
     origin_of,
     pack_slot_header,
 )
+from ckptd.memory.slots import NO_EPOCHS
 from ckptd.recovery.facts import facts_of_log, facts_to_wire
 from ckptd.recovery.holdings import header_record, operators_id
 from ckptd.storage.image import ImageView
@@ -79,7 +88,8 @@ def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnaps
     parked = [segment for segment in segments if segment.descriptor.kind == "parked"]
     segments = [segment for segment in segments if segment.holds_snapshots]
     told = segments[-1].descriptor
-    suffix = find_suffix(records_of(segments), told.num_operators)
+    records = records_of(segments)
+    suffix = find_suffix(records, told.num_operators)
     names = operator_names(told.client, told.num_operators, told.rank) if operators else ()
     return RankSnapshots(
         job=told.job,
@@ -92,9 +102,18 @@ def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnaps
         log=_slot_infos(logs),
         parked=_slot_infos(parked),
         suffix=(-1, -1) if isinstance(suffix, NoSuffix) else (suffix.start, suffix.end),
+        before=_before(records, suffix, told.num_operators),
         reason=suffix.reason,
         operators=names,
     )
+
+
+def _before(records: Sequence[SlotRecord], suffix: Suffix | NoSuffix, num_operators: int) -> int:
+    """The newest snapshot from which a replay computes what a suffix begins with; -1: there is none."""
+    if isinstance(suffix, NoSuffix):
+        return -1
+    newest = newest_by_iteration(records, NO_EPOCHS)
+    return max(ways_to(newest, suffix.start, num_operators), default=-1)
 
 
 def records_of(segments: Iterable[Segment]) -> list[SlotRecord]:

@@ -71,6 +71,7 @@ __all__ = [
     "slots_for_window",
     "stale_after",
     "truncate",
+    "ways_to",
 ]
 
 
@@ -171,6 +172,20 @@ def find_suffix(
     Where the newest chain is not complete (yet), the newest end at which one is counts.
     """
     return _find_suffix(newest_by_iteration(records, epochs), num_operators, end)
+
+
+def ways_to(newest: Mapping[int, SlotRecord], iteration: int, num_operators: int) -> set[int]:
+    """The snapshots from which a replay comes to that one, of the newest of each iteration."""
+    found: set[int] = set()
+    record = newest[iteration]
+    everything = (1 << num_operators) - 1
+    if 0 <= record.previous < iteration and record.previous in newest:
+        found.add(record.previous)
+    if record.anchors & everything == everything:
+        # Of another epoch it may not lead here: a run may have gone on from something else than a replay came to.
+        older = (r for i, r in newest.items() if i < iteration and r.epoch == record.epoch)
+        found |= {r.iteration for r in older if r.anchors & everything == everything}
+    return found
 
 
 def choose_slot(

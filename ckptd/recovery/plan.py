@@ -49,6 +49,7 @@ from ckptd.recovery.spans import (
 from ckptd.recovery.tables import Group, Known, Tables, in_order, listed, nodes_of, tables_of, told
 
 __all__ = [
+    "VERIFY_ITERATIONS",
     "HeldRecords",
     "NoRecovery",
     "Piece",
@@ -60,6 +61,9 @@ __all__ = [
     "reachable",
     "to_wire",
 ]
+
+VERIFY_ITERATIONS = 16
+"""What a trainer's ``verify_iterations`` is where it was not told another."""
 
 _NO_HOMES: Mapping[int, str] = MappingProxyType({})
 _APART = "the ranks share snapshots, but were in different phases of their schedules"
@@ -137,13 +141,27 @@ def plan_recovery(
 
 
 def reachable(
-    held: Iterable[HeldRecords], world_size: int, *, epochs: Mapping[int, int] = NO_EPOCHS
+    held: Iterable[HeldRecords],
+    world_size: int,
+    *,
+    epochs: Mapping[int, int] = NO_EPOCHS,
+    verify_iterations: int = 0,
 ) -> list[tuple[int, int]]:
-    """Every iteration that all ranks can go back to, newest first: where its replay begins, and it."""
+    """Every iteration that all ranks can go back to, newest first: where its replay begins, and it.
+
+    Args:
+        verify_iterations: as for `plan_recovery`.
+    """
     known = in_order(held)
     seen = epoch_table(chain.from_iterable(h.records for h in known), epochs)
     tables = tables_of(known, stale_after(seen))
-    return [] if _not_ready(tables, world_size) is not None else all_spans(tables)
+    if _not_ready(tables, world_size) is not None:
+        return []
+    found = []
+    for needed, end in all_spans(tables):
+        before = one_before(tables, needed, end, within=verify_iterations)
+        found.append((needed if isinstance(before, str) else before, end))
+    return found
 
 
 def _spans_told(tables: Tables) -> str:

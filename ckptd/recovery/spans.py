@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from ckptd.memory.ring import SlotRecord, chain_from
+from ckptd.memory.ring import SlotRecord, chain_from, ways_to
 from ckptd.recovery.tables import Group, Tables
 
 __all__ = [
@@ -69,7 +69,7 @@ def one_before(tables: Tables, start: int, end: int, *, within: int) -> int | st
     phases: dict[int, set[int]] = {}
     for rank, groups in sorted(tables.items()):
         group = best_group(groups, start, end)
-        before = _ways_to(group, start)
+        before = ways_to(group.newest, start, group.num_operators)
         if not before:
             return f"there is no snapshot of rank {rank} before that of iteration {start} from which a replay could come to it"
         for iteration in before:
@@ -89,19 +89,6 @@ def is_whole(group: Group, iteration: int) -> bool:
     """Whether that snapshot alone anchors everything."""
     everything = (1 << group.num_operators) - 1
     return group.newest[iteration].anchors & everything == everything
-
-
-def _ways_to(group: Group, iteration: int) -> set[int]:
-    """The snapshots from which a replay comes to that one."""
-    found, newest = set(), group.newest
-    record = newest[iteration]
-    if 0 <= record.previous < iteration and record.previous in newest:
-        found.add(record.previous)
-    if is_whole(group, iteration):
-        # Of another epoch it may not lead here: a run may have gone on from something else than a replay came to.
-        older = (i for i in newest if i < iteration and newest[i].epoch == record.epoch)
-        found |= {i for i in older if is_whole(group, i)}
-    return found
 
 
 def between(group: Group, start: int, end: int) -> list[SlotRecord]:

@@ -41,7 +41,7 @@ class RankOutcome:
     Args:
         home_lost: whether the node it runs on is among the lost ones.
         sources: the nodes from which it would be recovered; empty if it cannot be.
-        replayed: iterations that it repeats from snapshots.
+        replayed: iterations that it repeats from snapshots, those included that only compare.
         lost_iterations: iterations between where it would resume and its newest snapshot now.
         moved_bytes: what would come from other nodes; all of it where the home is lost. Of a state that is yet to be parked this is a guess: as much
             as the rank's largest snapshot.
@@ -100,6 +100,7 @@ def what_if(
     logs: Iterable[HeldRecords] = (),
     parked: Iterable[HeldRecords] = (),
     begun: Mapping[int, int] = NO_EPOCHS,
+    verify_iterations: int = 0,
 ) -> WhatIf:
     """What losing all these nodes at once would mean.
 
@@ -111,6 +112,7 @@ def what_if(
         logs: the boundary logs that the nodes hold, with the facts that they tell.
         parked: the parked states that they hold already.
         begun: starts of epochs of which the nodes' records tell.
+        verify_iterations: of the trainers: how many iterations more than necessary they replay to compare what they load.
     Raises:
         ValueError: a selector fits no node, or is none.
         RemoteProtocolError: the facts of a log cannot be read.
@@ -121,7 +123,14 @@ def what_if(
     # A rank whose node is gone runs elsewhere: nothing is at home there.
     left = {rank: node for rank, node in homes.items() if node not in lost}
     epochs = epoch_table((r for each in (logged, parks) for h in each for r in h.records), begun)
-    plan = plan_recovery(known, world_size, homes=left, lost=set(lost), epochs=epochs)
+    plan = plan_recovery(
+        known,
+        world_size,
+        homes=left,
+        lost=set(lost),
+        epochs=epochs,
+        verify_iterations=verify_iterations,
+    )
     newest = _newest(known, epochs)
     localized, whose = None, {}
     if logged:

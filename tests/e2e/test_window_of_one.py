@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.ctl import render
 from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import open_segment
+from ckptd.saved import saved_iterations
 from ckptd.storage.image import ImageView
 from ckptd.transport.messages import GetSnapshots, Snapshots
 from tests.ckptd.running import eventually
@@ -67,15 +69,24 @@ def told(log: str) -> tuple[int, int]:
     [("window1", 1), ("dense", 1), ("dense_every", 3), ("two_updates", 1), ("masters", 1)],
 )
 def test_a_resume_replays_and_compares_though_it_needs_no_replay(
-    jobs: Jobs, run: str, case: str, replayed: int
+    jobs: Jobs, daemon: DaemonProcess, run: str, case: str, replayed: int
 ) -> None:
-    """Every leaf is compared: weights, all optimizer state (Adam's steps, too), buffers. ``dense_every`` replays three iterations for it."""
+    """Every leaf is compared: weights, all optimizer state (Adam's steps, too), buffers. ``dense_every`` replays three iterations for it.
+
+    `ckptctl` tells before what the start will do: it left out the iterations that only compare.
+    """
     window = () if case.startswith("dense") else ("--set", "window=1")
     options = (*window, "--total", str(TOTAL))
     reference = jobs.run(case, *options, daemon="none")
     jobs.run(case, *options, "--run", run, *KILLED, expect_killed=True)
+    newest = max(sealed(daemon, run))
+    foretold = render.snapshots(daemon.ask(GetSnapshots("e2e", run), Snapshots), operators=False)
+    back = saved_iterations("e2e", run, daemon=daemon.endpoint)[0]
     resumed = jobs.run(case, *options, "--run", run, "--seed", "77")
     report = jobs.report(resumed)
+    assert f"by replaying {replayed} iteration" in foretold
+    assert f"{replayed} of them only to compare" in foretold
+    assert (back.iteration, back.replay_from) == (newest, newest - replayed)
     assert report["resumed_from"] is not None, jobs.log(resumed)
     assert report["replayed_steps"] == replayed, jobs.log(resumed)
     assert report["verified_tensors"] > 40, jobs.log(resumed)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from ckptd.ctl.peers import render_what_if
 from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.recovery.facts import RankFacts, facts_to_wire
 from ckptd.recovery.localized import LocalizedPlan, NotLocalized, RankKind
@@ -49,6 +50,21 @@ HELD = [
     *(held(rank, HOMES[rank], 6, 9) for rank in range(3)),
     *(held(rank, f"n{rank + 1}", 6, 8) for rank in range(3)),
 ]
+
+
+@pytest.mark.parametrize("lose", [[], ["node=n1"]])
+@pytest.mark.parametrize(("told", "replayed"), [(16, 2), (1, 2), (0, 1)])
+def test_what_is_replayed_only_to_compare_counts(lose: list[str], told: int, replayed: int) -> None:
+    """The numbers were those of a start that compares nothing with what it loads first."""
+    answer = what_if(HELD, 3, HOMES, LABELS, lose, verify_iterations=told)
+    lost = {"n1"} if lose else set()
+    left = {rank: node for rank, node in HOMES.items() if node not in lost}
+    start = plan_recovery(HELD, 3, homes=left, lost=lost, verify_iterations=told)
+    assert answer.plan == start
+    assert {rank.replayed for rank in answer.ranks} == {replayed}
+    text = render_what_if(answer)
+    assert ("1 of the replayed iterations only to compare" in text) == (told > 0)
+    assert ("nothing more is replayed to compare what is loaded: verify_iterations=0" in text) == (told == 0)  # fmt: skip
 
 
 def test_losing_nothing_costs_nothing_but_the_replay() -> None:
