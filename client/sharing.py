@@ -28,6 +28,7 @@ from ckptd.client.binding import Binding, local
 from ckptd.client.lines import get_logger
 from ckptd.client.names import names_with_wrappers
 from ckptd.client.operators import Operator
+from ckptd.client.value_trees import plain_parts
 from ckptd.schedules.policy import OperatorCost
 from ckptd.schedules.shares import SharedOperator, spread
 
@@ -314,9 +315,10 @@ def checksum(binding: Binding, names: Sequence[str]) -> str:
         state = binding.state(name)
         tensors |= {k: v for k, v in sorted(state.items()) if isinstance(v, Tensor)}
         for kind, tensor in tensors.items():
-            data = local(tensor)
-            told.append([name, kind, str(data.dtype), list(data.shape)])
-            sums += _sums(data)
+            # A shard, too, may be made of others.
+            for data in (d for part in plain_parts(tensor) for d in plain_parts(local(part))):
+                told.append([name, kind, str(data.dtype), list(data.shape)])
+                sums += _sums(data)
     return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode([told, _numbers(sums)]))
 
 

@@ -48,6 +48,7 @@ __all__ = [
     "is_ignored",
     "left_alone",
     "plain",
+    "plain_parts",
     "plain_tensor",
     "strides_of",
     "unlike",
@@ -489,6 +490,16 @@ def _made_of_others(tensor: Tensor) -> bool:
         and hasattr(type(tensor), "__tensor_unflatten__")
         and not hasattr(tensor, "to_local")
     )
+
+
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that this one is made of (codes and scales of an 8-bit one), or itself if it is made of none."""
+    if not _made_of_others(tensor):
+        yield tensor
+        return
+    made: Any = tensor
+    for name in made.__tensor_flatten__()[0]:
+        yield from plain_parts(getattr(made, name))
 
 
 def _is_large(key: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.value_trees import Baseline, Refused, TreeReader, TreeWriter, unlike
+from tests.client.doubled import Doubled
 
 
 class AThing:
@@ -30,33 +31,6 @@ class Slotted:
 
     def __init__(self, count: int) -> None:
         self.count = count
-
-
-class Doubled(Tensor):
-    """A tensor of twice another's values, which is all that it keeps."""
-
-    half: Any
-
-    @staticmethod
-    def __new__(cls, half: Tensor) -> Self:
-        return Tensor._make_wrapper_subclass(cls, half.shape, dtype=half.dtype)
-
-    def __init__(self, half: Tensor) -> None:
-        self.half = half
-
-    def __tensor_flatten__(self) -> tuple[list[str], list[int]]:
-        return ["half"], [2]
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls, parts: dict[str, Tensor], context: list[int], size: object, stride: object
-    ) -> Doubled:
-        assert context == [2]
-        return cls(parts["half"])
-
-    @classmethod
-    def __torch_dispatch__(cls, *called: Any) -> Any:
-        raise NotImplementedError
 
 
 def written(thing: Any, baseline: Baseline | None = None, known: Tensor | None = None) -> Any:

@@ -27,7 +27,7 @@ __all__ = ["Life"]
 
 # Snapshots that a life has before it may be killed: more than any row's window, on every rank.
 _ENOUGH = 6
-# How long a step waits for the first snapshot: little at first, and more than enough for any machine in all.
+# How long a step waits until there is something to go on from: little at first, and more than enough for any machine in all.
 _FIRST_PATIENCE_S, _PATIENCE_S = 0.05, 2.0
 
 
@@ -105,19 +105,24 @@ class Life:
         self._step = step
         if self._kill_step < 0:
             return
-        taken = _ENOUGH if self._checkpointer is None else self._checkpointer.stats()["snapshots"]
-        if taken == 0 and self._resumed is None and step > 2:
-            # Memory for snapshots is being made, beside the steps.
-            time.sleep(self._patience_s)
-            self._patience_s = min(2 * self._patience_s, _PATIENCE_S)
-        if self._resumed is None and (taken < _ENOUGH or not self._has_floor()):
+        if self._resumed is None and not self._may_die(step):
             return
-        if self._dying is None and 0 <= self._kill_step <= step:
+        if self._dying is None and self._kill_step <= step:
             self._dying = threading.Thread(target=self._die, daemon=True)
             if self._kill_after_s:
                 self._dying.start()
             else:
                 self._die()
+
+    def _may_die(self, step: int) -> bool:
+        """Whether there is something to go on from. Where only time is lacking for that, wait a moment: there are few steps."""
+        taken = _ENOUGH if self._checkpointer is None else self._checkpointer.stats()["snapshots"]
+        has_floor = self._has_floor()
+        # Memory for snapshots is being made beside the steps; what all ranks have is being told while they train.
+        if (taken == 0 and step > 2) or (not has_floor and step >= self._kill_step):
+            time.sleep(self._patience_s)
+            self._patience_s = min(2 * self._patience_s, _PATIENCE_S)
+        return taken >= _ENOUGH and has_floor
 
     def _has_floor(self) -> bool:
         """Whether there is an iteration that all ranks have: before, a kill leaves snapshots that no two ranks have in common."""

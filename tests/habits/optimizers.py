@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -216,14 +216,15 @@ def package_of(name: str) -> str | None:
     return first if first in _PACKAGES else None
 
 
-class _Listens(logging.Handler):
-    """To ckptd: a refusal ends the training, as in a job that nobody wants to train unprotected."""
+class _Listens(logging.StreamHandler[TextIO]):
+    """To ckptd: a refusal ends the training, as in a job that nobody wants to train unprotected. Prints what it hears."""
 
     def __init__(self) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__()
         self.heard = ""
 
     def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
         if "which cannot be captured" in record.getMessage():
             self.heard = record.getMessage()
 
@@ -239,6 +240,12 @@ def _model(sparse: bool) -> nn.Module:
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:
     out: Tensor = model(batch)
     return (out - 1).square().mean() + (out * 0.01).sum().sin()
+
+
+def _mean(loss: Tensor, ranks: int) -> Tensor:
+    if ranks > 1:
+        dist.all_reduce(loss)
+    return loss / ranks
 
 
 def main(argv: Sequence[str]) -> None:
@@ -273,7 +280,8 @@ def main(argv: Sequence[str]) -> None:
                 optimizer.zero_grad()
             loss = _loss(trained, batch)
             loss.backward()
-            return loss
+            # All ranks come to the same decisions: how often a closure is called may depend on the loss.
+            return _mean(loss.detach(), life.ranks)
 
         if life.row in _CLOSURES:
             optimizers[0].step(closure)

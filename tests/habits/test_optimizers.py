@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import DaemonProcess
-from tests.habits.driver import STEPS, Parents, Row, check, play, some
+from tests.habits.driver import Parents, Row, check, play, some
 from tests.habits.optimizers import MAKERS, package_of
 from tests.habits.tables import OPTIMIZERS
 
@@ -45,8 +45,6 @@ DENSE_ONLY = (
     "Lookahead, a plain object",
     "one with a random generator",
 )
-# Several ranks agree on a window of several snapshots while they train: that takes longer than twenty steps of such a model.
-_MANY = 80
 ROWS = [
     Row(
         "tests.habits.optimizers",
@@ -54,7 +52,6 @@ ROWS = [
         window=window,
         ranks=ranks,
         refused=refused,
-        steps=_MANY if (window, ranks) == (3, 2) else STEPS,
         imports=tuple(filter(None, [package_of(name)])),
     )
     for name in MAKERS
