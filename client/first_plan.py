@@ -52,10 +52,16 @@ class FirstPlan:
         """Stop waiting for other ranks."""
         self._windows.close()
 
-    def look(self) -> None:
-        """The first update is over: what is shared has the values by which it is compared."""
+    def look(self, *, draws: bool) -> None:
+        """The first update is over: what is shared has the values by which it is compared.
+
+        Args:
+            draws: an optimizer draws random numbers, so equal values will not stay equal: they count as different.
+        """
         if self._values is None:
-            self._values = self._planner.sharing.checksums(self._binding)
+            found = self._planner.sharing.checksums(self._binding)
+            rank = self._memory.identity.rank
+            self._values = dict.fromkeys(found, f"{rank} draws") if draws else found
 
     @property
     def looked(self) -> bool:

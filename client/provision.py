@@ -126,10 +126,16 @@ class Provision:
 
     # -- the first plan --------------------------------------------------------------------------
 
-    def prepare(self, step: int, *, stepped: bool, most_updates: int) -> bool:
-        """Choose the window and reserve the ring, once enough was measured; True if snapshots can be taken."""
+    def prepare(self, step: int, *, stepped: bool, most_updates: int, draws: bool = False) -> bool:
+        """Choose the window and reserve the ring, once enough was measured; True if snapshots can be taken.
+
+        Args:
+            stepped: there was an update in the last step.
+            most_updates: how often one optimizer updated within it.
+            draws: an optimizer draws random numbers.
+        """
         if stepped:
-            self._first.look()
+            self._first.look(draws=draws)
         fixed = self._options.window is not None or self._options.policy == "dense"
         if most_updates > 1:
             # Between two updates in a step, frozen operators would have to change.

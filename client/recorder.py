@@ -18,6 +18,7 @@ from ckptd.client.buckets import Buckets
 from ckptd.client.capture import Capture
 from ckptd.client.changes import Changes
 from ckptd.client.copymode import CopyModeChooser
+from ckptd.client.draws import Draws
 from ckptd.client.freeze import Tape
 from ckptd.client.kept_state import cannot_be_captured
 from ckptd.client.lines import get_logger
@@ -115,6 +116,7 @@ class Recorder:
             switched=self._switched,
         )
         self._changes = self._provision.changes
+        self._draws = Draws(watches=bool(sharing.replicas))
         # Who parks the state at the top of a step, if anybody does.
         self.parking: Parking | None = None
 
@@ -195,9 +197,11 @@ class Recorder:
         self._restless.look()
         if self._pace.steps and not self._stepped:
             self._pace.optimizer_begins(time.perf_counter())
+        self._draws.before()
 
     def after_optimizer_step(self, optimizer: int) -> None:
         """Optimizer number ``optimizer`` has updated its parameters."""
+        self._draws.after(optimizer)
         self._stepped = True
         self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
 
@@ -225,6 +229,7 @@ class Recorder:
     def resume(self, plan: Plan, *, last: int, phase: int, sharing: Sharing) -> None:
         """Go on after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
         self._provision.resume(plan, sharing)
+        self._draws.watches = plan.shares
         self._previous, self._ordinal = last, phase
         if self._changes is not None:
             self._changes.resume(last, phase, stride=1)
@@ -301,12 +306,14 @@ class Recorder:
             self._take(step)
         except Refused as refused:
             # Before anything was begun. It does not go away by itself, so it is not tried again.
-            self._refused = True
-            self._previous = -1
-            text = cannot_be_captured(self._binding.kept.whose, refused)
-            logger.error("%s", text)
-            self._memory.session.notice("error", "not_protected", text)
-            self._stats.failed += 1
+            self._refuse(cannot_be_captured(self._binding.kept.whose, refused))
+
+    def _refuse(self, text: str) -> None:
+        self._refused = True
+        self._previous = -1
+        logger.error("%s", text)
+        self._memory.session.notice("error", "not_protected", text)
+        self._stats.failed += 1
 
     def _take(self, step: int) -> None:
         provision = self._provision
@@ -314,6 +321,9 @@ class Recorder:
         if self._capture is None and not self._prepare(step):
             return
         assert self.plan is not None
+        if self._draws.found >= 0 and self.plan.shares:
+            self._refuse(_came_apart(self._binding.kept.names[self._draws.found], step))
+            return
         if self._changes is not None and not self._in_step(self._changes, step):
             self._tape.take()
             self._previous = -1
@@ -399,7 +409,12 @@ class Recorder:
         """Whether snapshots can be taken; what came before the first one has no use."""
         self._tape.take()
         most_updates = max(self._updates.values(), default=0)
-        ready = self._provision.prepare(step, stepped=self._stepped, most_updates=most_updates)
+        ready = self._provision.prepare(
+            step,
+            stepped=self._stepped,
+            most_updates=most_updates,
+            draws=self._draws.found >= 0,
+        )
         return ready and self._capture is not None
 
     def _switched(self, other_plan: bool) -> None:
@@ -473,3 +488,11 @@ class Recorder:
             self._stats.daemon_outages = self._memory.session.outages
             self._stats.daemon_changes = self._memory.session.link.changes
             self._memory.session.report(step, self._stats.as_dict())
+
+
+def _came_apart(optimizer: str, step: int) -> str:
+    return (
+        f"optimizer {optimizer} drew random numbers before step {step}, for the first time: ranks whose generators differ have other values "
+        "from here on, and what they had alike is captured by one of them only. No snapshot is taken any more; after a failure this run goes "
+        "on from the last one. Begin a new run with Checkpointer(..., capture_once=False)"
+    )

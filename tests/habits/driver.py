@@ -29,7 +29,7 @@ from tests.e2e.lives import Life, Parent, free_port
 from tests.habits.leaves import differences
 from tests.long import long_since
 
-__all__ = ["SEED", "Outcome", "Parents", "Row", "Verdict", "check", "play", "some"]
+__all__ = ["SEED", "Outcome", "Parents", "Row", "Verdict", "check", "play", "some", "training"]
 
 SEED = int(os.environ.get("CKPTD_SEED") or 20261123)
 STEPS = 20
@@ -120,12 +120,12 @@ def play(row: Row, folder: Path, endpoint: str, parents: Parents, *, seed: int =
     kills = [first, draw.randrange(first + 2, row.steps - 2)]
     run = uuid.uuid4().hex[:8]
     protected = ("--daemon", endpoint)
-    reference = _ranks(row, folder / "reference", 1, () if row.plain else (*protected, "--run", f"{run}.whole"))  # fmt: skip
+    reference = training(row, folder / "reference", () if row.plain else (*protected, "--run", f"{run}.whole"))  # fmt: skip
     lives = []
     for number, kill in enumerate([*kills, None]):
         moment = f"{kill}:{draw.choice((0.0, draw.uniform(0.1, 20))):.2f}"
         victim = draw.randrange(row.ranks) if kill is not None else -1
-        told = _ranks(row, folder / f"life{number}", 1 if number == 0 else 1000 + number, (*protected, "--run", run), kill=(victim, moment))  # fmt: skip
+        told = training(row, folder / f"life{number}", (*protected, "--run", run), seed=1 if number == 0 else 1000 + number, kill=(victim, moment))  # fmt: skip
         lives.append(told)
     codes = parents.of(row).live([reference, *lives], timeout_s=280)
     for name in (run, f"{run}.whole"):
@@ -135,9 +135,10 @@ def play(row: Row, folder: Path, endpoint: str, parents: Parents, *, seed: int =
     return _judge(reference, lives, codes[0], codes[1:])
 
 
-def _ranks(
-    row: Row, out: Path, seed: int, options: Sequence[str], *, kill: tuple[int, str] = (-1, "")
+def training(
+    row: Row, out: Path, options: Sequence[str], *, seed: int = 1, kill: tuple[int, str] = (-1, "")
 ) -> list[Life]:
+    """The processes of one life of a row; ``kill``: the rank that dies, and when."""
     port, found = str(free_port()), []
     for rank in range(row.ranks):
         told = ["--row", row.name, "--steps", str(row.steps), "--seed", str(seed + 10 * rank)]

@@ -98,7 +98,7 @@ class Life:
     def resumed(self, iteration: int | None) -> None:
         """Where ckptd says that this life is complete again; None: it began at the beginning."""
         self._resumed = iteration
-        self._note({"resumed": iteration})
+        self.note({"resumed": iteration})
 
     def top(self, step: int) -> None:
         """Step ``step`` begins. Dies here, or a moment later, if it is time."""
@@ -133,7 +133,7 @@ class Life:
 
     def batch(self, batch: Any) -> None:
         """The running step trains on this."""
-        self._note({"step": self._step, "batch": digest(batch)})
+        self.note({"step": self._step, "batch": digest(batch)})
 
     def end(self, state: Mapping[str, Any], names: Mapping[int, str] | None = None) -> None:
         """The training is over: leave its state (see ``leaves``), and that of the random generators."""
@@ -151,7 +151,7 @@ class Life:
         time.sleep(self._kill_after_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _note(self, what: dict[str, Any]) -> None:
-        """Written at once: a SIGKILL takes nothing away from it."""
+    def note(self, what: dict[str, Any]) -> None:
+        """For the one who compares. Written at once: a SIGKILL takes nothing away from it."""
         with self._out.with_suffix(".notes").open("a") as notes:
             notes.write(json.dumps(what) + "\n")

@@ -144,6 +144,21 @@ class Noisy(torch.optim.SGD):
         return super().step(closure)
 
 
+class Dithered(torch.optim.SGD):
+    """Draws from torch's own generator, as optimizers with random projections or stochastic rounding do: each rank other numbers."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params, lr=0.01)
+        self.draws = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups if self.draws else ():
+            for p in group["params"]:
+                p.add_(torch.randn(p.shape), alpha=1e-3)
+        return super().step(closure)
+
+
 class Closed(torch.optim.SGD):
     """Takes its numbers from a generator function, whose position nobody can tell."""
 
@@ -201,6 +216,7 @@ MAKERS: dict[str, Callable[[Params], Any]] = {
     "Lookahead, a plain object": lambda params: Lookahead(torch.optim.AdamW(params, lr=1e-3)),
     "one that counts in state['step']": CountsInState,
     "one with a random generator": Noisy,
+    "one that draws from torch's generator": Dithered,
     "one with a generator function": Closed,
 }  # fmt: skip
 

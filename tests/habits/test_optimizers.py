@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
+import uuid
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.harness import DaemonProcess
-from tests.habits.driver import Parents, Row, check, play, some
+from tests.habits.driver import Parents, Row, check, play, some, training
 from tests.habits.optimizers import MAKERS, package_of
 from tests.habits.tables import OPTIMIZERS
 
@@ -44,6 +47,7 @@ DENSE_ONLY = (
     "SAM(AdamW)",
     "Lookahead, a plain object",
     "one with a random generator",
+    "one that draws from torch's generator",
 )
 ROWS = [
     Row(
@@ -72,3 +76,28 @@ def test_exact_or_refused(
     outcome = play(row, tmp_path, daemon.endpoint, parents)
     OPTIMIZERS.note(row, outcome)
     check(row, outcome)
+
+
+def test_ranks_that_come_apart_later_are_told(
+    tmp_path: Path, daemon: DaemonProcess, parents: Parents
+) -> None:
+    """An optimizer that begins to draw random numbers after the ranks have shared out what they capture: there is no further snapshot.
+
+    Each rank has the other's values only as they were. pytorch_optimizer's Kron, which draws from its first step on, came back with
+    the weights of the wrong rank.
+    """
+    lives = training(
+        Row("tests.habits.late_draws", "late", ranks=2, steps=300),
+        tmp_path / "life",
+        ("--daemon", daemon.endpoint, "--run", uuid.uuid4().hex[:8]),
+    )
+    row = Row("tests.habits.late_draws", "late", ranks=2)
+    assert parents.of(row).live([lives]) == [[0, 0]]
+    for life in lives:
+        told = re.findall(r"optimizer Dithered drew random numbers before step (\d+)", life.log)
+        assert len(told) == 1, life.log
+        # Told at the first top after that update; before, there were snapshots.
+        notes = [json.loads(line) for line in life.out.with_suffix(".notes").read_text().splitlines()]  # fmt: skip
+        first = next(note["draws from"] for note in notes if "draws from" in note)
+        assert int(told[0]) == first + 1
+        assert [n["taken"] for n in notes if "taken" in n][-1] > 0
