@@ -56,11 +56,15 @@ class FirstPlan:
         """The first update is over: what is shared has the values by which it is compared.
 
         Args:
-            draws: an optimizer draws random numbers, so equal values will not stay equal: they count as different.
+            draws: an optimizer draws random numbers, so equal values will not stay equal: they count as different. So it is
+                where one keeps a generator.
+        Raises:
+            Refused: an optimizer keeps something that no snapshot can hold.
         """
         if self._values is None:
             found = self._planner.sharing.checksums(self._binding)
             rank = self._memory.identity.rank
+            draws = draws or (bool(found) and self._binding.kept.keeps_generators())
             self._values = dict.fromkeys(found, f"{rank} draws") if draws else found
 
     @property

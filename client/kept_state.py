@@ -87,6 +87,7 @@ class KeptState:
         self._held: tuple[object, frozenset[int]] = (None, frozenset())
         self._volatile: set[tuple[str, str]] = set()
         self._told = False
+        self._num_generators = 0
         self._also: Callable[[Mapping[str, Any]], None] | None = None
         self._baseline: Baseline | None = None
         try:
@@ -211,6 +212,15 @@ class KeptState:
         )
         return found
 
+    def keeps_generators(self) -> bool:
+        """Whether there are random generators in it, as it is now.
+
+        Raises:
+            Refused: something that no snapshot can hold.
+        """
+        self._walk()
+        return self._num_generators > 0
+
     def check_also(self, check: Callable[[Mapping[str, Any]], None]) -> None:
         """From now on `gather` asks this, too, which may raise `Refused`."""
         self._also = check
@@ -225,8 +235,13 @@ class KeptState:
         made = Baseline()
         skipped = self._skipped()
 
+        writers: list[TreeWriter] = []
+
         def writer() -> TreeWriter:
-            return TreeWriter(self._tell_known, self._baseline, lambda value: id(value) in skipped)
+            writers.append(
+                TreeWriter(self._tell_known, self._baseline, lambda value: id(value) in skipped)
+            )
+            return writers[-1]
 
         attributes, groups, foreign = [], [], []
         for given, optimizer, keeper in zip(
@@ -240,6 +255,7 @@ class KeptState:
             groups.append(self._groups(writer, optimizer, made))
             foreign.append(self._foreign(writer(), keeper))
         entries = {name: self._entries(writer(), name, keys) for name, keys in self._odd.items()}
+        self._num_generators = sum(one.num_generators for one in writers)
         return {
             "attributes": attributes,
             "groups": groups,

@@ -131,7 +131,7 @@ class TreeWriter:
         self._seen: dict[int, int] = {}
         self._kept_alive: list[object] = []
         self._nodes = 0
-        self.num_bytes = 0
+        self.num_bytes = self.num_generators = 0
 
     def node(self, value: Any, path: str, depth: int = 0) -> Any:
         """The node of a value.
@@ -153,6 +153,7 @@ class TreeWriter:
         found = _generator_state(value)
         if found is not None:
             self._note(value)
+            self.num_generators += 1
             return ["g", *found]
         return self._container(value, path, depth)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
@@ -130,15 +131,17 @@ class CountsInState(torch.optim.SGD):
 
 
 class Noisy(torch.optim.SGD):
-    """Draws from a generator of its own."""
+    """Draws from a generator of its own, after a few steps; each rank other numbers."""
 
     def __init__(self, params: Params) -> None:
         super().__init__(params, lr=0.01)
-        self.generator = torch.Generator().manual_seed(1)
+        self.generator = torch.Generator().manual_seed(1 + int(os.environ.get("RANK", "0")))
+        self.quiet = 2
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
+        self.quiet -= 1
+        for group in self.param_groups if self.quiet < 0 else ():
             for p in group["params"]:
                 p.add_(torch.randn(p.shape, generator=self.generator), alpha=1e-3)
         return super().step(closure)
