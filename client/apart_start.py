@@ -15,7 +15,7 @@ import msgspec
 from ckptd.client.agreement import Exchange, all_or_none, vote
 from ckptd.client.facts import LogFacts, told_facts
 from ckptd.client.fed_logs import FedLogs
-from ckptd.client.joint_start import Recovered
+from ckptd.client.joint_start import Recovered, least
 from ckptd.client.lines import get_logger
 from ckptd.client.membership import RunView
 from ckptd.client.memory import RankMemory
@@ -41,6 +41,8 @@ __all__ = ["ApartStart", "begin_apart", "come_together", "recovered_apart"]
 logger = get_logger(__name__)
 
 _PLANS = 4  # what is found damaged changes the plan
+# Of these the first: what is only for comparing must not make all ranks recover together.
+_VERIFIED_PLANS = 2
 _TRIES = 2  # of the same plan: a node may have been slow
 
 
@@ -74,17 +76,22 @@ class ApartStart:
 
 
 def begin_apart(
-    memory: RankMemory, exchange: Exchange, alike: tuple[int, ...]
+    memory: RankMemory,
+    exchange: Exchange,
+    alike: tuple[int, ...],
+    *,
+    verify_iterations: int = 0,
 ) -> ApartStart | None:
     """The localized recovery of this run, where there is one; None on all ranks where all recover together. A collective call.
 
     Args:
         alike: ranks with which this one has all operators alike, values too.
+        verify_iterations: how many iterations more than necessary may be replayed to compare what is loaded: here one at most.
     Raises:
         AttachRefused: the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or a rank cannot go on.
     """
-    found = _try_plans(memory, exchange, alike)
+    found = _try_plans(memory, exchange, alike, verify_iterations)
     if not isinstance(found, str):
         return found
     if found:
@@ -93,15 +100,18 @@ def begin_apart(
     return None
 
 
-def _try_plans(memory: RankMemory, exchange: Exchange, alike: tuple[int, ...]) -> ApartStart | str:
+def _try_plans(
+    memory: RankMemory, exchange: Exchange, alike: tuple[int, ...], verify_iterations: int
+) -> ApartStart | str:
     """The first plan of which every rank has what it needs; or why there is none, nothing if nobody was parked. A collective call."""
     unusable: tuple[Source, ...] = ()
     tried: list[LocalizedPlan] = []
-    for _ in range(_PLANS):
+    wanted = least(exchange, verify_iterations)
+    for attempt in range(_PLANS):
         view = _look(memory, exchange, alike, unusable)
         if not view.parked:
             return ""
-        plan = _plan(view, memory.identity.world_size)
+        plan = _plan(view, memory.identity.world_size, wanted if attempt < _VERIFIED_PLANS else 0)
         if isinstance(plan, NotLocalized):
             return plan.reason
         if tried.count(plan) == _TRIES:
@@ -143,9 +153,13 @@ def _begin(
 def recovered_apart(start: ApartStart) -> Recovered:
     """What this rank begins with; each of those that replay decides for itself."""
     replayed = Replayed(snapshots_used(start.mine.snapshots), everybody=False, localized=True)
-    unverified = "" if start.replays else "this rank goes on from parked state"
-    if len(start.images) == 1 and not unverified:
-        unverified = "only part of the ranks replay, fed from logs that begin there"
+    unverified = start.mine.unverified
+    if not start.replays:
+        whose = "a peer's" if start.mine.kind is RankKind.COPIED else "its"
+        unverified = (
+            f"this rank goes on from {whose} parked state, which was read from the live tensors when the step was cut off, and whose digests "
+            "fit: no snapshot stands between"
+        )
     return Recovered(start.images, start.plan.reason, replayed, unverified)
 
 
@@ -180,7 +194,7 @@ def _look(
     return view
 
 
-def _plan(view: RunView, world_size: int) -> LocalizedPlan | NotLocalized:
+def _plan(view: RunView, world_size: int, verify_iterations: int) -> LocalizedPlan | NotLocalized:
     if any(hint & HINT_APART_AGAIN for hint in view.hints):
         return NotLocalized("two localized recoveries in a row have not come to their end")
     if open_failures(view.failures):
@@ -193,6 +207,7 @@ def _plan(view: RunView, world_size: int) -> LocalizedPlan | NotLocalized:
         world_size,
         homes=view.homes,
         begun=view.begun,
+        verify_iterations=verify_iterations,
     )
 
 

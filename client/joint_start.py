@@ -38,7 +38,7 @@ from ckptd.recovery.quarantine import (
     spans_told,
 )
 
-__all__ = ["Recovered", "recover_together"]
+__all__ = ["Recovered", "least", "recover_together"]
 
 logger = get_logger(__name__)
 
@@ -86,10 +86,7 @@ def recover_together(
         CorruptionError: all that is left is quarantined, or cannot be compared after a replay that did not reproduce; on every rank.
     """
     recoverable_before = storage = False
-    wanted = min(
-        msgspec.msgpack.decode(told, type=int)
-        for told in exchange(msgspec.msgpack.encode(verify_iterations))
-    )
+    wanted = least(exchange, verify_iterations)
     for attempts in range(_PLANS):
         verified = wanted if attempts < _VERIFIED_PLANS else 0
         view, plan = _plan(memory, exchange, storage, at, verified)
@@ -128,6 +125,12 @@ def recover_together(
         hint="a node cannot reach the holders of its ranks' snapshots (`ckptctl peers`, `ckptctl events`); nothing was "
         "lost: start again when it can, or `ckptctl forget` the run to begin anew",
     )
+
+
+def least(exchange: Exchange, count: int) -> int:
+    """The least of all ranks' counts. A collective call."""
+    told = exchange(msgspec.msgpack.encode(count))
+    return min(msgspec.msgpack.decode(each, type=int) for each in told)
 
 
 def _plan(

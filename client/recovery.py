@@ -179,7 +179,7 @@ class Recovery:
         alike = self._sharing.alike(self._operators, self._identity.rank)
         if memory.descriptor is not None and not captured_once(memory.descriptor.client):
             alike = ()  # by their wrappers they are, but values were not compared, or differed
-        return begin_apart(memory, meet, alike)
+        return begin_apart(memory, meet, alike, verify_iterations=self._verify_iterations)
 
     def _heed(self, hints: Sequence[bytes]) -> None:
         """Freeze otherwise if any rank left the hint: what one computes from all gradients, it computes from the others', too."""

@@ -39,7 +39,7 @@ from ckptd.recovery.facts import RankFacts, Relations, relate
 from ckptd.recovery.held import HeldRecords
 from ckptd.recovery.pieces import Piece, Sources
 from ckptd.recovery.rank_holdings import RankHoldings
-from ckptd.recovery.scope import DomainSpans, Place, Scope, Stand, lacking, settle
+from ckptd.recovery.scope import DomainSpans, Place, Scope, Stand, lacking, settle, verified
 from ckptd.recovery.spans import best_group, between, newest_span
 from ckptd.recovery.tables import (
     in_order,
@@ -83,6 +83,7 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
         feeds: by neighbour that starts later, ascending.
         values: logs of iterations before ``LocalizedPlan.together`` in which it is exact and no neighbour feeds it: nobody can compute there
             what all ranks compute together, but it was logged. As far as there are any; they are needed only where a job has such values.
+        unverified: why a rank that replays does not begin an iteration earlier than it must, to compare all that it loads; "" where it does.
     """
 
     kind: RankKind
@@ -91,6 +92,7 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
     pieces: tuple[Piece, ...]
     feeds: tuple[Feed, ...]
     values: tuple[Feed, ...] = ()
+    unverified: str = ""
 
     @property
     def snapshots(self) -> tuple[Piece, ...]:
@@ -150,6 +152,7 @@ def plan_localized(
     homes: Mapping[int, str] = _NO_HOMES,
     lost: Container[str] = (),
     begun: Mapping[int, int] = NO_EPOCHS,
+    verify_iterations: int = 0,
 ) -> LocalizedPlan | NotLocalized:
     """The state nearest to the failure that all ranks can reach, while those who kept theirs run nothing again; see the module.
 
@@ -161,6 +164,7 @@ def plan_localized(
         homes: the node on which each rank will run; its copies are preferred.
         lost: nodes that do not count.
         begun: starts of epochs known from elsewhere, as for `ckptd.recovery.plan.plan_recovery`.
+        verify_iterations: whether (not 0) those who replay begin one iteration earlier where all that takes is held.
     """
     known = [in_order(h for h in each if h.node not in lost) for each in (snapshots, parked, logs)]
     epochs = epoch_table((r for each in known for h in each for r in h.records), begun)
@@ -189,6 +193,8 @@ def plan_localized(
         return NotLocalized(scope, epoch)
     if all(place.stand is None for place in scope.places):
         return NotLocalized("every rank would replay" + _because(scope), epoch)
+    why_not = "" if verify_iterations > 0 else "verify_iterations=0"
+    scope = verified(scope, relations, spans, held.has_log, why_not)
     return _Assembly(held, relations, scope, homes, resume).plan(epoch)
 
 
@@ -294,7 +300,8 @@ class _Assembly:
         kind, pieces = self._state(rank, place)
         feeds = self._feeds(rank)
         values = self._values_of(rank, place, feeds)
-        return RankPlan(kind, place.start, place.exact_at, pieces, feeds, values)
+        unverified = self._scope.unverified.get(self._relations.domain_of[rank], "")
+        return RankPlan(kind, place.start, place.exact_at, pieces, feeds, values, unverified)
 
     def _state(self, rank: int, place: Place) -> tuple[RankKind, tuple[Piece, ...]]:
         if place.stand is None:

@@ -13,13 +13,22 @@ a *limit*. Limits only fall, so this ends, and what it ends with starts everybod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptd.recovery.facts import Relations
 from ckptd.recovery.spans import best_group, between, covering_starts
 from ckptd.recovery.tables import Group, listed
 
-__all__ = ["DomainSpans", "Place", "Scope", "Stand", "Widening", "lacking", "settle"]
+__all__ = [
+    "DomainSpans",
+    "Place",
+    "Scope",
+    "Stand",
+    "Widening",
+    "lacking",
+    "settle",
+    "verified",
+]
 
 # What there is of a rank's snapshots, by operator table.
 GroupsOf = Callable[[int], Sequence[Group]]
@@ -55,10 +64,11 @@ class Widening:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where each domain starts, and by domain the last reason to start so early."""
+    """Where each domain starts, and by domain the last reason to start so early, and why what it loads is not all compared."""
 
     places: Sequence[Place]
     widened: Mapping[int, Widening]
+    unverified: Mapping[int, str] = field(default_factory=dict)
 
 
 def settle(
@@ -75,6 +85,71 @@ def settle(
         spans: what replaying domains can replay, up to ``resume``.
     """
     return _Settling(relations, stands, spans, has_log, resume).run()
+
+
+def verified(
+    scope: Scope, relations: Relations, spans: DomainSpans, has_log: HasLog, why_not: str = ""
+) -> Scope:
+    """The same, in which those who replay begin one iteration earlier than they must, so that all that they would load first is compared.
+
+    Only where that costs nobody else anything: they have the snapshot before, and of that iteration there is every log that they would be fed.
+
+    Args:
+        why_not: why it is not wanted; it is told of all of them then.
+    """
+    places, unverified = list(scope.places), dict[int, str]()
+    for component in _components(relations, [place.stand is None for place in places]):
+        start, end = places[component[0]].start, places[component[0]].exact_at
+        lack = why_not or _lack_before(start, end, component, scope, relations, spans, has_log)
+        for domain in component:
+            if lack:
+                unverified[domain] = lack
+            else:
+                places[domain] = Place(start - 1, end, None)
+    return Scope(places, scope.widened, unverified)
+
+
+def _components(relations: Relations, replays: Sequence[bool]) -> list[list[int]]:
+    """The domains that replay, those that do so together in one list."""
+    found: list[list[int]] = []
+    seen: set[int] = set()
+    for first in range(len(replays)):
+        if not replays[first] or first in seen:
+            continue
+        together, left = [first], [first]
+        seen.add(first)
+        while left:
+            for rank in relations.domains[left.pop()]:
+                beside = {relations.domain_of[other] for other in relations.neighbours[rank]}
+                fresh = sorted(d for d in beside if replays[d] and d not in seen)
+                seen.update(fresh)
+                together += fresh
+                left += fresh
+        found.append(together)
+    return found
+
+
+def _lack_before(
+    start: int,
+    end: int,
+    component: Sequence[int],
+    scope: Scope,
+    relations: Relations,
+    spans: DomainSpans,
+    has_log: HasLog,
+) -> str:
+    """What these domains lack to begin an iteration before ``start``; "" if nothing."""
+    before = start - 1
+    if not spans.fit(component, before, end):
+        return f"those who replay have no snapshots of iteration {before} that lead to those of {start}"
+    for domain in component:
+        for rank in relations.domains[domain]:
+            for other in relations.neighbours[rank]:
+                place = scope.places[relations.domain_of[other]]
+                if place.stand is None or place.start <= before or has_log(other, before):
+                    continue
+                return lacking(Widening(rank, other, before))
+    return ""
 
 
 class DomainSpans:
@@ -104,6 +179,12 @@ class DomainSpans:
             if self._in_phase(members, start, end):
                 best = start, end
         return best
+
+    def fit(self, domains: Iterable[int], start: int, end: int) -> bool:
+        """Whether these domains can replay together from that start to that end."""
+        members = sorted(domains)
+        starts = all(start in self._starts_of(domain, end) for domain in members)
+        return starts and self._in_phase(members, start, end)
 
     def _ends_of(self, domain: int) -> frozenset[int]:
         if domain not in self._ends:

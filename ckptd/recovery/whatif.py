@@ -137,7 +137,9 @@ def what_if(
         remaining = ([h for h in each if h.node not in lost] for each in (known, logged, parks))
         snapshots, there, states = remaining
         states += _to_be_parked(snapshots, left, newest, epochs)
-        localized = _localized(snapshots, there, states, world_size, left, newest, begun)
+        localized = _localized(
+            snapshots, there, states, world_size, left, newest, begun, verify_iterations
+        )
         whose = {(h.node, h.segment): h.rank for h in states}
     ranks = tuple(
         _apart(rank, localized, homes.get(rank, ""), lost, newest.get(rank, -1), whose)
@@ -177,6 +179,7 @@ def _localized(
     homes: Mapping[int, str],
     newest: Mapping[int, int],
     begun: Mapping[int, int],
+    verify_iterations: int,
 ) -> LocalizedPlan | NotLocalized:
     """The plan of those who are left, when they have parked."""
     if not homes:
@@ -185,7 +188,16 @@ def _localized(
     if without:
         return NotLocalized(f"there is no snapshot yet of {listed('rank', without)}")
     facts = facts_told_by_logs(range(world_size), logs, parked)
-    return plan_localized(snapshots, parked, logs, facts, world_size, homes=homes, begun=begun)
+    return plan_localized(
+        snapshots,
+        parked,
+        logs,
+        facts,
+        world_size,
+        homes=homes,
+        begun=begun,
+        verify_iterations=verify_iterations,
+    )
 
 
 def _to_be_parked(

@@ -356,7 +356,7 @@ def test_stages_whose_shapes_are_unknown_run_with_their_neighbours_only(
 
     def trials(rank: int, exchange: Exchange) -> list[bool]:
         view = ranks[rank].see(exchange, alike=(1 - rank,))
-        plan = apart_start._plan(view, 2)
+        plan = apart_start._plan(view, 2, 0)
         assert isinstance(plan, LocalizedPlan)
         mine = plan.per_rank[rank]
         return [apart_start._Trial(ranks[rank], mine, view, apart).again for apart in (False, True)]

@@ -19,6 +19,7 @@ from ckptd.ctl.main import main as ckptctl
 from tests.ckptd.nodes import Net
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 from tests.e2e.localized import KILL_AT, References, Story, damage
+from tests.e2e.test_quarantine import FIRST, SECOND
 from tests.long import long
 
 pytestmark = pytest.mark.slow
@@ -88,6 +89,34 @@ def test_a_lost_stage_replays_alone(chain: Story) -> None:
     assert "rank 1 replaying from" in restored
     (together,) = [e["message"] for e in events if e["kind"] == "together"]
     assert f"from iteration {KILL_AT} on" in together
+
+
+def test_a_lost_stage_whose_newest_snapshot_was_sealed_wrong_says_so(chain: Story) -> None:
+    """With a window of 1 it replayed nothing that was compared, went on from the wrong state, and drew the others after it, silently.
+
+    Now it begins one iteration earlier. What it finds makes all ranks recover together, where two replays that come to the same result decide.
+    """
+    chain.options += ("--set", "window=1")
+    torn = KILL_AT - 1  # it dies before that of its last step is sealed
+    deadly = ("--kill-at", str(KILL_AT), "--kill-point", "top", "--kill-delay-ms", "500")
+    chain.life({1: (*deadly, "--tear-at", str(torn))}).torn_down(1)
+    logs = chain.life().ranks.end_by_a_failure()
+    assert f"rank 1 replaying from {torn - 1}, exact at {torn}" in logs, chain.told
+    assert f"ReplayMismatch: replay of iteration {torn - 1} did not reproduce" in logs, chain.told
+    for wanted in (FIRST, SECOND):
+        assert wanted in chain.life().ranks.end_by_a_failure(), chain.told
+    chain.ends_exact()
+
+
+def test_a_lost_stage_with_a_window_of_one_compares_all_that_it_loads(chain: Story) -> None:
+    chain.options += ("--set", "window=1")
+    chain.lose(1)
+    life = chain.ends_exact()
+    chain.assert_only(1)
+    reports = [chain.jobs.report(out) for _, out in life.ranks.started]
+    assert [report["replayed_steps"] for report in reports] == [0, 1, 0, 0], chain.told
+    assert reports[1]["verified_tensors"] > 0
+    assert "goes on from its parked state, which was read from the live tensors" in chain.jobs.log(life.ranks.started[0][1])  # fmt: skip
 
 
 def test_a_lost_replica_copies_its_twin_and_nobody_replays(a_run: Run) -> None:

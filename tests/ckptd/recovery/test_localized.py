@@ -97,7 +97,7 @@ class Job:
                 self.snapshots[rank] = []
         return self
 
-    def plan(self) -> LocalizedPlan | NotLocalized:
+    def plan(self, verify_iterations: int = 0) -> LocalizedPlan | NotLocalized:
         return plan_localized(
             self._held("seg", self.snapshots, self.window),
             self._held("parked", self.parked, self.window),
@@ -105,10 +105,11 @@ class Job:
             self.facts,
             len(self.snapshots),
             homes=self.homes,
+            verify_iterations=verify_iterations,
         )
 
-    def planned(self) -> LocalizedPlan:
-        plan = self.plan()
+    def planned(self, verify_iterations: int = 0) -> LocalizedPlan:
+        plan = self.plan(verify_iterations)
         assert isinstance(plan, LocalizedPlan), plan
         return plan
 
@@ -162,6 +163,37 @@ def test_a_lost_stage_replays_alone_fed_by_both_neighbours() -> None:
         "all ranks run together again from iteration 10: ranks 0, 2, 3 parked at 10, "
         "rank 1 replaying from 8, exact at 10"
     )
+
+
+def test_who_replays_begins_one_iteration_earlier_to_compare_all_that_it_loads() -> None:
+    """With a window of 1 a lost stage replayed nothing that was compared, and a wrong snapshot was trained on."""
+    job = Job([T] * 4, window=1).trainer_lost(1)
+    del job.snapshots[1][-1]
+    assert outline(job.planned())[1] == "replays 9 < 0[9:10] < 2[9:10]"
+    assert job.planned().per_rank[1].unverified == "verify_iterations=0"
+    plan = job.planned(16)
+    assert outline(plan) == [
+        "parked 10",
+        "replays 8-9 < 0[8:10] < 2[8:10]",
+        "parked 10",
+        "parked 10",
+    ]
+    assert plan.per_rank[1].unverified == ""
+
+
+@pytest.mark.parametrize("lacks", ["snapshot", "log"])
+def test_for_comparing_alone_nobody_else_starts_earlier(lacks: str) -> None:
+    job = Job([T] * 4, window=1).trainer_lost(1)
+    job.snapshots[1] = [slot(t, 1) for t in ((9,) if lacks == "snapshot" else (8, 9))]
+    if lacks == "log":
+        job.logs[2] = [log for log in job.logs[2] if log.iteration != 8]
+    plan = job.planned(16)
+    assert outline(plan) == outline(job.planned())
+    why = {
+        "snapshot": "those who replay have no snapshots of iteration 8 that lead to those of 9",
+        "log": "rank 1 needs what rank 2 sent in iteration 8, and no node holds that log",
+    }
+    assert plan.per_rank[1].unverified == why[lacks]
 
 
 def test_the_nodes_logs_may_be_lost_with_it() -> None:
@@ -653,11 +685,23 @@ class Possible:
 
 
 def plan_of(
-    world: World, homes: Mapping[int, str] = MappingProxyType({})
+    world: World,
+    homes: Mapping[int, str] = MappingProxyType({}),
+    *,
+    verify_iterations: int = 0,
 ) -> LocalizedPlan | NotLocalized:
     snapshots, parked, logs = map(world.store.holdings, ("seg", "parked", "boundary"))
     size = world.shape.world_size
-    return plan_localized(snapshots, parked, logs, world.facts, size, homes=homes, lost=world.lost)
+    return plan_localized(
+        snapshots,
+        parked,
+        logs,
+        world.facts,
+        size,
+        homes=homes,
+        lost=world.lost,
+        verify_iterations=verify_iterations,
+    )
 
 
 def newest_epoch_is_seen(world: World) -> bool:
@@ -668,16 +712,37 @@ def newest_epoch_is_seen(world: World) -> bool:
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.integers(0, 2**48))
-def test_every_plan_brings_every_rank_to_the_state_that_it_had(seed: int) -> None:
+@given(st.integers(0, 2**48), st.booleans())
+def test_every_plan_brings_every_rank_to_the_state_that_it_had(seed: int, verifies: bool) -> None:
     """Executed on a job of numbers: whoever was fed, loaded or awaited something wrong would have other numbers."""
     world = random_world(random.Random(seed))
     assume(newest_epoch_is_seen(world))
-    plan = plan_of(world)
+    plan = plan_of(world, verify_iterations=16 * verifies)
     assume(isinstance(plan, LocalizedPlan))
     assert isinstance(plan, LocalizedPlan)
     states = Execution(world.shape, world.store, plan, world.truth.salts, world.lost).run()
     assert states == world.truth.states[plan.resume]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**48))
+def test_who_compares_begins_one_iteration_earlier_and_moves_nobody_else(seed: int) -> None:
+    world = random_world(random.Random(seed))
+    plain, verified = plan_of(world), plan_of(world, verify_iterations=1)
+    assume(isinstance(plain, LocalizedPlan))
+    assert isinstance(plain, LocalizedPlan)
+    assert isinstance(verified, LocalizedPlan)
+    for rank, mine in plain.per_rank.items():
+        its = verified.per_rank[rank]
+        earlier = mine.kind is RankKind.REPLAYS and not its.unverified
+        assert (its.kind, its.start, its.exact_at) == (
+            mine.kind,
+            mine.start - earlier,
+            mine.exact_at,
+        )
+        assert [p.record.iteration for p in its.snapshots[earlier:]] == [
+            p.record.iteration for p in mine.snapshots
+        ]
 
 
 @settings(max_examples=200, deadline=None)
