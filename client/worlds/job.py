@@ -65,6 +65,11 @@ __all__ = ["ElasticJob"]
 
 logger = get_logger(__name__)
 
+_COMPARED = (
+    "; what is loaded is compared with its digests only: no step is replayed, since other ranks, or other places of experts, add up in another "
+    "order (docs/elastic.md, section 14)"
+)
+
 
 class ElasticJob:
     """One world of an elastic job; making it is a collective call of all its ranks.
@@ -134,7 +139,8 @@ class ElasticJob:
         self._shards: ExpertShards | None = None
         self.again = False
         self.seconds = {**self._world.seconds, "start_s": time.perf_counter() - began}
-        logger.warning("world %d: %s", self.plan.number, self.plan.reason)
+        compared = "" if self.plan.handover is None else _COMPARED
+        logger.warning("world %d: %s%s", self.plan.number, self.plan.reason, compared)
 
     def _find_here(self, daemon: str | None, slots: int, domain: str) -> Here | Exception:
         if daemon is None:
