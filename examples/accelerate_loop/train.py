@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", default="accelerate-loop")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--daemon", default="auto")
+    parser.add_argument("--daemon", default="auto", help="auto, an endpoint, or none")
     args = parser.parse_args(argv)
 
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=not torch.cuda.is_available())
@@ -47,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> float:
     loader = DataLoader(Points(), batch_size=16, shuffle=True, num_workers=1)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
+    daemon = None if args.daemon == "none" else args.daemon
     ckpt = checkpointer(
-        accelerator, model, optimizer, {"scheduler": scheduler}, run=args.run, daemon=args.daemon
+        accelerator, model, optimizer, {"scheduler": scheduler}, run=args.run, daemon=daemon
     )
     batches = ckpt.batches(loader)
     loss = torch.zeros(())
