@@ -9,7 +9,7 @@ from torch import nn
 
 from ckptd.client import values
 from ckptd.client.binding import Binding
-from ckptd.client.data.loaders import advice_for_state
+from ckptd.client.data.loaders import advice_for_state, check_in_state
 from ckptd.client.lines import get_logger
 from ckptd.client.operators import Grouping, Member, Operator, discover_operators
 from ckptd.client.plan import fixed_bytes, operator_costs
@@ -154,5 +154,6 @@ def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
                 raise ValueError(  # noqa: TRY004 - one kind of error for all that users pass
                     f"state[{name!r}] is a {type(item).__name__} without {method}(): {advice}"
                 )
+        check_in_state(item)
         values.pack(item.state_dict(), f"state[{name!r}]")
     return found

@@ -20,7 +20,10 @@ from torch.utils.data import (
 
 from ckptd.client.data.after import After
 
-__all__ = ["advice_for_state", "check_loader", "forget_prepared", "has_indices", "makes_ahead", "repeats_by_index", "reuses_workers", "skipping", "torch_loader"]  # fmt: skip
+__all__ = ["advice_for_state", "check_in_state", "check_loader", "forget_prepared", "has_indices", "makes_ahead", "repeats_by_index", "reuses_workers", "skipping", "torch_loader"]  # fmt: skip
+
+# Sources of a stream that are looked at.
+_SOURCES = 256
 
 
 def torch_loader(loader: Any) -> DataLoader[Any] | None:
@@ -60,8 +63,9 @@ def check_loader(
     """
     stateful = callable(getattr(loader, "load_state_dict", None))
     inner = torch_loader(loader)
+    _check_seeds(loader if inner is None else inner.dataset)
     if inner is None:
-        if in_state:
+        if in_state or _hub_stream(loader):
             return
         if stateful:
             raise ValueError(
@@ -100,6 +104,45 @@ def _check_torch_loader(
         raise ValueError(
             f"the {kind} has persistent_workers=True: what its workers draw in an epoch depends on all epochs before, so it cannot be "
             f"repeated. Set persistent_workers=False; or, if a sample depends on its index only, {option}"
+        )
+
+
+def _hub_stream(data: Any) -> bool:
+    """Whether it is an ``IterableDataset`` of Hugging Face's ``datasets``: it can be iterated over again, with or without its state."""
+    return any(
+        kind.__module__.partition(".")[0] == "datasets" and kind.__name__ == "IterableDataset"
+        for kind in type(data).__mro__
+    )
+
+
+def _check_seeds(data: Any) -> None:
+    """Refuse a stream that was shuffled without a seed: the order of its shards is drawn while it is built, and kept nowhere."""
+    if not _hub_stream(data):
+        return
+    left, seen = [getattr(data, "_ex_iterable", None)], 0
+    while left and seen < _SOURCES:
+        source, seen = left.pop(), seen + 1
+        seeds = getattr(getattr(getattr(source, "generator", None), "bit_generator", None), "seed_seq", None)  # fmt: skip
+        entropy = getattr(seeds, "entropy", None)
+        if isinstance(entropy, int) and entropy >> 64:  # of the operating system: 128 bits
+            raise ValueError(
+                "the dataset is shuffled (or interleaved) without a seed, so that the next start has another order: pass one, "
+                "shuffle(seed=42)"
+            )
+        left += [getattr(source, "ex_iterable", None), *getattr(source, "ex_iterables", ())]
+
+
+def check_in_state(item: Any) -> None:
+    """Refuse in ``state=`` what would go on at another place than its ``state_dict()`` was taken.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    loads = torch_loader(item)
+    if _hub_stream(item if loads is None else loads.dataset) and hasattr(item, "load_state_dict"):
+        raise ValueError(
+            f"state= has a stream of Hugging Face's datasets ({type(item).__name__}), whose state_dict() holds neither its shuffle buffer nor what it "
+            "has read ahead: take it out of state= and fetch from ckpt.batches(it), which keeps the position"
         )
 
 

@@ -24,12 +24,15 @@ __all__ = ["Reach"]
 _LIBRARIES = frozenset({"accelerate", "builtins", "collections", "functools", "lightning", "numpy", "pytorch_lightning", "torch", "torchdata", "transformers"})  # fmt: skip
 # Of a library's object only these are gone into: the rest is its own affair.
 _FOLLOWED = ("base_dataloader", "batch_sampler", "sampler", "dataset", "datasets", "data_source", "collate_fn", "worker_init_fn", "generator", "synchronized_generator", "func", "args", "keywords")  # fmt: skip
-_COUNTS = ("epoch", "iteration", "initial_seed", "seed")
+# `_epoch` is that of a stream of Hugging Face's datasets: a tensor that its workers share.
+_COUNTS = ("epoch", "_epoch", "iteration", "initial_seed", "seed")
 _SAMPLERS = ("sampler", "batch_sampler")
 _DEPTH = 8
 _ITEMS = 64
 _PLAIN = (type(None), bool, int, float, str)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# `SystemRandom` has no state: what it gives is never the same.
+_STATELESS = random.SystemRandom
 _GLOBAL = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}
 
 
@@ -43,7 +46,7 @@ class _Found:
 
     @property
     def now(self) -> Any:
-        value = getattr(self.owner, self.name, None)
+        value = _plain(getattr(self.owner, self.name, None))
         return value if isinstance(value, _PLAIN) else None
 
 
@@ -102,7 +105,7 @@ class Reach:
                 continue
             value = state.get(path, self._built.get(path, found.value))
             if isinstance(value, _PLAIN):
-                setattr(found.owner, found.name, value)
+                _put(found.owner, found.name, value)
 
     def _find(self) -> Iterator[tuple[str, _Found]]:
         found = _walk(self._loader, "loader", 0, {id(self._loader)}, sampler=False)
@@ -117,6 +120,8 @@ def _walk(
     if isinstance(value, After):
         value = value.inner
     for name, child in _children(value):
+        if name in _COUNTS:
+            child = _plain(child)
         at = f"{path}.{name}"
         inside = sampler or name in _SAMPLERS
         if isinstance(child, _PLAIN):
@@ -127,9 +132,26 @@ def _walk(
         elif id(child) not in seen and id(child) not in _GLOBAL:
             seen.add(id(child))
             if isinstance(child, _GENERATORS):
-                yield at, _Found(child)
+                if not isinstance(child, _STATELESS):
+                    yield at, _Found(child)
             else:
                 yield from _walk(child, at, depth + 1, seen, sampler=inside)
+
+
+def _plain(value: Any) -> Any:
+    """The number that a tensor of no dimensions holds; anything else as it is."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_floating_point():
+        return int(value)
+    return value
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    """Into a tensor in place: workers that share it look there."""
+    live = getattr(owner, name, None)
+    if isinstance(live, torch.Tensor):
+        live.fill_(value)
+    else:
+        setattr(owner, name, value)
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -19,6 +20,10 @@ from tests.habits.pipelines import BATCH, WIDTH, Augmented, mixed
 __all__ = ["main"]
 
 
+def points_of(rows: list[dict[str, Any]]) -> Any:
+    return mixed([torch.as_tensor(row["points"]) for row in rows])
+
+
 def main(argv: Sequence[str]) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "true"
     life = Life(argv)
@@ -28,7 +33,14 @@ def main(argv: Sequence[str]) -> None:
         dataloader_config=DataLoaderConfiguration(use_stateful_dataloader="stateful" in life.row),
     )
     workers = 2 if "workers" in life.row else 0
-    loader = DataLoader(Augmented(), BATCH, shuffle=True, num_workers=workers, collate_fn=mixed)
+    if "datasets" in life.row:
+        from tests.habits.hub_datasets import hub_data
+
+        stream = "stream" in life.row
+        data = hub_data("stream" if stream else "indexed")
+        loader = DataLoader(data, BATCH, shuffle=not stream, collate_fn=points_of)
+    else:
+        loader = DataLoader(Augmented(), BATCH, shuffle=True, num_workers=workers, collate_fn=mixed)
     inner = nn.Sequential(nn.Linear(WIDTH, 12), nn.Dropout(0.1), nn.Linear(12, WIDTH))
     optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, life.steps)

@@ -25,7 +25,8 @@ class Module(pl.LightningModule):  # type: ignore[misc]
         self._told = [(life, callback)]
         self._begun = False
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = batch["points"] if isinstance(batch, dict) else batch
         life, callback = self._told[0]
         if not self._begun and callback.checkpointer is not None:
             self._begun = True
@@ -56,8 +57,13 @@ def main(argv: Sequence[str]) -> None:
     )
     workers = 2 if "workers" in life.row else 0
     stream = "stream" in life.row
+    data: Any = Stream() if stream else Augmented()
+    if "datasets" in life.row:
+        from tests.habits.hub_datasets import hub_data
+
+        data = hub_data("stream" if stream else "indexed")
     loader: Any = DataLoader(
-        Stream() if stream else Augmented(),
+        data,
         BATCH,
         shuffle=not stream,
         num_workers=workers,

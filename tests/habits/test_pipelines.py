@@ -6,6 +6,7 @@ what these tests found.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -99,10 +100,59 @@ ROWS += [
     for ranks in (1, 2)
 ]
 
+# Hugging Face's `datasets`, by themselves and in the loops of others.
+HUB = "tests.habits.hub_datasets"
+_NO_STATE = r"take it out of state= and fetch from ckpt.batches"
+HUB_REFUSED = {
+    "datasets, stream, no seed": r"without a seed.*shuffle\(seed=42\)",
+    "datasets, stream in state=": _NO_STATE,
+    "datasets, stream, stateful in state=": _NO_STATE,
+    "datasets, stream without a buffer, stateful in state=": _NO_STATE,
+}
+HUB_EXACT = (
+    "datasets",
+    "datasets, shuffled by the loader, 2 workers",
+    "datasets, split",
+    "datasets, transform",
+    "datasets, transform, 2 workers",
+    "datasets, mapped",
+    "datasets, mapped, cached",
+    "datasets, stream",
+    "datasets, stream, 2 workers",
+    "datasets, stream, split",
+    "datasets, stream, mapped",
+    "datasets, stream, mapped, 2 workers",
+    "datasets, stream, interleaved",
+    "datasets, stream, set_epoch",
+    "datasets, stream, set_epoch, 2 workers",
+    "datasets, stream, no loader",
+    "datasets, stream, stateful",
+)
+ROWS += [
+    Row(HUB, name, window, ranks, refused=HUB_REFUSED.get(name))
+    for name in (*HUB_EXACT, *HUB_REFUSED)
+    for window in (1, 3)
+    for ranks in (1, 2)
+]
+ROWS += [
+    Row(module, f"{name}, datasets{stream}", window, ranks, plain=plain)
+    for module, name, stream, plain in (
+        (TRAINER, "trainer", "", True),
+        (TRAINER, "trainer", ", stream", True),
+        (LIGHTNING, "lightning", "", True),
+        (LIGHTNING, "lightning", ", stream", False),
+        (ACCELERATE, "accelerate", "", True),
+        (ACCELERATE, "accelerate", ", stream", True),
+    )
+    for window in (1, 3)
+    for ranks in (1, 2)
+]
 
-# Hugging Face's `datasets` is not among the libraries of the tests; to the Trainer they are data with indices, as here.
+
 @pytest.mark.parametrize("row", some(ROWS))
 def test_pipeline(row: Row, tmp_path: Path, daemon: DaemonProcess, parents: Parents) -> None:
+    if "datasets" in row.name and not find_spec("datasets"):
+        pytest.skip("datasets is not installed: pip install 'ckptd[habits]'")
     outcome = play(row, tmp_path, daemon.endpoint, parents)
     DATA.note(row, outcome)
     check(row, outcome)

@@ -83,6 +83,10 @@ def main(argv: Sequence[str]) -> None:
         remove_unused_columns=False,
     )
     data: Any = Streamed() if "stream" in life.row else Rows()
+    if "datasets" in life.row:
+        from tests.habits.hub_datasets import hub_data
+
+        data = hub_data("stream" if "stream" in life.row else "indexed")
     callbacks = [Tops(life, callback), callback] if life.protected else [Tops(life, callback)]
     trainer = Trainer(model=Model(life), args=arguments, train_dataset=data, callbacks=callbacks)
     trainer.train()

@@ -230,3 +230,68 @@ def test_a_loader_in_state_is_told_where_it_belongs(item: Any) -> None:
 def test_a_batch_before_the_first_step_belongs_to_none() -> None:
     with pytest.raises(ValueError, match=r"in the body of `for step in ckpt.steps"):
         next(Batches([1], BatchLedger()))
+
+
+class Shared(IterableDataset[int]):
+    """Its epoch is a tensor that its workers share, as that of Hugging Face's streams is."""
+
+    def __init__(self) -> None:
+        self._epoch = torch.tensor(0).share_memory_()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(int(self._epoch), 9))
+
+
+def test_an_epoch_that_workers_share_comes_back_in_place() -> None:
+    """It was lost: in an epoch other than the first, a stream began anew with the order of the first."""
+    dataset = Shared()
+    reach = Reach(DataLoader(dataset))
+    dataset._epoch.fill_(2)
+    state = reach.capture()
+    again = Shared()
+    shared = again._epoch
+    Reach(DataLoader(again)).restore(state)
+    assert again._epoch is shared
+    assert int(shared) == 2
+
+
+@pytest.fixture
+def stream() -> Any:
+    datasets = pytest.importorskip(
+        "datasets", reason="datasets is not installed: pip install 'ckptd[habits]'"
+    )
+    return datasets.Dataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num_shards=2)
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, DataLoader])
+def test_a_stream_that_is_shuffled_without_a_seed(stream: Any, wrap: Callable[[Any], Any]) -> None:
+    for mixed in (stream.shuffle(buffer_size=4), stream.shuffle().filter(bool)):
+        with pytest.raises(ValueError, match=r"without a seed.*shuffle\(seed=42\)"):
+            check_loader(wrap(mixed), skip=False, in_state=False)
+    seeded = stream.shuffle(seed=7, buffer_size=4).filter(bool)
+    seeded.set_epoch(3)
+    check_loader(wrap(seeded), skip=False, in_state=False)
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, StatefulDataLoader])
+def test_a_stream_in_state(stream: Any, wrap: Callable[[Any], Any]) -> None:
+    with pytest.raises(ValueError, match=r"take it out of state=.*ckpt.batches"):
+        check_state({"data": wrap(stream)})
+
+
+class FromTheSystem(Dataset[int]):
+    def __init__(self) -> None:
+        self.names = random.SystemRandom()
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_source_of_entropy_without_a_state_is_left_alone() -> None:
+    """Libraries hold one for names of files; asking for its state ended the training."""
+    reach = Reach(DataLoader(FromTheSystem()))
+    assert reach.generators == []
+    assert reach.capture() == {}
