@@ -40,7 +40,7 @@ def _callback_classes() -> tuple[type, ...]:
 class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
     """Snapshot every optimizer step; the same command, started again after a failure, goes on at the exact bits.
 
-    Nothing else changes: no ``ckpt_path=``. Model, optimizer, schedulers, scaler, random state, the position in the data, the loops'
+    With ``automatic_optimization = False`` a step is a batch, whatever number of updates of whatever optimizers it makes. Nothing else changes: no ``ckpt_path=``. Model, optimizer, schedulers, scaler, random state, the position in the data, the loops'
     counters, what was logged with ``on_epoch=True`` in the running epoch, and the state of other callbacks are captured.
 
     Args:
@@ -108,11 +108,6 @@ class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
 
 
 def _check(trainer: Any, pl_module: Any) -> None:
-    if not pl_module.automatic_optimization:
-        raise ValueError(
-            "CkptdCallback needs automatic optimization: with automatic_optimization=False a step may be anything. "
-            "Use ckptd.client.Checkpointer in a loop of your own"
-        )
     reason = _UNSUPPORTED.get(type(trainer.strategy).__name__)
     if reason is not None:
         raise ValueError(

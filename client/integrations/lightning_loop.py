@@ -8,6 +8,9 @@ loops are wrapped while it trains:
 * ``epoch_loop.on_run_start``, which creates the epoch's iterator: the restored epoch's is brought to the exact position.
 * ``fit_loop.on_run_end``: the last snapshot, before callbacks change weights for good (weight averaging).
 * ``precision_plugin.train_step_context``: the forward; Lightning does not call the model as a module.
+
+A step of ours is an optimizer step, with all batches of an accumulation. In manual optimization, where a batch may update several times
+or not at all, it is a batch.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ class LightningLoop:
         loaders = list(fit_loop._combined_loader.flattened)
         _check_data(loaders, skip=refetch is False)
         self._trainer = trainer
+        self._manual = not trainer.lightning_module.automatic_optimization
         self._refetch = not all(map(repeats_by_index, loaders)) if refetch is None else refetch
         self._position = DataPosition(Reach(loaders, counts=False))
         self._layers = ExitStack()
@@ -76,16 +80,16 @@ class LightningLoop:
         if scaler is not None:
             state["scaler"] = scaler
         try:
-            checkpointer = make(trainer.strategy.model, trainer.optimizers[0], state)
+            optimizers = list(trainer.optimizers) if self._manual else trainer.optimizers[0]
+            checkpointer = make(trainer.strategy.model, optimizers, state)
         except BaseException:
             self._layers.close()
             raise
         self._resuming = checkpointer.resumed_from is not None
         if self._resuming:
             self._progress.start()
-        self._driver = StepDriver(
-            checkpointer, _total(trainer), start=0 if self._resuming else trainer.global_step
-        )
+        total = sys.maxsize if self._manual else _total(trainer)
+        self._driver = StepDriver(checkpointer, total, start=0 if self._resuming else self._done())
         for holder, name, layer in (
             (fit_loop.epoch_loop, "on_run_start", self._on_run_start),
             (fit_loop.epoch_loop, "advance", self._advance),
@@ -148,13 +152,18 @@ class LightningLoop:
         return count
 
     def _on_run_end(self, below: Callable[..., None]) -> None:
-        self._driver.finish(self._trainer.global_step)
+        self._driver.finish(self._done())
         below()
 
     # -- a step ----------------------------------------------------------------------------------
 
+    def _done(self) -> int:
+        """Steps that are over."""
+        loop = self._trainer.fit_loop.epoch_loop
+        return int(loop.batch_progress.total.ready if self._manual else self._trainer.global_step)
+
     def _advance(self, below: Callable[..., None], fetcher: Any) -> None:
-        self._driver.top(self._trainer.global_step)
+        self._driver.top(self._done())
         before = self._position.about_to_fetch()
         below(fetcher)
         self._position.fetched(before)
@@ -168,6 +177,10 @@ class LightningLoop:
 
     @contextmanager
     def _train_step_context(self, below: Callable[..., Any]) -> Iterator[None]:
+        if self._manual:  # it has backward and updates in it
+            with below():
+                yield
+            return
         with below(), self._driver.checkpointer.forward():
             yield
 

@@ -147,6 +147,13 @@ ROWS += [
     for window in (1, 3)
     for ranks in (1, 2)
 ]
+# Lightning's manual optimization.
+ROWS += [
+    Row("tests.habits.lightning_manual", f"lightning, manual, {name}", window, ranks)
+    for name in ("toggled", "alternating", "accumulating", "two updates")
+    for window in (1, 3)
+    for ranks in (1, 2)
+]
 
 
 @pytest.mark.parametrize("row", some(ROWS))

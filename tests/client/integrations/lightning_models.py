@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,9 +29,23 @@ class Model(pl.LightningModule):  # type: ignore[misc]
 
 
 class Manual(Model):
-    def __init__(self) -> None:
+    """Updates twice with each even batch, and not at all with the others. ``told`` is called in each."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self._called = told
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self._called()
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % 2 == 0:
+            optimizer = self.optimizers()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
 
 
 class Fetching(Model):
