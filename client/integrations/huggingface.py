@@ -7,6 +7,8 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ except ImportError as missing:
 
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.integrations.driving import check_checkpointer_options, name_of_this_training
+from ckptd.client.integrations.hf_checkpoints import complete_checkpoints_only
 from ckptd.client.integrations.hf_loop import TrainerLoop
+from ckptd.client.patches import layered
 from ckptd.client.scalars import Stateful
 
 __all__ = ["CkptdCallback"]
@@ -58,11 +62,15 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
         self._refetch, self._state, self._options = refetch, dict(state or {}), options
         self._loop: TrainerLoop | None = None
         self._named: dict[str, Any] = {}
+        self._layers = ExitStack()
         self.checkpointer: Checkpointer | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say early what cannot work."""
+        """Say early what cannot work; see to it that no half-written checkpoint is loaded."""
         _check_arguments(args)
+        trainer = _trainer_of(self)
+        layer = partial(complete_checkpoints_only, trainer)
+        self._layers.enter_context(layered(trainer, "train", layer))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Follow the loop that is about to begin."""
@@ -153,5 +161,5 @@ def _check_trainer(trainer: Trainer) -> None:
     plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
         raise ValueError(
-            "FSDP1 flattens parameters, so that experts and optimizer state cannot be told apart: set fsdp_config={'fsdp_version': 2}"
+            "FSDP1 flattens parameters, so that experts and optimizer state cannot be told apart: set fsdp_config={'version': 2}"
         )

@@ -6,6 +6,7 @@ gradient norms, rates, evaluations), to the bit.
 
 from __future__ import annotations
 
+import re
 import signal
 import uuid
 from importlib.util import find_spec
@@ -47,6 +48,36 @@ def test_resumes_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess) -> Non
     assert resumed_at(edge.lives[2].log) == 18, told
     for life in (middle.lives[1], edge.lives[1], edge.lives[2]):
         assert differences(plain.out, life.out) == [], told
+
+
+def test_a_checkpoint_of_the_trainer_that_a_kill_cut_off(
+    tmp_path: Path, daemon: DaemonProcess
+) -> None:
+    """``resume_from_checkpoint=True`` took the half-written one and failed at each start, though there were newer snapshots.
+
+    It is said and passed over: the snapshots of the run come first. Named by its path, it is refused. A run without snapshots begins at
+    the newest complete one.
+    """
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    plain, run = Life(tmp_path / "whole" / "plain.pt", "--save"), Run(tmp_path / "cut", daemon)
+    torn = tmp_path / "cut" / "hf" / "checkpoint-10"
+    codes = live(JOB, [[plain, run.life("--save", "--kill-in-save", "10")]])
+    assert codes == [[0, KILLED]], run.lives[0].log
+    assert (torn / "optimizer.pt").exists()
+    assert not (torn / "trainer_state.json").exists()
+    other = Run(tmp_path / "cut", daemon)
+    named = run.life("--save", "--resume-from", str(torn))
+    anew = other.life("--save", "--resume-from", "last", "--kill-at", "7")
+    last = run.life("--save", "--resume-from", "last")
+    codes = live(JOB, [[named], [anew], [last]])
+    told = "\n".join(life.log for life in (plain, *run.lives, *other.lives))
+    assert codes == [[1], [KILLED], [0]], told
+    assert "checkpoint-10' is half-written: trainer_state.json" in named.log, told
+    assert re.search(r"half-written and not loaded: \S*checkpoint-10 ", last.log), told
+    assert re.search(r"it begins at \S*checkpoint-5\.", anew.log), told
+    assert resumed_at(last.log) in (8, 9), told
+    assert differences(plain.out, last.out) == [], told
 
 
 @long

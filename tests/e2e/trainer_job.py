@@ -78,6 +78,17 @@ class Killer(TrainerCallback):  # type: ignore[misc]
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class KilledInSave(Trainer):  # type: ignore[misc]
+    """Is killed while it writes the checkpoint of step ``--kill-in-save``: model and optimizer are there, the rest is not."""
+
+    step = -1
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._save_rng_state(output_dir)
+
+
 class ForgetsRandomState(DataPosition):
     """Fetches the batches of the position again, but not from the random state from which they were made."""
 
@@ -132,6 +143,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--daemon")
     parser.add_argument("--run")
     parser.add_argument("--kill-at", type=int, default=-1)
+    parser.add_argument("--save", action="store_true", help="a checkpoint of the Trainer's own")
+    parser.add_argument("--kill-in-save", type=int, default=-1)
+    parser.add_argument("--resume-from", default="", help="last, or the path of a checkpoint")
     parser.add_argument("--data", default="texts", choices=DATA)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--refetch", action="store_true")
@@ -175,14 +189,16 @@ def main(argv: Sequence[str]) -> None:
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=4,
-        save_strategy="no",
+        save_strategy="steps" if args.save else "no",
+        save_steps=5,
         report_to="none",
         disable_tqdm=True,
         dataloader_num_workers=args.workers,
         dataloader_pin_memory=False,
         **length,
     )
-    trainer = Trainer(
+    KilledInSave.step = args.kill_in_save
+    trainer = KilledInSave(
         model=model(),
         args=arguments,
         data_collator=masked,
@@ -190,5 +206,6 @@ def main(argv: Sequence[str]) -> None:
         eval_dataset=Texts(4),
         callbacks=callbacks,
     )
-    trainer.train()
+    resume_from = True if args.resume_from == "last" else args.resume_from or None
+    trainer.train(resume_from_checkpoint=resume_from)
     torch.save(final_state(trainer), args.out)

@@ -24,7 +24,8 @@ from tests.habits.pipelines import BATCH, SAMPLES, WIDTH, sample
 
 __all__ = ["PIPELINES", "hub_data", "main"]
 
-EPOCH_STEPS = 7
+# Batches of an epoch: each worker cuts its own samples into batches. An epoch is told when none is being made ahead.
+EPOCH_STEPS, EPOCH_STEPS_OF_WORKERS = 7, 8
 
 
 def rows() -> dict[str, list[Any]]:
@@ -144,10 +145,11 @@ def main(argv: Sequence[str]) -> None:
     ckpt = Checkpointer(model, optimizer, state, **life.options())
     life.follow(ckpt)
     batches = ckpt.batches(loader)
+    epoch_steps = EPOCH_STEPS_OF_WORKERS if "workers" in life.row else EPOCH_STEPS
     for step in ckpt.steps(life.steps):
         life.top(step)
-        if "set_epoch" in life.row and step % EPOCH_STEPS == 0:
-            loader.dataset.set_epoch(step // EPOCH_STEPS)
+        if "set_epoch" in life.row and step % epoch_steps == 0:
+            loader.dataset.set_epoch(step // epoch_steps)
         points: Any = next(batches)["points"]
         life.batch(points)
         if not isinstance(points, Tensor):

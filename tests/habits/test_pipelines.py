@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import DaemonProcess
-from tests.habits.driver import Parents, Row, check, play, some
+from tests.habits.driver import STEPS, Parents, Row, check, play, some
 from tests.habits.tables import DATA
 
 MODULE = "tests.habits.pipelines"
@@ -135,7 +135,7 @@ ROWS += [
     for ranks in (1, 2)
 ]
 ROWS += [
-    Row(module, f"{name}, datasets{stream}", window, ranks, plain=plain)
+    Row(module, f"{name}, datasets{stream}", window, ranks, plain=plain, imports=("datasets",))
     for module, name, stream, plain in (
         (TRAINER, "trainer", "", True),
         (TRAINER, "trainer", ", stream", True),
@@ -147,13 +147,21 @@ ROWS += [
     for window in (1, 3)
     for ranks in (1, 2)
 ]
-# Lightning's manual optimization.
+# Lightning's manual optimization. Ranks plan anew where an optimizer turns out to update now and then: that takes more than twenty steps.
 ROWS += [
-    Row("tests.habits.lightning_manual", f"lightning, manual, {name}", window, ranks)
+    Row(
+        "tests.habits.lightning_manual",
+        f"lightning, manual, {name}",
+        window,
+        ranks,
+        steps=80 if (window, ranks) == (3, 2) else STEPS,
+    )
     for name in ("toggled", "alternating", "accumulating", "two updates")
     for window in (1, 3)
     for ranks in (1, 2)
 ]
+# FSDP2 with Lightning's strategy: two ranks, each with a half of every tensor. (Accelerate shards on no CPU: it trains with DDP there.)
+ROWS += [Row("tests.habits.fsdp2_lightning", "lightning, FSDP2", window, 2) for window in (1, 3)]
 
 
 @pytest.mark.parametrize("row", some(ROWS))
