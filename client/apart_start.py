@@ -155,10 +155,12 @@ def recovered_apart(start: ApartStart) -> Recovered:
     replayed = Replayed(snapshots_used(start.mine.snapshots), everybody=False, localized=True)
     unverified = start.mine.unverified
     if not start.replays:
-        whose = "a peer's" if start.mine.kind is RankKind.COPIED else "its"
+        copied = start.mine.kind is RankKind.COPIED
+        whose = "a peer's" if copied else "its"
+        rest = "; random state, scalars and buffers are those of its own snapshot" if copied else ""
         unverified = (
             f"this rank goes on from {whose} parked state, which was read from the live tensors when the step was cut off, and whose digests "
-            "fit: no snapshot stands between"
+            f"fit{rest}"
         )
     return Recovered(start.images, start.plan.reason, replayed, unverified)
 
