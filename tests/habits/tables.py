@@ -19,6 +19,7 @@ __all__ = ["DATA", "OPTIMIZERS", "Table", "reason_of"]
 _ROOT = Path(__file__).parents[2]
 _COLUMNS = [(1, 1), (1, 2), (3, 1), (3, 2)]
 _NOT_PLAYED = "not played"
+_NO_ROW = "–"  # noqa: RUF001 - a dash in a table: it exists on other numbers of ranks only
 
 # What a log says of a refusal, the first that is found, with what is written of it. Without what to do: the page says that.
 _REASONS = [
@@ -64,6 +65,7 @@ class Table:
             found: by name, window and ranks.
             before: the table as it is.
         """
+        there = {(row.name, row.window, row.ranks) for row in rows}
         cells: dict[str, list[str]] = {row.name: [_NOT_PLAYED] * len(_COLUMNS) for row in rows}
         for line in before.splitlines()[2:]:
             old = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
@@ -72,6 +74,10 @@ class Table:
         for (name, window, ranks), text in found.items():
             if name in cells:
                 cells[name][_COLUMNS.index((window, ranks))] = text.replace("|", "\\|")
+        for name, of_name in cells.items():
+            for place, at in enumerate(_COLUMNS):
+                if (name, *at) not in there:
+                    of_name[place] = _NO_ROW
         columns = [f"W = {window}, {ranks} rank{'s' * (ranks > 1)}" for window, ranks in _COLUMNS]
         lines = [[self.head, *columns], ["---"] * (1 + len(_COLUMNS))]
         lines += [[name, *of_name] for name, of_name in cells.items()]

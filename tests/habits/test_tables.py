@@ -25,6 +25,8 @@ def test_a_cell_that_was_not_played_keeps_what_the_table_says() -> None:
         "| b | not played | not played | not played | different |",
     ]
     assert table.text(ROWS, {}, text) == text
+    few = [row for row in ROWS if (row.name, row.ranks) != ("b", 1)]
+    assert table.text(few, {}, text).splitlines()[3] == "| b | – | not played | – | different |"  # noqa: RUF001
 
 
 def test_the_reason_of_a_refusal_is_without_what_to_do() -> None:
