@@ -50,8 +50,12 @@ from ckptd.sdnotify import Notifier
 from ckptd.service import Service
 from ckptd.settings import DaemonConfig
 from ckptd.taking_over import take_over
+from ckptd.transport.doorkeeper import fd_of_frame
+from ckptd.transport.local_door import ENOUGH_DESCRIPTORS, LocalDoor, local_limits
 from ckptd.transport.local_trust import check_way, own_users
 from ckptd.transport.messages import Message, RefusalCode, Refused, Reply
+from ckptd.transport.refusals import RefusalLog
+from ckptd.transport.verbs import FabricCounters
 from ckptd.transport.wire import MAX_BODY_BYTES, WireError, decode, encode, peer_process
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
@@ -64,6 +68,7 @@ _TICK_S = 1.0
 _SOONEST_S = 0.01  # a retry that is due again at once must not spin
 _BATCH = 256  # messages served before looking at anything else
 _QUEUE = 1024  # messages kept per client that does not read
+_BACKLOG = 1024  # connections that wait to be accepted: beyond, a client has to try again
 _JOBS = 65_536  # a bound on slots waiting for a worker: more than there can be slots in use
 _GARBAGE_LOG_S = 10.0
 
@@ -161,6 +166,8 @@ class Daemon:
         self._beat_s = min(_TICK_S, watchdog_s / 2) if watchdog_s else _TICK_S
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
+        self._door: LocalDoor | None = None
+        self._refusals = RefusalLog(FabricCounters(), self._turned_away)
         self._stop_reason = ""
         self._interrupted = False
         self._garbage_logged_s = float("-inf")
@@ -202,11 +209,22 @@ class Daemon:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._events.add("info", "started", f"process {os.getpid()} serves {self._config.listen}")
+        self._check_descriptors()
         self._notifier.send("READY=1", f"STATUS=serving {self._config.listen}")
         try:
             self._serve()
         finally:
             self._close()
+
+    def _check_descriptors(self) -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit != resource.RLIM_INFINITY and limit < ENOUGH_DESCRIPTORS:
+            self._events.add(
+                "warning",
+                "few_descriptors",
+                f"this daemon may open {limit} files; with fewer than {ENOUGH_DESCRIPTORS} somebody who opens connections faster "
+                "than they are closed can end it. Raise the hard limit of open files (LimitNOFILE=, ulimit -n)",
+            )
 
     def _remake_folder(self) -> None:
         """The segment folder was removed under us.
@@ -247,6 +265,8 @@ class Daemon:
     def _tick(self) -> None:
         try:
             self._service.tick()
+            for name, count in self._refusals.shown().items():
+                self._events.counters[f"local.{name}"] = count
         # The loop must survive trouble with one segment: the others are still served.
         except Exception as error:
             logger.exception("the periodic work failed")
@@ -269,6 +289,10 @@ class Daemon:
         self._posted.put(work)
         self._wake()
 
+    def _turned_away(self, text: str) -> None:
+        """A line about local connections, from any thread."""
+        self._post(lambda: self._events.add("warning", "turned_away", f"local: {text}"))
+
     def _run_posted(self) -> None:
         for _ in range(self._posted.qsize()):
             self._guarded(self._posted.get_nowait())
@@ -283,6 +307,7 @@ class Daemon:
 
     def _receive(self) -> None:
         assert self._socket is not None
+        assert self._door is not None
         for _ in range(_BATCH):
             try:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -295,6 +320,7 @@ class Daemon:
             except WireError as error:
                 self._garbage(identity, error)
                 continue
+            self._door.heard(fd_of_frame(frames[-1]), process)
             self._handle(identity, envelope.id, message, process)
 
     def _handle(self, identity: bytes, message_id: int, message: Message, process: int) -> None:
@@ -343,7 +369,10 @@ class Daemon:
         socket.setsockopt(zmq.SNDHWM, _QUEUE)
         socket.setsockopt(zmq.RCVHWM, _QUEUE)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+        socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         path = Path(self._config.listen.removeprefix("ipc://"))
+        limits = local_limits(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        self._door = LocalDoor(socket, limits, self._refusals, path=str(path))
         try:
             check_way(str(path.parent), own_users())
             before = os.umask(0o177)  # nobody else connects, not even before the mode is set
@@ -353,7 +382,10 @@ class Daemon:
                 os.umask(before)
             if self._group is not None:
                 give_to_group(path, self._group, 0o660)
+            self._door.start(0)
         except (OSError, zmq.ZMQError) as error:
+            self._door.stop()
+            socket.close(linger=0)
             raise UnusableFolder(f"cannot listen on {self._config.listen}: {error}") from error
         return socket
 
@@ -363,6 +395,8 @@ class Daemon:
         self._notifier.send("STOPPING=1")
         self._events.add("info", "stopping", self._stop_reason or "an error")
         self._poller.unregister(self._socket)
+        assert self._door is not None
+        self._door.stop()
         self._socket.close(linger=0)
         self._socket = None
         deadline = time.monotonic() + self._config.drain_timeout_s

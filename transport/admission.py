@@ -27,9 +27,9 @@ class TurnReason(StrEnum):
 
     RATE = "rate"  # its address connects too often
     ADDRESS = "address"  # its address has too many strangers: the oldest one goes
-    STRANGERS = "strangers"  # there are too many strangers: the oldest one of the address with the most goes
+    STRANGERS = "strangers"  # there are too many strangers, or no room for one more: the oldest one of the address with the most goes
     SILENT = "silent"  # it did not show in time who it is
-    FULL = "full"  # there are as many connections as there may be
+    FULL = "full"  # there are as many connections as there may be, and no stranger among them
     PEER = "peer"  # its node has too many connections: the oldest one goes
 
 
@@ -105,15 +105,16 @@ class Admission:
         if expected and self._expected_from(source) < expected:
             self._strangers[visitor] = _Visit(source, now_s, True)
             return []
-        if len(self) >= self._limits.connections:
-            return [self._turned(visitor, source, TurnReason.FULL)]
         if not self._in_time(source, now_s):
             return [self._turned(visitor, source, TurnReason.RATE)]
+        full = len(self) >= self._limits.connections
+        if full and not self._unexpected:
+            return [self._turned(visitor, source, TurnReason.FULL)]
         self._strangers[visitor] = _Visit(source, now_s, False)
         self._unexpected[source] += 1
         if self._unexpected[source] > self._limits.strangers_per_address:
             return [self._turn_oldest(source, TurnReason.ADDRESS)]
-        if self._unexpected.total() > self._limits.strangers:
+        if full or self._unexpected.total() > self._limits.strangers:
             most = max(self._unexpected, key=self._unexpected.__getitem__)
             return [self._turn_oldest(most, TurnReason.STRANGERS)]
         return []

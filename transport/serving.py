@@ -130,7 +130,7 @@ class Server:
         fd = fd_of_frame(header)
         self._connections[identity] = Connection(ask.node, key, ask.data, now_s, source, fd)
         self._connections.move_to_end(identity)
-        self._parts.door.identified(fd, ask.node)
+        self._parts.door.identified(fd, ask.node, source)
         if len(self._connections) > MAX_CONNECTIONS:
             self._connections.popitem(last=False)
         self._window_until = 0.0

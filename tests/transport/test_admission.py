@@ -49,9 +49,9 @@ def test_who_is_expected_competes_with_nobody() -> None:
     table = admission(connections=6, arrivals_burst=6.0)
     for visitor in range(6):
         table.arrived(visitor, "a", now_s=0)
-    assert turned(table.arrived(7, "a", now_s=0)) == [(7, TurnReason.FULL)]
+    assert turned(table.arrived(7, "a", now_s=0)) == [(7, TurnReason.RATE)]
     assert table.arrived(8, "a", now_s=0, expected=1) == []
-    assert turned(table.arrived(9, "a", now_s=0, expected=1)) == [(9, TurnReason.FULL)]
+    assert turned(table.arrived(9, "a", now_s=0, expected=1)) == [(9, TurnReason.RATE)]
     table.identified(8, "node")
     assert table.arrived(10, "a", now_s=0, expected=1) == []
 
@@ -96,11 +96,23 @@ def test_whoever_was_turned_away_counts_until_it_is_gone() -> None:
     table = admission(connections=3, strangers_per_address=2)
     for visitor in (1, 2, 3):
         table.arrived(visitor, "a", now_s=0)
+    table.identified(2, "x")
+    table.identified(3, "x")
     assert len(table) == 3
     assert turned(table.arrived(4, "b", now_s=0)) == [(4, TurnReason.FULL)]
     assert not table.gone(1)
     assert not table.gone(4)
     assert table.arrived(5, "b", now_s=0) == []
+
+
+def test_where_there_is_no_room_strangers_make_room() -> None:
+    """Those that were turned away and are not gone yet filled a port for a moment, and whoever came then was refused, with what it had
+    said already."""
+    table = admission(connections=3, strangers_per_address=2)
+    for visitor in (1, 2, 3):
+        table.arrived(visitor, "a", now_s=0)
+    assert turned(table.arrived(4, "b", now_s=0)) == [(2, TurnReason.STRANGERS)]
+    assert table.is_stranger(4)
 
 
 def test_the_end_of_a_stranger_is_told_from_that_of_others() -> None:
