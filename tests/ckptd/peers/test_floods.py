@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import secrets
+import select
 import socket
+import struct
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,13 +25,28 @@ from tests.ckptd.running import eventually
 MIB = 1 << 20
 WAIT_MS = 60_000
 SIZE = 300_000
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+GREETING = SIGNATURE + b"CURVE".ljust(20, b"\0") + bytes(32)
+GREETING_NULL = SIGNATURE + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+HANDSHAKE_NULL = GREETING_NULL + b"\x04" + bytes([len(READY)]) + READY
+PART = bytes(256 << 10)
+ENDLESS = 2 << 30  # bytes of a message, of which no end was seen when its sender is cut
+OF_A_MEMBER = 640 * MIB  # 256 MiB, what comes between two looks, and a third as much again
+OF_A_STRANGER = 320 * MIB  # what comes between two looks
 
 
 def resident(node: Node) -> int:
     assert node.process is not None
     status = Path(f"/proc/{node.process.pid}/status").read_text(encoding="ascii")
     return int(status.partition("VmRSS:")[2].split()[0]) << 10
+
+
+def most_resident(node: Node) -> int:
+    """The most memory that it ever had, in bytes."""
+    assert node.process is not None
+    status = Path(f"/proc/{node.process.pid}/status").read_text(encoding="ascii")
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 def turned_away(node: Node) -> int:
@@ -72,8 +90,47 @@ def node() -> Iterator[Node]:
     made.clean_up()
 
 
+def is_cut_while_it_sends(attacker: socket.socket, part: bytes) -> bool:
+    """Send until the other side ends the connection; false if it takes everything. Its end is looked for, not only an error of sending: where the
+    window was closed at the cut, a sender gets no error for as long as a minute."""
+    attacker.setblocking(False)
+    left = ENDLESS
+    rest = memoryview(part)
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while left > 0:
+        assert time.monotonic() < deadline, "it is neither taken nor cut"
+        select.select([attacker], [attacker], [], 1)
+        try:
+            if attacker.recv(4096) == b"":
+                return True
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            return True
+        try:
+            sent = attacker.send(rest)
+        except BlockingIOError:
+            continue
+        except ConnectionError:
+            return True
+        left -= sent
+        rest = rest[sent:] or memoryview(part)
+    return False
+
+
+@pytest.fixture
+def plain_node() -> Iterator[Node]:
+    """A daemon without keys: whoever shakes hands is not authenticated, and what it sends is not decrypted."""
+    made = Node("n0", f"127.{secrets.randbelow(200) + 20}.7.8", peer_security="plain")
+    made.launch()
+    yield made
+    made.clean_up()
+
+
 @contextmanager
-def member(node: Node) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+def member(
+    node: Node, *, opens: bool = True
+) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
     """A connection with a trusted key that was let in, and its monitor."""
     keys = Keys.load(node.folder / "friend")
     with zmq.Context() as context, context.socket(zmq.DEALER) as connection:
@@ -84,9 +141,10 @@ def member(node: Node) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
         connection.curve_serverkey = Keys.load(node.keys_dir).public.encode()
         with connection.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
             connection.connect(f"tcp://{node.address}:{PORT}")
-            connection.send(encode(Open(PROTOCOL, "friend", "n0", False)))
-            assert connection.poll(WAIT_MS), "it is not let in"
-            assert isinstance(decode_answer(connection.recv()), Opened)
+            if opens:
+                connection.send(encode(Open(PROTOCOL, "friend", "n0", False)))
+                assert connection.poll(WAIT_MS), "it is not let in"
+                assert isinstance(decode_answer(connection.recv()), Opened)
             yield connection, monitor
             connection.disable_monitor()
 
@@ -124,6 +182,55 @@ def test_a_message_of_thousands_of_parts_costs_a_member_its_connection(node: Nod
     assert node.counters()["fabric.turned_away.flood"] >= 1
     with member(node):
         pass
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("opens", "bound"), [(True, OF_A_MEMBER), (False, OF_A_STRANGER)])
+def test_a_message_without_an_end_costs_a_member_its_connection(
+    node: Node, opens: bool, bound: int
+) -> None:
+    """Parts of an allowed size, of a trusted key, before and after it has said who it is. The parts of a message are kept until its end
+    comes: what was sent before the `open` was not measured, for as long as a stranger may stay."""
+    with member(node):
+        before = most_resident(node)
+    with member(node, opens=opens) as (connection, monitor):
+        for _ in range(ENDLESS // len(PART)):
+            connection.send(PART, zmq.SNDMORE, copy=False)
+        connection.send(b"end")  # nothing is sent before
+        assert is_cut(monitor)
+        assert most_resident(node) < before + bound
+    eventually(lambda: node.counters().get("fabric.turned_away.flood", 0) > 0, "it is counted")
+    with member(node):
+        pass
+
+
+@pytest.mark.timeout(240)
+def test_a_stranger_that_sends_without_an_end_is_cut(plain_node: Node) -> None:
+    """Truly without an end: by hand, as no library sends a message of which it does not know the end."""
+    before = most_resident(plain_node)
+    part = b"\x03" + struct.pack(">Q", len(PART)) + PART  # more follows, and its length has 8 bytes
+    with socket.create_connection((plain_node.address, PORT)) as attacker:
+        attacker.sendall(HANDSHAKE_NULL)
+        assert is_cut_while_it_sends(attacker, part)
+        assert most_resident(plain_node) < before + OF_A_STRANGER
+    flood = "fabric.turned_away.flood"
+    eventually(lambda: plain_node.counters().get(flood, 0) > 0, "it is counted")
+
+
+@pytest.mark.parametrize("length", [MIB, 64 << 30, (1 << 63) - 1])
+def test_a_frame_that_is_announced_and_too_long_is_never_waited_for(
+    node: Node, plain_node: Node, length: int
+) -> None:
+    """Room for a whole frame is made when its length is known."""
+    for each, handshake in ((node, GREETING), (plain_node, HANDSHAKE_NULL)):
+        before = most_resident(each)
+        with socket.create_connection((each.address, PORT)) as attacker:
+            attacker.settimeout(WAIT_MS / 1000)
+            attacker.sendall(handshake + b"\x02" + struct.pack(">Q", length))
+            with suppress(ConnectionError):  # an end, or a reset
+                while attacker.recv(4096):
+                    pass
+        assert most_resident(each) < before + 24 * MIB
 
 
 def test_a_huge_frame_costs_a_member_its_connection(node: Node) -> None:

@@ -119,16 +119,19 @@ def test_two_thousand_idle_connections_take_no_descriptors(
     node: Node, friend: Callable[[], None], port: int
 ) -> None:
     """They took all that the daemon had, and libzmq then spun, or aborted the process when it needed one for itself."""
-    before = descriptors(node)
+    friend()  # what the first peer costs is not theirs
+    before, memory = descriptors(node), resident(node)
     with idlers(node, port, 2000):
         most = 0
         for _ in range(3):
             friend()
             most = max(most, descriptors(node))
+            assert resident(node) < memory + 128 * MIB
         assert node.process is not None
         assert node.process.poll() is None
         assert most < before + FEW // 2
     until(lambda: descriptors(node) <= before + 24)
+    assert resident(node) < memory + 128 * MIB, "nothing is left behind"
     counters = node.counters()
     assert sum(n for name, n in counters.items() if "turned_away." in name) > 100
     assert len(node.log_text().splitlines()) < 30
