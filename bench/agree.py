@@ -31,13 +31,13 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from bench.common import clock_ms, emit, forget, median, own_daemon, parser, scratch_folder, table
 from bench.scale import cluster, holdings
 from ckptd.client import Checkpointer
-from ckptd.client.exchange import exchange
 from ckptd.client.identity import Identity
-from ckptd.client.meeting import arrive
-from ckptd.client.rank_watch import own_connection
-from ckptd.placement import plan_placement
-from ckptd.recovery.held import from_wire, to_wire
-from ckptd.recovery.plan import RecoveryPlan, plan_recovery
+from ckptd.client.ranks.failure_detector import own_connection
+from ckptd.client.ranks.rank_exchange import exchange
+from ckptd.client.ranks.store_barrier import arrive
+from ckptd.core.placement import plan_placement
+from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
+from ckptd.core.recovery.held import from_wire, to_wire
 
 __all__ = ["main"]
 

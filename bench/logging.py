@@ -37,7 +37,7 @@ from bench.common import (
     parser,
 )
 from ckptd.client import Checkpointer
-from ckptd.client.boundary_log import BoundaryLog
+from ckptd.client.pipeline.boundary_log import BoundaryLog
 
 __all__ = ["main"]
 

@@ -35,8 +35,8 @@ from bench.common import (
 from bench.stall import OuterClock
 from bench.stored import Keeper, Snapshots, images, local_files, s3_files
 from ckptd.client import Checkpointer
-from ckptd.storage.open_store import open_store
-from ckptd.storage.reader import read_catalog, read_manifest
+from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
+from ckptd.storage.stores.open_store import open_store
 from tests.storage.s3_server import BUCKET, S3Server
 
 __all__ = ["main"]

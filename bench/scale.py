@@ -13,13 +13,13 @@ from __future__ import annotations
 import random
 
 from bench.common import clock_ms, emit, median, parser
-from ckptd.memory.ring import SlotRecord, SlotState
-from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
-from ckptd.recovery.facts import RankFacts as Communication
-from ckptd.recovery.facts import facts_from_wire, facts_to_wire
-from ckptd.recovery.held import HeldRecords, from_wire, to_wire
-from ckptd.recovery.localized import LocalizedPlan, NotLocalized, plan_localized
-from ckptd.recovery.plan import RecoveryPlan, plan_recovery
+from ckptd.core.placement import NodeFacts, Placement, RankFacts, plan_placement
+from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
+from ckptd.core.recovery.held import HeldRecords, from_wire, to_wire
+from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized, plan_localized
+from ckptd.core.recovery.recovery_facts import RankFacts as Communication
+from ckptd.core.recovery.recovery_facts import facts_from_wire, facts_to_wire
+from ckptd.core.slots.ring import SlotRecord, SlotState
 
 __all__ = ["main"]
 

@@ -20,14 +20,14 @@ import fsspec
 import numpy as np
 
 from bench.common import MIB
-from ckptd.memory.ring import SlotState
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SlotHeader, encode_descriptor, write_slot_header
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import SlotHeader, encode_descriptor, write_slot_header
-from ckptd.memory.segments import SegmentStore
-from ckptd.persistence import wire as w
-from ckptd.storage.image import seal
-from ckptd.storage.image_format import TensorEntry
-from ckptd.storage.image_layout import ImageLayout
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.persistence import keeper_wire as w
+from ckptd.storage.images.image import seal
+from ckptd.storage.images.image_format import TensorEntry
+from ckptd.storage.images.image_layout import ImageLayout
 from tests.ckptd.persistence.slots import WINDOW, descriptor
 from tests.storage.s3_server import S3Server
 

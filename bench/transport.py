@@ -37,10 +37,10 @@ from bench.common import (
     median,
     parser,
 )
-from ckptd.transport.keys import Keys, trust
-from ckptd.transport.stream_fabric import STREAM_CHUNK_BYTES, StreamFabric
+from ckptd.transport.access.keys import Keys, trust
+from ckptd.transport.fabric.zmq_fabric import ZmqFabric
+from ckptd.transport.tcp.stream_fabric import STREAM_CHUNK_BYTES, StreamFabric
 from ckptd.transport.verbs import CHUNK_BYTES, Access, PeerAddress, RegionKey, Scope
-from ckptd.transport.zmq_fabric import ZmqFabric
 
 __all__ = ["main"]
 

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 import ckptd
-from ckptd.config import ConfigError, field_docs, load_config, render_toml
-from ckptd.daemon import Daemon
+from ckptd.config.daemon_config import ConfigError, field_docs, load_config, render_toml
+from ckptd.config.runtime_dir import AlreadyRunning, UnusableFolder
+from ckptd.config.settings import DaemonConfig
 from ckptd.logs import set_up_logging
+from ckptd.node.daemon import Daemon
 from ckptd.printable import for_terminal
-from ckptd.runtime_dir import AlreadyRunning, UnusableFolder
-from ckptd.settings import DaemonConfig
 
 __all__ = ["EXIT_ALREADY_RUNNING", "EXIT_UNUSABLE", "EXIT_USAGE", "main"]
 

@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ckptd
-from ckptd.config import ConfigError, load_config, trusted_users
+from ckptd.config.daemon_config import ConfigError, load_config, trusted_users
+from ckptd.config.runtime_dir import UnusableFolder, is_operated, private_folder
+from ckptd.config.settings import settings_told
 from ckptd.errors import DaemonUnavailable
-from ckptd.runtime_dir import UnusableFolder, is_operated, private_folder
-from ckptd.settings import settings_told
-from ckptd.transport.messages import Ping, Pong
-from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
+from ckptd.transport.control.messages import Ping, Pong
+from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
 __all__ = ["answers", "connect", "ensure_daemon", "unexpected"]
 

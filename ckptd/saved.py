@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptd.config import default_endpoint
+from ckptd.config.daemon_config import default_endpoint
+from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS, reachable
+from ckptd.core.recovery.held import STORE_NODE
 from ckptd.errors import DaemonUnavailable, RemoteProtocolError
+from ckptd.holdings import told_history
 from ckptd.launch import connect
-from ckptd.recovery.held import STORE_NODE
-from ckptd.recovery.holdings import told_history
-from ckptd.recovery.plan import VERIFY_ITERATIONS, reachable
-from ckptd.transport.messages import GetStatus, RunSeen, SeeRun, Status
-from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
+from ckptd.transport.control.messages import GetStatus, RunSeen, SeeRun, Status
+from ckptd.transport.control.wire import RefusedError, RequestTimeout, WireError
 
 __all__ = ["SavedIteration", "saved_iterations"]
 

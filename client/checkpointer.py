@@ -21,8 +21,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ckptd.client.agreement import all_or_none
-from ckptd.client.arguments import (
+from ckptd.client.capture.ddp_buckets import Buckets
+from ckptd.client.capture.program import this_program
+from ckptd.client.capture.recorder import Recorder
+from ckptd.client.capture.step_state import Stateful
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.data import Batches
+from ckptd.client.data.loaders import check_loader
+from ckptd.client.interchange.starting_weights import load_start, start_unprotected
+from ckptd.client.log_lines import get_logger
+from ckptd.client.model.operators import Grouping
+from ckptd.client.model.parameter_names import is_compiled
+from ckptd.client.model.precision import PrecisionProbe
+from ckptd.client.model.replicated_params import NOTHING_SHARED, meet_sharing
+from ckptd.client.model.tensor_sharding import placement_lines
+from ckptd.client.option_checks import (
     check_choice,
     check_options,
     check_parking,
@@ -31,42 +44,29 @@ from ckptd.client.arguments import (
     own_share_bytes,
     wanted_iteration,
 )
-from ckptd.client.boundary_log import BoundaryLog
-from ckptd.client.buckets import Buckets
-from ckptd.client.certificate import Certificate, DenseState, certify
-from ckptd.client.data import Batches
-from ckptd.client.data.loaders import check_loader
-from ckptd.client.describe import describe_table
-from ckptd.client.exchange import exchange
-from ckptd.client.lines import get_logger
-from ckptd.client.loop_side import SEAL_WAIT_S, LoopSide
-from ckptd.client.memory import RankMemory
-from ckptd.client.names import is_compiled
-from ckptd.client.operators import Grouping
-from ckptd.client.park_signals import park_on_sigterm
-from ckptd.client.parking import Parking
-from ckptd.client.placement import placement_lines
-from ckptd.client.plan import Plan, operator_costs
-from ckptd.client.planner import Options
-from ckptd.client.popularity import TokenCounter
-from ckptd.client.precision import PrecisionProbe
-from ckptd.client.program import this_program
-from ckptd.client.recorder import Recorder
-from ckptd.client.recovery import Recovery, newest_window
-from ckptd.client.restoring import heed_program, restore
-from ckptd.client.scalars import Stateful
-from ckptd.client.shared_values import shared_value
-from ckptd.client.sharing import NOTHING_SHARED, meet_sharing
-from ckptd.client.silent_log import SilentLog
-from ckptd.client.stages import stages_of
-from ckptd.client.start_from import load_start, start_unprotected
+from ckptd.client.parking.park_signals import park_on_sigterm
+from ckptd.client.parking.parker import Parking
+from ckptd.client.pipeline.boundary_log import BoundaryLog
+from ckptd.client.pipeline.shared_values import shared_value
+from ckptd.client.pipeline.silent_log import SilentLog
+from ckptd.client.pipeline.stage_hooks import stages_of
+from ckptd.client.ranks.collectives import all_or_none
+from ckptd.client.ranks.rank_exchange import exchange
+from ckptd.client.recovery.self_verification import Certificate, DenseState, certify
+from ckptd.client.recovery.start import Recovery, newest_window
+from ckptd.client.resume import heed_program, restore
+from ckptd.client.schedule.describe import describe_table
+from ckptd.client.schedule.expert_popularity import TokenCounter
+from ckptd.client.schedule.planner import Options
+from ckptd.client.schedule.snapshot_plan import Plan, operator_costs
 from ckptd.client.stats import Stats
-from ckptd.client.subject import examine
+from ckptd.client.train_loop import SEAL_WAIT_S, LoopSide
+from ckptd.client.training_state import examine
+from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
+from ckptd.core.schedules.schedule import Ordering
 from ckptd.cuda.select import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.launch import ensure_daemon, unexpected
-from ckptd.recovery.plan import VERIFY_ITERATIONS
-from ckptd.schedules.schedule import Ordering
 
 __all__ = ["Checkpointer"]
 

@@ -1,4 +1,4 @@
-"""The GPU form of the token dispatcher: the same integers as ``ckptd.elastic.dispatch``, without the host.
+"""The GPU form of the token dispatcher: the same integers as ``ckptd.core.elastic.token_dispatch``, without the host.
 
 That module states the problem and the method. Here each step is a kernel over all ranks and experts (``dispatch_kernels``):
 

@@ -18,7 +18,7 @@ def make_engine(device: torch.device, *, inline: bool = False) -> CopyEngine:
     if device.type == "cpu":
         return CpuEngine(inline=inline)
     if device.type == "cuda":
-        from ckptd.cuda.streams import CudaEngine
+        from ckptd.cuda.cuda_streams import CudaEngine
 
         return CudaEngine(device)
     raise ValueError(f"no copy engine for device {device}: supported are cpu and cuda")

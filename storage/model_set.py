@@ -23,9 +23,9 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from ckptd.storage.image_format import DTYPE_SIZE, MAX_HEADER_BYTES, TensorEntry
-from ckptd.storage.objects import ObjectStore, Range
-from ckptd.storage.sealed_json import ManifestError, decode_sealed, seal_json
+from ckptd.storage.checkpoints.sealed_json import ManifestError, decode_sealed, seal_json
+from ckptd.storage.images.image_format import DTYPE_SIZE, MAX_HEADER_BYTES, TensorEntry
+from ckptd.storage.stores.objects import ObjectStore, Range
 
 __all__ = [
     "IMPORT_FORMAT",

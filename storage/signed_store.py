@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptd.storage.manifest import MAX_MANIFEST_BYTES, ManifestError, RankManifest
-from ckptd.storage.names import ManifestName, parse
-from ckptd.storage.objects import ObjectInfo, ObjectStore, Range, StoreFacts
-from ckptd.storage.signing import Signers
+from ckptd.storage.checkpoints.manifest import MAX_MANIFEST_BYTES, ManifestError, RankManifest
+from ckptd.storage.checkpoints.names import ManifestName, parse
+from ckptd.storage.checkpoints.signing import Signers
+from ckptd.storage.stores.objects import ObjectInfo, ObjectStore, Range, StoreFacts
 
 __all__ = ["SignedStore"]
 

@@ -18,7 +18,7 @@ Contract, held by ``tests/transport/contract.py`` for every fabric:
 * Chunks in flight are bounded by credits that the receiving side grants, so a slow receiver costs its peers no memory.
 
 Where both ends are on one host, and the region lies in a file that the peer can open, the bytes need not go over a network:
-`ckptd.transport.short_cut`. All of the above holds for such transfers, too, except that nothing is digested on a way that they
+`ckptd.transport.fabric.short_cut`. All of the above holds for such transfers, too, except that nothing is digested on a way that they
 do not take, and that what the network is spared does not count against its limits.
 
 Control messages are two-sided and opaque here: bytes in, bytes out. They are authenticated like everything else.

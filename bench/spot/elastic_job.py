@@ -12,8 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bench.spot.jobs import Log, Saves, Training, agreed, meet, options
-from ckptd.client.scalars import Stateful
-from ckptd.client.worlds import ElasticJob
+from ckptd.client.capture.step_state import Stateful
+from ckptd.client.elastic.job import ElasticJob
 from ckptd.errors import ElasticError
 from examples.moe_elastic.model import EXPERTS, LAYERS, Model
 

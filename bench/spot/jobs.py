@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ckptd.client.worlds import GlobalBatches
+from ckptd.client.elastic.job import GlobalBatches
 from examples.moe_elastic.model import CONTEXT
 from examples.moe_text.data import load_corpus
 

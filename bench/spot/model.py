@@ -32,10 +32,10 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.elastic.allocation import allocate
-from ckptd.elastic.balance import straggler_factor
-from ckptd.elastic.placement import place
-from ckptd.elastic.types import Cluster, Placement
+from ckptd.core.elastic.elastic_types import Cluster, Placement
+from ckptd.core.elastic.placement.allocation import allocate
+from ckptd.core.elastic.placement.balance import straggler_factor
+from ckptd.core.elastic.placement.expert_placement import place
 
 __all__ = ["SKEWED", "Job", "fixed_straggler", "growing_part", "layer_loads", "placed"]
 

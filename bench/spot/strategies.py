@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 
 from bench.spot.model import Job, fixed_straggler, placed
 from bench.spot.simulation import Halt, Mode, Switch, View
-from ckptd.elastic.mapping import held_now, map_nodes
-from ckptd.elastic.transfers import plan_transfers
-from ckptd.elastic.types import Cluster, Placement
+from ckptd.core.elastic.elastic_types import Cluster, Placement
+from ckptd.core.elastic.expert_transfers import plan_transfers
+from ckptd.core.elastic.mapping import held_now, map_nodes
 
 __all__ = ["Elastic", "Fixed", "Gather"]
 
 
 class Gather:
-    """When nodes that came are used: ``gather_s`` after the last one, at most ``most_s`` after the first, as `ckptd.elastic.when` has it."""
+    """When nodes that came are used: ``gather_s`` after the last one, at most ``most_s`` after the first, as `ckptd.core.elastic.placement.rebalance_policy` has it."""
 
     def __init__(self, gather_s: float, most_s: float) -> None:
         self._gather_s, self._most_s = gather_s, most_s

@@ -17,15 +17,15 @@ from importlib import metadata
 from pathlib import Path
 
 import ckptd
-from ckptd.config import LoadedConfig, trusted_users
-from ckptd.daemon import physical_memory, quota_bytes
+from ckptd.config.daemon_config import LoadedConfig, trusted_users
+from ckptd.config.runtime_dir import UnusableFolder, group_number
+from ckptd.config.settings import DaemonConfig
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import answers
 from ckptd.memory.pages import filesystem_kind, is_in_memory
-from ckptd.runtime_dir import UnusableFolder, group_number
-from ckptd.settings import DaemonConfig
-from ckptd.transport.local_trust import own_users, user_name
-from ckptd.transport.sealing import Cipher, offered_ciphers
+from ckptd.node.daemon import physical_memory, quota_bytes
+from ckptd.transport.access.local_trust import own_users, user_name
+from ckptd.transport.tcp.sealing import Cipher, offered_ciphers
 from ckptd.units import format_bytes
 
 __all__ = ["Finding", "Grade", "as_rows", "diagnose"]

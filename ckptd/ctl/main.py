@@ -20,20 +20,20 @@ from typing import Any
 import msgspec
 
 import ckptd
-from ckptd.config import ConfigError, LoadedConfig, default_endpoint, load_config
+from ckptd.config.daemon_config import ConfigError, LoadedConfig, default_endpoint, load_config
+from ckptd.core.export.export_errors import DamagedSnapshot, ExportError
+from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.ctl import render
-from ckptd.ctl.checkpoints import (
-    Outcome,
-    add_checkpoints_commands,
-    add_verify_arguments,
-    run_checkpoints,
-    run_verify,
-)
 from ckptd.ctl.doctor import Grade, as_rows, diagnose
-from ckptd.ctl.elastic_arguments import add_elastic_commands
-from ckptd.ctl.export import add_export_arguments, add_import_arguments, run_export, run_import
-from ckptd.ctl.keys import add_keys_commands, run_keys
-from ckptd.ctl.peers import (
+from ckptd.ctl.elastic.elastic_arguments import add_elastic_commands
+from ckptd.ctl.export_command import (
+    add_export_arguments,
+    add_import_arguments,
+    run_export,
+    run_import,
+)
+from ckptd.ctl.keys_command import add_keys_commands, run_keys
+from ckptd.ctl.peers_command import (
     as_json,
     ask_what_if,
     ask_whereabouts,
@@ -43,17 +43,22 @@ from ckptd.ctl.peers import (
     render_what_if,
     run_drill,
 )
-from ckptd.ctl.store_access import StoreProblem
+from ckptd.ctl.store.checkpoints import (
+    Outcome,
+    add_checkpoints_commands,
+    add_verify_arguments,
+    run_checkpoints,
+    run_verify,
+)
+from ckptd.ctl.store.store_access import StoreProblem
 from ckptd.errors import DaemonUnavailable, ElasticError, RemoteProtocolError
-from ckptd.exporting.errors import DamagedSnapshot, ExportError
 from ckptd.launch import answers, connect
 from ckptd.printable import for_json, for_terminal
-from ckptd.recovery.plan import VERIFY_ITERATIONS
 from ckptd.saved import saved_iterations
-from ckptd.storage.signing import SigningError
-from ckptd.transport import messages as m
-from ckptd.transport.keys import KeysError
-from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
+from ckptd.storage.checkpoints.signing import SigningError
+from ckptd.transport.access.keys import KeysError
+from ckptd.transport.control import messages as m
+from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
 __all__ = ["main"]
 
@@ -233,8 +238,8 @@ def _what_if(args: argparse.Namespace) -> int:
 
 def _elastic(args: argparse.Namespace) -> int:
     try:  # the one command that needs NumPy and SciPy
-        from ckptd.ctl.elastic import run_elastic
-        from ckptd.ctl.elastic_input import InputProblem
+        from ckptd.ctl.elastic.elastic_command import run_elastic
+        from ckptd.ctl.elastic.elastic_input import InputProblem
     except ImportError as error:
         hint = "`ckptctl elastic` plans with NumPy and SciPy: pip install 'ckptd[elastic]'"
         return _fail(args, EXIT_USAGE, f"{error}; {hint}")

@@ -15,15 +15,15 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from ckptd.config.settings import DaemonConfig
+from ckptd.core.slots.ring import SlotState
 from ckptd.errors import SegmentError
-from ckptd.events import EventLog
+from ckptd.event_log import EventLog
 from ckptd.memory import locks
-from ckptd.memory.adopting import Adopted, tell_adopted
-from ckptd.memory.ring import SlotState
+from ckptd.memory.adoption import Adopted, tell_adopted
 from ckptd.memory.sealer import Outcome, Verdict, scrub_slot, seal_slot
 from ckptd.memory.segment_file import Segment, settle
-from ckptd.memory.segments import SegmentStore
-from ckptd.settings import DaemonConfig
+from ckptd.memory.segment_store import SegmentStore
 from ckptd.units import format_age, format_bytes
 from ckptd.workers import Workers
 

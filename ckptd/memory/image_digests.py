@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from ckptd.events import EventLog
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
+from ckptd.event_log import EventLog
 from ckptd.memory import locks
-from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import SlotHeader, slot_lock_byte
-from ckptd.storage.image import MapFunction, verify
-from ckptd.storage.image_format import ImageError
-from ckptd.storage.strong_digest import strong_digest
+from ckptd.storage.images.image import MapFunction, verify
+from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.images.strong_digest import strong_digest
 from ckptd.workers import Workers
 
 __all__ = ["ImageDigests", "NotVouched", "Vouch", "Vouched", "digest_slot"]

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-from ckptd.memory.ring import (
+from ckptd.core.recovery.recovery_facts import facts_of_log, facts_to_wire
+from ckptd.core.slots.ring import (
     NoSuffix,
     SlotRecord,
     SlotState,
@@ -19,19 +20,24 @@ from ckptd.memory.ring import (
     newest_by_iteration,
     ways_to,
 )
-from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import (
+from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
     SlotHeader,
     origin_of,
     pack_slot_header,
 )
-from ckptd.memory.slots import NO_EPOCHS
-from ckptd.recovery.facts import facts_of_log, facts_to_wire
-from ckptd.recovery.holdings import header_record, operators_id
-from ckptd.storage.image import ImageView
-from ckptd.storage.image_format import ImageError
-from ckptd.transport.messages import HeldSegment, HeldSlot, RankSnapshots, SegmentStatus, SlotInfo
+from ckptd.core.slots.slots import NO_EPOCHS
+from ckptd.holdings import header_record, operators_id
+from ckptd.memory.segment_file import Segment
+from ckptd.storage.images.image import ImageView
+from ckptd.storage.images.image_format import ImageError
+from ckptd.transport.control.messages import (
+    HeldSegment,
+    HeldSlot,
+    RankSnapshots,
+    SegmentStatus,
+    SlotInfo,
+)
 from ckptd.unpacking import unpack
 
 __all__ = [

@@ -10,8 +10,8 @@ from __future__ import annotations
 import struct
 import zlib
 
-from ckptd.memory.segment_format import SLOT_HEADER_LEN, SegmentGeometry, SlotHeader
-from ckptd.storage.strong_digest import is_strong_digest
+from ckptd.core.slots.segment_format import SLOT_HEADER_LEN, SegmentGeometry, SlotHeader
+from ckptd.storage.images.strong_digest import is_strong_digest
 
 __all__ = ["KEPT_DIGEST_AT", "keep_digest", "kept_digest"]
 

@@ -16,21 +16,21 @@ from pathlib import Path
 
 import msgspec
 
-from ckptd.events import EventLog
-from ckptd.memory import locks
-from ckptd.memory.ring import SlotState
-from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import set_slot_state, slot_lock_byte
-from ckptd.memory.segment_names import check_name
-from ckptd.private_files import replace_private_file
-from ckptd.recovery.quarantine import (
+from ckptd.core.recovery.quarantine import (
     Mark,
     add_failure,
     describe_failure,
     marks_of,
     settled,
 )
-from ckptd.transport.messages import ReplayFailure, RunFailures
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import set_slot_state, slot_lock_byte
+from ckptd.core.slots.segment_names import check_name
+from ckptd.event_log import EventLog
+from ckptd.memory import locks
+from ckptd.memory.segment_file import Segment
+from ckptd.private_files import replace_private_file
+from ckptd.transport.control.messages import ReplayFailure, RunFailures
 from ckptd.unpacking import unpack
 
 __all__ = ["Quarantine"]

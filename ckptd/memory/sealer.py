@@ -11,18 +11,18 @@ import time
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ckptd.memory import locks
-from ckptd.memory.ring import SlotState
-from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import (
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import (
     SlotHeader,
     set_slot_state,
     slot_lock_byte,
     write_slot_header,
 )
-from ckptd.storage.image import DigestMismatch, MapFunction, seal, verify
-from ckptd.storage.image_format import ImageError
-from ckptd.storage.strong_digest import matches
+from ckptd.memory import locks
+from ckptd.memory.segment_file import Segment
+from ckptd.storage.images.image import DigestMismatch, MapFunction, seal, verify
+from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.images.strong_digest import matches
 
 __all__ = ["Outcome", "Verdict", "scrub_slot", "seal_slot"]
 

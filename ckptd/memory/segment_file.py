@@ -10,13 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptd.config import trusted_users
-from ckptd.errors import SegmentError
-from ckptd.memory import locks
-from ckptd.memory.file_mapping import FileMapping
-from ckptd.memory.kept_digests import keep_digest, kept_digest
-from ckptd.memory.ring import SlotState
-from ckptd.memory.segment_format import (
+from ckptd.config.daemon_config import trusted_users
+from ckptd.core.sessions import RankKey
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import (
     OWNER_LOCK_BYTE,
     SegmentDescriptor,
     SegmentGeometry,
@@ -32,14 +29,17 @@ from ckptd.memory.segment_format import (
     slot_view,
     write_slot_header,
 )
-from ckptd.memory.segment_hints import QUIET_OFFSET, RingHint, read_ring_hint, write_ring_hint
-from ckptd.memory.segment_names import (
+from ckptd.core.slots.segment_hints import QUIET_OFFSET, RingHint, read_ring_hint, write_ring_hint
+from ckptd.core.slots.segment_names import (
     REPLICA_ENDS,
     parse_replica_file_name,
     parse_segment_file_name,
 )
-from ckptd.sessions import RankKey
-from ckptd.transport.local_trust import open_file
+from ckptd.errors import SegmentError
+from ckptd.memory import locks
+from ckptd.memory.file_mapping import FileMapping
+from ckptd.memory.kept_digests import keep_digest, kept_digest
+from ckptd.transport.access.local_trust import open_file
 
 __all__ = ["Segment", "SettleReport", "open_segment", "settle"]
 

@@ -1,4 +1,4 @@
-"""Slots as files that other daemons of this host may reach by themselves (`ckptd.transport.short_cut`), and how peers are told."""
+"""Slots as files that other daemons of this host may reach by themselves (`ckptd.transport.fabric.short_cut`), and how peers are told."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 
 from ckptd.memory.segment_file import Segment
-from ckptd.transport.peer_messages import PeerRefused, ReadOpened, RegionFile, SlotGranted
-from ckptd.transport.short_cut import is_being_filled
+from ckptd.transport.control.peer_messages import PeerRefused, ReadOpened, RegionFile, SlotGranted
+from ckptd.transport.fabric.short_cut import is_being_filled
 from ckptd.transport.verbs import FileRange, Region, RegionKey
 
 __all__ = ["file_told", "left_behind", "lend_slot", "region_of", "slot_file"]

@@ -6,13 +6,13 @@ import logging
 import os
 from dataclasses import dataclass
 
+from ckptd.core.sessions import RankKey
+from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.segment_format import slot_lock_byte
+from ckptd.core.slots.snapshot_events import SnapshotKey
 from ckptd.memory import locks
-from ckptd.memory.ring import SlotRecord, SlotState
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import slot_lock_byte
-from ckptd.memory.segments import SegmentStore
-from ckptd.memory.snapshot_events import SnapshotKey
-from ckptd.sessions import RankKey
+from ckptd.memory.segment_store import SegmentStore
 
 __all__ = ["HeldSnapshot", "SlotHolds"]
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptd.config_values import parse_bytes, parse_peers
-from ckptd.runtime_dir import UnusableFolder
-from ckptd.settings import DaemonConfig
-from ckptd.transport.admission import AdmissionLimits
-from ckptd.transport.keys import Keys, KeysError, trusted
-from ckptd.transport.messages import NodeCard
-from ckptd.transport.stream_fabric import StreamFabric
-from ckptd.transport.stream_server import LIMITS
+from ckptd.config.config_values import parse_bytes, parse_peers
+from ckptd.config.runtime_dir import UnusableFolder
+from ckptd.config.settings import DaemonConfig
+from ckptd.transport.access.admission import AdmissionLimits
+from ckptd.transport.access.keys import Keys, KeysError, trusted
+from ckptd.transport.control.messages import NodeCard
+from ckptd.transport.fabric.zmq_fabric import ZmqFabric
+from ckptd.transport.tcp.stream_fabric import StreamFabric
+from ckptd.transport.tcp.stream_server import LIMITS
 from ckptd.transport.verbs import Fabric, Serve
-from ckptd.transport.zmq_fabric import ZmqFabric
 
 __all__ = ["make_fabric", "port_limits", "static_peers"]
 

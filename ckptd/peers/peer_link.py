@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ckptd.transport.peer_messages import (
+from ckptd.transport.control.peer_messages import (
     PeerMessage,
     PeerRefused,
     PeerReply,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ckptd.core.replication.log_replicas import as_sent, as_whole, oldest_held
+from ckptd.core.replication.replication_events import Slots
+from ckptd.core.sessions import RankKey
+from ckptd.core.slots.ring import SlotRecord
 from ckptd.memory.inventory import log_records, records_of
-from ckptd.memory.ring import SlotRecord
-from ckptd.memory.segments import SegmentStore
-from ckptd.replication.events import Slots
-from ckptd.replication.logs import as_sent, as_whole, oldest_held
-from ckptd.sessions import RankKey
+from ckptd.memory.segment_store import SegmentStore
 
 __all__ = ["LogRing", "Ring", "SnapshotRing"]
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from ckptd.core.slots.segment_names import check_name
 from ckptd.errors import SegmentError
-from ckptd.events import EventLog
+from ckptd.event_log import EventLog
 from ckptd.memory.pages import filesystem_kind, is_in_memory
-from ckptd.memory.segment_names import check_name
 from ckptd.private_files import replace_private_file
-from ckptd.transport.messages import Join, NodeCard, RunRecord
+from ckptd.transport.control.messages import Join, NodeCard, RunRecord
 from ckptd.unpacking import unpack
 
 __all__ = ["RunRecords", "decode_record", "encode_record"]
@@ -224,7 +224,7 @@ def decode_record(data: bytes) -> RunRecord:
 
 
 def _with_epoch(epochs: Epochs, epoch: int, start: int, follows: int) -> Epochs:
-    """Of two starts of one epoch the smaller counts, as in `ckptd.memory.slots.epoch_table`."""
+    """Of two starts of one epoch the smaller counts, as in `ckptd.core.slots.slots.epoch_table`."""
     known = {each[0]: each[1:] for each in epochs}
     known_start, known_follows = known.get(epoch, (start, follows))
     known[epoch] = min(start, known_start), max(follows, known_follows)

@@ -10,25 +10,31 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from ckptd.config.settings import DaemonConfig
+from ckptd.core.placement import NodeFacts, Placement, RankFacts, plan_placement
+from ckptd.core.replication.floor import (
+    NOTHING_CARRIED,
+    Carried,
+    FloorKind,
+    FloorMessage,
+    FloorTree,
+)
+from ckptd.core.replication.log_replicas import LogReplicator
+from ckptd.core.replication.replicas import Promise
+from ckptd.core.replication.replicator import Replicator
+from ckptd.core.replication.target import Interval
+from ckptd.core.sessions import RankKey
+from ckptd.core.slots.segment_hints import RingHint
 from ckptd.errors import RemoteProtocolError
-from ckptd.events import EventLog
+from ckptd.event_log import EventLog
 from ckptd.memory.image_digests import Vouch
-from ckptd.memory.segment_hints import RingHint
-from ckptd.memory.segments import SegmentStore
+from ckptd.memory.segment_store import SegmentStore
 from ckptd.peers.peer_link import PeerLink
-from ckptd.peers.replica_store import ReplicaStore
-from ckptd.peers.replicating import RankReplication
+from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.peers.rings import LogRing, Ring, SnapshotRing
-from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
-from ckptd.replication.core import Replicator
-from ckptd.replication.floor import NOTHING_CARRIED, Carried, FloorKind, FloorMessage, FloorTree
-from ckptd.replication.logs import LogReplicator
-from ckptd.replication.replicas import Promise
-from ckptd.replication.target import Interval
-from ckptd.sessions import RankKey
-from ckptd.settings import DaemonConfig
-from ckptd.transport.messages import Join, Member, ReplicationStatus, TargetStatus
-from ckptd.transport.peer_messages import Floor
+from ckptd.peers.sender import RankReplication
+from ckptd.transport.control.messages import Join, Member, ReplicationStatus, TargetStatus
+from ckptd.transport.control.peer_messages import Floor
 
 __all__ = ["Run"]
 

@@ -1,7 +1,7 @@
 """The store keeper: the process of a daemon that speaks to object storage (`python -m ckptd.persistence.keeper <fd>`).
 
 It is told what to do over the socket pair that it inherits, and ends when that ends: whatever it was doing is taken up by the next
-one, because everything that counts is in the store. What it may not do is decide: that is the daemon's (`ckptd.persistence.core`).
+one, because everything that counts is in the store. What it may not do is decide: that is the daemon's (`ckptd.core.persistence.persister`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import Any
 from msgspec import Struct
 
 from ckptd.logs import TextFormatter
-from ckptd.persistence import wire as w
+from ckptd.persistence import keeper_wire as w
+from ckptd.persistence.incarnation_store import StoredWorlds
 from ckptd.persistence.pacer import Pacer
 from ckptd.persistence.rank_store import Overtaken, UnknownSnapshot
 from ckptd.persistence.run_store import Fenced, RunStore
 from ckptd.persistence.slot_source import SlotFiles, SlotLost
-from ckptd.persistence.worlds import StoredWorlds
-from ckptd.storage.manifest import ManifestError
-from ckptd.storage.objects import Damaged, ObjectMissing, StoreError
-from ckptd.storage.open_store import open_store
-from ckptd.storage.reader import SnapshotDamaged
-from ckptd.storage.resilience import Circuit, RetryPolicy
-from ckptd.storage.resilient import Notice, NoticeKind, Resilient
-from ckptd.storage.retention import RetentionPolicy
+from ckptd.storage.checkpoints.manifest import ManifestError
+from ckptd.storage.checkpoints.reader import SnapshotDamaged
+from ckptd.storage.checkpoints.retention import RetentionPolicy
+from ckptd.storage.checkpoints.signing import ManifestSigner, Signers
 from ckptd.storage.signed_store import SignedStore
-from ckptd.storage.signing import ManifestSigner, Signers
+from ckptd.storage.stores.objects import Damaged, ObjectMissing, StoreError
+from ckptd.storage.stores.open_store import open_store
+from ckptd.storage.stores.resilience import Circuit, RetryPolicy
+from ckptd.storage.stores.resilient import Notice, NoticeKind, Resilient
 
 __all__ = ["Keeper", "main"]
 

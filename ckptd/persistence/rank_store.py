@@ -18,23 +18,23 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import ckptd
-from ckptd.persistence.shared_look import Seen
+from ckptd.persistence.keeper_wire import CommitRank, SnapshotId
+from ckptd.persistence.shared_listing import Seen
 from ckptd.persistence.slot_source import HeldSlot, SlotLost
-from ckptd.persistence.wire import CommitRank, SnapshotId
-from ckptd.storage.commit import Views
-from ckptd.storage.image import DigestMismatch, ImageView, verify
-from ckptd.storage.image_format import ImageError
-from ckptd.storage.manifest import RankManifest, StoredSnapshot
-from ckptd.storage.objects import Damaged, ObjectExists, ObjectInfo, ObjectStore, Unavailable
-from ckptd.storage.reader import (
+from ckptd.storage.checkpoints.commit import Views
+from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
+from ckptd.storage.checkpoints.reader import (
     MapFunction,
     read_image_header,
     read_manifest,
     restore_snapshot,
 )
-from ckptd.storage.signing import ManifestSigner
-from ckptd.storage.strong_digest import strong_digest
-from ckptd.storage.upload_plan import StoredIndex, UploadPlan, plan_upload
+from ckptd.storage.checkpoints.signing import ManifestSigner
+from ckptd.storage.images.image import DigestMismatch, ImageView, verify
+from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.images.strong_digest import strong_digest
+from ckptd.storage.images.upload_plan import StoredIndex, UploadPlan, plan_upload
+from ckptd.storage.stores.objects import Damaged, ObjectExists, ObjectInfo, ObjectStore, Unavailable
 
 __all__ = ["TOOL", "Overtaken", "RankStore", "UnknownSnapshot", "Uploaded"]
 

@@ -6,12 +6,17 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptd.storage.catalog import Catalog, StoredCheckpoint
-from ckptd.storage.manifest import ManifestError, RankManifest
-from ckptd.storage.names import CheckpointId
-from ckptd.storage.objects import ObjectMissing, ObjectStore
-from ckptd.storage.reader import MapFunction, read_manifest
-from ckptd.storage.retention import Deletion, References, RetentionPolicy, plan_retention
+from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint
+from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest
+from ckptd.storage.checkpoints.names import CheckpointId
+from ckptd.storage.checkpoints.reader import MapFunction, read_manifest
+from ckptd.storage.checkpoints.retention import (
+    Deletion,
+    References,
+    RetentionPolicy,
+    plan_retention,
+)
+from ckptd.storage.stores.objects import ObjectMissing, ObjectStore
 
 __all__ = ["RunRetention", "Surveyed", "Tell", "newest_ns"]
 

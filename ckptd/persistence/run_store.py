@@ -8,33 +8,39 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-from ckptd.memory.ring import SlotState
-from ckptd.memory.segment_format import SlotHeader, pack_slot_header
-from ckptd.persistence import wire as w
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SlotHeader, pack_slot_header
+from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.rank_store import TOOL, RankStore
 from ckptd.persistence.run_retention import RunRetention, Tell
-from ckptd.persistence.shared_look import Seen, SharedLook
-from ckptd.storage.catalog import (
+from ckptd.persistence.shared_listing import Seen, SharedLook
+from ckptd.storage.checkpoints.catalog import (
     Catalog,
     CheckpointState,
     StoredCheckpoint,
     build_catalog,
 )
-from ckptd.storage.commit import Views, see
-from ckptd.storage.manifest import ManifestError, RankManifest, StoredSnapshot
-from ckptd.storage.names import CheckpointId, RunName, run_prefix
-from ckptd.storage.objects import Damaged, ObjectExists, ObjectMissing, ObjectStore, StoreError
-from ckptd.storage.reader import (
+from ckptd.storage.checkpoints.commit import Views, see
+from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest, StoredSnapshot
+from ckptd.storage.checkpoints.names import CheckpointId, RunName, run_prefix
+from ckptd.storage.checkpoints.reader import (
     MapFunction,
     SnapshotDamaged,
     read_identity,
     read_image_bytes,
     read_manifest,
 )
-from ckptd.storage.resilient import Resilient
-from ckptd.storage.retention import RetentionPolicy
-from ckptd.storage.run_identity import RunIdentity
-from ckptd.storage.signing import ManifestSigner
+from ckptd.storage.checkpoints.retention import RetentionPolicy
+from ckptd.storage.checkpoints.run_identity import RunIdentity
+from ckptd.storage.checkpoints.signing import ManifestSigner
+from ckptd.storage.stores.objects import (
+    Damaged,
+    ObjectExists,
+    ObjectMissing,
+    ObjectStore,
+    StoreError,
+)
+from ckptd.storage.stores.resilient import Resilient
 
 __all__ = ["Fenced", "RunStore"]
 

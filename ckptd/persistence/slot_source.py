@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader, slot_lock_byte
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
-from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment, open_segment
-from ckptd.memory.segment_format import SegmentDescriptor, SlotHeader, slot_lock_byte
-from ckptd.persistence.wire import SnapshotId
+from ckptd.persistence.keeper_wire import SnapshotId
 
 __all__ = ["HeldSlot", "SlotFiles", "SlotLost"]
 

@@ -19,22 +19,22 @@ from typing import Any
 
 import xxhash
 
+from ckptd.core.recovery.held import STORE_NODE
+from ckptd.core.slots.segment_format import decode_descriptor
 from ckptd.errors import SegmentError
+from ckptd.holdings import operators_id
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import decode_descriptor
 from ckptd.peers.peer_link import Post
-from ckptd.persistence import wire as w
-from ckptd.persistence.child import AWAY, StoreChild
-from ckptd.recovery.held import STORE_NODE
-from ckptd.recovery.holdings import operators_id
-from ckptd.transport import peer_messages as p
-from ckptd.transport.messages import GetHoldings, HeldSegment, HeldSlot, Holdings
+from ckptd.persistence import keeper_wire as w
+from ckptd.persistence.keeper_client import AWAY, StoreChild
+from ckptd.transport.control import peer_messages as p
+from ckptd.transport.control.messages import GetHoldings, HeldSegment, HeldSlot, Holdings
 from ckptd.transport.verbs import Completion, Done, Fault, PeerAddress, RegionKey
 
 __all__ = ["StoreLink"]
 
 _TOKEN = bytes(16)
-# How long a question is put to one keeper after the other. A trainer waits 900 s for its answer (`ckptd.client.session`), of which
+# How long a question is put to one keeper after the other. A trainer waits 900 s for its answer (`ckptd.client.daemon_link.session`), of which
 # the last keeper may need the 600 s of `store_deadline_s`; and by then eight of them have died over it.
 _ASK_FOR_S = 120.0
 
@@ -156,7 +156,7 @@ class StoreLink:
         done: Callable[[w.FoundWorlds], None],
         failed: Callable[[str, str], None],
     ) -> None:
-        """What is durable of the worlds of an elastic run (`ckptd.persistence.worlds`)."""
+        """What is durable of the worlds of an elastic run (`ckptd.persistence.incarnation_store`)."""
         self._ask(lambda: w.FindWorlds(self._child.next_id(), job, run, again), done, failed)
 
     def offer(

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 
-from ckptd.config_values import parse_bytes
-from ckptd.events import EventLog
+from ckptd.config.config_values import parse_bytes
+from ckptd.config.settings import DaemonConfig
+from ckptd.core.persistence.cadence import Cadence
+from ckptd.core.persistence.persister import Persister, PersistState
+from ckptd.core.sessions import RankKey
+from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segments import SegmentStore
+from ckptd.memory.segment_store import SegmentStore
 from ckptd.peers.peer_link import Post
-from ckptd.persistence import wire as w
-from ckptd.persistence.cadence import Cadence
-from ckptd.persistence.child import StoreChild
-from ckptd.persistence.core import Persister, PersistState
-from ckptd.persistence.rank import RankPersistence
+from ckptd.persistence import keeper_wire as w
+from ckptd.persistence.keeper_client import StoreChild
+from ckptd.persistence.rank_uploads import RankPersistence
 from ckptd.persistence.store_link import StoreLink
-from ckptd.sessions import RankKey
-from ckptd.settings import DaemonConfig
 
 __all__ = ["StorageTier"]
 

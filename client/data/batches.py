@@ -19,7 +19,7 @@ from ckptd.client.data.loaders import (
 )
 from ckptd.client.data.position import DataPosition, tell_refetched
 from ckptd.client.data.reach import Reach
-from ckptd.client.rng import capture_rng, restore_rng
+from ckptd.client.rng_state import capture_rng, restore_rng
 
 __all__ = ["Batches"]
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ckptd.client import values
 from ckptd.client.data.fingerprints import fingerprint
-from ckptd.client.lines import get_logger
+from ckptd.client.log_lines import get_logger
 
 __all__ = ["BATCHES", "BatchLedger", "Positioned"]
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckptd.client.data.reach import Reach
-from ckptd.client.lines import get_logger
-from ckptd.client.rng import capture_rng, restore_rng
+from ckptd.client.log_lines import get_logger
+from ckptd.client.rng_state import capture_rng, restore_rng
 
 __all__ = ["DataPosition", "tell_refetched"]
 

@@ -1,14 +1,14 @@
 """Mixture layers whose experts have different numbers of replicas on different ranks: ``ElasticExperts``.
 
-What is decided, the pure planners in ``ckptd.elastic`` decide; here it is done, with ``torch.distributed``. An optimizer on each replica and
+What is decided, the pure planners in ``ckptd.core.elastic`` decide; here it is done, with ``torch.distributed``. An optimizer on each replica and
 ``sync_gradients()`` is one strategy (Lazarus), ``ExpertShards`` the other (SwiftMoE).
 """
 
-from ckptd.client.elastic.blocks import HandWritten, elastic_layers, replace_moe_blocks
-from ckptd.client.elastic.full_state import full_state_dict, load_full_state_dict
-from ckptd.client.elastic.layer import ElasticExperts
-from ckptd.client.elastic.recut import recut
-from ckptd.client.elastic.shards import ExpertShards
+from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
+from ckptd.client.elastic.layer.full_state_dict import full_state_dict, load_full_state_dict
+from ckptd.client.elastic.layer.model_surgery import HandWritten, elastic_layers, replace_moe_blocks
+from ckptd.client.elastic.sharded.reshard import recut
+from ckptd.client.elastic.sharded.sharded_optimizer import ExpertShards
 
 __all__ = [
     "ElasticExperts",

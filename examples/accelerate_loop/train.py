@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ckptd.client.integrations.accelerate import checkpointer
+from ckptd.client.frameworks.accelerate import checkpointer
 
 __all__ = ["Points", "main"]
 

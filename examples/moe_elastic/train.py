@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from ckptd.client.worlds import ElasticJob, GlobalBatches
+from ckptd.client.elastic.job import ElasticJob, GlobalBatches
 from examples.moe_elastic.model import CONTEXT, EXPERTS, LAYERS, Model
 from examples.moe_text.data import load_corpus
 

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
-from ckptd.storage.open_store import open_store
-from ckptd.storage.reader import read_catalog
-from ckptd.storage.verifier import verify_run
+from ckptd.storage.checkpoints.reader import read_catalog
+from ckptd.storage.checkpoints.verifier import verify_run
+from ckptd.storage.stores.open_store import open_store
 from examples.moe_text.lab import SHARED_CORES, Event, read_events
 from examples.moe_text.nodes import Progress
 from examples.moe_text.report import (

@@ -17,8 +17,14 @@ from bench.spot.simulation import Halt, Mode, Result, Switch, View, simulate
 from bench.spot.strategies import Elastic, Fixed, Gather
 from bench.spot.trace import Change, Membership, Trace, memberships, parse
 from bench.traces import STORED, UNITS
-from ckptd.elastic.types import Cluster
-from ckptd.elastic.when import Action, NodesSeen, PlacementTimes, StepDone, TimesConfig
+from ckptd.core.elastic.elastic_types import Cluster
+from ckptd.core.elastic.placement.rebalance_policy import (
+    Action,
+    NodesSeen,
+    PlacementTimes,
+    StepDone,
+    TimesConfig,
+)
 
 # --- traces ----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import sys
 
 from ckptd.cli import main
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segments import SegmentPlan, SegmentStore
+from ckptd.memory.segment_store import SegmentPlan, SegmentStore
 
 
 def die(_store: SegmentStore, _plan: SegmentPlan, _segment: Segment) -> None:

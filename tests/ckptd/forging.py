@@ -12,9 +12,9 @@ from pathlib import Path
 
 import xxhash
 
-from ckptd.memory.ring import SlotState
+from ckptd.core.slots.ring import SlotState
 from ckptd.memory.segment_file import open_segment
-from ckptd.storage.image import ImageView, verify
+from ckptd.storage.images.image import ImageView, verify
 
 __all__ = ["FORGEABLE_BYTES", "forge", "forge_slot", "forged", "plant"]
 

@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptd.events import EventLog
+from ckptd.core.replication.replicas import Promise
+from ckptd.event_log import EventLog
 from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segments import SegmentStore
-from ckptd.peers.hosting import Host
-from ckptd.peers.replica_store import ReplicaStore
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.peers.replicas.replica_server import Host
+from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.peers.run_records import RunRecords
-from ckptd.replication.replicas import Promise
-from ckptd.transport import peer_messages as p
-from ckptd.transport.regions import LocalRegion
+from ckptd.transport.control import peer_messages as p
+from ckptd.transport.fabric.regions import LocalRegion
+from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.verbs import Access, FileRange, Scope
-from ckptd.transport.zmq_fabric import ZmqFabric
 from ckptd.workers import Workers
 from tests.ckptd.puppet import begin_slot, open_replica
 from tests.ckptd.running import eventually

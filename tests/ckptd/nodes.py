@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ckptd.launch import answers
-from ckptd.transport.keys import Keys, trust
-from ckptd.transport.messages import (
+from ckptd.transport.access.keys import Keys, trust
+from ckptd.transport.control.messages import (
     EventInfo,
     Events,
     GetEvents,

@@ -18,16 +18,16 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from ckptd.client.daemon_link.mapped_segment import MappedSegment
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.identity import Identity
-from ckptd.client.joint_start import Recovered, recover_together
-from ckptd.client.memory import RankMemory
-from ckptd.client.segment import MappedSegment
-from ckptd.client.snapshot_image import SnapshotImage
-from ckptd.memory.ring import SlotState, choose_slot, slots_for_window
-from ckptd.memory.segment_format import SlotHeader
-from ckptd.memory.segment_names import parse_replica_file_name, parse_segment_file_name
-from ckptd.storage.image_format import TensorEntry
-from ckptd.storage.image_layout import ImageLayout
+from ckptd.client.recovery.global_recovery import Recovered, recover_together
+from ckptd.core.slots.ring import SlotState, choose_slot, slots_for_window
+from ckptd.core.slots.segment_format import SlotHeader
+from ckptd.core.slots.segment_names import parse_replica_file_name, parse_segment_file_name
+from ckptd.storage.images.image_format import TensorEntry
+from ckptd.storage.images.image_layout import ImageLayout
 from tests.ckptd.forging import plant
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.running import eventually

@@ -6,13 +6,13 @@ import queue
 from collections.abc import Callable
 from typing import Self
 
-from ckptd.memory.segment_format import (
+from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
     encode_descriptor,
     origin_of,
     pack_slot_header,
 )
-from ckptd.transport.peer_messages import (
+from ckptd.transport.control.peer_messages import (
     BeginSlot,
     OpenReplica,
     PeerDone,
@@ -22,9 +22,9 @@ from ckptd.transport.peer_messages import (
     decode_peer,
     encode_peer,
 )
-from ckptd.transport.stream_fabric import StreamFabric
+from ckptd.transport.fabric.zmq_fabric import ZmqFabric
+from ckptd.transport.tcp.stream_fabric import StreamFabric
 from ckptd.transport.verbs import Completion, Fault, Peer, PeerAddress, RegionKey
-from ckptd.transport.zmq_fabric import ZmqFabric
 from tests.ckptd.nodes import PORT, Node
 from tests.ckptd.snapshots import Snapshot
 

@@ -18,11 +18,9 @@ from resource import RLIMIT_NOFILE, setrlimit
 
 import pytest
 
-from ckptd.config import endpoint_for
-from ckptd.memory import locks
-from ckptd.memory.ring import SlotState
-from ckptd.memory.segment_file import Segment, open_segment
-from ckptd.memory.segment_format import (
+from ckptd.config.daemon_config import endpoint_for
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import (
     OWNER_LOCK_BYTE,
     SegmentDescriptor,
     SlotHeader,
@@ -31,11 +29,13 @@ from ckptd.memory.segment_format import (
     slot_view,
     write_slot_header,
 )
-from ckptd.memory.segment_names import Kind
-from ckptd.storage.image_format import TensorEntry
-from ckptd.storage.image_layout import ImageLayout
-from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
-from ckptd.transport.wire import ControlClient
+from ckptd.core.slots.segment_names import Kind
+from ckptd.memory import locks
+from ckptd.memory.segment_file import Segment, open_segment
+from ckptd.storage.images.image_format import TensorEntry
+from ckptd.storage.images.image_layout import ImageLayout
+from ckptd.transport.control.messages import Attach, Attached, Hello, Reserve, Reserved
+from ckptd.transport.control.wire import ControlClient
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20

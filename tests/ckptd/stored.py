@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from ckptd.ctl.main import main
-from ckptd.storage.names import ManifestName, ObjectName, parse
-from ckptd.storage.objects import ObjectStore
-from ckptd.storage.open_store import open_store
-from ckptd.storage.reader import read_manifest
-from ckptd.storage.verifier import verify_store
+from ckptd.storage.checkpoints.names import ManifestName, ObjectName, parse
+from ckptd.storage.checkpoints.reader import read_manifest
+from ckptd.storage.checkpoints.verifier import verify_store
+from ckptd.storage.stores.objects import ObjectStore
+from ckptd.storage.stores.open_store import open_store
 from tests.storage.samples import JOB, RUN, Writer, window, write_identity
 
 __all__ = [

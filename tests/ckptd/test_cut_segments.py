@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.memory.ring import SlotState
-from ckptd.transport import messages as m
+from ckptd.core.slots.ring import SlotState
+from ckptd.transport.control import messages as m
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job
 from tests.ckptd.running import (

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from ckptd.ctl import render
-from ckptd.storage.open_store import open_store
-from ckptd.storage.reader import read_catalog
-from ckptd.transport import messages as m
+from ckptd.storage.checkpoints.reader import read_catalog
+from ckptd.storage.stores.open_store import open_store
+from ckptd.transport.control import messages as m
 from tests.ckptd.persistence.slots import fill
 from tests.ckptd.running import DaemonProcess, attach, eventually, reserve, running_daemon
 

@@ -11,16 +11,16 @@ from typing import cast
 
 import pytest
 
-from ckptd.daemon import Daemon
-from ckptd.events import EventLog
-from ckptd.memory.segments import SegmentStore
-from ckptd.peers.hosting import Host
-from ckptd.peers.peering import Peering
+from ckptd.config.settings import DaemonConfig
+from ckptd.core.sessions import RankKey
+from ckptd.event_log import EventLog
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.node.daemon import Daemon
+from ckptd.node.peering import Peering
+from ckptd.peers.replicas.replica_server import Host
 from ckptd.peers.runs import Run
-from ckptd.sessions import RankKey
-from ckptd.settings import DaemonConfig
-from ckptd.transport import peer_messages as p
-from ckptd.transport.messages import Join, Member, NodeCard, RunRecord
+from ckptd.transport.control import peer_messages as p
+from ckptd.transport.control.messages import Join, Member, NodeCard, RunRecord
 from ckptd.workers import Workers
 from tests.ckptd.running import eventually
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
+from ckptd.core.placement import NodeFacts, Placement, RankFacts, plan_placement
 
 
 def cluster(

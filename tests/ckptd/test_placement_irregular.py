@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptd.placement import NodeFacts, RankFacts, plan_placement
+from ckptd.core.placement import NodeFacts, RankFacts, plan_placement
 
 NODES, PER_NODE, RING = 2048, 8, 100
 NEED = 2 * NODES * PER_NODE * RING

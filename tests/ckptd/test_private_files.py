@@ -41,8 +41,8 @@ def test_a_new_file_replaces_nothing_and_leaves_nothing(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from ckptd.storage.signing import create_signer
-from ckptd.transport.keys import Keys
+from ckptd.storage.checkpoints.signing import create_signer
+from ckptd.transport.access.keys import Keys
 
 def killed(fd):
     os.kill(os.getpid(), signal.SIGKILL)

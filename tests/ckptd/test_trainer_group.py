@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.runtime_dir import UnusableFolder, group_number
+from ckptd.config.runtime_dir import UnusableFolder, group_number
 from tests.ckptd.running import eventually
 from tests.users import DAEMON, GROUP, STRANGER, TRAINER, needs_users, spawn_as
 
@@ -36,15 +36,13 @@ except PermissionError:
 """
 IMPORTS = """
 import torch
-from ckptd.client.segment import MappedSegment
+from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.launch import connect
-from ckptd.memory.segment_format import encode_descriptor
-from ckptd.transport import messages as m
+from ckptd.core.slots.segment_format import encode_descriptor
+from ckptd.transport.control import messages as m
 from tests.ckptd.running import attach, descriptor
 """
-DAEMON_IMPORTS = (
-    "import ckptd.cli, ckptd.daemon, encodings.idna, encodings.ascii, gettext, grp, locale, shutil"
-)
+DAEMON_IMPORTS = "import ckptd.cli, ckptd.node.daemon, encodings.idna, encodings.ascii, gettext, grp, locale, shutil"
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ckptd.launch import ensure_daemon
-from ckptd.transport.keys import Keys
-from tests.ckptd.exporting.samples import entries, segment_folder, snapshot
+from ckptd.transport.access.keys import Keys
+from tests.ckptd.export.samples import entries, segment_folder, snapshot
 from tests.ckptd.nodes import Net
 from tests.ckptd.peers_harness import Job
 from tests.ckptd.running import DaemonProcess, eventually

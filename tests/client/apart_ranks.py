@@ -26,11 +26,11 @@ from torch.distributed.pipelining import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptd.client.apart import Apart
-from ckptd.client.stage_shapes import StageShapes, shapes_of
-from ckptd.client.stages import listen
+from ckptd.client.capture.stage_shapes import StageShapes, shapes_of
+from ckptd.client.pipeline.isolated_stage import Apart
+from ckptd.client.pipeline.stage_hooks import listen
+from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.errors import CorruptionError
-from ckptd.memory.boundary import RecordKey, SentKind
 from tests.client.gloo_ranks import run_in_ranks
 
 __all__ = ["BASE", "PIPELINES", "RESUME", "Outcome", "Pipeline", "Spoil", "run_ranks"]

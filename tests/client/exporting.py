@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.client import Checkpointer
-from ckptd.client.binding import Binding
-from ckptd.client.export_facts import export_facts
-from ckptd.exporting.memory import SlotSource, open_slot
-from ckptd.transport.messages import GetSnapshots, GetStatus, Snapshots, Status
-from ckptd.transport.wire import ControlClient
+from ckptd.client.model.live_state import Binding
+from ckptd.client.schedule.export_facts import export_facts
+from ckptd.export.memory_source import SlotSource, open_slot
+from ckptd.transport.control.messages import GetSnapshots, GetStatus, Snapshots, Status
+from ckptd.transport.control.wire import ControlClient
 from tests.ckptd.running import eventually
 
 State = dict[str, Tensor]

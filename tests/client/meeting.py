@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from ckptd.client.agreement import Exchange
+from ckptd.client.ranks.collectives import Exchange
 
 __all__ = ["LeftAlone", "Meeting", "outcomes"]
 

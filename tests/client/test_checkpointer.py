@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.client import Checkpointer
-from ckptd.client.capture import Capture
-from ckptd.client.memory import RankMemory
-from ckptd.client.rng import capture_rng
-from ckptd.client.segment import MappedSegment
+from ckptd.client.capture.slot_writer import Capture
+from ckptd.client.daemon_link.mapped_segment import MappedSegment
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.rng_state import capture_rng
+from ckptd.core.slots.ring import SlotState
 from ckptd.cuda import engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.memory.ring import SlotState
 
 AdamW = torch.optim.AdamW
 
@@ -542,7 +542,7 @@ def test_a_buffer_that_a_kernel_changes_unseen_is_never_torn(
         copy_now(*args)
 
     monkeypatch.setattr(engine, "_to_host", late)
-    monkeypatch.setattr("ckptd.client.capture.SMALL_BUFFER_BYTES", small_bytes)
+    monkeypatch.setattr("ckptd.client.capture.slot_writer.SMALL_BUFFER_BYTES", small_bytes)
     torch.manual_seed(0)
     model = Normalised(4)
     optimizer = AdamW(model.parameters(), lr=0.01)

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from ckptd.client import Checkpointer
-from ckptd.client.apart import Apart, Records
-from ckptd.client.boundary_log import BoundaryLog
-from ckptd.client.communication import Communication
-from ckptd.client.facts import LogFacts, facts_of
-from ckptd.client.log_reader import LogReader
-from ckptd.client.segment import MappedSegment
+from ckptd.client.daemon_link.communication_facts import LogFacts, facts_of
+from ckptd.client.daemon_link.mapped_segment import MappedSegment
+from ckptd.client.model.communication import Communication
+from ckptd.client.pipeline.boundary_log import BoundaryLog
+from ckptd.client.pipeline.isolated_stage import Apart, Records
+from ckptd.client.pipeline.log_reader import LogReader
+from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.errors import CorruptionError
-from ckptd.memory.boundary import RecordKey, SentKind
 from tests.ckptd.running import eventually
-from tests.client.test_boundary_log import Trained
+from tests.client.pipeline.test_boundary_log import Trained
 from tests.e2e.harness import own_daemon
 
 LOST, RESUME = 6, 10

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.client.session import Session
+from ckptd.client.daemon_link.session import Session
+from ckptd.core.slots.segment_format import encode_descriptor
 from ckptd.errors import DaemonUnavailable
-from ckptd.memory.segment_format import encode_descriptor
-from ckptd.transport.messages import Attach
+from ckptd.transport.control.messages import Attach
 from tests.ckptd.running import DaemonProcess, descriptor, eventually, running_daemon
 from tests.long import long
 

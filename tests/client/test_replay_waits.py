@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ckptd.client.replay import Replay
+from ckptd.client.recovery.replay import Replay
 
 
 class OnTheirWay(Replay):

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptd.client.binding import Binding, local
-from ckptd.client.operators import Member, discover_operators
-from ckptd.client.placement import check_sharded, placement_lines
+from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.operators import Member, discover_operators
+from ckptd.client.model.tensor_sharding import check_sharded, placement_lines
 
 EXPERTS = 4
 

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_module
 
 from ckptd.client import Checkpointer
-from ckptd.client.binding import local
-from ckptd.client.replay import ReplayMismatch
+from ckptd.client.model.live_state import local
+from ckptd.client.recovery.replay import ReplayMismatch
 from ckptd.cuda import engine
 
 LOST, TOTAL, DECAY = 8, 12, 0.97

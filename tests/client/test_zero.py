@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptd.client.binding import Binding
-from ckptd.client.layout import StateTable, build_phase
-from ckptd.client.operators import Member, Operator
-from ckptd.client.placement import placement_lines
-from ckptd.schedules.schedule import OperatorKind
+from ckptd.client.model.live_state import Binding
+from ckptd.client.model.operators import Member, Operator
+from ckptd.client.model.snapshot_layout import StateTable, build_phase
+from ckptd.client.model.tensor_sharding import placement_lines
+from ckptd.core.schedules.schedule import OperatorKind
 
 with warnings.catch_warnings():
     # torch builds the functional optimizers in this package with its own deprecated torch.jit.script.

@@ -16,10 +16,10 @@ from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
-from ckptd.client import exchange as exchanging
-from ckptd.client import rank_watch
-from ckptd.client.exchange import exchange
 from ckptd.client.identity import Identity
+from ckptd.client.ranks import failure_detector
+from ckptd.client.ranks import rank_exchange as exchanging
+from ckptd.client.ranks.rank_exchange import exchange
 from ckptd.errors import DaemonUnavailable
 from tests.forked import FORKED
 
@@ -88,10 +88,10 @@ def _rank(
     rank: int, world_size: int, port: int, what: str, folder: str, quick: float | None
 ) -> None:
     if quick is not None:
-        rank_watch._SILENT_S, rank_watch._BEAT_S = quick, quick / 8
-        rank_watch.STORE_ANSWER_S = quick
+        failure_detector._SILENT_S, failure_detector._BEAT_S = quick, quick / 8
+        failure_detector.STORE_ANSWER_S = quick
     if what == "unreachable":
-        rank_watch._listener = _nowhere
+        failure_detector._listener = _nowhere
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore(HOST, port, timeout=datetime.timedelta(seconds=30))  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

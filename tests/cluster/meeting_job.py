@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ckptd.client.exchange import exchange
 from ckptd.client.identity import Identity
+from ckptd.client.ranks.rank_exchange import exchange
 from ckptd.errors import DaemonUnavailable
 
 

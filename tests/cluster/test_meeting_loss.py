@@ -1,6 +1,6 @@
 """A host that is lost while the ranks of the others wait for its rank: they fail, name it, and torchrun starts them again without it.
 
-Before, they waited for half an hour, since nobody told torchrun: `ckptd.client.rank_watch`. No deadline of theirs is near here.
+Before, they waited for half an hour, since nobody told torchrun: `ckptd.client.ranks.failure_detector`. No deadline of theirs is near here.
 """
 
 from __future__ import annotations

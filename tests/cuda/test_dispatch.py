@@ -1,4 +1,4 @@
-"""The GPU form of the dispatcher: the CPU form's integers at sizes of jobs, without the host; the tests of both are in ``tests/elastic``."""
+"""The GPU form of the dispatcher: the CPU form's integers at sizes of jobs, without the host; the tests of both are in ``tests/ckptd/core/elastic``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ckptd.core.elastic.token_dispatch import Dispatch, plan_dispatch
 from ckptd.cuda.dispatch import DeviceDispatch, DeviceDispatcher, KernelsUnavailable
-from ckptd.elastic.dispatch import Dispatch, plan_dispatch
-from tests.elastic.forms import INTERPRETED, NEEDS_CUDA
+from tests.ckptd.core.elastic.forms import INTERPRETED, NEEDS_CUDA
 from tests.long import long
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,7 +164,11 @@ def test_the_same_tests_in_triton_s_interpreter() -> None:
     """All that have a form for it; in a process of its own, since kernels are one or the other from their import on."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted"]
     done = subprocess.run(
-        [*command, "tests/elastic/test_dispatch.py", "tests/cuda/test_dispatch.py"],
+        [
+            *command,
+            "tests/ckptd/core/elastic/test_token_dispatch.py",
+            "tests/cuda/test_dispatch.py",
+        ],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         check=False,

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckptd.storage.catalog import Catalog
-from ckptd.storage.objects import ObjectStore
-from ckptd.storage.open_store import open_store
-from ckptd.storage.reader import read_catalog, read_manifest
-from ckptd.storage.retention import (
+from ckptd.storage.checkpoints.catalog import Catalog
+from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
+from ckptd.storage.checkpoints.retention import (
     References,
     RetentionPolicy,
     choose_checkpoints,
     plan_retention,
 )
-from ckptd.storage.verifier import Report, verify_run
+from ckptd.storage.checkpoints.verifier import Report, verify_run
+from ckptd.storage.stores.objects import ObjectStore
+from ckptd.storage.stores.open_store import open_store
 from tests.storage.fault_proxy import Match, Request
 from tests.storage.s3_server import BUCKET, S3Server
 

@@ -24,7 +24,7 @@ from enum import StrEnum
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ckptd.transport.messages import Done, Forget, GetSnapshots, Snapshots
+from ckptd.transport.control.messages import Done, Forget, GetSnapshots, Snapshots
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 

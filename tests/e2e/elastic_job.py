@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ckptd.client.rng import capture_rng
+from ckptd.client.rng_state import capture_rng
 from tests.e2e.elastic_optimizers import OPTIMIZERS, kept_by
 from tests.e2e.elastic_states import joined_shards
 from tests.e2e.elastic_watch import digests, hold_bringing, watch
@@ -31,7 +31,7 @@ from tests.e2e.job import let_them_come, let_what_is_beside_come
 if TYPE_CHECKING:
     from ckptd.client import Checkpointer
     from ckptd.client.elastic import ExpertShards
-    from ckptd.client.worlds import ElasticJob
+    from ckptd.client.elastic.job import ElasticJob
 
 __all__ = ["EXPERTS", "LAYERS", "Part", "act"]
 
@@ -192,7 +192,7 @@ def act(part: Part) -> None:
 
 def _live(part: Part, log: Log) -> bool:
     """One world; whether another is to follow in this process."""
-    from ckptd.client.worlds import ElasticJob, GlobalBatches
+    from ckptd.client.elastic.job import ElasticJob, GlobalBatches
 
     layers = {f"blocks.{i}.moe": EXPERTS for i in range(LAYERS)}
     job = ElasticJob(

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ckptd.client.host_bytes import buffer_of
+from ckptd.client.model.host_bytes import buffer_of
 
 __all__ = ["STACKS", "Phase", "Tail", "digests", "hold_bringing", "watch"]
 
@@ -47,21 +47,22 @@ class Writes(Protocol):
 
 def watch(log: Writes, phase_ms: float, seed: int) -> None:
     """Tell each phase when it begins, and make it last a random time longer, so that moments within it are hit."""
-    from ckptd.client.worlds import job, starting, taking_over
-    from ckptd.client.worlds.loading import Loader
-    from ckptd.client.worlds.retiring import Retiring
-    from ckptd.client.worlds.stored import Storage
+    from ckptd.client.elastic.incarnation import incarnation_start, state_transfer
+    from ckptd.client.elastic.incarnation.store_start import Storage
+    from ckptd.client.elastic.incarnation.unit_loading import Loader
+    from ckptd.client.elastic.job import elastic_job
+    from ckptd.client.elastic.job.garbage_collection import Retiring
 
     faulthandler.register(STACKS, all_threads=True)
     rng = random.Random(seed)
     for phase, holder, name in (
-        (Phase.LOOKING, starting, "look"),
-        (Phase.PLANNING, starting, "plan_world"),
+        (Phase.LOOKING, incarnation_start, "look"),
+        (Phase.PLANNING, incarnation_start, "plan_world"),
         (Phase.BRINGING, Storage, "bring"),
-        (Phase.VERIFYING, starting, "_verify"),
-        (Phase.SHIPPING, taking_over, "ship"),
+        (Phase.VERIFYING, incarnation_start, "_verify"),
+        (Phase.SHIPPING, state_transfer, "ship"),
         (Phase.LOADING, Loader, "scalars"),
-        (Phase.ATTACHING, job, "Checkpointer"),
+        (Phase.ATTACHING, elastic_job, "Checkpointer"),
         (Phase.RETIRING, Retiring, "_forget"),
     ):
         setattr(holder, name, _told(getattr(holder, name), phase, log, rng, phase_ms))
@@ -69,7 +70,7 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
 
 def hold_bringing(log: Writes, gate: Path) -> None:
     """Tell when something is about to be brought from storage, and go on when ``gate`` is there; the first time only."""
-    from ckptd.client.worlds.stored import Storage
+    from ckptd.client.elastic.incarnation.store_start import Storage
 
     bring = Storage.bring
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckptd.memory.ring import Remedy, choose_slot
+from ckptd.core.slots.ring import Remedy, choose_slot
 from tests.e2e.cases import Data, Job, find_case
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _no_room(ckpt: Checkpointer) -> bool:
 
 def final_state(job: Job) -> dict[str, Any]:
     """Everything that must be identical to the bit."""
-    from ckptd.client.rng import capture_rng
+    from ckptd.client.rng_state import capture_rng
 
     state: dict[str, Any] = {f"param/{n}": _plain(p) for n, p in job.model.named_parameters()}
     state.update({f"buffer/{n}": _plain(b) for n, b in job.model.named_buffers()})
@@ -185,9 +185,9 @@ def slow_down_copies(ms_per_mib: float) -> None:
 
 def tear_snapshot(iteration: int) -> None:
     """One anchored parameter of that snapshot is recorded with a bit flipped, before its digest is made."""
-    from ckptd.client import capture
+    from ckptd.client.capture import slot_writer
 
-    plain = capture.write_image
+    plain = slot_writer.write_image
 
     def torn(segment: Any, index: int, plan: Any, header: Any, packed: bytes) -> None:
         if header.iteration == iteration:
@@ -197,7 +197,7 @@ def tear_snapshot(iteration: int) -> None:
             segment.slot(index)[victims[0] + 2] ^= 0x40  # the mantissa of a float32
         plain(segment, index, plan, header, packed)
 
-    capture.write_image = torn
+    slot_writer.write_image = torn
 
 
 def main(argv: Sequence[str] | None = None) -> None:

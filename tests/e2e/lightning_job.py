@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ckptd.client.data.position import DataPosition
-from ckptd.client.rng import capture_rng
+from ckptd.client.rng_state import capture_rng
 from tests.e2e.lives import join
 
 # Both packages are tested; a process uses one. (The parent of all lives imports none of them: see lives.py.)
 PACKAGE = os.environ.get("CKPTD_TEST_LIGHTNING", "lightning.pytorch")
 pl = importlib.import_module(PACKAGE)
-from ckptd.client.integrations.lightning import CkptdCallback
+from ckptd.client.frameworks.lightning import CkptdCallback
 
 SAMPLES, WIDTH = 44, 8
 
@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> None:
     torch.set_num_threads(1)
     pl.seed_everything(args.seed)
     if args.forget:
-        import ckptd.client.integrations.lightning_loop as loop
+        import ckptd.client.frameworks.lightning_loop as loop
 
         vars(loop)["DataPosition"] = ForgetsRandomState
     history = History()

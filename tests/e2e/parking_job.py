@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ckptd.client.rng import capture_rng
-from ckptd.client.scalars import Stateful
+from ckptd.client.capture.step_state import Stateful
+from ckptd.client.rng_state import capture_rng
 from tests.e2e.job import let_them_come
 
 if TYPE_CHECKING:

@@ -24,13 +24,13 @@ import zmq
 from torch import nn
 
 from ckptd.client import Checkpointer
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SlotHeader, write_slot_header
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment, open_segment
-from ckptd.memory.segment_format import SlotHeader, write_slot_header
-from ckptd.storage.image import ImageView
-from ckptd.transport.messages import GetSnapshots, GetStatus, Refused, Snapshots, Status
-from ckptd.transport.wire import encode
+from ckptd.storage.images.image import ImageView
+from ckptd.transport.control.messages import GetSnapshots, GetStatus, Refused, Snapshots, Status
+from ckptd.transport.control.wire import encode
 from tests.ckptd.running import eventually, small_tmpfs
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptd.client.facts import facts_of
-from ckptd.client.log_reader import LogReader, log_files
-from ckptd.memory.boundary import SentKind
-from ckptd.memory.segment_format import read_prologue
-from ckptd.transport.messages import GetStatus, Status
+from ckptd.client.daemon_link.communication_facts import facts_of
+from ckptd.client.pipeline.log_reader import LogReader, log_files
+from ckptd.core.slots.boundary import SentKind
+from ckptd.core.slots.segment_format import read_prologue
+from ckptd.transport.control.messages import GetStatus, Status
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon

@@ -15,7 +15,13 @@ import torch
 
 from ckptd.client import Checkpointer
 from ckptd.errors import DaemonUnavailable
-from ckptd.transport.messages import GetSnapshots, GetStatus, SessionStatus, Snapshots, Status
+from ckptd.transport.control.messages import (
+    GetSnapshots,
+    GetStatus,
+    SessionStatus,
+    Snapshots,
+    Status,
+)
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon

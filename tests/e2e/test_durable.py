@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.storage.open_store import open_store
-from ckptd.storage.reader import read_catalog
+from ckptd.storage.checkpoints.reader import read_catalog
+from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon

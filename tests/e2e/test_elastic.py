@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.elastic.when import TimesConfig
-from ckptd.memory.ring import SlotState
+from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
+from ckptd.core.slots.ring import SlotState
 from ckptd.memory.segment_file import open_segment
 from tests.ckptd.nodes import Net, Node
 from tests.e2e.elastic import ElasticRun, Life, same, undisturbed_life

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.storage.names import run_of_world
-from ckptd.storage.open_store import open_store
-from ckptd.storage.verifier import verify_run
+from ckptd.storage.checkpoints.names import run_of_world
+from ckptd.storage.checkpoints.verifier import verify_run
+from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.nodes import Net
 from tests.ckptd.running import eventually
 from tests.e2e.elastic import ElasticRun

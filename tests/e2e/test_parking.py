@@ -16,18 +16,18 @@ from typing import Any, Self
 import pytest
 import torch
 
-from ckptd.client.binding import Binding
-from ckptd.client.freeze import Tape
-from ckptd.client.plan import plan_from_payload
-from ckptd.client.replay import Replay
-from ckptd.client.sharing import NOTHING_SHARED
-from ckptd.client.snapshot_image import SnapshotImage
+from ckptd.client.daemon_link.snapshot_image import SnapshotImage
+from ckptd.client.model.freezing import Tape
+from ckptd.client.model.live_state import Binding
+from ckptd.client.model.replicated_params import NOTHING_SHARED
+from ckptd.client.recovery.replay import Replay
+from ckptd.client.schedule.snapshot_plan import plan_from_payload
+from ckptd.core.slots.ring import SlotState
 from ckptd.ctl.main import main as ckptctl
 from ckptd.cuda.engine import CpuEngine, HostMemory
-from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import open_segment
-from ckptd.storage.image import ImageView, verify
-from ckptd.transport.messages import GetSnapshots, RankSnapshots, Snapshots
+from ckptd.storage.images.image import ImageView, verify
+from ckptd.transport.control.messages import GetSnapshots, RankSnapshots, Snapshots
 from tests.ckptd.running import eventually
 from tests.e2e.harness import DaemonProcess
 from tests.e2e.parking_job import READY, Job, Plot, act, unlike

@@ -58,7 +58,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
 
 from ckptd.client import Certificate, Checkpointer
-from ckptd.client.rng import capture_rng
+from ckptd.client.rng_state import capture_rng
 from tests.e2e.cases import FusedMoE, Job, ListExperts, Model, accumulate_body, loss_of, make
 from tests.e2e.harness import DaemonProcess
 from tests.e2e.job import let_memory_come

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from ckptd.client.data.position import DataPosition
-from ckptd.client.integrations.huggingface import CkptdCallback
-from ckptd.client.rng import capture_rng
+from ckptd.client.frameworks.huggingface import CkptdCallback
+from ckptd.client.rng_state import capture_rng
 from tests.e2e.lives import join
 
 SAMPLES, LENGTH, VOCABULARY = 22, 12, 64
@@ -162,7 +162,7 @@ def main(argv: Sequence[str]) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     if args.forget:
-        import ckptd.client.integrations.hf_loop as loop
+        import ckptd.client.frameworks.hf_loop as loop
 
         vars(loop)["DataPosition"] = ForgetsRandomState
     callbacks: list[Any] = [Killer(args.kill_at)]

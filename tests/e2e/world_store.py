@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckptd.storage.catalog import Catalog
-from ckptd.storage.names import WorldName, parse, run_of_world
-from ckptd.storage.objects import ObjectStore
-from ckptd.storage.open_store import open_store
-from ckptd.storage.reader import read_catalog
+from ckptd.storage.checkpoints.catalog import Catalog
+from ckptd.storage.checkpoints.names import WorldName, parse, run_of_world
+from ckptd.storage.checkpoints.reader import read_catalog
+from ckptd.storage.stores.objects import ObjectStore
+from ckptd.storage.stores.open_store import open_store
 from tests.e2e.bucket import OFTEN, Bucket
 
 __all__ = ["WorldStore"]

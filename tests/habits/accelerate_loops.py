@@ -12,7 +12,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ckptd.client.integrations.accelerate import checkpointer
+from ckptd.client.frameworks.accelerate import checkpointer
 from tests.habits.leaves import names_of
 from tests.habits.life import Life
 from tests.habits.pipelines import BATCH, WIDTH, Augmented, mixed

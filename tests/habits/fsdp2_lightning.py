@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from ckptd.client.integrations.lightning import CkptdCallback
+from ckptd.client.frameworks.lightning import CkptdCallback
 from tests.habits.leaves import names_of
 from tests.habits.life import Life
 from tests.habits.pipelines import BATCH, WIDTH, Augmented

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ckptd.client.integrations.lightning import CkptdCallback
+from ckptd.client.frameworks.lightning import CkptdCallback
 from tests.habits.leaves import names_of
 from tests.habits.life import Life
 from tests.habits.pipelines import BATCH, WIDTH, Augmented

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ckptd.client.integrations.huggingface import CkptdCallback
+from ckptd.client.frameworks.huggingface import CkptdCallback
 from tests.habits.leaves import names_of
 from tests.habits.life import Life
 from tests.habits.pipelines import BATCH, SAMPLES, WIDTH, Augmented, sample

@@ -19,10 +19,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 
-from ckptd.memory.ring import newest_by_iteration
-from ckptd.recovery.histories import history_of
-from ckptd.recovery.plan import HeldRecords, NoRecovery, RecoveryPlan, plan_recovery
-from ckptd.replication.replicas import spanning_suffix
+from ckptd.core.recovery.global_plan import HeldRecords, NoRecovery, RecoveryPlan, plan_recovery
+from ckptd.core.recovery.histories import history_of
+from ckptd.core.replication.replicas import spanning_suffix
+from ckptd.core.slots.ring import newest_by_iteration
 from tests.simulation.model import (
     Announced,
     Content,

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckptd.memory.ring import SlotRecord, SlotState, check_transition
-from ckptd.memory.snapshot_events import SnapshotKey
-from ckptd.placement import Placement
-from ckptd.replication.core import Replicator
-from ckptd.replication.floor import NOTHING_CARRIED, Carried, FloorTree
-from ckptd.replication.known_runs import KnownRuns
-from ckptd.replication.replicas import Promise
-from ckptd.replication.target import ReplicationConfig
+from ckptd.core.placement import Placement
+from ckptd.core.replication.floor import NOTHING_CARRIED, Carried, FloorTree
+from ckptd.core.replication.known_runs import KnownRuns
+from ckptd.core.replication.replicas import Promise
+from ckptd.core.replication.replicator import Replicator
+from ckptd.core.replication.target import ReplicationConfig
+from ckptd.core.slots.ring import SlotRecord, SlotState, check_transition
+from ckptd.core.slots.snapshot_events import SnapshotKey
 
 __all__ = [
     "DEADLINE_S",
@@ -101,7 +101,7 @@ class Slot:
 
 
 class Hint(NamedTuple):
-    """What the daemon wrote beside a primary's slots: see `ckptd.memory.segment_hints.RingHint`."""
+    """What the daemon wrote beside a primary's slots: see `ckptd.core.slots.segment_hints.RingHint`."""
 
     floor: int = -1
     horizon: int = -1
@@ -170,7 +170,7 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Sender:
-    """The replication of one rank in one epoch: what `ckptd.peers.replicating` has around the core."""
+    """The replication of one rank in one epoch: what `ckptd.peers.sender` has around the core."""
 
     core: Replicator
     leases: dict[tuple[str, int], int] = field(default_factory=dict)

@@ -1,13 +1,19 @@
-"""The end of a job and its return: what its ranks do together when they start (`ckptd.client.joint_start`, in short)."""
+"""The end of a job and its return: what its ranks do together when they start (`ckptd.client.recovery.global_recovery`, in short)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from ckptd.memory.ring import NoSuffix, SlotState, find_suffix
-from ckptd.memory.slots import DRAWN_EPOCHS, epoch_after
-from ckptd.recovery.plan import HeldRecords, NoRecovery, Piece, RecoveryPlan, plan_recovery
+from ckptd.core.recovery.global_plan import (
+    HeldRecords,
+    NoRecovery,
+    Piece,
+    RecoveryPlan,
+    plan_recovery,
+)
+from ckptd.core.slots.ring import NoSuffix, SlotState, find_suffix
+from ckptd.core.slots.slots import DRAWN_EPOCHS, epoch_after
 from tests.simulation.model import Holder, Slot, State, Tip
 from tests.simulation.training import Training
 

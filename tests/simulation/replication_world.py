@@ -1,7 +1,7 @@
 """A cluster in one process: replication, the floor and recovery under seeded faults, on a simulated clock.
 
-Real are the cores: `ckptd.replication.core`, `ckptd.replication.replicas`, `ckptd.replication.known_runs`, `ckptd.replication.floor`, `ckptd.placement`, `ckptd.memory.ring`
-and `ckptd.recovery.plan`. Played are machines, memory, daemons, the network, trainers in lockstep, and fate:
+Real are the cores: `ckptd.core.replication.replicator`, `ckptd.core.replication.replicas`, `ckptd.core.replication.known_runs`, `ckptd.core.replication.floor`, `ckptd.core.placement`, `ckptd.core.slots.ring`
+and `ckptd.core.recovery.global_plan`. Played are machines, memory, daemons, the network, trainers in lockstep, and fate:
 
     network     time and messages        checks      what is promised (read this first)
     hosts       replicas for peers       senders     around a rank's replicator
@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 
-from ckptd.memory.ring import SlotState
+from ckptd.core.slots.ring import SlotState
 from tests.simulation.model import DEADLINE_S, TICK_S, Daemon, Node, Record, Trainer, WorldConfig
 from tests.simulation.recovering import Recovering
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from ckptd.memory.snapshot_events import Joined, Tick
-from ckptd.placement import NodeFacts, Placement, RankFacts, plan_placement
-from ckptd.replication import events as rep
-from ckptd.replication.core import Replicator
-from ckptd.replication.floor import (
+from ckptd.core.placement import NodeFacts, Placement, RankFacts, plan_placement
+from ckptd.core.replication import replication_events as rep
+from ckptd.core.replication.floor import (
     ANY_SPAN,
     NOTHING_CARRIED,
     Carried,
@@ -17,8 +15,10 @@ from ckptd.replication.floor import (
     FloorMessage,
     FloorTree,
 )
-from ckptd.replication.replicas import Promise
-from ckptd.replication.target import NO_INTERVAL, Interval
+from ckptd.core.replication.replicas import Promise
+from ckptd.core.replication.replicator import Replicator
+from ckptd.core.replication.target import NO_INTERVAL, Interval
+from ckptd.core.slots.snapshot_events import Joined, Tick
 from tests.simulation.model import (
     FAN_OUT,
     REPLICATION,

@@ -1,9 +1,9 @@
-"""The daemon's shell around the replicator of a rank: `ckptd.peers.replicating`, in short."""
+"""The daemon's shell around the replicator of a rank: `ckptd.peers.sender`, in short."""
 
 from __future__ import annotations
 
-from ckptd.memory.snapshot_events import Hold, Note, Release, SnapshotKey, Tick, key_of
-from ckptd.replication import events as rep
+from ckptd.core.replication import replication_events as rep
+from ckptd.core.slots.snapshot_events import Hold, Note, Release, SnapshotKey, Tick, key_of
 from tests.simulation.hosts import Hosts
 from tests.simulation.model import DEADLINE_S, Daemon, Segment, Sender, Transfer
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ckptd.recovery.plan import RecoveryPlan, plan_recovery
+from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
 from tests.simulation.model import DEADLINE_S, Node, Trainer, WorldConfig
 from tests.simulation.replication_world import World
 

@@ -1,6 +1,6 @@
 """Ranks that train, snapshot and agree on changes through a store, under seeded delays, losses, deaths and restarts.
 
-What is real: the machine (`ckptd.schedules.switching`) and every access to the store (`ckptd.schedules.registers`), interleaved one by one.
+What is real: the machine (`ckptd.core.schedules.switching`) and every access to the store (`ckptd.core.schedules.registers`), interleaved one by one.
 What is simulated: time, training (in lockstep or running apart), the store, and the trainer's part: making memory, which may take
 long or be refused.
 
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from ckptd.schedules.registers import Add, Delete, Get, Has, Steps, Swap, accesses
-from ckptd.schedules.switching import (
+from ckptd.core.schedules.registers import Add, Delete, Get, Has, Steps, Swap, accesses
+from ckptd.core.schedules.switching import (
     Apply,
     Change,
     Discard,

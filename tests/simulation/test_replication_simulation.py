@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.replication.replicas import Admit, Deny, Promise, admit
+from ckptd.core.replication.replicas import Admit, Deny, Promise, admit
 from tests.simulation.fall_back import play_fall_back
 from tests.simulation.own_copies import play_own_copies
 from tests.simulation.replication_world import World, WorldConfig, play

@@ -5,7 +5,7 @@ in any order and late, trainers that die anywhere and come back, a daemon that i
 slots, reorders at window boundaries, bits that flip, generations that are reserved and dropped, restores
 that begin another history while a reader keeps them from freeing the old one, a floor that lags behind
 and that the ring must keep (a replica's) or should (a trainer's). Every decision is the real one
-(`ckptd.memory.ring`, `ckptd.schedules.schedule`); only memory and time are played.
+(`ckptd.core.slots.ring`, `ckptd.core.schedules.schedule`); only memory and time are played.
 
 What must hold after each event:
 
@@ -30,7 +30,19 @@ from typing import Any
 
 import pytest
 
-from ckptd.memory.ring import (
+from ckptd.core.schedules.schedule import (
+    AlignedPolicy,
+    DensePolicy,
+    OperatorCost,
+    OperatorKind,
+    PhaseLevels,
+    Schedule,
+    SlidingPolicy,
+    plan_aligned,
+    plan_schedule,
+    reorder,
+)
+from ckptd.core.slots.ring import (
     NoSuffix,
     Remedy,
     SlotChoice,
@@ -43,18 +55,6 @@ from ckptd.memory.ring import (
     find_suffix,
     live,
     truncate,
-)
-from ckptd.schedules.schedule import (
-    AlignedPolicy,
-    DensePolicy,
-    OperatorCost,
-    OperatorKind,
-    PhaseLevels,
-    Schedule,
-    SlidingPolicy,
-    plan_aligned,
-    plan_schedule,
-    reorder,
 )
 
 SEEDS = int(os.environ.get("CKPTD_SIM_SEEDS", "300"))
@@ -473,7 +473,7 @@ def test_a_ring_that_gives_away_the_oldest_is_caught(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The simulator must be able to fail: without the promise it does."""
-    monkeypatch.setattr("ckptd.memory.ring._kept", lambda *_: set())
+    monkeypatch.setattr("ckptd.core.slots.ring._kept", lambda *_: set())
 
     def play_some() -> None:
         for number in range(50 * seed, 50 * seed + 50):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ckptd.memory.ring import (
+from ckptd.core.replication.replicas import Promise, promised
+from ckptd.core.slots.ring import (
     SlotChoice,
     SlotRecord,
     SlotState,
@@ -11,7 +12,6 @@ from ckptd.memory.ring import (
     most_slots,
     slots_for_window,
 )
-from ckptd.replication.replicas import Promise, promised
 from tests.simulation.model import (
     SLACK,
     STEP_S,

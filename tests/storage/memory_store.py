@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptd.storage.objects import (
+from ckptd.storage.stores.objects import (
     Damaged,
     ObjectExists,
     ObjectInfo,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.storage.fsspec_store import FsspecStore
-from ckptd.storage.objects import (
+from ckptd.storage.stores.fsspec_store import FsspecStore
+from ckptd.storage.stores.objects import (
     Damaged,
     ObjectExists,
     ObjectMissing,
@@ -23,8 +23,8 @@ from ckptd.storage.objects import (
     StoreError,
     TooLarge,
 )
-from ckptd.storage.open_store import open_store
-from ckptd.storage.options import StoreOptions
+from ckptd.storage.stores.open_store import open_store
+from ckptd.storage.stores.store_options import StoreOptions
 from tests.storage.s3_server import S3Server
 
 MIB = 1 << 20

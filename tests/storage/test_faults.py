@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.storage.fsspec_store import FsspecStore
-from ckptd.storage.objects import (
+from ckptd.storage.stores.fsspec_store import FsspecStore
+from ckptd.storage.stores.objects import (
     ContainerMissing,
     ObjectExists,
     ObjectStore,
@@ -27,10 +27,10 @@ from ckptd.storage.objects import (
     Throttled,
     Unavailable,
 )
-from ckptd.storage.open_store import open_store
-from ckptd.storage.options import StoreOptions
-from ckptd.storage.resilience import RetryPolicy
-from ckptd.storage.resilient import Resilient
+from ckptd.storage.stores.open_store import open_store
+from ckptd.storage.stores.resilience import RetryPolicy
+from ckptd.storage.stores.resilient import Resilient
+from ckptd.storage.stores.store_options import StoreOptions
 from tests.storage.fault_proxy import (
     Answer,
     Duplicate,

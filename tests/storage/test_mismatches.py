@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ckptd.storage.image import DigestMismatch, ImageView, Mismatch, mismatches, seal, verify
-from ckptd.storage.image_format import ImageError, TensorEntry
-from ckptd.storage.image_layout import ImageLayout
+from ckptd.storage.images.image import DigestMismatch, ImageView, Mismatch, mismatches, seal, verify
+from ckptd.storage.images.image_format import ImageError, TensorEntry
+from ckptd.storage.images.image_layout import ImageLayout
 
 NAMES = [f"t{i}" for i in range(40)]
 

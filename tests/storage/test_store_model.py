@@ -19,27 +19,27 @@ from functools import cache
 
 import pytest
 
-from ckptd.storage.catalog import Catalog, CheckpointState
-from ckptd.storage.commit import see
-from ckptd.storage.image_format import TensorEntry
-from ckptd.storage.manifest import RankManifest, StoredSnapshot
-from ckptd.storage.names import CheckpointId, ObjectName, parse
-from ckptd.storage.objects import ObjectMissing
-from ckptd.storage.reader import (
+from ckptd.storage.checkpoints.catalog import Catalog, CheckpointState
+from ckptd.storage.checkpoints.commit import see
+from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
+from ckptd.storage.checkpoints.names import CheckpointId, ObjectName, parse
+from ckptd.storage.checkpoints.reader import (
     index_of,
     read_catalog,
     read_manifest,
     read_manifests,
     restore_snapshot,
 )
-from ckptd.storage.retention import (
+from ckptd.storage.checkpoints.retention import (
     References,
     RetentionPolicy,
     choose_checkpoints,
     plan_retention,
 )
-from ckptd.storage.upload_plan import StoredIndex, plan_upload
-from ckptd.storage.verifier import verify_checkpoint, verify_run
+from ckptd.storage.checkpoints.verifier import verify_checkpoint, verify_run
+from ckptd.storage.images.image_format import TensorEntry
+from ckptd.storage.images.upload_plan import StoredIndex, plan_upload
+from ckptd.storage.stores.objects import ObjectMissing
 from tests.storage.memory_store import SECOND_NS, MemoryStore
 from tests.storage.samples import JOB, RUN, Sample, make_sample, manifest_of, write_identity
 

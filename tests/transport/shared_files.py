@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ckptd.transport import short_cut
-from ckptd.transport.stream_fabric import StreamFabric
+from ckptd.transport.fabric import short_cut
+from ckptd.transport.fabric.zmq_fabric import ZmqFabric
+from ckptd.transport.tcp.stream_fabric import StreamFabric
 from ckptd.transport.verbs import Access, Fabric, FileRange, Peer, Region, Scope
-from ckptd.transport.zmq_fabric import ZmqFabric
 from tests.transport.fabric_pairs import BOTH, CHUNK, WAIT_S, Make, echo
 
 __all__ = ["BEFORE", "Brake", "Host", "Shared", "brake", "host", "make"]

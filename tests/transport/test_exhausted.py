@@ -9,9 +9,9 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from ckptd.transport.stream_fabric import StreamFabric
+from ckptd.transport.fabric.zmq_fabric import ZmqFabric
+from ckptd.transport.tcp.stream_fabric import StreamFabric
 from ckptd.transport.verbs import Access, Completion, Fault, Scope
-from ckptd.transport.zmq_fabric import ZmqFabric
 from tests.transport.fabric_pairs import CHUNK, WAIT_S, echo, until
 
 

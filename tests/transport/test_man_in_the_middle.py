@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import xxhash
 
-from ckptd.transport import frames as f
-from ckptd.transport import sealing
-from ckptd.transport.frames import Ticket
-from ckptd.transport.keys import Keys, trust
-from ckptd.transport.sealing import TAG_BYTES, Cipher, stream_keys
-from ckptd.transport.serving import Connection
-from ckptd.transport.stream_fabric import StreamFabric
-from ckptd.transport.stream_frames import (
+from ckptd.transport.access.keys import Keys, trust
+from ckptd.transport.fabric import frames as f
+from ckptd.transport.fabric.frames import Ticket
+from ckptd.transport.fabric.serving import Connection
+from ckptd.transport.tcp import sealing
+from ckptd.transport.tcp.sealing import TAG_BYTES, Cipher, stream_keys
+from ckptd.transport.tcp.stream_fabric import StreamFabric
+from ckptd.transport.tcp.stream_frames import (
     ANSWER_BYTES,
     ASK_BYTES,
     PREAMBLE_BYTES,
@@ -31,7 +31,7 @@ from ckptd.transport.stream_frames import (
 from ckptd.transport.verbs import Access, Fault, Peer, RegionKey, Scope
 from tests.cluster.proxy import FaultProxy, Meddler
 from tests.transport.fabric_pairs import CHUNK, WAIT_S, until
-from tests.transport.test_stream_fabric import LOOPBACK, BehindProxies, knock, nobody
+from tests.transport.tcp.test_stream_fabric import LOOPBACK, BehindProxies, knock, nobody
 
 CHUNKS = 12
 RECORD = CHUNK + TAG_BYTES

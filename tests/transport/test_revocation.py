@@ -9,11 +9,11 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ckptd.transport.frames import PROTOCOL, Open, encode
-from ckptd.transport.keys import Keys, trust, untrust
-from ckptd.transport.stream_fabric import StreamFabric
+from ckptd.transport.access.keys import Keys, trust, untrust
+from ckptd.transport.fabric.frames import PROTOCOL, Open, encode
+from ckptd.transport.fabric.zmq_fabric import ZmqFabric
+from ckptd.transport.tcp.stream_fabric import StreamFabric
 from ckptd.transport.verbs import Access, Fault, Scope
-from ckptd.transport.zmq_fabric import ZmqFabric
 from tests.transport.fabric_pairs import CHUNK, WAIT_S, echo, until
 
 MakeFabric = Callable[..., ZmqFabric]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.transport import short_cut
-from ckptd.transport.short_cut import FileLease, copy_chunk, is_being_filled
+from ckptd.transport.fabric import short_cut
+from ckptd.transport.fabric.short_cut import FileLease, copy_chunk, is_being_filled
 from ckptd.transport.verbs import Access, FileRange, RegionKey
 from tests.transport.fabric_pairs import BOTH, CHUNK, WAIT_S, until
 from tests.transport.shared_files import BEFORE, Host, Shared, host, make

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.storage.objects import ObjectStore
-from ckptd.storage.open_store import open_store
+from ckptd.storage.stores.objects import ObjectStore
+from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.stored import Ctl, fill_store
 
 

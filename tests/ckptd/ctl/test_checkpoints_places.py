@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.ctl.store_access import Place, opened
-from ckptd.storage.objects import ObjectStore
-from ckptd.storage.reader import read_catalog
+from ckptd.ctl.store.store_access import Place, opened
+from ckptd.storage.checkpoints.reader import read_catalog
+from ckptd.storage.stores.objects import ObjectStore
 from tests.ckptd.running import ROOT
 from tests.ckptd.stored import (
     NAMES,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.config import load_config
+from ckptd.config.daemon_config import load_config
 from ckptd.ctl import doctor
 from ckptd.ctl.doctor import Grade
-from ckptd.transport import sealing
+from ckptd.transport.tcp import sealing
 from tests.ckptd.running import running_daemon, small_tmpfs
 from tests.users import DAEMON, GROUP, STRANGER, TRAINER, needs_users, spawn_as
 
@@ -133,7 +133,7 @@ print(finding.grade, finding.detail, finding.fix, sep="|")
                 user,
                 script,
                 imports="from pathlib import Path\nfrom ckptd.ctl.doctor import check_folder\n"
-                "from ckptd.config import trusted_users",
+                "from ckptd.config.daemon_config import trusted_users",
                 groups=groups,
                 env=dict(os.environ, CKPTD_DAEMON_USER=trusts),
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.memory.segment_format import (
+from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
     SegmentGeometry,
     encode_descriptor,

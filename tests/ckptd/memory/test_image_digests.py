@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.events import EventLog
+from ckptd.core.slots.segment_format import slot_lock_byte, write_slot_header
+from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.kept_digests import KEPT_DIGEST_AT
 from ckptd.memory.segment_file import Segment, open_segment
-from ckptd.memory.segment_format import slot_lock_byte, write_slot_header
-from ckptd.memory.segments import SegmentStore
-from ckptd.storage.strong_digest import strong_digest
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.storage.images.strong_digest import strong_digest
 from ckptd.workers import Workers
 from tests.ckptd.forging import forged
 from tests.ckptd.running import descriptor, eventually

@@ -17,10 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptd.memory.inventory import slot_record
-from ckptd.memory.ring import SlotState
-from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import (
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import (
     SegmentGeometry,
     SlotHeader,
     pack_slot_header,
@@ -30,7 +28,9 @@ from ckptd.memory.segment_format import (
     unpack_slot_header,
     write_slot_header,
 )
-from ckptd.memory.segments import SegmentStore
+from ckptd.memory.inventory import slot_record
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_store import SegmentStore
 from tests.ckptd.memory.fresh import DESCRIPTOR, make
 from tests.ckptd.snapshots import snapshot_of
 
@@ -95,7 +95,7 @@ def test_a_header_is_read_as_it_stood_at_one_moment(stages: tuple[SlotHeader, ..
         buf, geometry = make()
         fill(buf, geometry, OLD)
         acts = Acts(after, lambda: fill(buf, geometry, *stages))  # noqa: B023 - called in this round
-        with between_instructions(("memory/segment_format.py",), acts):
+        with between_instructions(("slots/segment_format.py",), acts):
             found = read_slot_header(buf, geometry, 0)
         seen.add(found)
         assert found in {OLD, stages[-1]}, f"after {after} instructions"
@@ -118,7 +118,7 @@ def test_a_header_that_is_half_written_is_read_when_it_is_whole() -> None:
     while acted:
         buf[start : start + 112] = half
         acts = Acts(after, lambda: fill(buf, geometry, FILLED))
-        with between_instructions(("memory/segment_format.py",), acts):
+        with between_instructions(("slots/segment_format.py",), acts):
             seen.add(read_slot_header(buf, geometry, 0))
         acted, after = acts.acted, after + 1
     assert seen == {None, FILLED}
@@ -146,7 +146,7 @@ def test_the_raw_header_that_peers_get_is_of_one_moment(segment: Segment) -> Non
     while acted:
         fill(segment.buffer, segment.geometry, OLD)
         acts = Acts(after, lambda: fill(segment.buffer, segment.geometry, FILLING))
-        with between_instructions(("memory/segment_format.py", "memory/segment_file.py"), acts):
+        with between_instructions(("slots/segment_format.py", "memory/segment_file.py"), acts):
             raw = segment.raw_header(0)
         seen.add(unpack_slot_header(raw))
         acted, after = acts.acted, after + 1

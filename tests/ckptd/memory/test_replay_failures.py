@@ -8,15 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.events import EventLog
+from ckptd.core.recovery.quarantine import Verdict
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import slot_lock_byte
+from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.replay_failures import Quarantine
-from ckptd.memory.ring import SlotState
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import slot_lock_byte
-from ckptd.memory.segments import SegmentStore
-from ckptd.recovery.quarantine import Verdict
-from ckptd.transport.messages import ReplayFailure
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.transport.control.messages import ReplayFailure
 from tests.ckptd.persistence.slots import descriptor, fill, segment_store
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.core.sessions import RankKey
+from ckptd.core.slots.ring import SlotRecord
+from ckptd.core.slots.segment_format import slot_lock_byte
+from ckptd.core.slots.snapshot_events import key_of
 from ckptd.memory import locks
 from ckptd.memory.inventory import records_of
-from ckptd.memory.ring import SlotRecord
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import slot_lock_byte
-from ckptd.memory.segments import SegmentStore
+from ckptd.memory.segment_store import SegmentStore
 from ckptd.memory.slot_holds import SlotHolds
-from ckptd.memory.snapshot_events import key_of
-from ckptd.sessions import RankKey
 from tests.ckptd.persistence.slots import descriptor, fill, segment_store
 
 RANK = RankKey("job", "run", 0)

@@ -15,9 +15,17 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ckptd.transport.frames import PROTOCOL, Dial, Open, Opened, Ticket, decode_answer, encode
-from ckptd.transport.keys import Keys, trust
-from ckptd.transport.sealing import offered_ciphers
+from ckptd.transport.access.keys import Keys, trust
+from ckptd.transport.fabric.frames import (
+    PROTOCOL,
+    Dial,
+    Open,
+    Opened,
+    Ticket,
+    decode_answer,
+    encode,
+)
+from ckptd.transport.tcp.sealing import offered_ciphers
 from tests.ckptd.nodes import DATA_PORT, PORT, Net, Node
 from tests.ckptd.peers_harness import Job
 from tests.ckptd.running import eventually

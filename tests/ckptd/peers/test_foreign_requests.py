@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptd.events import EventLog
-from ckptd.memory.ring import SlotState
-from ckptd.peers.guard import RunGuard
+from ckptd.core.replication.access import RunAccess
+from ckptd.core.slots.ring import SlotState
+from ckptd.event_log import EventLog
 from ckptd.peers.record_updates import RecordUpdates
-from ckptd.replication.access import RunAccess
-from ckptd.transport import peer_messages as p
-from ckptd.transport.messages import (
+from ckptd.peers.replicas.access_guard import RunGuard
+from ckptd.transport.control import peer_messages as p
+from ckptd.transport.control.messages import (
     AdmitNodes,
     Done,
     GetHoldings,

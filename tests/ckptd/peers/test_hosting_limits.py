@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.memory.ring import SlotState
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import decode_descriptor, encode_descriptor, origin_of
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import decode_descriptor, encode_descriptor, origin_of
-from ckptd.peers.replica_store import ReplicaStore
-from ckptd.transport import peer_messages as p
+from ckptd.peers.replicas.replica_store import ReplicaStore
+from ckptd.transport.control import peer_messages as p
 from tests.ckptd.hosted import Setting, hosted
 from tests.ckptd.puppet import begin_slot, open_replica
 from tests.ckptd.snapshots import snapshot_of, states_in

@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.client.facts import LogFacts, log_payload
-from ckptd.client.fed_logs import FedLogs
+from ckptd.client.daemon_link.communication_facts import LogFacts, log_payload
+from ckptd.client.pipeline.upstream_feed import FedLogs
+from ckptd.core.recovery.held import HeldRecords
+from ckptd.core.recovery.log_facts import facts_told_by_logs
+from ckptd.core.recovery.recovery_facts import RankFacts
+from ckptd.core.recovery.snapshot_sources import Piece, Source
+from ckptd.core.slots.boundary import RecordKey, SentKind, record_name
+from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.ctl.main import main as ckptctl
-from ckptd.memory.boundary import RecordKey, SentKind, record_name
-from ckptd.memory.ring import SlotRecord, SlotState
+from ckptd.holdings import held_from_segments
 from ckptd.memory.segment_file import open_segment
-from ckptd.memory.segment_format import SlotHeader
-from ckptd.recovery.facts import RankFacts
-from ckptd.recovery.held import HeldRecords
-from ckptd.recovery.holdings import held_from_segments
-from ckptd.recovery.log_facts import facts_told_by_logs
-from ckptd.recovery.pieces import Piece, Source
-from ckptd.storage.image_format import TensorEntry
-from ckptd.storage.image_layout import ImageLayout
-from ckptd.transport.messages import RunSeen, SeeRun
+from ckptd.storage.images.image_format import TensorEntry
+from ckptd.storage.images.image_layout import ImageLayout
+from ckptd.transport.control.messages import RunSeen, SeeRun
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job, Trainer
 from tests.ckptd.running import eventually

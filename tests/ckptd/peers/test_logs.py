@@ -9,21 +9,21 @@ import msgpack
 import msgspec
 import pytest
 
-from ckptd.memory.ring import SlotState
-from ckptd.memory.sealer import Verdict, seal_slot
-from ckptd.memory.segment_format import (
+from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_wire
+from ckptd.core.replication.replicas import Promise
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import (
     decode_descriptor,
     encode_descriptor,
     origin_of,
     unpack_slot_header,
 )
-from ckptd.memory.segment_names import Kind
-from ckptd.peers.replica_store import ReplicaStore
-from ckptd.recovery.facts import RankFacts, facts_from_wire
-from ckptd.replication.replicas import Promise
-from ckptd.storage.image import verify
-from ckptd.transport import peer_messages as p
-from ckptd.transport.messages import GetHoldings, Holdings
+from ckptd.core.slots.segment_names import Kind
+from ckptd.memory.sealer import Verdict, seal_slot
+from ckptd.peers.replicas.replica_store import ReplicaStore
+from ckptd.storage.images.image import verify
+from ckptd.transport.control import peer_messages as p
+from ckptd.transport.control.messages import GetHoldings, Holdings
 from tests.ckptd.hosted import MIB, Setting, hosted
 from tests.ckptd.puppet import begin_slot, open_replica
 from tests.ckptd.running import descriptor, fill, state_of

@@ -13,20 +13,20 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from ckptd.client.capture import Capture
-from ckptd.client.segment import MappedSegment, SlotTable
+from ckptd.client.capture.slot_writer import Capture
+from ckptd.client.daemon_link.mapped_segment import MappedSegment, SlotTable
 from ckptd.client.stats import Stats
+from ckptd.core.replication.replicas import Promise, spanning_suffix
+from ckptd.core.replication.replication_events import Opened
+from ckptd.core.replication.target import Interval
+from ckptd.core.sessions import RankKey
+from ckptd.core.slots.ring import SlotState, newest_by_iteration
+from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
 from ckptd.memory import locks
 from ckptd.memory.inventory import records_of
-from ckptd.memory.ring import SlotState, newest_by_iteration
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import SlotHeader, slot_lock_byte
 from ckptd.peers.runs import Run
-from ckptd.replication.events import Opened
-from ckptd.replication.replicas import Promise, spanning_suffix
-from ckptd.replication.target import Interval
-from ckptd.sessions import RankKey
-from ckptd.transport.messages import Join, Member, NodeCard
+from ckptd.transport.control.messages import Join, Member, NodeCard
 from tests.ckptd.peers.test_runs import Node, folder, hint
 
 __all__ = ["folder"]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.events import EventLog
-from ckptd.memory.segments import SegmentStore
-from ckptd.peers.peering import Peering
-from ckptd.settings import DaemonConfig
-from ckptd.transport.peer_messages import PeerRefused, decode_peer
+from ckptd.config.settings import DaemonConfig
+from ckptd.event_log import EventLog
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.node.peering import Peering
+from ckptd.transport.control.peer_messages import PeerRefused, decode_peer
+from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.verbs import Fault
-from ckptd.transport.zmq_fabric import ZmqFabric
 from ckptd.workers import Workers
 from tests.transport.fabric_pairs import until
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptd.memory.segment_format import encode_descriptor
-from ckptd.transport.messages import (
+from ckptd.core.slots.segment_format import encode_descriptor
+from ckptd.transport.control.messages import (
     Done,
     GetPeers,
     Join,

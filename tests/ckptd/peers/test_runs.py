@@ -11,19 +11,19 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from ckptd.events import EventLog
-from ckptd.memory.ring import SlotState
+from ckptd.config.settings import DaemonConfig
+from ckptd.core.replication.replicas import Promise
+from ckptd.core.replication.target import NO_INTERVAL
+from ckptd.core.sessions import RankKey
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SegmentDescriptor, write_slot_header
+from ckptd.core.slots.segment_hints import RingHint, read_ring_hint
+from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import SegmentDescriptor, write_slot_header
-from ckptd.memory.segment_hints import RingHint, read_ring_hint
-from ckptd.memory.segments import SegmentStore
-from ckptd.peers.replica_store import ReplicaStore
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.peers.runs import Run
-from ckptd.replication.replicas import Promise
-from ckptd.replication.target import NO_INTERVAL
-from ckptd.sessions import RankKey
-from ckptd.settings import DaemonConfig
-from ckptd.transport.messages import Join, Member, NodeCard
+from ckptd.transport.control.messages import Join, Member, NodeCard
 from tests.ckptd.running import MIB, descriptor, fill
 
 HERE, AWAY = NodeCard("here"), NodeCard("away", "tcp://127.0.0.1:1")

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from ckptd.transport.keys import Keys, trust
+from ckptd.transport.access.keys import Keys, trust
+from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.verbs import Fault, PeerAddress
-from ckptd.transport.zmq_fabric import ZmqFabric
 from tests.ckptd.nodes import DATA_PORT, PORT, Node
 from tests.transport.fabric_pairs import until
 

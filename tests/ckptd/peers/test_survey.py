@@ -6,7 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckptd.peers.survey import RunSurvey
-from ckptd.transport.messages import GetHoldings, Holdings, Member, NodeCard, RunRecord, RunSeen
+from ckptd.transport.control.messages import (
+    GetHoldings,
+    Holdings,
+    Member,
+    NodeCard,
+    RunRecord,
+    RunSeen,
+)
 
 QUESTION = GetHoldings("job", "run")
 

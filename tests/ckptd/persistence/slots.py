@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptd.memory.ring import SlotState
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader, write_slot_header
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import SegmentDescriptor, SlotHeader, write_slot_header
-from ckptd.memory.segments import SegmentStore
-from ckptd.persistence.wire import SnapshotId
-from ckptd.storage.image import seal
-from ckptd.storage.image_format import TensorEntry
-from ckptd.storage.image_layout import ImageLayout
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.persistence.keeper_wire import SnapshotId
+from ckptd.storage.images.image import seal
+from ckptd.storage.images.image_format import TensorEntry
+from ckptd.storage.images.image_layout import ImageLayout
 
 WINDOW = 2
 FROZEN_BYTES, FRESH_BYTES = 300_000, 100_000

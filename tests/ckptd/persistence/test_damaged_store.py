@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ckptd.memory.segment_file import Segment
-from ckptd.persistence import wire as w
-from ckptd.storage.names import RunName
-from ckptd.storage.reader import read_manifest
+from ckptd.persistence import keeper_wire as w
+from ckptd.storage.checkpoints.names import RunName
+from ckptd.storage.checkpoints.reader import read_manifest
 from tests.ckptd.persistence.slots import descriptor, segment_store
 from tests.ckptd.persistence.test_keeper import Desk, checkpoint
 

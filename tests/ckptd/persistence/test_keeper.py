@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from ckptd.core.slots.segment_format import encode_descriptor, slot_lock_byte, unpack_slot_header
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import encode_descriptor, slot_lock_byte, unpack_slot_header
+from ckptd.persistence import keeper_wire as w
 from ckptd.persistence import rank_store
-from ckptd.persistence import wire as w
 from ckptd.persistence.keeper import Keeper
-from ckptd.storage.image import verify
-from ckptd.storage.open_store import open_store
-from ckptd.storage.reader import read_catalog, read_manifest
-from ckptd.storage.signing import Signers, create_signer
-from ckptd.storage.strong_digest import strong_digest
+from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
+from ckptd.storage.checkpoints.signing import Signers, create_signer
+from ckptd.storage.images.image import verify
+from ckptd.storage.images.strong_digest import strong_digest
+from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.persistence.slots import (
     FRESH_BYTES,
     WINDOW,

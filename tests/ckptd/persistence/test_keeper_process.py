@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.persistence import wire as w
+from ckptd.persistence import keeper_wire as w
 from tests.ckptd.running import ROOT
 
 RANK = w.RankName("job", "run", 0)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckptd.memory.segment_file import Segment
-from ckptd.storage.open_store import open_store
-from ckptd.storage.reader import read_catalog, read_identity, read_manifest
-from ckptd.storage.verifier import verify_run
+from ckptd.storage.checkpoints.reader import read_catalog, read_identity, read_manifest
+from ckptd.storage.checkpoints.verifier import verify_run
+from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.persistence.slots import descriptor, segment_store
 from tests.ckptd.persistence.test_keeper import Desk, checkpoint
 

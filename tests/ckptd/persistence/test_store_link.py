@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from ckptd.memory.segment_file import Segment
-from ckptd.persistence import wire as w
-from ckptd.persistence.child import AWAY, StoreChild
+from ckptd.persistence import keeper_wire as w
+from ckptd.persistence.keeper_client import AWAY, StoreChild
 from ckptd.persistence.store_link import StoreLink
-from ckptd.transport.messages import GetHoldings, Holdings
+from ckptd.transport.control.messages import GetHoldings, Holdings
 from tests.ckptd.persistence.slots import descriptor, segment_store
 from tests.ckptd.persistence.test_keeper import Desk, checkpoint
 
@@ -118,7 +118,7 @@ def test_a_question_that_no_keeper_lives_to_answer_is_given_up(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None can be started any more: who asked hears of it in time, and once."""
-    monkeypatch.setattr("ckptd.persistence.child.sys.executable", "/nowhere/python")
+    monkeypatch.setattr("ckptd.persistence.keeper_client.sys.executable", "/nowhere/python")
     os.kill(loop.child.pid, signal.SIGKILL)
     answers = loop.ask()
     loop.run_until(lambda: len(loop.died) > 1)

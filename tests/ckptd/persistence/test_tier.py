@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.events import EventLog
+from ckptd.config.settings import DaemonConfig
+from ckptd.core.sessions import RankKey
+from ckptd.core.slots.segment_format import slot_lock_byte
+from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_format import slot_lock_byte
-from ckptd.memory.segments import SegmentStore
-from ckptd.persistence import wire as w
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.tier import StorageTier
-from ckptd.sessions import RankKey
-from ckptd.settings import DaemonConfig
 from tests.ckptd.persistence.slots import descriptor, fill, segment_store
 
 RANK = RankKey("job", "run", 0)

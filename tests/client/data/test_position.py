@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ckptd.client import values
 from ckptd.client.data.position import DataPosition
-from ckptd.client.rng import capture_rng, restore_rng
+from ckptd.client.rng_state import capture_rng, restore_rng
 
 LENGTH = 9
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import ckptd.client.elastic.layer as layer_module
+import ckptd.client.elastic.layer.elastic_layer as layer_module
 from ckptd.client.elastic import ElasticExperts
-from ckptd.client.elastic.rows import Order, spread
+from ckptd.client.elastic.layer.token_rows import Order, spread
 from ckptd.errors import CorruptionError
 from tests.client.elastic.mixtures import WIDTH, Batch, Block, Case, batches, descend, expert
 from tests.client.elastic.ranks import Found, elastic_layer, told, work_through

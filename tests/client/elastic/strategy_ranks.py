@@ -16,10 +16,10 @@ from ckptd.client.elastic import (
     ExpertShards,
     full_state_dict,
     load_full_state_dict,
-    pieces,
     recut,
     replace_moe_blocks,
 )
+from ckptd.client.elastic.layer import expert_tensors
 from tests.client.elastic.block_models import HAND_WRITTEN, PLACEMENT, Model, batch, loss
 from tests.client.elastic.mixtures import Case, batches, expert
 from tests.client.elastic.ranks import Found, elastic_layer, told, work_through
@@ -177,7 +177,7 @@ def _masters(rank: int) -> Found:
 
 def _rounds(rank: int) -> Found:
     """As the first case, in as many rounds as there are tensors; and a full state."""
-    with patch.object(pieces, "_ROUND_BYTES", 1):
+    with patch.object(expert_tensors, "_ROUND_BYTES", 1):
         trained = _train_shards(*TRAINED["AdamW"])
         model = Model(torch.float32)
         replace_moe_blocks(model, PLACEMENT, blocks=HAND_WRITTEN)

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 )
 from torch.nn.utils import clip_grad_norm_
 
-from ckptd.client.stages import stages_of
+from ckptd.client.pipeline.stage_hooks import stages_of
 from tests.e2e.cases import Job
 from tests.e2e.parallel.pipeline import (
     MICRO,

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from ckptd.client.stages import stages_of
+from ckptd.client.pipeline.stage_hooks import stages_of
 from tests.e2e.cases import Job
 from tests.e2e.parallel.pipeline import one_stage_job, two_stages_job
 from tests.e2e.parallel.registry import Family, job_of

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptd.client import replay
-from ckptd.client.activity import Activity
-from ckptd.client.boundary_log import BoundaryLog
-from ckptd.client.fed_logs import FedLogs
-from ckptd.client.handing import Handing, Take
-from ckptd.client.layout import Source
-from ckptd.client.parked_copy import CopiedImage
-from ckptd.client.replay import Replay
-from ckptd.client.row_ranges import Rows
-from ckptd.memory.boundary import RecordKey, SentKind
+from ckptd.client.capture.row_ranges import Rows
+from ckptd.client.model.snapshot_layout import Source
+from ckptd.client.parking.parked_copy import CopiedImage
+from ckptd.client.pipeline.boundary_log import BoundaryLog
+from ckptd.client.pipeline.upstream_feed import FedLogs
+from ckptd.client.recovery import replay
+from ckptd.client.recovery.activation import Activity
+from ckptd.client.recovery.replay import Replay
+from ckptd.client.recovery.replica_broadcast import Handing, Take
+from ckptd.core.slots.boundary import RecordKey, SentKind
 
 __all__ = ["LEAVE_OUT"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.storage.objects import ObjectStore
-from ckptd.storage.reader import read_manifest
+from ckptd.storage.checkpoints.reader import read_manifest
+from ckptd.storage.stores.objects import ObjectStore
 from tests.ckptd.running import eventually
 from tests.e2e.bucket import Bucket
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon

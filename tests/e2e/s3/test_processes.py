@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.storage.reader import read_manifest
+from ckptd.storage.checkpoints.reader import read_manifest
 from tests.ckptd.running import eventually
 from tests.e2e.bucket import Bucket, keeper_pid, puts_object
 from tests.e2e.harness import Jobs, own_daemon

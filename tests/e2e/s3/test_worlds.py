@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.storage.names import run_of_world
+from ckptd.storage.checkpoints.names import run_of_world
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.running import eventually
 from tests.e2e.bucket import Bucket

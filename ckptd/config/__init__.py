@@ -1,0 +1,1 @@
+"""Settings of the daemon: their names, defaults, values and files."""

@@ -1,0 +1,338 @@
+"""Every setting of the daemon: one key in TOML, one `CKPTD_<KEY>`, one flag `--key`.
+
+A value comes from, in rising precedence, the built-in default, the TOML file, the environment,
+the command line; whichever it was is remembered and named when the value is refused. This is the
+only module that reads the environment. `docs/configuration.md` carries the table that
+`render_table` makes from `DaemonConfig`, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import grp
+import hashlib
+import inspect
+import json
+import os
+import pwd
+import stat
+import textwrap
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ckptd.config.settings import DaemonConfig
+from ckptd.printable import HIDDEN, for_json, hide_options, hide_secrets
+from ckptd.transport.access.local_trust import own_users, user_name
+
+__all__ = [
+    "ConfigError",
+    "DaemonConfig",
+    "LoadedConfig",
+    "default_endpoint",
+    "default_runtime_dir",
+    "endpoint_for",
+    "field_docs",
+    "load_config",
+    "notify_settings",
+    "render_table",
+    "render_toml",
+    "trusted_users",
+]
+
+_SECRETIVE = ("store", "store_options")  # may hold credentials: their values are not told
+DEFAULT_FILE = "/etc/ckptd/ckptd.toml"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; says which key, which value, from where, what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A configuration, where each value came from, and what looked like a slip."""
+
+    config: DaemonConfig
+    sources: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+
+def load_config(
+    flags: Mapping[str, str] | None = None,
+    *,
+    file: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> LoadedConfig:
+    """The validated configuration: defaults < TOML file < environment < flags.
+
+    Args:
+        flags: values given on the command line, by key.
+        file: TOML file that must exist; default `CKPTD_CONFIG`, else /etc/ckptd/ckptd.toml if
+            there is one.
+        environ: default `os.environ`.
+    Raises:
+        ConfigError: a value or key that cannot be used.
+    """
+    environ = os.environ if environ is None else environ
+    names = _fields()
+    texts, told = _read_toml(file or environ.get("CKPTD_CONFIG"), environ)
+    from_file = dict(texts)
+    for key in names:
+        variable = "CKPTD_" + key.upper()
+        if variable in environ:
+            texts[key] = (environ[variable], f"environment variable {variable}")
+    for key, text in (flags or {}).items():
+        if key not in names:
+            raise ConfigError(f"unknown setting {key!r}{_did_you_mean(key)}")
+        texts[key] = (text, "flag --" + key.replace("_", "-"))
+    values = {key: _parse(key, text, source) for key, (text, source) in texts.items()}
+    sources = {key: texts[key][1] if key in texts else "default" for key in names}
+    warnings = (*_slips(environ), *_exposed(from_file, values.get("trainer_group", ""), told))
+    return LoadedConfig(_complete(values, environ), sources, warnings)
+
+
+def default_runtime_dir(environ: Mapping[str, str] | None = None) -> str:
+    """Where a daemon of this user keeps its socket unless told otherwise."""
+    environ = os.environ if environ is None else environ
+    if text := environ.get("CKPTD_RUNTIME_DIR"):
+        return os.path.normpath(text)
+    return _builtin_runtime_dir(environ)
+
+
+def endpoint_for(runtime_dir: str) -> str:
+    """Control endpoint of a daemon with that runtime folder."""
+    return f"ipc://{runtime_dir}/ckptd.sock"
+
+
+def default_endpoint(environ: Mapping[str, str] | None = None) -> str:
+    """Where clients look for the daemon: `CKPTD_LISTEN`, else the socket in the runtime folder."""
+    environ = os.environ if environ is None else environ
+    return environ.get("CKPTD_LISTEN") or endpoint_for(default_runtime_dir(environ))
+
+
+def trusted_users(environ: Mapping[str, str] | None = None) -> frozenset[int]:
+    """Whose daemon a client talks to: root's, that of its own user, and of the user that CKPTD_DAEMON_USER names.
+
+    Raises:
+        ConfigError: there is no such user.
+    """
+    name = (os.environ if environ is None else environ).get("CKPTD_DAEMON_USER", "")
+    if not name:
+        return own_users()
+    try:
+        uid = int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid
+    except KeyError as error:
+        raise ConfigError(
+            f"CKPTD_DAEMON_USER = {name!r}: there is no such user on this machine; give its name or number"
+        ) from error
+    return own_users() | {uid}
+
+
+def notify_settings(environ: Mapping[str, str] | None = None) -> tuple[str | None, float | None]:
+    """The service manager's notification socket, and its watchdog period in seconds."""
+    environ = os.environ if environ is None else environ
+    period = environ.get("WATCHDOG_USEC", "")
+    for_us = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    watchdog_s = int(period) / 1e6 if period.isdigit() and int(period) > 0 and for_us else None
+    return environ.get("NOTIFY_SOCKET"), watchdog_s
+
+
+@cache
+def field_docs() -> dict[str, str]:
+    """The sentence under each field of `DaemonConfig`, on one line."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(DaemonConfig)))
+    body = tree.body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            assert isinstance(field.target, ast.Name)
+            assert isinstance(text.value, ast.Constant)
+            docs[field.target.id] = " ".join(str(text.value.value).split())
+    return docs
+
+
+def render_table() -> str:
+    """The settings as a Markdown table, for the documentation."""
+    lines = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    for key, field in _fields().items():
+        default = _default_text(field)
+        lines.append(f"| `{key}` | `{default}` | {_allowed(field)} | {field_docs()[key]} |")
+    return "\n".join(lines) + "\n"
+
+
+def render_toml(loaded: LoadedConfig) -> str:
+    """The configuration as TOML, each value with where it came from; credentials in it are hidden."""
+    lines = []
+    for key in _fields():
+        value = getattr(loaded.config, key)
+        if key in _SECRETIVE and value:
+            value = _without_secrets(key, value)
+        text = for_json(json.dumps(value, ensure_ascii=False))
+        lines.append(f"{key} = {text}  # {loaded.sources[key]}")
+    return "\n".join(lines) + "\n"
+
+
+def _complete(values: dict[str, Any], environ: Mapping[str, str]) -> DaemonConfig:
+    """Fill in the defaults that depend on the user and on other keys."""
+    usual = _builtin_runtime_dir(environ)
+    runtime_dir = values.setdefault("runtime_dir", usual)
+    if "segment_dir" not in values:
+        suffix = hashlib.sha256(os.fsencode(runtime_dir)).hexdigest()[:8]
+        values["segment_dir"] = f"/dev/shm/ckptd-{os.getuid()}" + (
+            "" if runtime_dir == usual else f"-{suffix}"
+        )
+    if "listen" not in values:
+        values["listen"] = _parse("listen", endpoint_for(runtime_dir), "made from runtime_dir")
+    values.setdefault("keys_dir", f"{runtime_dir}/keys")
+    return DaemonConfig(**values)
+
+
+def _builtin_runtime_dir(environ: Mapping[str, str]) -> str:
+    base = environ.get("XDG_RUNTIME_DIR", "")
+    return f"{base}/ckptd" if base.startswith("/") else f"/tmp/ckptd-{os.getuid()}"
+
+
+@dataclass(frozen=True, slots=True)
+class _FileFacts:
+    """The configuration file that was read: who may read it."""
+
+    path: Path
+    owner: int
+    group: int
+    mode: int
+
+
+def _read_toml(
+    file: str | None, environ: Mapping[str, str]
+) -> tuple[dict[str, tuple[str, str]], _FileFacts | None]:
+    """Texts of the settings with where they came from, and what is known of the file; None if there is none.
+
+    Raises:
+        ConfigError: it cannot be read, others may change it, or it holds what is no setting.
+    """
+    path = Path(file or DEFAULT_FILE)
+    if file is None and not path.exists():
+        return {}, None
+    try:
+        with path.open("rb") as opened:
+            info = os.fstat(opened.fileno())
+            table = tomllib.loads(opened.read().decode("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
+    facts = _FileFacts(path, info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode))
+    if not stat.S_ISCHR(info.st_mode):  # /dev/null is no settings
+        _check_writers(facts, trusted_users(environ))
+    found: dict[str, tuple[str, str]] = {}
+    for key, value in table.items():
+        if key not in _fields():
+            raise ConfigError(f"unknown setting {key!r} in {path}{_did_you_mean(key)}")
+        if not isinstance(value, str | int | float):
+            raise ConfigError(f"{key} = {value!r} in {path}: expected {_allowed(_fields()[key])}")
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        found[key] = (text, f"file {path}")
+    return found, facts
+
+
+def _check_writers(file: _FileFacts, users: Collection[int]) -> None:
+    """Whoever can write the file decides whom the daemon trusts, and where snapshots go."""
+    if file.owner not in users:
+        raise ConfigError(
+            f"the configuration file {file.path} belongs to user {user_name(file.owner)}, expected "
+            f"root or {user_name(os.geteuid())}: run `chown {os.geteuid()} {file.path}`, or set "
+            "CKPTD_DAEMON_USER if that user runs the daemon"
+        )
+    if file.mode & 0o002 or (file.mode & 0o020 and not _is_private_group(file.group, file.owner)):
+        raise ConfigError(
+            f"others may write to the configuration file {file.path} (mode {file.mode:04o}): run "
+            f"`chmod go-w {file.path}`"
+        )
+
+
+def _is_private_group(group: int, owner: int) -> bool:
+    """Whether only the owner is in that group: many systems make such a group for each user, and files that it may write to."""
+    try:
+        user, members = pwd.getpwuid(owner), grp.getgrgid(group)
+    except KeyError:
+        return False
+    alone = {*members.gr_mem} <= {user.pw_name}
+    return (user.pw_gid, members.gr_name) == (group, user.pw_name) and alone
+
+
+def _exposed(
+    texts: Mapping[str, tuple[str, str]], trainer_group: str, file: _FileFacts | None
+) -> tuple[str, ...]:
+    """A warning if the file holds credentials, and more than the daemon may read it."""
+    secretive = [k for k in _SECRETIVE if k in texts and HIDDEN in _without_secrets(k, texts[k][0])]
+    if file is None or not secretive:
+        return ()
+    # root:ckptd 0640 is how root gives a file to a daemon of another user: then the group is the daemon's own.
+    owner_needs_no_group = file.owner == os.geteuid()
+    of_trainers = file.group in _group_ids(trainer_group)
+    theirs = owner_needs_no_group and not _is_private_group(file.group, file.owner)
+    group_reads = file.mode & 0o040 and (of_trainers or theirs)
+    if not (file.mode & 0o004 or group_reads):
+        return ()
+    remedy = f"chmod {'go' if group_reads or owner_needs_no_group else 'o'}-r {file.path}"
+    told = f"others may read the configuration file {file.path} (mode {file.mode:04o}), which holds"
+    return (f"{told} credentials in {' and '.join(secretive)}: run `{remedy}`",)
+
+
+def _group_ids(name: str) -> tuple[int, ...]:
+    try:
+        return (int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid,) if name else ()
+    except KeyError:
+        return ()  # the daemon's start says so
+
+
+def _without_secrets(key: str, value: str) -> str:
+    return (hide_options if key == "store_options" else hide_secrets)(value)
+
+
+def _parse(key: str, text: str, source: str) -> Any:
+    field = _fields()[key]
+    try:
+        return field.metadata["parse"](text)
+    except (ValueError, OverflowError) as error:
+        shown = key if key in _SECRETIVE else f"{key} = {text!r}"
+        raise ConfigError(
+            f"{shown} (from {source}) cannot be used: expected {_allowed(field)} ({error})"
+        ) from error
+
+
+def _fields() -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(DaemonConfig)}
+
+
+def _allowed(field: dataclasses.Field[Any]) -> str:
+    return str(field.metadata["allowed"])
+
+
+def _default_text(field: dataclasses.Field[Any]) -> str:
+    shown = field.metadata["shown"] or field.default
+    return str(shown).lower() if isinstance(shown, bool) else str(shown)
+
+
+def _did_you_mean(key: str) -> str:
+    close = difflib.get_close_matches(key, list(_fields()), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _slips(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Environment variables that are almost, but not, a setting.
+
+    Unknown `CKPTD_` variables are no error: the client has some of its own.
+    """
+    known = {"CKPTD_" + key.upper() for key in _fields()}
+    known |= {"CKPTD_CONFIG", "CKPTD_DAEMON_USER", "CKPTD_ENDPOINT"}
+    found = []
+    for name in environ:
+        if name.startswith("CKPTD_") and name not in known:
+            close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.85)
+            found += [f"{name} is not a setting; did you mean {close[0]}?"] if close else []
+    return tuple(found)

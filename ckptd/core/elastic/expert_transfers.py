@@ -1,0 +1,340 @@
+"""Which owner sends each missing expert to whom.
+
+Problem. After the nodes of a plan are mapped (`ckptd.core.elastic.mapping`), each node lacks some experts. Any
+live node that held an expert under the old placement can send it; no other can. What an owner sends goes
+through its own link, one after the other, so what lasts is the owner that is busy longest: that is made as
+short as can be, and then as much as possible is sent within a domain. An expert without a live owner
+comes from its snapshot in the memory tier, for each node that wants it.
+
+Method. Replicas of equal size: a flow (`ckptd.core.elastic.flows`) from what is missing over its owners, whose
+capacity is what they can send in a given time. The time starts at a lower bound. If the flow does not serve
+everything, its minimum cut names owners that need longer, however the rest is shared out; the time rises
+to what they need at least. So the first time that suffices is the least. Of all plans within it, the one with
+fewest replicas over the borders of domains, by a flow of least cost.
+Replicas of different sizes (NP-hard: machine scheduling with eligible sets) go from the largest to the
+smallest, each size by the same method on top of what is laid on owners already; then each size again,
+given all others, until that shortens nothing. So each size is shared out as well as the others allow, but all
+together need not be the optimum. Above eight sizes, sizes within a factor of two are planned as one.
+
+Every number that decides is an integer. Of several optima the solver's order decides, so ranks agree if they
+run the same SciPy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ckptd.core.elastic.elastic_types import Cluster, Placement, integers
+from ckptd.core.elastic.flows import Crowded, Near, Network, feasible, nearest
+from ckptd.core.elastic.mapping import checked_bytes, where
+from ckptd.errors import ElasticError
+
+__all__ = ["SNAPSHOT", "TransferPlan", "plan_transfers"]
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+SNAPSHOT = -1
+"""As a source: no live node has the expert."""
+
+_NS = 10**9
+_BYTES_PER_S = 10**9  # if nobody measured: then a byte takes a nanosecond
+_MOST_SIZES = 8
+_MOST_PASSES = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferPlan:
+    """What is sent: arrays of the same length, ordered by layer, expert and receiver.
+
+    Args:
+        layer, expert: what.
+        source: the node that sends it, or :data:`SNAPSHOT`.
+        receiver: the node that lacks it.
+        size_bytes: of each.
+        sent_bytes: ``[N]``, what each node sends.
+        received_bytes: ``[N]``, what each node gets from other nodes.
+        snapshot_bytes: ``[N]``, what each node gets from snapshots.
+        cross_domain_bytes: what leaves its domain, of what nodes send.
+        predicted_s: the longest time of a node to send, or to get all it gets, at its own speed.
+    """
+
+    layer: Ints
+    expert: Ints
+    source: Ints
+    receiver: Ints
+    size_bytes: Ints
+    sent_bytes: Ints
+    received_bytes: Ints
+    snapshot_bytes: Ints
+    cross_domain_bytes: int
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Missing:
+    """What nodes lack, ordered by layer, expert and receiver; ``key`` is layer and expert as one number."""
+
+    key: Ints
+    receiver: Ints
+    size_bytes: Ints
+
+
+def plan_transfers(
+    wanted: Placement,
+    held: Placement,
+    cluster: Cluster,
+    expert_bytes: ArrayLike,
+    *,
+    alive: ArrayLike | None = None,
+    bytes_per_s: ArrayLike | None = None,
+) -> TransferPlan:
+    """Decide who sends what; see the module.
+
+    Args:
+        wanted: the new placement, its nodes in the order of the cluster's (:meth:`NodeMapping.apply`).
+        held: the old placement, of the same nodes. Nodes that leave may still send: they are part of the
+            cluster and want nothing.
+        expert_bytes: ``[L, E]``, bytes of one replica of each expert.
+        alive: ``[N]`` of bool, which nodes can send; None: all of them.
+        bytes_per_s: ``[N]``, how fast each node sends, and gets; None: 1 GB/s each.
+    Raises:
+        ValueError: shapes that do not fit each other, speeds below one.
+        ElasticError: a node that is not alive wants something.
+    """
+    if wanted.counts.shape != held.counts.shape or wanted.num_nodes != cluster.num_nodes:
+        raise ValueError(
+            f"wanted {wanted.counts.shape}, held {held.counts.shape}, a cluster of {cluster.num_nodes} "
+            "nodes: all three tell of the same layers, nodes and experts"
+        )
+    bytes_LE = checked_bytes(expert_bytes, wanted)
+    alive_N = _alive(alive, wanted)
+    speeds = _speeds(bytes_per_s, cluster.num_nodes)
+    missing = _missing(wanted, held, bytes_LE)
+    owners = _Owners(held, alive_N)
+    parts = _sizes(missing.size_bytes, owners.some(missing.key))
+    source = _Sharing(owners, cluster.domain_ids, speeds).share_all(missing, parts)
+    return _summary(missing, source, cluster, speeds, wanted.num_experts)
+
+
+def _alive(alive: ArrayLike | None, wanted: Placement) -> Bools:
+    if alive is None:
+        return np.ones(wanted.num_nodes, dtype=np.bool_)
+    alive_N = np.asarray(alive)
+    if alive_N.dtype != np.bool_ or alive_N.shape != (wanted.num_nodes,):
+        raise ValueError(f"alive must be {wanted.num_nodes} bools, not {alive!r}")
+    wants = wanted.used.any(axis=0)
+    if (wants & ~alive_N).any():
+        raise ElasticError(
+            "a node that is not alive is to hold experts",
+            operation="transfers",
+            ids={"node": int(np.flatnonzero(wants & ~alive_N)[0])},
+            hint="Plan again for the nodes that are left",
+        )
+    return alive_N
+
+
+def _speeds(bytes_per_s: ArrayLike | None, num_nodes: int) -> list[int]:
+    if bytes_per_s is None:
+        return [_BYTES_PER_S] * num_nodes
+    speeds = integers(bytes_per_s, "bytes_per_s", ndim=1)
+    if len(speeds) != num_nodes or int(speeds.min(initial=1)) < 1:
+        raise ValueError(f"bytes_per_s must be {num_nodes} numbers of at least 1, not {speeds}")
+    return [int(speed) for speed in speeds]
+
+
+def _missing(wanted: Placement, held: Placement, bytes_LE: Ints) -> _Missing:
+    layer, receiver, expert = where((wanted.counts > 0) & (held.counts == 0))
+    order = np.lexsort((receiver, expert, layer))
+    layer, receiver, expert = layer[order], receiver[order], expert[order]
+    return _Missing(layer * wanted.num_experts + expert, receiver, bytes_LE[layer, expert])
+
+
+class _Owners:
+    """The live nodes that hold each expert: ``nodes[first[key]:first[key + 1]]``, ascending."""
+
+    def __init__(self, held: Placement, alive_N: Bools) -> None:
+        layer, node, expert = where(held.counts > 0)
+        live = alive_N[node]
+        key = (layer * held.num_experts + expert)[live]
+        order = np.argsort(key, kind="stable")
+        self.nodes = node[live][order]
+        number = np.bincount(key, minlength=held.num_layers * held.num_experts)
+        self.first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(number)])
+
+    def some(self, key: Ints) -> Bools:
+        """Whether each has an owner at all."""
+        return self.first[key + 1] > self.first[key]
+
+    def edges(self, key: Ints) -> tuple[Ints, Ints]:
+        """Every pair of an index into ``key`` and an owner of it, in order."""
+        number = self.first[key + 1] - self.first[key]
+        index = np.repeat(np.arange(len(key)), number)
+        begins = np.repeat(self.first[key] - (np.cumsum(number) - number), number)
+        return index, self.nodes[begins + np.arange(len(index))]
+
+
+def _sizes(size_bytes: Ints, owned: Bools) -> list[Ints]:
+    """What is planned together, the largest first: indices of replicas of one size, or within a factor of two."""
+    sizes, kind = np.unique(size_bytes, return_inverse=True)
+    if len(sizes) > _MOST_SIZES:
+        _, kind = np.unique([int(size).bit_length() for size in size_bytes], return_inverse=True)
+    last = int(kind.max(initial=-1))
+    parts = [np.flatnonzero((kind == number) & owned) for number in range(last, -1, -1)]
+    return [part for part in parts if len(part)]
+
+
+class _Sharing:
+    """Replicas shared out over owners, one size after the other, on top of what they send already."""
+
+    def __init__(self, owners: _Owners, domains: Ints, speeds: list[int]) -> None:
+        self._owners = owners
+        self._domains = domains
+        self._speeds = speeds
+        self._load_bytes = [0] * len(speeds)
+        self._all_apart = len(np.unique(domains)) == len(domains)
+
+    def share_all(self, missing: _Missing, parts: list[Ints]) -> Ints:
+        """The source of everything that is missing; what is in no part has none."""
+        source = np.full(len(missing.key), SNAPSHOT, dtype=np.int64)
+        for part in parts:
+            source[part] = self._share(missing, part)
+        best = source.copy(), self._busiest_ns()
+        for _ in range(_MOST_PASSES if len(parts) > 1 else 0):
+            for part in parts:
+                self._lay_on(source[part], -missing.size_bytes[part])
+                source[part] = self._share(missing, part)
+            if self._busiest_ns() >= best[1]:
+                break
+            best = source.copy(), self._busiest_ns()
+        return best[0]
+
+    def _share(self, missing: _Missing, part: Ints) -> Ints:
+        """The source of each replica of ``part``, which is ordered by key and receiver."""
+        size = max(1, int(missing.size_bytes[part].max()))
+        keys, units = np.unique(missing.key[part], return_counts=True)
+        kind, owner = self._owners.edges(keys)
+        network = Network(units, kind, owner, len(self._domains))
+        capacity, over = self._shortest(network, size)
+        domain = self._domains[missing.receiver[part]]
+        source = (
+            np.repeat(owner, over)  # edges and replicas are ordered alike
+            if self._all_apart
+            else self._in_domains(network, capacity, keys, missing.key[part], domain)
+        )
+        self._lay_on(source, missing.size_bytes[part])
+        return source
+
+    def _in_domains(
+        self, network: Network, capacity: Ints, keys: Ints, key: Ints, domain: Ints
+    ) -> Ints:
+        """The source of each replica within the capacities, as many as possible from their own domain."""
+        # Receivers of one domain are alike: a part is an expert that a domain asks for.
+        span = len(self._domains)
+        parts, part_of, units = np.unique(
+            key * span + domain, return_inverse=True, return_counts=True
+        )
+        at_home = keys[network.kind] * span + self._domains[network.owner]
+        part = np.minimum(np.searchsorted(parts, at_home), len(parts) - 1)
+        pairs = np.flatnonzero(parts[part] == at_home)
+        pairs = pairs[np.argsort(part[pairs], kind="stable")]
+        near = Near(units, np.searchsorted(keys, parts // span), part[pairs], network.owner[pairs])
+        far_units, near_units = nearest(network, near, capacity)
+        # The first of each part are served from near; near pairs are ordered by part, edges by kind.
+        order = np.argsort(part_of, kind="stable")
+        served = np.zeros(len(parts), dtype=np.int64)
+        np.add.at(served, near.part, near_units)
+        begins = np.repeat(np.cumsum(units) - units, units)
+        is_near = np.arange(len(key)) - begins < np.repeat(served, units)
+        source = np.empty(len(key), dtype=np.int64)
+        source[order[is_near]] = np.repeat(near.owner, near_units)
+        source[order[~is_near]] = np.repeat(network.owner, far_units)
+        return source
+
+    def _lay_on(self, source: Ints, size_bytes: Ints) -> None:
+        for node, sent in enumerate(_sums(source, size_bytes, len(self._load_bytes)).tolist()):
+            self._load_bytes[node] += sent
+
+    def _busiest_ns(self) -> int:
+        return max(
+            -(-load * _NS // speed)
+            for load, speed in zip(self._load_bytes, self._speeds, strict=True)
+        )
+
+    def _shortest(self, network: Network, size: int) -> tuple[Ints, Ints]:
+        """What each owner can send in the least time that suffices, and units over each edge."""
+        everyone = np.zeros(network.num_owners, dtype=np.bool_)
+        everyone[network.owner] = True
+        crowded = Crowded(everyone, int(network.units.sum()))
+        level_ns = self._busiest_ns()
+        while True:
+            level_ns = self._needed_ns(level_ns, size, crowded)
+            capacity = self._capacity(level_ns, size, everyone)
+            outcome = feasible(network, capacity)
+            if not isinstance(outcome, Crowded):
+                return capacity, outcome
+            crowded = outcome
+
+    def _needed_ns(self, level_ns: int, size: int, crowded: Crowded) -> int:
+        """The least time, from ``level_ns`` on, in which those owners can send so many."""
+        owners = np.flatnonzero(crowded.owners).tolist()
+        sent = sum(self._load_bytes[node] for node in owners) + crowded.units * size
+        low = max(level_ns, -(-sent * _NS // sum(self._speeds[node] for node in owners)))
+        # Every owner can send one more by then, which makes up for what rounding takes.
+        high = low - (-size * _NS // min(self._speeds[node] for node in owners))
+        while low < high:
+            middle = (low + high) // 2
+            if int(self._capacity(middle, size, crowded.owners).sum()) < crowded.units:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _capacity(self, level_ns: int, size: int, which: Bools) -> Ints:
+        """How many more replicas of that size each owner can send until then (Python's integers: no overflow)."""
+        out = np.zeros(len(which), dtype=np.int64)
+        for node in np.flatnonzero(which).tolist():
+            room = level_ns * self._speeds[node] // _NS - self._load_bytes[node]
+            out[node] = min(max(room // size, 0), 1 << 40)
+        return out
+
+
+def _summary(
+    missing: _Missing, source: Ints, cluster: Cluster, speeds: list[int], num_experts: int
+) -> TransferPlan:
+    nodes = cluster.num_nodes
+    lost = source == SNAPSHOT
+    size, receiver = missing.size_bytes, missing.receiver
+    sent = _sums(source[~lost], size[~lost], nodes)
+    received = _sums(receiver[~lost], size[~lost], nodes)
+    snapshot = _sums(receiver[lost], size[lost], nodes)
+    domains = cluster.domain_ids
+    crossing = ~lost & (domains[source] != domains[receiver])
+    busiest_s = max(
+        max(out, arriving + restored) / speed
+        for out, arriving, restored, speed in zip(
+            sent.tolist(), received.tolist(), snapshot.tolist(), speeds, strict=True
+        )
+    )
+    layer, expert = np.divmod(missing.key, num_experts)
+    return TransferPlan(
+        layer=layer,
+        expert=expert,
+        source=source,
+        receiver=receiver,
+        size_bytes=size,
+        sent_bytes=sent,
+        received_bytes=received,
+        snapshot_bytes=snapshot,
+        cross_domain_bytes=int(size[crossing].sum()),
+        predicted_s=busiest_s,
+    )
+
+
+def _sums(index: Ints, size_bytes: Ints, length: int) -> Ints:
+    out = np.zeros(length, dtype=np.int64)
+    np.add.at(out, index, size_bytes)
+    return out

@@ -1,0 +1,1 @@
+"""Where experts go, and when they move."""

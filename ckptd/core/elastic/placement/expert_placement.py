@@ -1,0 +1,378 @@
+"""On which node the replicas go: as likely as possible that the job survives the next losses.
+
+Problem: given how many replicas each expert of each layer has, put them on nodes with so many slots, so
+that the loss of nodes chosen at random (of domains, where nodes share them) most likely leaves
+every expert of every layer a replica; and so that every expert is on at least as many distinct nodes and
+domains as the allocation promises.
+
+Method:
+
+- Where every layer has a strict maximum rank overlap (units of one size, enough of them for all groups; see
+  ``layout``), that is the plan. For one layer no placement survives more likely, whatever number is lost (Lazarus,
+  theorem 1). Several layers survive like one whose groups have the fewest units that any layer gives them.
+- Elsewhere (and where several layers are small enough to try) the best of a family is taken: MRO cut in two
+  ways, fewer groups with the rest dealt out, one by one or in bundles, slots set aside for the most
+  replicated, and the spread layout. All are judged by one number for all layers together, and what
+  breaks the promise is dropped; one candidate keeps it always (``candidates.guaranteed``).
+- For few units a local search goes on from the best one (``search``), over all layers in turn.
+- A domain of several nodes is planned as one unit first, then the nodes within it among themselves. A single
+  domain is no unit: nodes are.
+
+What is judged: the probability of surviving ``lost`` units that are lost together, or, by default, its mean over
+1 … U - 1 lost units. Beyond ``EXACT_UNITS`` units these are f, 2f, 4f and 8f, and what cannot be counted is
+sampled (``recovery``). Where domains have several nodes, the loss of single nodes decides between equals,
+then the straggler factor. ``max_straggler`` bounds that factor: then the most likely survivor under
+the bound is taken, or the best balanced candidate if none is under it.
+
+All decisions are made on integers and exact fractions: every rank finds the same plan.
+
+Complexity: a strict plan is one layout, O(L * N * E) in array operations. Otherwise the number of candidates is
+bounded (``WHOLE_FAMILY``), and the search by ``moves``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import chain
+from math import comb, lcm
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ckptd.core.elastic.elastic_types import Cluster, Loads, Placement, checked_loads
+from ckptd.core.elastic.placement.allocation import Allocation, domain_slots, reachable_threshold
+from ckptd.core.elastic.placement.balance import busiest, token_shares
+from ckptd.core.elastic.placement.candidates import (
+    domain_problem,
+    guaranteed,
+    layouts,
+    within_domains,
+)
+from ckptd.core.elastic.placement.expert_layout import (
+    Problem,
+    Shape,
+    lay_out,
+    num_groups,
+    spread_out,
+    strict_exists,
+)
+from ckptd.core.elastic.placement.search import Judge, improved
+from ckptd.core.elastic.placement.survival import (
+    holder_sets,
+    minimal_sets,
+    sampled_survivors,
+    surviving_masks,
+    survivor_counts,
+)
+from ckptd.errors import ElasticError
+
+__all__ = ["Plan", "compact", "place", "spread"]
+
+MOVES = 2000  # of the search, over all layers: about 0.1 s
+SEARCHED_UNITS = 10
+EXACT_UNITS = 64
+WHOLE_FAMILY = 20_000  # layers x units x experts up to which every shape is tried: about 1 s
+SAMPLES, SAMPLES_MIN = 4000, 200
+SAMPLED_WORK = 1_000_000_000  # samples x units x sets for each number of lost units
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A placement, how it was found, and how many distinct nodes and domains every expert has at least."""
+
+    placement: Placement
+    method: str
+    node_threshold: int
+    domain_threshold: int
+
+
+def place(
+    allocation: Allocation,
+    loads: ArrayLike,
+    cluster: Cluster,
+    *,
+    lost: int | None = None,
+    max_straggler: float | None = None,
+    moves: int = MOVES,
+    seed: int = 0,
+) -> Plan:
+    """Place the replicas of an allocation on the nodes it was made for; see the module.
+
+    Args:
+        loads: ``[L, E]``, those of the allocation.
+        lost: for how many units lost together the plan is made; default: for any number of them.
+        max_straggler: the bound on the straggler factor, at least 1; default: none.
+        moves: how many exchanges the local search tries, over all layers.
+    Raises:
+        ValueError: arrays of different shapes, ``lost`` below 1 or not below the number of units, a bound below 1.
+        ElasticError: the allocation is not for this cluster.
+    """
+    loads_LE = checked_loads(loads)
+    if loads_LE.shape != allocation.replicas.shape:
+        raise ValueError(
+            f"loads of shape {loads_LE.shape}, an allocation of shape {allocation.replicas.shape}"
+        )
+    _check_fits(allocation, cluster)
+    planner = _Planner(allocation, loads_LE, cluster, lost)
+    units = len(planner.units.capacity)
+    if lost is not None and not 1 <= lost < max(units, 2):
+        raise ValueError(f"lost is {lost} of {units} units: plan for 1 to {units - 1}")
+    if max_straggler is not None and not max_straggler >= 1:
+        raise ValueError(f"max_straggler is {max_straggler}; the busiest is never below the mean")
+    strict = planner.strict()
+    if strict is not None and max_straggler is None and not planner.small:
+        return planner.plan(strict)
+    allowed = None if max_straggler is None else planner.allowed(max_straggler)
+    best, likeliest = planner.best(planner.candidates(strict, allowed), allowed)
+    if planner.searchable and moves > 0:
+        starts = [best] if best is likeliest else [best, likeliest]
+        runs = [(start, doubles) for start in starts for doubles in (False, True)]
+        each = -(-moves // len(runs))
+        better = [planner.searched(*run, allowed=allowed, moves=each, seed=seed) for run in runs]
+        best, _ = planner.best([best, *better], allowed)
+    return planner.plan(best)
+
+
+def _check_fits(allocation: Allocation, cluster: Cluster) -> None:
+    most = int(allocation.replicas.sum(axis=1).max())
+    num_experts = allocation.replicas.shape[1]
+    nodes, domains = allocation.node_threshold, allocation.domain_threshold
+    fits = (
+        most <= cluster.num_slots
+        and reachable_threshold(cluster.slots, num_experts, nodes) == nodes
+        and reachable_threshold(domain_slots(cluster), num_experts, domains) == domains
+    )
+    if not fits:
+        raise ElasticError(
+            f"{most} replicas, each expert on {nodes} nodes in {domains} domains, do not fit "
+            f"{cluster.num_slots} slots on {cluster.num_nodes} nodes in {cluster.num_domains}",
+            operation="place",
+            hint="Allocate again for the nodes that are there",
+        )
+
+
+def spread(allocation: Allocation, cluster: Cluster) -> Placement:
+    """The baseline: replicas of expert after expert, round robin over the nodes.
+
+    Raises:
+        ElasticError: the allocation is not for this cluster.
+    """
+    _check_fits(allocation, cluster)
+    replicas = allocation.replicas
+    return Placement(spread_out(Problem(replicas, np.zeros_like(replicas), cluster.slots)))
+
+
+def compact(allocation: Allocation, cluster: Cluster) -> Placement:
+    """The baseline: replicas of expert after expert, each node filled before the next.
+
+    Raises:
+        ElasticError: the allocation is not for this cluster.
+    """
+    _check_fits(allocation, cluster)
+    replicas = allocation.replicas
+    num_layers, num_experts = replicas.shape
+    counts = np.zeros((num_layers, cluster.num_nodes, num_experts), dtype=np.int32)
+    nodes = np.repeat(np.arange(cluster.num_nodes), cluster.slots)
+    for layer in range(num_layers):
+        experts = np.repeat(np.arange(num_experts), replicas[layer])
+        np.add.at(counts[layer], (nodes[: len(experts)], experts), 1)
+    return Placement(counts)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Value:
+    """What is compared, in this order."""
+
+    units: Fraction
+    nodes: Fraction
+    least_busy: int
+
+
+class _Candidate(NamedTuple):
+    """``counts`` is ``[L, N, E]``."""
+
+    name: str
+    counts: NDArray[np.int32]
+
+
+class _Planner:
+    """One call of ``place``: the problem for nodes and for units, and the judge."""
+
+    def __init__(
+        self, allocation: Allocation, loads_LE: Loads, cluster: Cluster, lost: int | None
+    ) -> None:
+        shares, self.bits = token_shares(loads_LE, allocation.replicas)
+        self.allocation = allocation
+        self.cluster = cluster
+        self.tokens = sum(sum(row) for row in loads_LE.tolist())
+        # With a single domain all is lost with it: nodes are what can be planned for.
+        self.flat = cluster.num_domains in (1, cluster.num_nodes)
+        self.ids = np.arange(cluster.num_nodes) if self.flat else cluster.domain_ids
+        self.nodes = Problem(allocation.replicas, shares, cluster.slots)
+        self.units = self.nodes if self.flat else domain_problem(cluster, self.nodes)
+        self.ranks = np.array(cluster.ranks, dtype=np.int64)
+        self.lost = lost
+        self.small = self.units.replicas.size * len(self.units.capacity) <= WHOLE_FAMILY
+
+    @property
+    def searchable(self) -> bool:
+        return 1 < len(self.units.capacity) <= SEARCHED_UNITS
+
+    def strict(self) -> _Candidate | None:
+        """The strict overlap of the units, if there is one that keeps the promise."""
+        if not strict_exists(self.units):
+            return None
+        counts = self._on_nodes(lay_out(self.units, Shape(num_groups(self.units))))
+        return _Candidate("strict maximum rank overlap", counts) if self._keeps(counts) else None
+
+    def candidates(self, strict: _Candidate | None, allowed: int | None) -> Iterator[_Candidate]:
+        """What keeps the promise, one after the other; at least one that always does."""
+        if strict is not None:
+            yield strict
+            if allowed is None and len(self.units.replicas) == 1:
+                return
+        none_yet = strict is None
+        promised, balanced = self.allocation, allowed is not None
+        threshold = promised.node_threshold if self.flat else promised.domain_threshold
+        laid_out = layouts(
+            self.units,
+            threshold,
+            whole_family=self.small and (strict is None or balanced),
+            balanced=balanced or self.small,
+        )
+        found = ((name, self._on_nodes(counts)) for name, counts in laid_out)
+        flat = [] if self.flat else [("spread over nodes", spread_out(self.nodes))]
+        for name, counts in chain(found, flat):
+            if self._keeps(counts):
+                none_yet = False
+                yield _Candidate(name, counts)
+        if none_yet or self.small:
+            last = guaranteed(self.cluster, self.nodes, promised.node_threshold)
+            yield _Candidate("dealt out in turn", last)
+
+    def best(
+        self, found: Iterable[_Candidate], allowed: int | None
+    ) -> tuple[_Candidate, _Candidate]:
+        """The first of the most valuable: of those whose busiest ranks are allowed, and of all.
+
+        If none is allowed, the best balanced stands for the first. Only what may be returned is kept in memory.
+        """
+        tops: dict[str, tuple[tuple[int | _Value, ...], _Candidate]] = {}
+        for candidate in found:
+            value = self._value(candidate.counts)
+            over = 0 if allowed is None else max(-value.least_busy - allowed, 0)
+            for kind, rank in (("allowed", (-over, value)), ("all", (value,))):
+                if kind not in tops or rank > tops[kind][0]:
+                    tops[kind] = (rank, candidate)
+        return tops["allowed"][1], tops["all"][1]
+
+    def searched(
+        self, start: _Candidate, doubles: bool, *, allowed: int | None, moves: int, seed: int
+    ) -> _Candidate:
+        """The local search, layer by layer, each judged with what the others survive."""
+        counts_LUE, shares_LE = self._on_units(start.counts), self.units.shares
+        promised = self.allocation
+        least = promised.node_threshold if self.flat else promised.domain_threshold
+        judge = Judge(self._weights(), self._unit_ranks(), self.units.capacity, least)
+        pairs = zip(counts_LUE, shares_LE, strict=True)
+        busy = [judge.busiest(*pair) for pair in pairs]
+        survive = np.stack([surviving_masks(minimal_sets(layer.T > 0)) for layer in counts_LUE])
+        for layer in range(len(counts_LUE)):
+            counts_LUE[layer] = improved(
+                judge,
+                counts_LUE[layer],
+                shares_LE[layer],
+                np.asarray(np.delete(survive, layer, axis=0).all(axis=0)),
+                limit=None if allowed is None else allowed - (sum(busy) - busy[layer]),
+                doubles=doubles,
+                moves=-(-moves // len(counts_LUE)),
+                seed=seed + layer,
+            )
+            busy[layer] = judge.busiest(counts_LUE[layer], shares_LE[layer])
+            survive[layer] = surviving_masks(minimal_sets(counts_LUE[layer].T > 0))
+        better = self._on_nodes(counts_LUE)
+        return _Candidate(f"{start.name}, searched on", better) if self._keeps(better) else start
+
+    def plan(self, chosen: _Candidate) -> Plan:
+        placement = Placement(chosen.counts)
+        placement.check(self.cluster)
+        return Plan(placement, chosen.name, *self._thresholds(chosen.counts))
+
+    # --- between nodes and units ---------------------------------------------------------------------
+
+    def _on_nodes(self, counts_LUE: NDArray[np.int32]) -> NDArray[np.int32]:
+        return counts_LUE if self.flat else within_domains(self.cluster, self.nodes, counts_LUE)
+
+    def _on_units(self, counts_LNE: NDArray[np.int32]) -> NDArray[np.int32]:
+        if self.flat:
+            return counts_LNE.copy()
+        shape = (counts_LNE.shape[0], len(self.units.capacity), counts_LNE.shape[2])
+        out = np.zeros(shape, dtype=np.int32)
+        for node, unit in enumerate(self.ids.tolist()):
+            out[:, unit] += counts_LNE[:, node]
+        return out
+
+    def _unit_ranks(self) -> NDArray[np.int64]:
+        out = np.zeros(len(self.units.capacity), dtype=np.int64)
+        np.add.at(out, self.ids, self.ranks)
+        return out
+
+    def _thresholds(self, counts_LNE: NDArray[np.int32]) -> tuple[int, int]:
+        """On how many nodes and domains every expert is at least; not counted above what was asked for."""
+        asked = self.allocation.threshold
+        nodes = min(int((counts_LNE > 0).sum(axis=1).min()), asked)
+        if self.flat:
+            return nodes, min(nodes, self.cluster.num_domains)
+        return nodes, min(int((self._on_units(counts_LNE) > 0).sum(axis=1).min()), asked)
+
+    def _keeps(self, counts_LNE: NDArray[np.int32]) -> bool:
+        nodes, domains = self._thresholds(counts_LNE)
+        promised = self.allocation
+        return nodes >= promised.node_threshold and domains >= promised.domain_threshold
+
+    # --- the judge -----------------------------------------------------------------------------------
+
+    def _value(self, counts_LNE: NDArray[np.int32]) -> _Value:
+        placement = Placement(counts_LNE)
+        sets = holder_sets(placement, self.ids)
+        busy = int(busiest(counts_LNE, self.nodes.shares, self.ranks).sum())
+        units = self._mean_recovery(sets, self.lost)
+        nodes = units if self.flat else self._mean_recovery(holder_sets(placement), None)
+        return _Value(units, nodes, -busy)
+
+    def _mean_recovery(self, held_MU: NDArray[np.bool_], lost: int | None) -> Fraction:
+        num_units = held_MU.shape[1]
+        numbers = self._numbers(num_units) if lost is None else [lost]
+        if not numbers or numbers == [num_units]:
+            return Fraction(0)
+        counts = survivor_counts(held_MU, max(numbers))
+        if counts is not None:
+            chances = [Fraction(counts[k], comb(num_units, k)) for k in numbers]
+        else:
+            size = max(SAMPLES_MIN, min(SAMPLES, SAMPLED_WORK // held_MU.size))
+            chances = [Fraction(sampled_survivors(held_MU, k, size, k), size) for k in numbers]
+        return sum(chances, Fraction(0)) / len(chances)
+
+    def _numbers(self, num_units: int) -> list[int]:
+        """How many lost units are judged when none is asked for."""
+        if num_units <= EXACT_UNITS:
+            return list(range(1, num_units))
+        first = self.allocation.node_threshold if self.flat else self.allocation.domain_threshold
+        return [n for n in (first, 2 * first, 4 * first, 8 * first) if n < num_units]
+
+    def _weights(self) -> NDArray[np.int64]:
+        """For each set of lost units, so that a sum of them is the mean above times a constant."""
+        num_units = len(self.units.capacity)
+        numbers = self._numbers(num_units) if self.lost is None else [self.lost]
+        total = lcm(*(comb(num_units, k) for k in numbers))
+        by_size = np.zeros(num_units + 1, dtype=np.int64)
+        by_size[numbers] = [total // comb(num_units, k) for k in numbers]
+        return by_size[np.bitwise_count(np.arange(1 << num_units))]
+
+    def allowed(self, factor: float) -> int:
+        """Tokens of the busiest ranks, over all layers, at that straggler factor."""
+        tokens = self.tokens << self.bits if self.bits >= 0 else self.tokens >> -self.bits
+        return int(Fraction(factor) * tokens / self.cluster.num_ranks)

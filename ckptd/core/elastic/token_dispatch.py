@@ -1,0 +1,304 @@
+"""Which rank computes which tokens, when experts have different numbers of replicas on different ranks.
+
+Problem. Rank i has ``tokens[i, e]`` tokens for expert e, and rank j holds ``replicas[j, e]`` replicas of it.
+Every token goes to exactly one holder of its expert; every replica of an expert computes equally many
+tokens, within one; as many tokens as possible stay where they are. All ranks know both arrays (the counts
+are all-gathered), and each computes the same answer.
+
+Method (Lazarus, Algorithm 1, with integers that add up). The tokens of an expert are divided over its
+replicas; the remainder goes to consecutive replicas, and each expert begins where the one before ended, so
+that remainders go round instead of piling up on the first rank. That gives the *quota* of each rank.
+A rank keeps its own tokens up to its quota. What remains of each expert, surplus on some ranks and room on
+others, is laid out on two lines in the order of ranks, and a token goes to the rank whose room lies where
+its surplus lies. If it is known which ranks share a node, this is done within each node first, which sends
+as few tokens over the network as these quotas allow. No loop over tokens or pairs of ranks: prefix sums,
+minima and differences, the same on a GPU.
+
+Matching by position instead of in proportion to the room (as the paper has it) gives each rank the same
+number of tokens, needs no second rounding, and has at most ``2 R`` pairs of ranks that exchange tokens of an
+expert, where a proportional one has up to ``R * R / 4``.
+
+Complexity: ``R * E`` for the plan and for what one rank sends and receives, ``R * E * log(R * E)`` for
+everything that all ranks send.
+
+Shapes: ``R`` ranks, ``E`` experts, ``G`` groups of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ckptd.core.elastic.elastic_types import integers
+from ckptd.errors import ElasticError
+
+__all__ = ["Dispatch", "Entries", "Sends", "plan_dispatch", "token_quotas"]
+
+Ints = NDArray[np.int64]
+
+_MOST_TOKENS = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sends:
+    """What one rank sends, itself included.
+
+    Args:
+        tokens: ``[R, E]``, tokens for each expert on each rank.
+        first: ``[R, E]``, which of this rank's tokens of that expert they are: ``first`` and those that follow
+            it, in the order that the rank's batch has. 0 where there are none.
+    """
+
+    tokens: Ints
+    first: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """What all ranks send, without the zeros: four arrays of the same length.
+
+    They are ordered by source, expert and first token, so that a source's tokens of an expert are
+    complete and in order.
+    """
+
+    source: Ints
+    target: Ints
+    expert: Ints
+    tokens: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leg:
+    """Surplus and room that were matched: intervals on one line for each expert; all ``[R, E]``."""
+
+    sent: Ints
+    sent_at: Ints
+    got: Ints
+    got_at: Ints
+    begun: Ints  # which of the sender's tokens is its first on this leg
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dispatch:
+    """Where every token goes; made by :func:`plan_dispatch`.
+
+    Args:
+        quotas: ``[R, E]``, tokens that each rank computes for each expert.
+        kept: ``[R, E]``, those of them that were there already.
+    """
+
+    quotas: Ints
+    kept: Ints
+    legs: tuple[_Leg, ...]
+
+    def sends(self, rank: int) -> Sends:
+        """What ``rank`` sends to whom."""
+        tokens = np.zeros_like(self.quotas)
+        first = np.zeros_like(self.quotas)
+        tokens[rank] = self.kept[rank]
+        for leg in self.legs:
+            begins = np.maximum(leg.sent_at[rank], leg.got_at)
+            ends = np.minimum(leg.sent_at[rank] + leg.sent[rank], leg.got_at + leg.got)
+            some = ends > begins
+            tokens += np.where(some, ends - begins, 0)
+            first += np.where(some, leg.begun[rank] + begins - leg.sent_at[rank], 0)
+        return Sends(tokens, first)
+
+    def receives(self, rank: int) -> Ints:
+        """``[R, E]``: tokens for each expert that ``rank`` gets from each rank, itself included."""
+        tokens = np.zeros_like(self.quotas)
+        tokens[rank] = self.kept[rank]
+        for leg in self.legs:
+            begins = np.maximum(leg.sent_at, leg.got_at[rank])
+            ends = np.minimum(leg.sent_at + leg.sent, leg.got_at[rank] + leg.got[rank])
+            tokens += np.maximum(ends - begins, 0)
+        return tokens
+
+    def entries(self) -> Entries:
+        """What all ranks send: for predictions; a rank needs :meth:`sends` and :meth:`receives` only."""
+        rank, expert = np.nonzero(self.kept)
+        parts = [np.stack([rank, rank, expert, np.zeros_like(rank), self.kept[rank, expert]])]
+        parts += [_pairs(leg) for leg in self.legs]
+        source, target, expert, first, tokens = np.concatenate(parts, axis=1)
+        order = np.lexsort((first, expert, source))
+        return Entries(source[order], target[order], expert[order], tokens[order])
+
+    def matrix(self) -> Ints:
+        """``[R, R, E]``: tokens from each rank to each rank for each expert; for small numbers of ranks."""
+        ranks, experts = self.quotas.shape
+        out = np.zeros((ranks, ranks, experts), dtype=np.int64)
+        entries = self.entries()
+        out[entries.source, entries.target, entries.expert] = entries.tokens
+        return out
+
+
+def plan_dispatch(
+    tokens: ArrayLike, replicas: ArrayLike, *, nodes: ArrayLike | None = None
+) -> Dispatch:
+    """Decide where every token goes; see the module.
+
+    Args:
+        tokens: ``[R, E]``, tokens of each rank for each expert.
+        replicas: ``[R, E]``, replicas of each expert on each rank.
+        nodes: ``[R]``, the number of each rank's node; None: as if every rank were alone on one.
+    Raises:
+        ValueError: arrays that are no integers, do not fit each other, or have negative numbers.
+        ElasticError: an expert that no rank holds, whether or not it has tokens now.
+    """
+    tokens_RE = _counts(tokens, "tokens")
+    replicas_RE = _counts(replicas, "replicas")
+    if tokens_RE.shape != replicas_RE.shape:
+        raise ValueError(
+            f"tokens of shape {tokens_RE.shape}, replicas of shape {replicas_RE.shape}: both have a row "
+            "for each rank and a column for each expert"
+        )
+    quotas_RE = token_quotas(tokens_RE.sum(axis=0), replicas_RE)
+    kept = np.minimum(tokens_RE, quotas_RE)
+    surplus, room, begun = tokens_RE - kept, quotas_RE - kept, kept
+    legs = []
+    for groups in _groupings(nodes, len(tokens_RE)):
+        leg = _match(surplus, room, begun, groups)
+        surplus, room, begun = surplus - leg.sent, room - leg.got, begun + leg.sent
+        legs.append(leg)
+    return Dispatch(quotas_RE, kept, tuple(legs))
+
+
+def token_quotas(totals: ArrayLike, replicas: ArrayLike) -> Ints:
+    """``[R, E]``: how many tokens each rank computes for each expert; columns add up to ``totals``.
+
+    Example: 7 tokens for each of two experts with a replica on each of three ranks: quotas 3, 2, 2 for
+    the first expert and 2, 3, 2 for the second.
+
+    Args:
+        totals: ``[E]``, tokens of all ranks for each expert.
+        replicas: ``[R, E]``, replicas of each expert on each rank.
+    Raises:
+        ValueError: as for :func:`plan_dispatch`.
+        ElasticError: an expert that no rank holds.
+    """
+    totals_E = integers(totals, "totals", ndim=1)
+    replicas_RE = _counts(replicas, "replicas")
+    if totals_E.shape != replicas_RE.shape[1:]:
+        raise ValueError(f"{len(totals_E)} totals for {replicas_RE.shape[1]} experts")
+    replicas_E = replicas_RE.sum(axis=0)
+    if not replicas_E.all():
+        expert = int(np.argmin(replicas_E))
+        raise ElasticError(
+            "no rank holds the expert",
+            operation="dispatch",
+            ids={"expert": expert, "tokens": int(totals_E[expert])},
+            hint="Place at least one replica of every expert before tokens are dispatched",
+        )
+    each_E, rest_E = np.divmod(totals_E, replicas_E)
+    turn_E = (np.cumsum(rest_E) - rest_E) % replicas_E
+    upto_RE = np.cumsum(replicas_RE, axis=0)
+    extra_RE = np.diff(
+        _extras_before(upto_RE, turn_E, rest_E, replicas_E), axis=0, prepend=np.int64(0)
+    )
+    return np.asarray(replicas_RE * each_E + extra_RE)
+
+
+def _extras_before(upto_RE: Ints, turn_E: Ints, rest_E: Ints, replicas_E: Ints) -> Ints:
+    """How many of the first ``upto`` replicas take a token of the remainder: ``rest`` from ``turn`` on, around."""
+    wrapped_E = np.maximum(turn_E + rest_E - replicas_E, 0)
+    return np.asarray(
+        np.clip(upto_RE - turn_E, 0, rest_E - wrapped_E) + np.minimum(upto_RE, wrapped_E)
+    )
+
+
+def _counts(values: ArrayLike, name: str) -> Ints:
+    array = integers(values, name, ndim=2)
+    if not array.size:
+        raise ValueError(f"{name} of shape {array.shape}: there must be a rank and an expert")
+    if int(array.min()) < 0:
+        rank, expert = (int(i) for i in np.unravel_index(int(array.argmin()), array.shape))
+        raise ValueError(f"{name}[{rank}, {expert}] is {array[rank, expert]}, below zero")
+    if int(array.max()) * array.size >= _MOST_TOKENS:
+        raise ValueError(f"{name} add up to more than an int64 holds")
+    return array
+
+
+def _groupings(nodes: ArrayLike | None, num_ranks: int) -> list[Ints]:
+    """Within which groups of ranks tokens are exchanged, one grouping after the other."""
+    everyone = np.zeros(num_ranks, dtype=np.int64)
+    if nodes is None:
+        return [everyone]
+    node_R = integers(nodes, "nodes", ndim=1)
+    if len(node_R) != num_ranks:
+        raise ValueError(f"nodes of {len(node_R)} ranks for {num_ranks} ranks")
+    return [node_R, everyone]
+
+
+def _match(surplus: Ints, room: Ints, begun: Ints, groups: Ints) -> _Leg:
+    """Match surplus with room within each group, as much as there is of both.
+
+    The lines of the groups are laid end to end, so that intervals of different groups never meet.
+    """
+    order: Ints | slice = np.argsort(groups, kind="stable")
+    _, starts, group = np.unique(groups[order], return_index=True, return_inverse=True)
+    if (np.diff(groups) >= 0).all():
+        order = slice(
+            None
+        )  # as they stand: nothing need be copied, which is most of the time this takes
+    surplus, room = surplus[order], room[order]
+    matched_GE = np.minimum(
+        np.add.reduceat(surplus, starts, axis=0), np.add.reduceat(room, starts, axis=0)
+    )
+    at_GE = np.cumsum(matched_GE, axis=0) - matched_GE
+
+    def lay_out(amount: Ints) -> tuple[Ints, Ints]:
+        at = np.cumsum(amount, axis=0)
+        at -= amount
+        if len(starts) > 1:
+            at -= at[starts][group]
+        taken = matched_GE[group]
+        taken -= at
+        np.clip(taken, 0, amount, out=taken)
+        if len(starts) > 1:
+            at += at_GE[group]
+        return _undone(taken, order), _undone(at, order)
+
+    return _Leg(*lay_out(surplus), *lay_out(room), begun)
+
+
+def _undone(rows: Ints, order: Ints | slice) -> Ints:
+    """Rows that were taken in that order, back in their own."""
+    if isinstance(order, slice):
+        return rows
+    out = np.empty_like(rows)
+    out[order] = rows
+    return out
+
+
+def _pairs(leg: _Leg) -> Ints:
+    """``[5, n]``: source, target, expert, first token and tokens of all that goes from rank to rank on a leg.
+
+    The lines of all experts are laid end to end; where an interval of either side ends, an entry ends.
+    """
+    source, source_ends, first = _line(leg.sent, leg.sent_at, leg.begun)
+    target, target_ends, _ = _line(leg.got, leg.got_at, leg.begun)
+    ends = np.union1d(source_ends, target_ends)
+    starts = np.concatenate([np.zeros(min(1, len(ends)), dtype=np.int64), ends[:-1]])
+    i = np.searchsorted(source_ends, starts, side="right")
+    j = np.searchsorted(target_ends, starts, side="right")
+    tokens = ends - starts
+    experts = leg.sent.shape[1]
+    begins = first[i] + starts - (source_ends - _lengths(source_ends))[i]
+    return np.stack(
+        [source[i] // experts, target[j] // experts, source[i] % experts, begins, tokens]
+    )
+
+
+def _line(length: Ints, at: Ints, begun: Ints) -> tuple[Ints, Ints, Ints]:
+    """The intervals of all experts on one line: which (rank, expert), where it ends, and its first token."""
+    rank, expert = np.nonzero(length)
+    order = np.lexsort((at[rank, expert], expert))
+    rank, expert = rank[order], expert[order]
+    ends = np.cumsum(length[rank, expert])
+    return rank * length.shape[1] + expert, ends, begun[rank, expert]
+
+
+def _lengths(ends: Ints) -> Ints:
+    return np.diff(ends, prepend=np.int64(0))

@@ -1,0 +1,1 @@
+"""Which tensors a snapshot makes, under which names."""

@@ -1,0 +1,246 @@
+"""Which whole tensors the entries of a snapshot make, under which names and in which dtype. Pure.
+
+One snapshot holds the compute weights of every operator (of anchored ones, their parameter), so it is a whole
+model at that iteration. Slices ``<param>[a:b]`` are joined to the tensor they are rows of. A parameter that is
+anchored in another dtype than it computes in is converted, if another snapshot (or another slice) shows what
+that is. A dense snapshot anchors every operator: its parameters stay as they are, and its optimizer state
+is the whole of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptd.core.export.entry_names import BUFFER, MASTER, OPTIM, OURS, param_and_key, split_rows
+from ckptd.core.export.export_errors import ExportError
+from ckptd.core.export.wording import first_of, named_ranks
+from ckptd.storage.images.image_format import DTYPE_SIZE, ImageTensor, TensorEntry
+from ckptd.storage.model_set import plain_names
+
+__all__ = ["ExportPlan", "Share", "SnapshotFacts", "Whole", "plan_export", "smallest_dtypes"]
+
+_EXTRA = "extra/"  # parameters that an optimizer has and the model does not
+_TOLD = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Rows of a parameter (None: all of it) that the images of another rank hold, for all ranks that have them."""
+
+    param: str
+    rows: tuple[int, int] | None
+    rank: int
+
+
+@dataclass(frozen=True)
+class SnapshotFacts:
+    """What is known of a snapshot beside its tensors.
+
+    Attributes:
+        dense: every operator is anchored.
+        compute: the dtype in which a parameter (or buffer) computes, where that may differ.
+        rows: all parameters of the model, with the rows that they have at least (0: whole); empty if unknown.
+        transient: buffers that the model's state dict leaves out.
+        aliases: further names of parameters that the model has under several.
+        groups: (optimizer, group) of each parameter that an optimizer has; empty if unknown.
+        shares: what other ranks capture for this one.
+        aligned: windows are aligned, as far as is known: only the first snapshot of one is whole.
+    """
+
+    dense: bool = False
+    compute: Mapping[str, str] = field(default_factory=dict)
+    rows: Mapping[str, int] = field(default_factory=dict)
+    transient: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    shares: tuple[Share, ...] = ()
+    aligned: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor to write, and the entries of the snapshot that it is made of, in order.
+
+    ``param`` and ``key`` say what it is to the trainer: optimizer state ``key`` of ``param``, its
+    ``master``, or (``key`` empty) a parameter or buffer.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[ImageTensor, ...]
+    param: str
+    key: str = ""
+
+    @property
+    def entry(self) -> TensorEntry:
+        """As it is laid out."""
+        return TensorEntry(self.name, self.dtype, self.shape)
+
+    @property
+    def converted(self) -> bool:
+        """Whether a piece of it is of another dtype."""
+        return any(piece.dtype != self.dtype for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What is written: the model, and the optimizer's state where it is whole.
+
+    ``names``: what each parameter of the trainer is called in the export; ``aliases``: what else, where the model
+    has it under several names (in the export it is once).
+    """
+
+    model: tuple[Whole, ...]
+    optimizer: tuple[Whole, ...]
+    names: Mapping[str, str]
+    aliases: Mapping[str, str]
+
+    @property
+    def pieces(self) -> list[ImageTensor]:
+        """Everything that is read, in order."""
+        return [piece for whole in (*self.model, *self.optimizer) for piece in whole.pieces]
+
+
+def plan_export(
+    tensors: Iterable[ImageTensor],
+    facts: SnapshotFacts,
+    *,
+    keep_prefix: bool = False,
+    optimizer: bool = False,
+) -> ExportPlan:
+    """The whole tensors of a snapshot: by descending item size, then in the order in which they are given.
+
+    Args:
+        tensors: all that is there, in the order of their bytes.
+        keep_prefix: names as the trainer has them, also where modules such as DDP wrap the model.
+        optimizer: the state of the optimizer also (of a dense snapshot).
+    Raises:
+        ExportError: slices that do not make a whole, or parameters that the snapshot does not hold.
+    """
+    groups: dict[str, list[tuple[int, int, ImageTensor]]] = {}
+    place: dict[str, int] = {}
+    # Of a sparse snapshot some of the optimizer's state would be there, in parts.
+    passed = (OURS,) if optimizer and facts.dense else (OURS, MASTER, OPTIM)
+    for number, tensor in enumerate(tensors):
+        if not tensor.name.startswith(passed):
+            name, rows = split_rows(tensor.name)
+            groups.setdefault(name, []).append((*(rows or (-1, -1)), tensor))
+            place[tensor.name] = number
+    wholes = [_join(name, sorted(found, key=_rows), facts) for name, found in groups.items()]
+    params = {w.param: w for w in wholes if not w.key}
+    _check_complete(params, facts)
+    _check_state([w for w in wholes if w.key], params)
+    model = [w for w in wholes if not w.key and not w.param.startswith(_EXTRA)]
+    model = [w for w in model if w.pieces[0].name.removeprefix(BUFFER) not in facts.transient]
+    known = [w.param for w in model]
+    aliases = {other: name for other, name in facts.aliases.items() if name in known}
+    plain = [*known, *aliases]
+    names = {name: name for name in plain} if keep_prefix else plain_names(plain)
+    _check_unique([names[name] for name in plain])
+    owned = frozenset(known)
+    state = [w for w in wholes if w.key and w.param in owned]
+    named = [_named(w, _state_name(names[w.param], w.key)) for w in state]
+    _check_unique([w.name for w in named])
+    return ExportPlan(
+        _ordered([_named(w, names[w.param]) for w in model], place),
+        _ordered(named, place),
+        {name: names[name] for name in known},
+        {names[other]: names[name] for other, name in aliases.items()},
+    )
+
+
+def smallest_dtypes(snapshots: Iterable[Iterable[ImageTensor]]) -> dict[str, str]:
+    """For each parameter the smallest dtype in which any snapshot holds a part of it.
+
+    Where it is not anchored a snapshot holds it as it computes, and that is never the larger one.
+    """
+    dtypes: dict[str, str] = {}
+    for tensor in (tensor for tensors in snapshots for tensor in tensors):
+        name, _ = split_rows(tensor.name)
+        dtypes[name] = _smaller(dtypes.get(name, tensor.dtype), tensor.dtype)
+    return dtypes
+
+
+def _join(name: str, parts: Sequence[tuple[int, int, ImageTensor]], facts: SnapshotFacts) -> Whole:
+    param, key = param_and_key(name)
+    dtype = facts.compute.get(name, parts[0][2].dtype) if not key else parts[0][2].dtype
+    for _, _, tensor in parts:
+        dtype = _smaller(dtype, tensor.dtype)
+    pieces = tuple(tensor for _, _, tensor in parts)
+    if parts[0][0] < 0:
+        if len(parts) > 1:
+            raise ExportError(f"{name} is in the snapshot both whole and in slices")
+        return Whole(name, dtype, pieces[0].shape, pieces, param, key)
+    row = 0
+    for begin, end, tensor in parts:
+        if begin != row or tensor.shape[:1] != (end - begin,):
+            raise ExportError(f"the slices of {name} do not join at row {row}{_why(facts)}")
+        if tensor.shape[1:] != pieces[0].shape[1:]:
+            raise ExportError(f"the slices of {name} differ in shape")
+        row = end
+    return Whole(name, dtype, (row, *pieces[0].shape[1:]), pieces, param, key)
+
+
+def _check_complete(wholes: Mapping[str, Whole], facts: SnapshotFacts) -> None:
+    missing = [
+        name
+        for name, count in facts.rows.items()
+        if name not in wholes or (count and wholes[name].shape[:1] != (count,))
+    ]
+    if missing:
+        ranks = {share.rank for share in facts.shares if share.param in missing}
+        nor = f", and what {named_ranks(ranks)} captured for it does not make it whole" * bool(
+            ranks
+        )
+        why = ": within an aligned window only the first one holds the whole model" * facts.aligned
+        raise ExportError(
+            f"the snapshot does not hold {first_of(missing, _TOLD)}{nor}{why}; choose another iteration"
+        )
+
+
+def _check_state(state: Iterable[Whole], params: Mapping[str, Whole]) -> None:
+    """State in slices has as many rows as its parameter: they may come from several ranks."""
+    for whole in state:
+        param = params.get(whole.param)
+        sliced = split_rows(whole.pieces[0].name)[1] is not None
+        if param is not None and sliced and whole.shape[:1] != param.shape[:1]:
+            raise ExportError(
+                f"of the optimizer's state {whole.key!r} of {whole.param} the snapshot holds "
+                f"{whole.shape[0]} of {param.shape[0]} rows; export as --format safetensors, which leaves such state out, "
+                "or choose another iteration"
+            )
+
+
+def _why(facts: SnapshotFacts) -> str:
+    known = facts.rows and facts.aligned
+    return " (within an aligned window only the first one is whole)" if known else ""
+
+
+def _check_unique(names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ExportError(
+            f"two tensors of the model (a parameter and a buffer, say) are both called {', '.join(twice)}"
+        )
+
+
+def _state_name(name: str, key: str) -> str:
+    return f"master.{name}" if key == "master" else f"state.{name}.{key}"
+
+
+def _named(whole: Whole, name: str) -> Whole:
+    return Whole(name, whole.dtype, whole.shape, whole.pieces, whole.param, whole.key)
+
+
+def _ordered(wholes: Iterable[Whole], place: Mapping[str, int]) -> tuple[Whole, ...]:
+    return tuple(sorted(wholes, key=lambda w: (-DTYPE_SIZE[w.dtype], place[w.pieces[0].name])))
+
+
+def _smaller(one: str, other: str) -> str:
+    return min(one, other, key=lambda kind: (DTYPE_SIZE[kind], kind))
+
+
+def _rows(part: tuple[int, int, ImageTensor]) -> int:
+    return part[0]

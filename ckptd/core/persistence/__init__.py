@@ -1,0 +1,1 @@
+"""What goes to storage, and when."""

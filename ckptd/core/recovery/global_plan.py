@@ -1,0 +1,285 @@
+"""From where every rank of a job resumes, and where each gets its snapshots: one pure function.
+
+Each node tells what it holds of the run, its own ranks' snapshots and the replicas of others; the
+ranks exchange these holdings, and each then computes the same plan from the same input, in whatever
+order it came. Nobody has to be asked and nobody has to be alive.
+
+The plan is a pair of iterations common to all ranks. Every rank loads its snapshot of *start*, replays
+forward, and is dense and exact at *end*. Somewhere there is an unbroken chain of its snapshots over
+exactly that span, and that chain anchors each of its operators. Over that span all ranks were in the same
+phases of their schedules: an operator whose gradients are averaged over ranks must be frozen on all of them
+in an iteration, or on none. Ranks differ in how far back their
+operators reach (pipeline stages, other windows): the one that needs most decides where all of them
+start. The newest *end* wins, then the newest *start*, which is the least to replay. Where the plan is to be *verified*, all ranks begin one
+snapshot earlier, if every rank has it: what they would have loaded is then computed, and compared with what was recorded.
+
+What counts as a snapshot (``docs/replication.md`` section 2):
+
+* what a later epoch left behind, wherever that epoch is seen, is out;
+* records of one rank and one operator table with equal (iteration, epoch, sequence, header digest) are
+  copies of one snapshot, so a chain may be scattered over segments and nodes;
+* of several snapshots of one iteration the one filled last counts. Should two claim the same place in
+  the history, the trainer's own beats a replica, then the one on more nodes counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
+
+from ckptd.core.recovery.held import HeldRecords, from_wire, to_wire
+from ckptd.core.recovery.snapshot_sources import Piece, Source, Sources
+from ckptd.core.recovery.spans import (
+    all_spans,
+    best_group,
+    between,
+    common_ends,
+    common_start,
+    covering_starts,
+    has_suffix,
+    is_whole,
+    newest_span,
+    one_before,
+    span_to,
+)
+from ckptd.core.recovery.tables import (
+    Group,
+    Known,
+    Tables,
+    in_order,
+    listed,
+    nodes_of,
+    tables_of,
+    told,
+)
+from ckptd.core.slots.ring import chain_from, epoch_table, missing_operators, stale_after
+from ckptd.core.slots.slots import NO_EPOCHS
+
+__all__ = [
+    "VERIFY_ITERATIONS",
+    "HeldRecords",
+    "NoRecovery",
+    "Piece",
+    "RecoveryPlan",
+    "Source",
+    "complete_suffixes",
+    "from_wire",
+    "plan_recovery",
+    "reachable",
+    "to_wire",
+]
+
+VERIFY_ITERATIONS = 16
+"""What a trainer's ``verify_iterations`` is where it was not told another."""
+
+_NO_HOMES: Mapping[int, str] = MappingProxyType({})
+_APART = "the ranks share snapshots, but were in different phases of their schedules"
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryPlan:
+    """Where all ranks resume; ``per_rank`` gives each its snapshots from start to end, oldest first.
+
+    ``epoch`` is the highest seen (the recovery begins the next one), ``moved_bytes`` what each rank
+    has to get because its home node does not hold it. ``needed`` is from where on snapshots are needed; where ``start`` lies before it,
+    a replay computes what is loaded from there on, and all of that is compared. ``unverified``: why not; "" where it is. ``dense``:
+    the snapshots of ``start`` anchor everything, on every rank.
+    """
+
+    start: int
+    end: int
+    epoch: int
+    per_rank: Mapping[int, tuple[Piece, ...]]
+    replayed: int
+    reason: str
+    moved_bytes: Mapping[int, int]
+    needed: int
+    unverified: str = ""
+    dense: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NoRecovery:
+    """Why there is no plan, and the highest epoch seen (-1: none).
+
+    ``apart``: complete suffixes are there, of different schedules: the job cannot use them, and should not discard them.
+    """
+
+    reason: str
+    epoch: int = -1
+    apart: bool = False
+
+
+def plan_recovery(
+    held: Iterable[HeldRecords],
+    world_size: int,
+    *,
+    homes: Mapping[int, str] = _NO_HOMES,
+    lost: Container[str] = (),
+    epochs: Mapping[int, int] = NO_EPOCHS,
+    at: int | None = None,
+    verify_iterations: int = 0,
+) -> RecoveryPlan | NoRecovery:
+    """The newest state that all ranks can reach together, or that of iteration ``at``; see the module.
+
+    Args:
+        held: what the nodes hold; a segment that is told twice counts once.
+        homes: the node on which each rank will run; its copies are preferred.
+        lost: nodes that do not count.
+        epochs: starts of epochs known from elsewhere (boundary logs, parked states).
+        verify_iterations: how many iterations more than necessary may be replayed, so that all that is loaded is compared. Where what
+            that takes is not there, the plan is as without.
+    """
+    known = in_order(h for h in held if h.node not in lost)
+    seen = epoch_table(chain.from_iterable(h.records for h in known), epochs)
+    epoch = max(seen, default=-1)
+    tables = tables_of(known, stale_after(seen))
+    refusal = _not_ready(tables, world_size)
+    if refusal is not None:
+        return NoRecovery(refusal, epoch)
+    span = newest_span(tables) if at is None else span_to(tables, at)
+    if span is None and at is not None:
+        return NoRecovery(f"there is no iteration {at} of all ranks; {_spans_told(tables)}", epoch)
+    if span is None:
+        apart = any(common_start(tables, end) is not None for end in common_ends(tables))
+        return NoRecovery(_APART if apart else _no_span(tables, known), epoch, apart)
+    return _plan(tables, *span, epoch, Sources(known, homes), verify_iterations)
+
+
+def reachable(
+    held: Iterable[HeldRecords],
+    world_size: int,
+    *,
+    epochs: Mapping[int, int] = NO_EPOCHS,
+    verify_iterations: int = 0,
+) -> list[tuple[int, int]]:
+    """Every iteration that all ranks can go back to, newest first: where its replay begins, and it.
+
+    Args:
+        verify_iterations: as for `plan_recovery`.
+    """
+    known = in_order(held)
+    seen = epoch_table(chain.from_iterable(h.records for h in known), epochs)
+    tables = tables_of(known, stale_after(seen))
+    if _not_ready(tables, world_size) is not None:
+        return []
+    found = []
+    for needed, end in all_spans(tables):
+        before = one_before(tables, needed, end, within=verify_iterations)
+        found.append((needed if isinstance(before, str) else before, end))
+    return found
+
+
+def _spans_told(tables: Tables) -> str:
+    ends = [end for _, end in all_spans(tables)]
+    shown = ", ".join(map(str, ends[:_SHOWN])) + (", …" if len(ends) > _SHOWN else "")
+    return f"what can be gone back to is {shown}" if ends else "nothing can be gone back to"
+
+
+def complete_suffixes(held: Iterable[HeldRecords]) -> dict[int, str]:
+    """By rank of which a complete suffix is held: the newest one, and the nodes on which its snapshots lie, for a message."""
+    known = in_order(held)
+    epochs = epoch_table(chain.from_iterable(h.records for h in known))
+    found: dict[int, str] = {}
+    for rank, groups in sorted(tables_of(known, stale_after(epochs)).items()):
+        for group in groups:
+            ends = (
+                end for end in sorted(group.newest, reverse=True) if covering_starts(group, end)
+            )
+            for end in ends:
+                start = max(covering_starts(group, end))
+                pieces = [group.copies[r.iteration] for r in between(group, start, end)]
+                nodes = nodes_of(chain.from_iterable(pieces), known)
+                found[rank] = f"iterations {start} to {end} on {listed('node', nodes)}"
+                break
+    return found
+
+
+def _not_ready(tables: Tables, world_size: int) -> str | None:
+    """Why these holdings cannot make a plan at all; None if they may."""
+    if world_size < 1:
+        return f"world size {world_size}"
+    missing = [rank for rank in range(world_size) if rank not in tables]
+    if missing:
+        return f"no node holds a snapshot of {listed('rank', missing)} (world size {world_size})"
+    beyond = sorted(rank for rank in tables if not 0 <= rank < world_size)
+    if beyond:
+        return f"there are holdings of {listed('rank', beyond)}, beyond world size {world_size}"
+    return None
+
+
+def _plan(
+    tables: Tables, needed: int, end: int, epoch: int, sources: Sources, verify_iterations: int
+) -> RecoveryPlan:
+    before = (
+        one_before(tables, needed, end, within=verify_iterations)
+        if verify_iterations > 0
+        else "verify_iterations=0"
+    )
+    start, unverified = (needed, before) if isinstance(before, str) else (before, "")
+    per_rank: dict[int, tuple[Piece, ...]] = {}
+    conflicts: list[str] = []
+    dense = True
+    for rank, groups in sorted(tables.items()):
+        group = best_group(groups, needed, end)
+        dense = dense and is_whole(group, start)
+        wanted = [r.iteration for r in reversed(between(group, needed, end))]
+        if start < needed:
+            wanted.insert(0, start)
+        per_rank[rank] = tuple([sources.piece(rank, group.copies[i]) for i in wanted])
+        if group.conflicts:
+            found = [group.conflicts[i] for i in wanted if i in group.conflicts]
+            conflicts += [f"rank {rank}: {text}" for text in found]
+    what = f"the snapshots of iterations {start} to {end}" if start < end else "a snapshot"
+    reason = f"every rank has {what}, which hold{'' if start < end else 's'} the whole state of iteration {end}"
+    last = max(max(group.newest) for groups in tables.values() for group in groups)
+    if last > end:
+        reason += f"; snapshots up to {last} are not complete on every rank"
+    reason += sources.moves() + told(conflicts)
+    moved = {rank: sources.moved[rank] for rank in per_rank}
+    return RecoveryPlan(
+        start, end, epoch, per_rank, end - start, reason, moved, needed, unverified, dense
+    )
+
+
+def _no_span(tables: Tables, known: Known) -> str:
+    """Why no pair of iterations fits all ranks: one has no suffix, or they have none in common."""
+    for rank, groups in sorted(tables.items()):
+        if not has_suffix(groups):
+            return f"rank {rank}: {_incomplete(groups, known)}"
+    ends = common_ends(tables)
+    if not ends:
+        shown = sorted(tables)[:_SHOWN]
+        spans = {r: set(chain.from_iterable(group.newest for group in tables[r])) for r in shown}
+        text = ", ".join(f"rank {r}: {min(span)} to {max(span)}" for r, span in spans.items())
+        return f"the ranks have no iteration in common ({text})"
+    return (
+        f"the ranks share iterations up to {ends[0]}, but from none of them back does every rank's "
+        f"chain of snapshots anchor all its operators from a common start ({_chains(tables, ends[0])})"
+    )
+
+
+def _chains(tables: Tables, end: int) -> str:
+    """How far back each rank's snapshots go from there without a gap, and from where on they anchor everything."""
+    told = []
+    for rank in sorted(tables)[:_SHOWN]:
+        found = [group for group in tables[rank] if end in group.newest]
+        chains = [[r.iteration for r in chain_from(g.newest[end], g.newest)] for g in found]
+        starts = set(chain.from_iterable(covering_starts(group, end) for group in found))
+        whole = f"whole from {max(starts)}" if starts else "not whole"
+        told.append(f"rank {rank}: {min(chain.from_iterable(chains))} to {end}, {whole}")
+    return ", ".join(told)
+
+
+def _incomplete(groups: Sequence[Group], known: Known) -> str:
+    group = max(groups, key=lambda group: max(group.newest))
+    newest = max(group.newest)
+    missing = missing_operators(group.newest.values(), group.num_operators)
+    where = listed("node", nodes_of(group.copies[newest], known))
+    return (
+        f"no node holds a complete suffix; newest is iteration {newest} on {where}, and the "
+        f"snapshots up to it lack an anchor of {len(missing)} of {group.num_operators} operators"
+    )

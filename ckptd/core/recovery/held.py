@@ -1,0 +1,168 @@
+"""What nodes hold of a run, as records and as bytes to be exchanged between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.errors import RemoteProtocolError
+from ckptd.unpacking import unpack
+
+__all__ = ["STORE_NODE", "HeldRecords", "from_wire", "to_wire"]
+
+STORE_NODE = ".store"  # what is durable is told under this name, which no node can have
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRecords:
+    """The slots of one segment on one node; ``own`` is false for a replica.
+
+    Operator ids in the records mean the same wherever ``operators_id`` is the same. ``facts``: what a boundary log tells of its rank
+    (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
+    """
+
+    node: str
+    segment: str
+    own: bool
+    rank: int
+    num_operators: int
+    operators_id: str
+    slot_bytes: int
+    records: tuple[SlotRecord, ...]
+    facts: bytes = b""
+
+
+def to_wire(held: Iterable[HeldRecords]) -> bytes:
+    """Holdings as msgpack, to be exchanged between ranks."""
+    return msgspec.msgpack.encode([_WireHeld.of(h) for h in held])
+
+
+def from_wire(payload: bytes) -> list[HeldRecords]:
+    """The holdings that `to_wire` was given.
+
+    Raises:
+        RemoteProtocolError: the payload is none, or contradicts itself.
+    """
+    try:
+        return [told.held() for told in unpack(_decoder, payload, max_bytes=_MAX_BYTES)]
+    except ValueError as error:
+        raise RemoteProtocolError(
+            f"the holdings of a node cannot be read ({error})",
+            operation="plan recovery",
+            hint="Check that all ranks run the same version of ckptd",
+        ) from error
+
+
+_MAX_BYTES = 1 << 30  # what ranks exchange of one node
+_Count = Annotated[int, Meta(ge=0)]
+_Number = Annotated[int, Meta(ge=-1)]
+
+
+class _WireRecord(
+    msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True
+):
+    """A record in msgpack, whose integers end at 64 bits: anchors travel as bytes."""
+
+    generation: _Count
+    index: _Count
+    state: int
+    iteration: _Number
+    previous: _Number
+    sequence: _Count
+    image_len: _Count
+    layout_id: _Count
+    anchors: bytes
+    phase: _Count
+    epoch: _Count
+    epoch_start: _Number
+    header_digest: bytes
+
+    @classmethod
+    def of(cls, record: SlotRecord, num_operators: int) -> _WireRecord:
+        return cls(
+            record.generation,
+            record.index,
+            int(record.state),
+            record.iteration,
+            record.previous,
+            record.sequence,
+            record.image_len,
+            record.layout_id,
+            record.anchors.to_bytes((num_operators + 7) // 8, "little"),
+            record.phase,
+            record.epoch,
+            record.epoch_start,
+            record.header_digest,
+        )
+
+    def record(self, num_operators: int) -> SlotRecord:
+        anchors = int.from_bytes(self.anchors, "little")
+        if anchors >> num_operators:
+            raise ValueError(
+                f"the snapshot of iteration {self.iteration} anchors operators beyond the "
+                f"{num_operators} there are"
+            )
+        if len(self.header_digest) not in (0, 16):
+            raise ValueError(f"a header digest of {len(self.header_digest)} bytes")
+        return SlotRecord(
+            self.generation,
+            self.index,
+            SlotState(self.state),
+            self.iteration,
+            self.previous,
+            self.sequence,
+            self.image_len,
+            self.layout_id,
+            anchors,
+            self.phase,
+            self.epoch,
+            self.epoch_start,
+            self.header_digest,
+        )
+
+
+class _WireHeld(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    node: str
+    segment: str
+    own: bool
+    rank: _Count
+    num_operators: _Count
+    operators_id: str
+    slot_bytes: _Count
+    records: list[_WireRecord]
+    facts: bytes = b""
+
+    @classmethod
+    def of(cls, held: HeldRecords) -> _WireHeld:
+        return cls(
+            held.node,
+            held.segment,
+            held.own,
+            held.rank,
+            held.num_operators,
+            held.operators_id,
+            held.slot_bytes,
+            [_WireRecord.of(record, held.num_operators) for record in held.records],
+            held.facts,
+        )
+
+    def held(self) -> HeldRecords:
+        return HeldRecords(
+            self.node,
+            self.segment,
+            self.own,
+            self.rank,
+            self.num_operators,
+            self.operators_id,
+            self.slot_bytes,
+            tuple(record.record(self.num_operators) for record in self.records),
+            self.facts,
+        )
+
+
+_decoder = msgspec.msgpack.Decoder(list[_WireHeld])

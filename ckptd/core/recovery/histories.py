@@ -1,0 +1,57 @@
+"""Which of a run's histories counts, and what is held of it (docs/replication.md section 2). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ckptd.core.recovery.held import HeldRecords
+from ckptd.core.slots.slots import least_starts, other_histories
+
+__all__ = ["History", "history_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The history of a run that counts.
+
+    Attributes:
+        others: the known epochs that are not of it.
+        begun: its known epochs, and the iteration at which each began.
+    """
+
+    others: frozenset[int]
+    begun: Mapping[int, int]
+
+    def held(self, held: Iterable[HeldRecords]) -> tuple[HeldRecords, ...]:
+        """What of this is of the history."""
+        if not self.others:
+            return tuple(held)
+        return tuple(
+            replace(h, records=tuple(r for r in h.records if r.epoch not in self.others))
+            for h in held
+        )
+
+
+def history_of(
+    held: Iterable[HeldRecords],
+    epochs: Iterable[tuple[int, int, int]],
+    *,
+    complete: bool = False,
+) -> History:
+    """The history that counts, from all that the nodes which answered hold and know.
+
+    Args:
+        complete: all nodes have answered that may hold something.
+        held: snapshots, boundary logs and parked states.
+        epochs: of the nodes' records: an epoch, where it began, and the one that it follows (-1: not known).
+    """
+    told = list(epochs)
+    follows: dict[int, int] = {}
+    for epoch, _, before in told:
+        follows[epoch] = max(before, follows.get(epoch, -1))
+    sealed = {record.epoch for h in held for record in h.records}
+    empty = follows.keys() - sealed
+    others = other_histories(sealed | follows.keys(), follows, empty=empty, complete=complete)
+    begun = least_starts(*({epoch: start} for epoch, start, _ in told if epoch not in others))
+    return History(frozenset(others), begun)

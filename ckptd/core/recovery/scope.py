@@ -1,0 +1,382 @@
+"""Which ranks go on where they were parked, which ones replay, and from where each starts. Pure.
+
+The unit is the *domain*: its members start at the same iteration. A domain **stands** at an iteration at which each of its members has a
+parked state, or can copy a peer's. A domain that stands nowhere **replays**, and replaying domains that are neighbours do so together, from
+one start. Before the iteration *resume* each runs apart: in iteration i a rank talks to the neighbours that have started by then, and is fed
+from the logs of the others.
+
+Everybody starts as late as possible. That may need a log that is not there: rank r runs iteration i, its neighbour n would start later, and
+n's log of i is missing. Since r cannot start later than it does, n must start at i or before, in every plan that there is: its domain gets
+a *limit*. Limits only fall, so this ends, and what it ends with starts everybody as late as any plan can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptd.core.recovery.recovery_facts import Relations
+from ckptd.core.recovery.spans import best_group, between, covering_starts
+from ckptd.core.recovery.tables import Group, listed
+
+__all__ = [
+    "DomainSpans",
+    "Place",
+    "Scope",
+    "Stand",
+    "Widening",
+    "lacking",
+    "settle",
+    "verified",
+]
+
+# What there is of a rank's snapshots, by operator table.
+GroupsOf = Callable[[int], Sequence[Group]]
+# Whether a rank's log of an iteration can be had.
+HasLog = Callable[[int, int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """An iteration at which all of a domain can go on; ``peers`` tells whose parked state each member without one copies."""
+
+    iteration: int
+    peers: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a domain starts, and from which iteration on it is dense and exact; ``stand`` is None if it replays."""
+
+    start: int
+    exact_at: int
+    stand: Stand | None
+
+
+@dataclass(frozen=True, slots=True)
+class Widening:
+    """Why a domain starts earlier than it could: ``reader`` needs what ``sender`` sent in ``iteration``, and there is no log of it."""
+
+    reader: int
+    sender: int
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where each domain starts, and by domain the last reason to start so early, and why what it loads is not all compared."""
+
+    places: Sequence[Place]
+    widened: Mapping[int, Widening]
+    unverified: Mapping[int, str] = field(default_factory=dict)
+
+
+def settle(
+    relations: Relations,
+    stands: Sequence[Sequence[Stand]],
+    spans: DomainSpans,
+    has_log: HasLog,
+    resume: int,
+) -> Scope | str:
+    """Where everybody starts, as late as can be; or why some cannot start at all.
+
+    Args:
+        stands: by domain, newest first; none after ``resume``.
+        spans: what replaying domains can replay, up to ``resume``.
+    """
+    return _Settling(relations, stands, spans, has_log, resume).run()
+
+
+def verified(
+    scope: Scope, relations: Relations, spans: DomainSpans, has_log: HasLog, why_not: str = ""
+) -> Scope:
+    """The same, in which those who replay begin one iteration earlier than they must, so that all that they would load first is compared.
+
+    Only where that costs nobody else anything: they have the snapshot before, and of that iteration there is every log that they would be fed.
+
+    Args:
+        why_not: why it is not wanted; it is told of all of them then.
+    """
+    places, unverified = list(scope.places), dict[int, str]()
+    for component in _components(relations, [place.stand is None for place in places]):
+        start, end = places[component[0]].start, places[component[0]].exact_at
+        lack = why_not or _lack_before(start, end, component, scope, relations, spans, has_log)
+        for domain in component:
+            if lack:
+                unverified[domain] = lack
+            else:
+                places[domain] = Place(start - 1, end, None)
+    return Scope(places, scope.widened, unverified)
+
+
+def _components(relations: Relations, replays: Sequence[bool]) -> list[list[int]]:
+    """The domains that replay, those that do so together in one list."""
+    found: list[list[int]] = []
+    seen: set[int] = set()
+    for first in range(len(replays)):
+        if not replays[first] or first in seen:
+            continue
+        together, left = [first], [first]
+        seen.add(first)
+        while left:
+            for rank in relations.domains[left.pop()]:
+                beside = {relations.domain_of[other] for other in relations.neighbours[rank]}
+                fresh = sorted(d for d in beside if replays[d] and d not in seen)
+                seen.update(fresh)
+                together += fresh
+                left += fresh
+        found.append(together)
+    return found
+
+
+def _lack_before(
+    start: int,
+    end: int,
+    component: Sequence[int],
+    scope: Scope,
+    relations: Relations,
+    spans: DomainSpans,
+    has_log: HasLog,
+) -> str:
+    """What these domains lack to begin an iteration before ``start``; "" if nothing."""
+    before = start - 1
+    if not spans.fit(component, before, end):
+        return f"those who replay have no snapshots of iteration {before} that lead to those of {start}"
+    for domain in component:
+        for rank in relations.domains[domain]:
+            for other in relations.neighbours[rank]:
+                place = scope.places[relations.domain_of[other]]
+                if place.stand is None or place.start <= before or has_log(other, before):
+                    continue
+                return lacking(Widening(rank, other, before))
+    return ""
+
+
+class DomainSpans:
+    """From which iterations domains can replay together, all exact at one that is not after ``last``.
+
+    As `ckptd.core.recovery.spans.newest_span`, with one difference: they run on to where all meet anyway, so the newest start, which is the
+    least to run, comes before the newest end.
+    """
+
+    def __init__(self, domains: Sequence[Sequence[int]], groups_of: GroupsOf, last: int) -> None:
+        self._domains, self._groups_of, self.last = domains, groups_of, last
+        self._starts: dict[tuple[int, int], frozenset[int]] = {}
+        self._ends: dict[int, frozenset[int]] = {}
+        self._phases: dict[tuple[int, int, int], Mapping[int, int] | None] = {}
+
+    def newest(self, domains: Iterable[int], limit: int) -> tuple[int, int] | None:
+        """The (start, end) of these domains together with the newest start that is not after ``limit``."""
+        members = sorted(domains)
+        best: tuple[int, int] | None = None
+        for end in sorted(frozenset.intersection(*map(self._ends_of, members)), reverse=True):
+            if best is not None and end <= best[0]:
+                break  # nothing that ends here starts later
+            starts = frozenset.intersection(*(self._starts_of(d, end) for d in members))
+            start = max((start for start in starts if start <= limit), default=None)
+            if start is None or (best is not None and start <= best[0]):
+                continue
+            if self._in_phase(members, start, end):
+                best = start, end
+        return best
+
+    def fit(self, domains: Iterable[int], start: int, end: int) -> bool:
+        """Whether these domains can replay together from that start to that end."""
+        members = sorted(domains)
+        starts = all(start in self._starts_of(domain, end) for domain in members)
+        return starts and self._in_phase(members, start, end)
+
+    def _ends_of(self, domain: int) -> frozenset[int]:
+        if domain not in self._ends:
+            each = (
+                {t for group in self._groups_of(rank) for t in group.newest if t <= self.last}
+                for rank in self._domains[domain]
+            )
+            self._ends[domain] = _common(each)
+        return self._ends[domain]
+
+    def _starts_of(self, domain: int, end: int) -> frozenset[int]:
+        if (domain, end) not in self._starts:
+            each = (
+                set[int]().union(*(covering_starts(g, end) for g in self._groups_of(rank)))
+                for rank in self._domains[domain]
+            )
+            self._starts[domain, end] = _common(each)
+        return self._starts[domain, end]
+
+    def _in_phase(self, domains: Sequence[int], start: int, end: int) -> bool:
+        phases: dict[int, int] = {}
+        for domain in domains:
+            mine = self._phases_of(domain, start, end)
+            if mine is None or any(phases.setdefault(t, p) != p for t, p in mine.items()):
+                return False
+        return True
+
+    def _phases_of(self, domain: int, start: int, end: int) -> Mapping[int, int] | None:
+        """By iteration; None if its members were in different ones."""
+        key = (domain, start, end)
+        if key not in self._phases:
+            phases: dict[int, int] = {}
+            alike = all(
+                phases.setdefault(record.iteration, record.phase) == record.phase
+                for rank in self._domains[domain]
+                for record in between(best_group(self._groups_of(rank), start, end), start, end)
+            )
+            self._phases[key] = phases if alike else None
+        return self._phases[key]
+
+
+def _common(sets: Iterable[set[int]]) -> frozenset[int]:
+    """What is in all of them; stops at the first that leaves nothing."""
+    common: set[int] | None = None
+    for each in sets:
+        common = each if common is None else common & each
+        if not common:
+            break
+    return frozenset(common or ())
+
+
+class _Settling:
+    """One search. ``_limits`` only fall, and whoever replays goes on to."""
+
+    def __init__(
+        self,
+        relations: Relations,
+        stands: Sequence[Sequence[Stand]],
+        spans: DomainSpans,
+        has_log: HasLog,
+        resume: int,
+    ) -> None:
+        self._relations, self._stands, self._spans = relations, stands, spans
+        self._has_log, self._resume = has_log, resume
+        count = len(relations.domains)
+        self._limits = [resume] * count
+        self._places: list[Place | None] = [None] * count
+        self._widened: dict[int, Widening] = {}
+        self._beside: dict[int, frozenset[int]] = {}  # by domain: its neighbours
+        self._together: dict[frozenset[int], tuple[int, Place]] = {}  # with the limit it is for
+
+    def run(self) -> Scope | str:
+        changed = set(range(len(self._places)))
+        while changed:
+            moved = self._place(changed)
+            if isinstance(moved, str):
+                return moved
+            changed = self._widen(moved)
+        places = [place for place in self._places if place is not None]
+        assert len(places) == len(self._places)
+        return Scope(places, self._widened)
+
+    def _place(self, changed: Iterable[int]) -> set[int] | str:
+        """Give these domains, and those who replay with them, a place within their limits; the domains that moved."""
+        moved = set()
+        for domain in changed:
+            stands = (s for s in self._stands[domain] if s.iteration <= self._limits[domain])
+            stand = next(stands, None)
+            place = None if stand is None else Place(stand.iteration, stand.iteration, stand)
+            if place != self._places[domain]:
+                self._places[domain] = place  # None: it replays
+                moved.add(domain)
+        seen: set[int] = set()
+        for domain in [d for d in changed if self._places[d] is None]:
+            if domain in seen:
+                continue
+            component = self._component(domain)
+            seen |= component
+            place = self._replayed(component)
+            if place is None:
+                return self._cannot_replay(component)
+            for each in component:
+                if self._places[each] != place:
+                    self._places[each] = place
+                    moved.add(each)
+        return moved
+
+    def _replays(self, domain: int) -> bool:
+        place = self._places[domain]
+        return place is None or place.stand is None
+
+    def _component(self, domain: int) -> frozenset[int]:
+        """The domains that replay together with this one."""
+        found, left = {domain}, [domain]
+        while left:
+            for other in self._beside_of(left.pop()):
+                if other not in found and self._replays(other):
+                    found.add(other)
+                    left.append(other)
+        return frozenset(found)
+
+    def _beside_of(self, domain: int) -> frozenset[int]:
+        if domain not in self._beside:
+            relations = self._relations
+            self._beside[domain] = frozenset(
+                relations.domain_of[other]
+                for rank in relations.domains[domain]
+                for other in relations.neighbours[rank]
+            ) - {domain}
+        return self._beside[domain]
+
+    def _replayed(self, component: frozenset[int]) -> Place | None:
+        limit = min(self._limits[domain] for domain in component)
+        known = self._together.get(component)
+        if known is not None and known[0] == limit:
+            return known[1]
+        span = self._spans.newest(component, limit)
+        if span is None:
+            return None
+        place = Place(*span, None)
+        self._together[component] = limit, place
+        return place
+
+    def _cannot_replay(self, component: Iterable[int]) -> str:
+        members = sorted(rank for d in component for rank in self._relations.domains[d])
+        limited = min(component, key=lambda d: (self._limits[d], d))
+        text = (
+            f"{listed('rank', members)} would have to replay, but have no complete suffix in common "
+            f"that starts at {self._limits[limited]} or before and ends at {self._resume} or before"
+        )
+        if limited in self._widened:
+            text += f" ({lacking(self._widened[limited])})"
+        return text
+
+    def _widen(self, moved: Iterable[int]) -> set[int]:
+        """Limit the domains whose logs lack what somebody needs who has moved.
+
+        To move is to start earlier: whoever reads the logs of one that has moved needs no more of them than before.
+        """
+        limited = set()
+        for domain in moved:
+            for rank in self._relations.domains[domain]:
+                for other in self._relations.neighbours[rank]:
+                    widening = self._lacking(rank, other)
+                    if widening is not None and self._limit(widening):
+                        limited.add(self._relations.domain_of[other])
+        return limited
+
+    def _lacking(self, reader: int, sender: int) -> Widening | None:
+        """The first iteration in which ``reader`` would have to be fed, but there is no log of it."""
+        for iteration in range(self._start(reader), min(self._start(sender), self._resume)):
+            if not self._has_log(sender, iteration):
+                return Widening(reader, sender, iteration)
+        return None
+
+    def _start(self, rank: int) -> int:
+        place = self._places[self._relations.domain_of[rank]]
+        assert place is not None
+        return place.start
+
+    def _limit(self, widening: Widening) -> bool:
+        domain = self._relations.domain_of[widening.sender]
+        if widening.iteration >= self._limits[domain]:
+            return False
+        self._limits[domain] = widening.iteration
+        self._widened[domain] = widening
+        return True
+
+
+def lacking(widening: Widening) -> str:
+    """A widening as words."""
+    return (
+        f"rank {widening.reader} needs what rank {widening.sender} sent in iteration "
+        f"{widening.iteration}, and no node holds that log"
+    )

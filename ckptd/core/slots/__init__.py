@@ -1,0 +1,1 @@
+"""Slots, rings and the bytes of a segment file."""

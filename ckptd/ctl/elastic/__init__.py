@@ -1,0 +1,1 @@
+"""`ckptctl elastic`."""

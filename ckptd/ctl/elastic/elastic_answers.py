@@ -1,0 +1,325 @@
+"""What `ckptctl elastic` answers: plans, what they are worth, what moves, and what the loss of nodes would mean.
+
+Pure: an input (`ckptd.ctl.elastic.elastic_input`) in, numbers out; the planners are those that a running job uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.core.elastic.elastic_types import Placement
+from ckptd.core.elastic.expert_transfers import SNAPSHOT, TransferPlan, plan_transfers
+from ckptd.core.elastic.mapping import map_nodes
+from ckptd.core.elastic.placement.allocation import allocate
+from ckptd.core.elastic.placement.balance import straggler_by_layer, straggler_factor
+from ckptd.core.elastic.placement.expert_placement import place
+from ckptd.core.elastic.placement.rank_split import split_over_ranks
+from ckptd.core.elastic.placement.survival import Chance, recovery_probability
+from ckptd.core.recovery.whatif import select_nodes
+from ckptd.ctl.elastic.elastic_input import InputProblem, Situation
+from ckptd.errors import ElasticError
+
+__all__ = [
+    "Fetch",
+    "Lost",
+    "Move",
+    "NextTime",
+    "Outlook",
+    "Planned",
+    "as_planned",
+    "lose",
+    "lost_nodes",
+    "next_time",
+    "outlook",
+    "plan",
+]
+
+_ALL_UP_TO = 8  # numbers of lost units that are all shown; then every second power of two
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outlook:
+    """What a placement is worth under the load.
+
+    Args:
+        recovery: with how many lost nodes how likely all experts survive; ends with the first chance of 0.
+        domain_recovery: the same for lost domains; empty where nodes are the domains.
+        straggler: the busiest rank over the mean, over all layers, and of each layer.
+        tokens_LR: predicted tokens of every rank, those of the first node first.
+    """
+
+    placement: Placement
+    recovery: tuple[tuple[int, Chance], ...]
+    domain_recovery: tuple[tuple[int, Chance], ...]
+    straggler: float
+    straggler_by_layer: tuple[float, ...]
+    tokens_LR: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What one node gets from one other, or from snapshots (``source`` is empty then); bytes are -1 where sizes are not known."""
+
+    receiver: str
+    source: str
+    replicas: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """What brings nodes from what they hold to a plan.
+
+    Args:
+        replicas: how many experts are fetched by some node.
+        from_snapshots: how many of these no node holds any more.
+        total_bytes, largest_bytes: of all fetches, and of the node that fetches most; -1: the size of experts is not known.
+        snapshot_bytes: of what comes from snapshots; part of the total; -1 likewise.
+        seconds: until the last node has what it needs; -1: the speed of nodes is not known.
+        lost: layer and expert of what no node holds.
+        fetches: by receiver and source.
+    """
+
+    replicas: int
+    from_snapshots: int
+    total_bytes: int
+    largest_bytes: int
+    snapshot_bytes: int
+    seconds: float
+    lost: tuple[tuple[int, int], ...]
+    fetches: tuple[Fetch, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """A new placement for a situation.
+
+    Args:
+        guarantee: what `allocate` promises, in a sentence.
+        move: None: what nodes hold now is not told.
+    """
+
+    situation: Situation
+    method: str
+    guarantee: str
+    outlook: Outlook
+    move: Move | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lost:
+    """What the loss of nodes would mean.
+
+    Args:
+        nodes: the lost ones.
+        gone: layer and expert of which every replica is lost.
+        planned: the placement on the nodes that are left, or why there is none.
+    """
+
+    nodes: tuple[str, ...]
+    gone: tuple[tuple[int, int], ...]
+    planned: Planned | str
+
+
+@dataclass(frozen=True, slots=True)
+class NextTime:
+    """Whether placing anew now would pay, and when that is looked at next.
+
+    Args:
+        check_step: the next step at which the load is looked at; -1: the present one is not told.
+        due_step: when it is done even if it hardly pays; -1: never.
+        straggler_now, straggler_after: without and with it.
+        cost_s: what it costs; -1: not known.
+        gain_s: what it saves within the horizon; -1: the time of a step that grows with tokens was not measured.
+        worth_from_s: from which such time on it pays; -1: never, or the cost is not known.
+        pays: None: not known.
+    """
+
+    check_step: int
+    due_step: int
+    straggler_now: float
+    straggler_after: float
+    cost_s: float
+    gain_s: float
+    worth_from_s: float
+    pays: bool | None
+
+
+def outlook(situation: Situation, placement: Placement) -> Outlook:
+    """What a placement on these nodes is worth under this load.
+
+    Raises:
+        InputProblem: an expert has no replica, or a node more than it has slots.
+    """
+    cluster, loads_LE = situation.cluster, situation.loads_LE
+    try:
+        placement.check(cluster)
+    except ElasticError as error:
+        raise InputProblem(f"what the nodes hold is no placement: {error}") from error
+    replicas_LRE = split_over_ranks(placement, cluster, loads_LE)
+    each_LE = loads_LE / placement.replicas
+    several = 1 < cluster.num_domains < cluster.num_nodes
+    return Outlook(
+        placement,
+        _chances(placement, cluster.num_nodes, None),
+        _chances(placement, cluster.num_domains, cluster.domain_ids) if several else (),
+        straggler_factor(placement, loads_LE, cluster),
+        straggler_by_layer(placement, loads_LE, cluster),
+        np.asarray(np.einsum("lre,le->lr", replicas_LRE, each_LE)),
+    )
+
+
+def _chances(
+    placement: Placement, num_units: int, units: NDArray[np.int64] | None
+) -> tuple[tuple[int, Chance], ...]:
+    out = []
+    for lost in _numbers(num_units):
+        chance = recovery_probability(placement, lost, units=units)
+        out.append((lost, chance))
+        if not chance.ways:
+            break
+    return tuple(out)
+
+
+def _numbers(num_units: int) -> list[int]:
+    few = list(range(1, min(num_units - 1, _ALL_UP_TO) + 1))
+    more = [2 * _ALL_UP_TO << power for power in range(20)]
+    return few + [number for number in more if number < num_units]
+
+
+def plan(situation: Situation) -> Planned:
+    """Place experts on the nodes that there are, near to what they hold.
+
+    Raises:
+        ElasticError: there are fewer slots than experts.
+    """
+    cluster, loads_LE = situation.cluster, situation.loads_LE
+    allocation = allocate(loads_LE, cluster, situation.told.threshold)
+    found = place(allocation, loads_LE, cluster, max_straggler=situation.max_straggler)
+    placement, move = found.placement, None
+    if situation.held is not None:
+        sizes_LE = _sizes(situation)
+        placement = map_nodes(placement, situation.held, cluster, sizes_LE).apply(placement)
+        move = _move(situation, situation.held, placement)
+    worth = outlook(situation, placement)
+    return Planned(situation, found.method, allocation.reason, worth, move)
+
+
+def _sizes(situation: Situation) -> NDArray[np.int64]:
+    known = situation.expert_bytes_LE
+    return np.ones_like(situation.loads_LE) if known is None else known
+
+
+def _move(situation: Situation, held: Placement, wanted: Placement) -> Move:
+    sized = situation.expert_bytes_LE is not None
+    transfers = plan_transfers(
+        wanted, held, situation.cluster, _sizes(situation), bytes_per_s=situation.speeds_N
+    )
+    from_snapshots = transfers.source == SNAPSHOT
+    fetched = transfers.received_bytes + transfers.snapshot_bytes
+    gone = zip(
+        transfers.layer[from_snapshots].tolist(),
+        transfers.expert[from_snapshots].tolist(),
+        strict=True,
+    )
+    return Move(
+        replicas=len(transfers.source),
+        from_snapshots=int(from_snapshots.sum()),
+        total_bytes=int(fetched.sum()) if sized else -1,
+        largest_bytes=int(fetched.max()) if sized else -1,
+        snapshot_bytes=int(transfers.snapshot_bytes.sum()) if sized else -1,
+        seconds=transfers.predicted_s if sized and situation.speeds_N is not None else -1.0,
+        lost=tuple(sorted(set(gone))),
+        fetches=_fetches(situation.names, transfers, sized=sized),
+    )
+
+
+def _fetches(names: tuple[str, ...], transfers: TransferPlan, *, sized: bool) -> tuple[Fetch, ...]:
+    pairs, which, replicas = np.unique(
+        np.stack([transfers.receiver, transfers.source], axis=1),
+        axis=0,
+        return_inverse=True,
+        return_counts=True,
+    )
+    size = np.zeros(len(pairs), dtype=np.int64)
+    np.add.at(size, which, transfers.size_bytes)
+    rows = zip(pairs.tolist(), replicas.tolist(), size.tolist(), strict=True)
+    return tuple(
+        Fetch(
+            names[receiver],
+            "" if source == SNAPSHOT else names[source],
+            number,
+            total if sized else -1,
+        )
+        for (receiver, source), number, total in rows
+    )
+
+
+def lost_nodes(situation: Situation, lose: str) -> tuple[str, ...]:
+    """The nodes that ``node=3,rack=A`` names.
+
+    Raises:
+        InputProblem: a selector fits no node, or is none.
+    """
+    labels = {node.name: node.labels for node in situation.told.nodes}
+    try:
+        return select_nodes(situation.names, labels, lose.split(","))
+    except ValueError as error:
+        raise InputProblem(str(error)) from error
+
+
+def as_planned(situation: Situation) -> Situation:
+    """The same where nodes hold what would be planned for them; for who has not told what they hold.
+
+    Raises:
+        ElasticError: there are fewer slots than experts.
+    """
+    return dataclasses.replace(situation, held=plan(situation).outlook.placement)
+
+
+def lose(situation: Situation, nodes: tuple[str, ...]) -> Lost:
+    """What is left without these nodes, and how it would be placed; what the nodes hold has to be known."""
+    assert situation.held is not None, "as_planned() where it is not told"
+    left = np.array([n for n, name in enumerate(situation.names) if name not in nodes], np.int64)
+    missing = situation.held.counts[:, left].sum(axis=1) == 0
+    there = situation.held.replicas > 0
+    gone = tuple((int(at[0]), int(at[1])) for at in np.argwhere(missing & there))
+    try:
+        return Lost(nodes, gone, plan(situation.only(left)))
+    except (ElasticError, InputProblem) as error:
+        return Lost(nodes, gone, str(error))
+
+
+def next_time(situation: Situation, now: Outlook, planned: Planned) -> NextTime:
+    """Whether the planned placement would be worth its move, by the rule of `ckptd.core.elastic.placement.rebalance_policy`."""
+    when, step = situation.told.when, situation.told.step
+    assert planned.move is not None, "it is known what the nodes hold"
+    cost_s = planned.move.seconds + when.pause_s if planned.move.seconds >= 0 else -1.0
+    steps = when.horizon_steps
+    if when.remaining_steps >= 0:
+        steps = min(steps, when.remaining_steps)
+    saved = max(0.0, 1 - planned.outlook.straggler / now.straggler) * steps
+    gain_s = when.expert_s * saved if when.expert_s else -1.0
+    needed_s = cost_s * (1 + when.margin)
+    first = max(when.placed_step, 0)
+    checked = first + (max(step - first, 0) // when.check_steps + 1) * when.check_steps
+    return NextTime(
+        check_step=checked if step >= 0 else -1,
+        due_step=first + when.every_steps if when.every_steps else -1,
+        straggler_now=now.straggler,
+        straggler_after=planned.outlook.straggler,
+        cost_s=cost_s,
+        gain_s=gain_s,
+        worth_from_s=needed_s / saved if saved and cost_s >= 0 else -1.0,
+        pays=_pays(gain_s, needed_s, saved),
+    )
+
+
+def _pays(gain_s: float, needed_s: float, saved: float) -> bool | None:
+    if not saved:
+        return False
+    return gain_s > needed_s if gain_s >= 0 and needed_s >= 0 else None

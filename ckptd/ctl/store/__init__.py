@@ -1,0 +1,1 @@
+"""`ckptctl checkpoints`, `verify` and what they do in a store."""

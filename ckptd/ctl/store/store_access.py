@@ -1,0 +1,294 @@
+"""How `ckptctl` comes to a store: which one is meant, opened for a short while, its troubles as sentences that say what to do.
+
+What is secret in a URL or in options shows in no text that is made here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from ckptd.config.daemon_config import ConfigError, load_config
+from ckptd.config.settings import DaemonConfig
+from ckptd.storage.checkpoints.names import run_prefix
+from ckptd.storage.checkpoints.reader import MapFunction
+from ckptd.storage.checkpoints.signing import Signers, SigningError
+from ckptd.storage.signed_store import SignedStore
+from ckptd.storage.stores.objects import (
+    ContainerMissing,
+    NoSpace,
+    ObjectInfo,
+    ObjectStore,
+    Range,
+    Refused,
+    StoreError,
+    StoreFacts,
+)
+from ckptd.storage.stores.open_store import open_store
+from ckptd.storage.stores.resilience import Circuit, RetryPolicy
+from ckptd.storage.stores.resilient import Resilient
+from ckptd.storage.stores.store_base import public_url
+from ckptd.storage.stores.store_options import secrets_in
+
+__all__ = [
+    "EXIT_REFUSED",
+    "EXIT_UNUSABLE",
+    "ListedStore",
+    "OpenedStore",
+    "Place",
+    "StoreProblem",
+    "configured_place",
+    "named_place",
+    "opened",
+    "store_clock_ns",
+]
+
+EXIT_UNUSABLE = 2
+EXIT_REFUSED = 4
+
+_THREADS = 8
+_ATTEMPTS = 4
+# Whoever waits at a terminal wants to hear why it fails, and not that it is not tried any more.
+_NEVER_OPENS = 1 << 30
+_MAX_TEXT = 600
+_UNUSABLE_STORE = re.compile(
+    r"(store|store_options) = .*\(from ([^()]*)\) cannot be used: ", re.DOTALL
+)
+
+
+class StoreProblem(RuntimeError):
+    """Why a command on a store ends, and with which exit status."""
+
+    def __init__(self, text: str, code: int = EXIT_UNUSABLE) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which store is meant."""
+
+    url: str = field(repr=False)
+    options: Mapping[str, Any] = field(repr=False)
+    backend: str
+    keys_dir: str = ""  # with the keys of the signers that are trusted
+    signed_only: bool = False  # believe nobody else
+
+    @property
+    def shown(self) -> str:
+        """The URL without what is secret."""
+        return public_url(self.url)
+
+    def hide(self, text: str) -> str:
+        """The text on one line, without what is secret."""
+        text = text.replace(self.url, self.shown)
+        for secret in secrets_in(self.options):
+            text = text.replace(secret, "***")
+        text = " ".join(text.split())
+        return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedStore:
+    """A store that answers within a command's patience; ``map`` works on several things at a time."""
+
+    place: Place
+    store: ObjectStore
+    map: MapFunction
+
+
+def configured_place(
+    url: str | None, options: str | None, backend: str | None
+) -> tuple[Place, DaemonConfig]:
+    """The store of the configuration; what is given takes precedence, each for itself.
+
+    Raises:
+        StoreProblem: there is none.
+        ConfigError: a setting cannot be used.
+    """
+    given = {"store": url and _url_of(url), "store_options": options, "store_backend": backend}
+    try:
+        config = load_config({key: text for key, text in given.items() if text}).config
+    except ConfigError as error:
+        raise ConfigError(_without_value(str(error))) from error
+    if not config.store:
+        raise StoreProblem("no store is configured: pass --store URL, or set CKPTD_STORE")
+    place = Place(
+        config.store,
+        json.loads(config.store_options or "{}"),
+        config.store_backend,
+        config.keys_dir,
+        config.store_signed_only,
+    )
+    return place, config
+
+
+def named_place(url: str, options: str | None, backend: str | None) -> Place:
+    """The store at a URL or in a folder, whatever store is configured. Whose manifests are believed is as configured, if the configuration can be used;
+    else a line on stderr says that signatures are not looked at.
+
+    Raises:
+        StoreProblem: the options are none.
+    """
+    try:
+        found = json.loads(options or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise StoreProblem('--store-options is not a JSON object, such as \'{"region": "eu-1"}\'')
+    try:
+        config = load_config({}).config
+    except ConfigError as error:
+        text = _without_value(str(error))
+        print(f"ckptctl: signatures are not looked at: {text}", file=sys.stderr)
+        return Place(_url_of(url), found, backend or "auto")
+    return Place(_url_of(url), found, backend or "auto", config.keys_dir, config.store_signed_only)
+
+
+@contextmanager
+def opened(place: Place, timeout_s: float) -> Iterator[OpenedStore]:
+    """The store, until the end of the block; its errors leave the block as `StoreProblem`.
+
+    Args:
+        timeout_s: for how long one request is tried again.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="store") as pool:
+        try:
+            store = _open(place)
+            try:
+                policy = RetryPolicy(_ATTEMPTS, max(timeout_s, 0.1))
+                circuit = Circuit(threshold=_NEVER_OPENS)
+                patient = Resilient(store, policy, circuit, url=place.shown, cancelled=stop.is_set)
+                yield OpenedStore(place, patient, pool.map)
+            finally:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+                store.close()
+        except StoreError as error:
+            raise StoreProblem(_sentence(place, error)) from error
+
+
+def store_clock_ns(store: ObjectStore, job: str, run: str) -> int:
+    """The time by the store's clock, which only something that is written now tells."""
+    key = f"{run_prefix(job, run)}ckptctl-clock-{secrets.token_hex(8)}"
+    written = store.put(key, [memoryview(b"now")])
+    store.delete([key])
+    return written.modified_ns
+
+
+class ListedStore:
+    """A store of which one listing is known already: what it tells is not asked for again. Nothing is written."""
+
+    def __init__(self, store: ObjectStore, listing: Iterable[ObjectInfo]) -> None:
+        self._store = store
+        self.listing = {info.key: info for info in listing}
+
+    @property
+    def facts(self) -> StoreFacts:
+        """See `ObjectStore.facts`."""
+        return self._store.facts
+
+    def put(self, key: str, parts: Sequence[memoryview], *, if_absent: bool = False) -> ObjectInfo:
+        """Refused."""
+        raise Refused(key, "it is only looked at")
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        """See `ObjectStore.read`."""
+        return self._store.read(key, limit=limit)
+
+    def read_ranges(self, key: str, ranges: Sequence[Range]) -> None:
+        """See `ObjectStore.read_ranges`."""
+        self._store.read_ranges(key, ranges)
+
+    def info(self, key: str) -> ObjectInfo | None:
+        """As listed."""
+        return self.listing.get(key)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As listed."""
+        return (info for key, info in self.listing.items() if key.startswith(prefix))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Refused."""
+        raise Refused(keys[0] if keys else "", "it is only looked at")
+
+    def abort_uploads(self, prefix: str, older_than_s: float) -> int:
+        """Refused."""
+        raise Refused(prefix, "it is only looked at")
+
+    def close(self) -> None:
+        """Nothing: who opened the store closes it."""
+
+
+def _open(place: Place) -> ObjectStore:
+    try:
+        parts = urlsplit(place.url)
+        if parts.scheme in ("file", "local") and not Path(unquote(parts.path)).is_dir():
+            # A store makes its folder when it is opened. Who looks for something has mistyped it.
+            raise StoreProblem(f"there is no folder {unquote(parts.path)}: is the URL right?")
+        store = open_store(place.url, place.options, place.backend)
+    except ValueError as error:
+        text = place.hide(str(error))
+        raise StoreProblem(f"the store {place.shown} cannot be opened: {text}") from error
+    try:
+        return _believed(place, store)
+    except SigningError as error:
+        store.close()
+        raise StoreProblem(f"whose manifests are believed cannot be told: {error}") from error
+
+
+def _believed(place: Place, store: ObjectStore) -> ObjectStore:
+    """With ``store_signed_only`` what trusted signers signed; else signatures of those that are known must be theirs."""
+    folder = Path(place.keys_dir)
+    if place.signed_only:
+        return SignedStore(store, Signers.load(folder))
+    signers = Signers.found(folder) if place.keys_dir else None
+    return store if signers is None else SignedStore(store, signers, required=False)
+
+
+def _sentence(place: Place, error: StoreError) -> str:
+    what = error.detail if error.key == place.shown else str(error)
+    return f"{place.shown}: {place.hide(what)}{_hint(error)}"
+
+
+def _hint(error: StoreError) -> str:
+    """What to do about it."""
+    if isinstance(error, Refused):
+        return (
+            " -> check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or key and "
+            "secret in the store options) and what they allow"
+        )
+    if isinstance(error, ContainerMissing):
+        return " -> check the bucket or folder in the URL: it is not made by looking at it"
+    if isinstance(error, NoSpace):
+        return " -> make room in the store, or raise its quota"
+    if error.retriable:
+        return (
+            " -> check that the store runs and can be reached from here, and endpoint_url and "
+            "region in the store options; --timeout waits longer"
+        )
+    return ""
+
+
+def _url_of(text: str) -> str:
+    """A folder may be given by its path."""
+    return text if "://" in text else "file://" + quote(str(Path(text).absolute()))
+
+
+def _without_value(text: str) -> str:
+    """What is wrong with a setting; without its value if that may hold a secret."""
+    found = _UNUSABLE_STORE.match(text)
+    if found is None:
+        return text
+    return f"{found[1]} (from {found[2]}) cannot be used: {text[found.end() :]}"

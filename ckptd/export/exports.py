@@ -1,0 +1,215 @@
+"""One snapshot as a safetensors file, or as a model's folder of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptd.core.export.export_errors import ExportError
+from ckptd.core.export.export_plan import ExportPlan, Whole, plan_export
+from ckptd.export.convert import convert
+from ckptd.export.files import check_target, new_file, new_folder, write_all
+from ckptd.export.safetensors_files import Moved, header_of, write_part, write_synced
+from ckptd.export.source import Origin, TensorSource
+from ckptd.storage.model_set import MODEL
+
+__all__ = [
+    "DEFAULT_SHARD_BYTES",
+    "ExportReport",
+    "Watch",
+    "converted_chunks",
+    "export_file",
+    "export_hf",
+    "report_of",
+    "unwatched",
+]
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+# What a model's folder holds beside weights: its configuration, its tokenizer, code of its own.
+_CONFIG_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
+_NOT_CONFIG = (".safetensors.index.json", ".bin.index.json", "import.json", "trainer_state.json")
+_MAX_CONFIG_BYTES = 256 << 20
+
+# What is done, and how many bytes there are in all: gives what is told of each further byte.
+Watch = Callable[[str, int], AbstractContextManager[Moved]]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What was written.
+
+    Attributes:
+        place: where the snapshot was: ``memory``, or the store's URL.
+        joined_ranks: other ranks that captured a share of it.
+        tensors: how many the model has; ``optimizer_tensors`` those of the optimizer's state.
+        converted: tensors that were brought to compute precision.
+        notes: what whoever uses it should know.
+    """
+
+    path: str
+    format: str
+    job: str
+    run: str
+    rank: int
+    iteration: int
+    place: str
+    tensors: int
+    optimizer_tensors: int
+    files: int
+    size_bytes: int
+    converted: int
+    notes: tuple[str, ...] = ()
+    joined_ranks: tuple[int, ...] = ()
+
+
+@contextmanager
+def unwatched(what: str, total_bytes: int) -> Iterator[Moved]:
+    """Nobody looks on."""
+    yield lambda nbytes: None
+
+
+def export_file(
+    source: TensorSource,
+    target: Path,
+    *,
+    keep_prefix: bool = False,
+    force: bool = False,
+    watch: Watch = unwatched,
+) -> ExportReport:
+    """Write the model as one safetensors file.
+
+    Raises:
+        ExportError: the target exists, there is no room, or the snapshot makes no whole model.
+        DamagedSnapshot: the snapshot is not what was sealed; nothing is left.
+    """
+    check_target(target, force=force, folder=False)
+    plan = plan_export(source.tensors, source.facts, keep_prefix=keep_prefix)
+    header = header_of([whole.entry for whole in plan.model], _metadata(source.origin))
+    total = sum(whole.entry.nbytes for whole in plan.model)
+    source.prepare(plan.pieces)
+    with (
+        new_file(target, len(header) + total, force=force) as fd,
+        watch("exporting", total) as moved,
+    ):
+        write_all(fd, memoryview(header))
+        for whole in plan.model:
+            for data in converted_chunks(source, whole):
+                write_all(fd, data)
+                moved(len(data))
+    return report_of(source, plan, target, "safetensors", files=1, size=len(header) + total)
+
+
+def export_hf(
+    source: TensorSource,
+    target: Path,
+    *,
+    config: Path | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    keep_prefix: bool = False,
+    force: bool = False,
+    watch: Watch = unwatched,
+) -> ExportReport:
+    """Write the model as a folder for ``from_pretrained``.
+
+    Args:
+        config: a ``config.json``, or a folder whose configuration and tokenizer are copied.
+    Raises:
+        ExportError, DamagedSnapshot: as `export_file`.
+    """
+    check_target(target, force=force, folder=True)
+    beside = _config_files(config)
+    plan = plan_export(source.tensors, source.facts, keep_prefix=keep_prefix)
+    by_name = {whole.name: whole for whole in plan.model}
+    total = sum(whole.entry.nbytes for whole in plan.model)
+    source.prepare(plan.pieces)
+    with new_folder(target, total, force=force) as folder, watch("exporting", total) as moved:
+        written = write_part(
+            folder,
+            MODEL,
+            [whole.entry for whole in plan.model],
+            lambda name: converted_chunks(source, by_name[name]),
+            metadata=_metadata(source.origin),
+            max_bytes=max_shard_bytes,
+            moved=moved,
+        )
+        for name, data in beside.items():
+            write_synced(folder / name, data)
+    lacking = () if "config.json" in beside else ("there is no config.json: pass --config",)
+    return report_of(
+        source, plan, target, "hf", files=len(written.files), size=written.size_bytes, notes=lacking
+    )
+
+
+def converted_chunks(source: TensorSource, whole: Whole) -> Iterator[memoryview]:
+    """The bytes of a tensor to write: its pieces, each in its dtype."""
+    for piece in whole.pieces:
+        for data in source.chunks(piece):
+            yield convert(data, piece.dtype, whole.dtype)
+
+
+def report_of(
+    source: TensorSource,
+    plan: ExportPlan,
+    target: Path,
+    kind: str,
+    *,
+    files: int,
+    size: int,
+    optimizer_tensors: int = 0,
+    notes: tuple[str, ...] = (),
+) -> ExportReport:
+    """What was written, in the words of the report."""
+    origin = source.origin
+    return ExportReport(
+        path=str(target),
+        format=kind,
+        job=origin.job,
+        run=origin.run,
+        rank=origin.rank,
+        iteration=origin.iteration,
+        place=origin.place,
+        tensors=len(plan.model),
+        optimizer_tensors=optimizer_tensors,
+        files=files,
+        size_bytes=size,
+        converted=sum(whole.converted for whole in plan.model),
+        notes=notes,
+        joined_ranks=origin.joined,
+    )
+
+
+def _metadata(origin: Origin) -> Mapping[str, str]:
+    return {
+        "format": "pt",
+        "ckptd.job": origin.job,
+        "ckptd.run": origin.run,
+        "ckptd.rank": str(origin.rank),
+        "ckptd.iteration": str(origin.iteration),
+    }
+
+
+def _config_files(path: Path | None) -> dict[str, bytes]:
+    """What is copied beside the weights, by name."""
+    if path is None:
+        return {}
+    try:
+        if path.is_dir():
+            found = {p.name: p for p in sorted(path.iterdir()) if _is_config(p)}
+            if "config.json" not in found:
+                raise ExportError(f"{path} has no config.json")
+        else:
+            found = {"config.json": path}
+        return {name: file.read_bytes() for name, file in found.items()}
+    except OSError as error:
+        raise ExportError(f"cannot read {error.filename or path}: {error.strerror}") from error
+
+
+def _is_config(path: Path) -> bool:
+    return (
+        path.suffix in _CONFIG_SUFFIXES
+        and not path.name.endswith(_NOT_CONFIG)
+        and path.is_file()
+        and path.stat().st_size <= _MAX_CONFIG_BYTES
+    )

@@ -1,0 +1,149 @@
+"""Between the messages that carry holdings and the records that plans are made of.
+
+The plan itself (`ckptd.core.recovery.global_plan`) is pure and knows no messages; here slot headers are unpacked,
+checked and joined with what their segment says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import xxhash
+
+from ckptd.core.recovery.global_plan import HeldRecords, Piece
+from ckptd.core.recovery.histories import History, history_of
+from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.segment_format import (
+    SegmentDescriptor,
+    SlotHeader,
+    pack_slot_header,
+    unpack_slot_header,
+)
+from ckptd.errors import RemoteProtocolError
+from ckptd.transport.control.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, RunSeen
+from ckptd.unpacking import unpack
+
+__all__ = ["fetch_piece", "header_record", "held_from_segments", "operators_id", "told_history"]
+
+
+def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldRecords]:
+    """What ``node`` told of its segments, for `ckptd.core.recovery.global_plan.plan_recovery`.
+
+    Raises:
+        RemoteProtocolError: a header is damaged or not that of a sealed slot, or anchors contradict it.
+    """
+    return [
+        HeldRecords(
+            node=node,
+            segment=segment.name,
+            own=segment.own,
+            rank=segment.rank,
+            num_operators=segment.num_operators,
+            operators_id=segment.operators_id,
+            slot_bytes=segment.slot_bytes,
+            records=tuple(_record(node, segment, slot) for slot in segment.slots),
+            facts=segment.facts,
+        )
+        for segment in segments
+    ]
+
+
+def told_history(seen: RunSeen) -> tuple[History, list[HeldRecords]]:
+    """The history that counts, and the snapshots that these nodes hold of it.
+
+    Raises:
+        RemoteProtocolError: see `held_from_segments`.
+    """
+    held, beside = list[HeldRecords](), list[HeldRecords]()
+    for told in seen.holdings:
+        held += held_from_segments(told.node, told.segments)
+        beside += held_from_segments(told.node, (*told.logs, *told.parked))
+    records = [told.record for told in seen.holdings if told.record is not None]
+    epochs = [epoch for record in records for epoch in record.epochs]
+    answered = {told.node for told in seen.holdings}
+    absent = {member.card.node for member in seen.members} - answered
+    complete = not (absent or seen.silent or any(record.lost for record in records))
+    history = history_of([*held, *beside], epochs, complete=complete)
+    return history, list(history.held(held))
+
+
+class _Told(msgspec.Struct):
+    operators: msgspec.Raw
+
+
+_decoder = msgspec.msgpack.Decoder(_Told)
+
+
+def operators_id(descriptor: SegmentDescriptor) -> str:
+    """Equal for segments whose operator ids mean the same; 32 hex digits.
+
+    The operator table stands in the trainer's part of the descriptor, a map, under "operators". Where
+    it has another form the whole of it counts: then nothing is taken for equal that might not be.
+    """
+    try:
+        table = bytes(unpack(_decoder, descriptor.client).operators)
+    except ValueError:
+        table = descriptor.client
+    return xxhash.xxh3_128_hexdigest(table)
+
+
+def header_record(header: SlotHeader, generation: int, index: int, anchors: bytes) -> SlotRecord:
+    """A slot header with its anchors (a little-endian bitmap) as the pure cores see it."""
+    return SlotRecord(
+        generation=generation,
+        index=index,
+        state=header.state,
+        iteration=header.iteration,
+        previous=header.previous,
+        sequence=header.sequence,
+        image_len=header.image_len,
+        layout_id=header.layout_id,
+        anchors=int.from_bytes(anchors, "little"),
+        phase=header.phase,
+        epoch=header.epoch,
+        epoch_start=header.epoch_start,
+        header_digest=header.header_digest,
+    )
+
+
+def fetch_piece(piece: Piece, *, sealed_at_ns: int) -> FetchPiece:
+    """What to ask a daemon for, to have a copy of this snapshot."""
+    record = piece.record
+    header = SlotHeader(
+        state=SlotState.SEALED,
+        iteration=record.iteration,
+        previous=record.previous,
+        image_len=record.image_len,
+        sequence=record.sequence,
+        layout_id=record.layout_id,
+        sealed_at_ns=sealed_at_ns,
+        phase=record.phase,
+        header_digest=record.header_digest,
+        epoch=record.epoch,
+        epoch_start=record.epoch_start,
+    )
+    sources = tuple(FetchSource(s.node, s.segment, s.index) for s in piece.sources)
+    return FetchPiece(pack_slot_header(header), sources)
+
+
+def _record(node: str, segment: HeldSegment, slot: HeldSlot) -> SlotRecord:
+    header = unpack_slot_header(slot.header)
+    if header is None:
+        raise _unbelievable(node, segment, slot, "its header is damaged")
+    if header.state is not SlotState.SEALED:
+        raise _unbelievable(node, segment, slot, f"it is {header.state.name.lower()}, not sealed")
+    anchors = int.from_bytes(slot.anchors, "little")
+    if anchors >> segment.num_operators:
+        why = f"it anchors operators beyond the {segment.num_operators} there are"
+        raise _unbelievable(node, segment, slot, why)
+    return header_record(header, segment.generation, slot.slot, slot.anchors)
+
+
+def _unbelievable(node: str, segment: HeldSegment, slot: HeldSlot, why: str) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"what it tells of a snapshot cannot be: {why}",
+        operation="plan recovery",
+        ids={"node": node, "segment": segment.name, "slot": slot.slot},
+        hint="Check that all nodes run the same version of ckptd",
+    )

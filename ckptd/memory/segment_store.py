@@ -1,0 +1,425 @@
+"""The segment files of this node: made within the memory there is, adopted after a restart.
+
+The files are the only truth; a `SegmentStore` is what one finds by looking at them. A file gets
+its name when it is complete, so a crash leaves a temporary (removed at the next start) and never
+half a segment. A file that cannot be believed is put aside as `*.bad`, not deleted; one that cannot
+be had now waits (`ckptd.memory.adoption`).
+
+Boundary logs and parked state live beside the snapshots and count and age alike. But whoever looks for snapshots must not
+come upon one: iterating, `of_rank` and `of_run` leave them out; `everything` and its like are for those
+who look after memory, whatever is in it. Generations of a rank are counted over all kinds.
+
+`reserve` and `enter` are quick and belong to the daemon's loop thread, `build` may take seconds
+(it touches every page) and belongs to a worker.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ckptd.core.sessions import MemoryFacts, RankKey, SegmentFacts
+from ckptd.core.slots.segment_format import (
+    SegmentDescriptor,
+    SegmentGeometry,
+    encode_descriptor,
+    plan_geometry,
+    write_prologue,
+)
+from ckptd.core.slots.segment_names import FILE_ENDS, REPLICA_ENDS, segment_file_name
+from ckptd.memory.adoption import ASIDE, Adopted, Adoption
+from ckptd.memory.file_mapping import FileMapping
+from ckptd.memory.pages import allocate, populate, try_mlock
+from ckptd.memory.segment_file import Segment, open_segment
+from ckptd.transport.control.messages import RefusalCode
+from ckptd.units import format_bytes
+
+__all__ = ["CannotReserve", "SegmentPlan", "SegmentStore"]
+
+
+class CannotReserve(RuntimeError):
+    """There is no memory for it; code, message and hint are those of the refusal."""
+
+    def __init__(self, code: RefusalCode, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.code, self.message, self.hint = code, message, hint
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """A segment that was promised and is not there yet."""
+
+    descriptor: SegmentDescriptor
+    geometry: SegmentGeometry
+    path: Path
+
+    @property
+    def key(self) -> RankKey:
+        """Whose it will be."""
+        return RankKey(self.descriptor.job, self.descriptor.run, self.descriptor.rank)
+
+    @property
+    def temporary(self) -> Path:
+        """Its file until it is complete."""
+        return self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+
+
+class SegmentStore:
+    """Every segment under one folder. All methods but `build` belong to one thread.
+
+    Args:
+        folder: an existing folder on which this store has the only claim.
+        mlock: auto, on or off, as in the configuration.
+        group: may write to segments, and read replicas.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        quota_bytes: int,
+        node_id: str,
+        *,
+        mlock: str,
+        hugepages: str,
+        group: int | None = None,
+    ) -> None:
+        self.folder = folder
+        self.quota_bytes = quota_bytes
+        self.node_id = node_id
+        self._mlock, self._group = mlock, group
+        self._hugepages = hugepages
+        self._segments: dict[tuple[RankKey, int], Segment] = {}
+        # The same by run, rank and generation: this is asked for at every beat, of every rank, however many runs are held.
+        self._runs: dict[tuple[str, str], dict[RankKey, dict[int, Segment]]] = {}
+        self._plans: dict[tuple[RankKey, int], SegmentPlan] = {}
+        self._adoption = Adoption(folder, FILE_ENDS.values(), superseded=self._superseded)
+        # What else lives in this folder and counts: the replicas of other nodes' segments.
+        self.other_bytes: Callable[[], int] = int
+        # Makes the folder and claims it again, when somebody has removed it.
+        self.remake_folder: Callable[[], None] = lambda: None
+        # And what ranks of this node have of that: copies that they read.
+        self.other_facts: Callable[[], list[SegmentFacts]] = list
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter([s for s in self.everything() if s.holds_snapshots])
+
+    def __len__(self) -> int:
+        return sum(s.holds_snapshots for s in self._segments.values())
+
+    def get(self, key: RankKey, generation: int) -> Segment | None:
+        """One segment of a rank, whatever it holds."""
+        return self._segments.get((key, generation))
+
+    def of_rank(self, key: RankKey) -> list[Segment]:
+        """The segments with a rank's snapshots, the one that was filled last at the end.
+
+        Not by generation: one may be made ahead of the change of schedule that it is for, and lie empty until then.
+        """
+        found = [s for s in self._of_rank(key).values() if s.holds_snapshots]
+        # To order them every slot header is read.
+        return found if len(found) < 2 else sorted(found, key=Segment.last_filled)
+
+    def of_run(self, job: str, run: str) -> list[Segment]:
+        """The segments with a run's snapshots."""
+        return [s for s in self.all_of_run(job, run) if s.holds_snapshots]
+
+    def everything(self) -> list[Segment]:
+        """Every segment, boundary logs and parked state included."""
+        return [self._segments[key] for key in sorted(self._segments)]
+
+    def all_of_rank(self, key: RankKey) -> list[Segment]:
+        """Whatever there is of a rank, oldest generation first."""
+        found = self._of_rank(key)
+        return [found[generation] for generation in sorted(found)]
+
+    def all_of_run(self, job: str, run: str) -> list[Segment]:
+        """Whatever there is of a run."""
+        ranks = self._runs.get((job, run), {})
+        return [segment for key in sorted(ranks) for segment in self.all_of_rank(key)]
+
+    def logs_of_run(self, job: str, run: str) -> list[Segment]:
+        """The boundary logs of a run."""
+        return [s for s in self.all_of_run(job, run) if s.is_log]
+
+    def replicated_logs_of(self, key: RankKey) -> list[Segment]:
+        """The boundary logs of a rank of which replicas are wanted, oldest generation first."""
+        return [s for s in self.all_of_rank(key) if s.is_log and s.descriptor.replicated]
+
+    def parks_of_run(self, job: str, run: str) -> list[Segment]:
+        """The parked states of a run."""
+        return [s for s in self.all_of_run(job, run) if s.descriptor.kind == "parked"]
+
+    @property
+    def used_bytes(self) -> int:
+        """What all segments take, those still being made included."""
+        made = sum(s.file_bytes for s in self._segments.values())
+        planned = sum(p.geometry.total_bytes for p in self._plans.values())
+        return made + planned + self.other_bytes()
+
+    def facts(self) -> list[SegmentFacts]:
+        """Every segment, for the admission decision; planned ones count with their bytes."""
+        every = self.everything()
+        made = [_facts(s.descriptor, s.file_bytes, s.owned(), True) for s in every]
+        plans = self._plans.values()
+        made += [_facts(p.descriptor, p.geometry.total_bytes, False, False) for p in plans]
+        return made + self.other_facts()
+
+    def memory(self, promised: dict[RankKey, int]) -> MemoryFacts:
+        """The numbers of the memory under the segments, now."""
+        info = os.statvfs(self.folder)
+        # What plans have yet to allocate is not gone from the filesystem.
+        planned = sum(p.geometry.total_bytes - _allocated(p) for p in self._plans.values())
+        return MemoryFacts(
+            quota_bytes=self.quota_bytes,
+            fs_total_bytes=info.f_blocks * info.f_frsize,
+            fs_available_bytes=max(0, info.f_bavail * info.f_frsize - planned),
+            segment_dir=str(self.folder),
+            promised=promised,
+        )
+
+    def look_at_folder(self) -> list[Segment]:
+        """Have it made again if somebody has removed it, as logind does at the end of a user's last login (RemoveIPC).
+
+        Returns:
+            Segments whose files went with it.
+        """
+        if self.folder.is_dir():
+            return []
+        self.remake_folder()
+        return self.everything()
+
+    def rescue(self, segment: Segment) -> Segment:
+        """A new file with this name and what is still mapped of one that somebody has removed. It takes its place; a trainer that has the
+        removed one mapped goes on with that.
+
+        Blocks for as long as the copy takes: it is for a rare mishap.
+
+        Raises:
+            OSError: there is no room, or the name is taken.
+            SegmentError: what is mapped is no segment any more.
+        """
+        temporary = segment.path.with_name(f".{segment.path.name}.{os.getpid()}.tmp")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(temporary, flags, 0o600)
+        try:
+            allocate(fd, segment.file_bytes)
+            FileMapping(fd, segment.file_bytes).view[:] = segment.buffer
+            if self._group is not None:
+                os.fchown(fd, -1, self._group)
+                os.fchmod(fd, 0o660)
+            os.link(temporary, segment.path)  # never over a file that is there
+            found = open_segment(segment.path)
+        finally:
+            os.close(fd)
+            temporary.unlink(missing_ok=True)
+        self.discard(segment)
+        segment.close()
+        self._enter(found)
+        return found
+
+    def adopt(self, now_s: float) -> Adopted:
+        """Take over the files of an earlier daemon."""
+        for leftover in self.folder.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+        first = self._take_over(self._adoption.begin(), now_s)
+        return first.and_then(self._take_over(self._adoption.come_back(), now_s))
+
+    def adopt_waiting(self, now_s: float) -> Adopted:
+        """Try again what could not be had before."""
+        return self._take_over(self._adoption.again(), now_s)
+
+    def waits_for(self, job: str, run: str) -> list[str]:
+        """The files of a run that are here, and could not be taken over yet."""
+        return self._adoption.waits_for(f"{job}~{run}~")
+
+    def _take_over(self, found: Adopted, now_s: float) -> Adopted:
+        for segment in found.segments:
+            segment.detached_at_s = None if segment.owned() else now_s
+            self._enter(segment)
+        return found
+
+    def _superseded(self, told: SegmentDescriptor) -> bool:
+        """Whether its rank went on without it, in a segment that was made later."""
+        key = RankKey(told.job, told.run, told.rank)
+        return max(self._generations(key), default=-1) > told.generation or any(
+            segment.descriptor.created_at_ns > told.created_at_ns
+            for segment in self.all_of_rank(key)
+        )
+
+    def _generations(self, key: RankKey, *, aside: bool = False) -> list[int]:
+        """Of all files of a rank, also of those that wait; ``aside``: and of those that were put aside."""
+        stem = f"{key.job}~{key.run}~r{key.rank}~g"
+        found = []
+        for path in self.folder.glob(f"{stem}*"):
+            name = path.name.removesuffix(ASIDE) if aside else path.name
+            number, dot, end = name.removeprefix(stem).partition(".")
+            if number.isdecimal() and dot + end in FILE_ENDS.values():
+                found.append(int(number))
+        return found
+
+    def plan(self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int) -> SegmentPlan:
+        """Lay out the next generation of a rank; nothing is promised yet.
+
+        Raises:
+            ValueError: numbers or names that no segment can have.
+        """
+        key = RankKey(descriptor.job, descriptor.run, descriptor.rank)
+        known = [generation for k, generation in [*self._segments, *self._plans] if k == key]
+        # What waits, or was put aside, has its number still: it may come back.
+        known += self._generations(key, aside=True)
+        final = msgspec.structs.replace(
+            descriptor,
+            generation=max(known, default=-1) + 1,
+            node_id=self.node_id,
+            created_at_ns=time.time_ns(),
+        )
+        geometry = plan_geometry(num_slots, slot_bytes, len(encode_descriptor(final)))
+        name = segment_file_name(final.job, final.run, final.rank, final.generation, final.kind)
+        return SegmentPlan(final, geometry, self.folder / name)
+
+    def promise(self, plan: SegmentPlan) -> None:
+        """Count the plan's bytes as used from now on."""
+        self._plans[plan.key, plan.descriptor.generation] = plan
+
+    def cancel(self, plan: SegmentPlan) -> None:
+        """The plan came to nothing."""
+        self._plans.pop((plan.key, plan.descriptor.generation), None)
+
+    def build(self, plan: SegmentPlan) -> Segment:
+        """Make the file: every page allocated, touched and perhaps locked. May take seconds.
+
+        Raises:
+            CannotReserve: the filesystem is full, or locking was demanded and is not allowed.
+        """
+        temporary = plan.temporary
+        try:
+            return self._build(plan, temporary)
+        except OSError as error:
+            raise _no_room(plan, self.folder, error) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def enter(self, plan: SegmentPlan, segment: Segment) -> None:
+        """The plan has become this segment."""
+        self.cancel(plan)
+        self._enter(segment)
+
+    def create(self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int) -> Segment:
+        """Plan, build and enter in one go."""
+        plan = self.plan(descriptor, num_slots, slot_bytes)
+        self.promise(plan)
+        try:
+            segment = self.build(plan)
+        except BaseException:
+            self.cancel(plan)
+            raise
+        self.enter(plan, segment)
+        return segment
+
+    def remove(self, segment: Segment) -> None:
+        """Unlink and forget a segment. Its memory is free once nobody maps it any more."""
+        self.discard(segment)
+        segment.path.unlink(missing_ok=True)
+
+    def discard(self, segment: Segment) -> None:
+        """Forget a segment and leave its file alone."""
+        key = segment.key
+        if self._segments.pop((key, segment.generation), None) is None:
+            return
+        ranks = self._runs[key.job, key.run]
+        del ranks[key][segment.generation]
+        if not ranks[key]:
+            del ranks[key]
+        if not ranks:
+            del self._runs[key.job, key.run]
+
+    def remove_bad(self, job: str, run: str) -> int:
+        """Delete what was put aside of a run, or waits to be taken over; returns how many files."""
+        found = list(self.folder.glob(f"{job}~{run}~*{ASIDE}"))
+        for path in found:
+            path.unlink(missing_ok=True)
+        return len(found) + self._adoption.forget(f"{job}~{run}~")
+
+    def lock_in_memory(self, segment: Segment) -> None:
+        """mlock as configured; a failure is recorded in `segment.mlocked` and tolerated."""
+        if self._mlock != "off" and not segment.mlocked:
+            segment.mlocked = try_mlock(segment.buffer) is None
+
+    def _enter(self, segment: Segment) -> None:
+        key = segment.key
+        self._segments[key, segment.generation] = segment
+        of_run = self._runs.setdefault((key.job, key.run), {})
+        of_run.setdefault(key, {})[segment.generation] = segment
+
+    def _of_rank(self, key: RankKey) -> dict[int, Segment]:
+        return self._runs.get((key.job, key.run), {}).get(key, {})
+
+    def _build(self, plan: SegmentPlan, temporary: Path) -> Segment:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(temporary, flags, 0o600)
+        try:
+            file_bytes = allocate(fd, plan.geometry.total_bytes)
+            mapping = FileMapping(fd, file_bytes)
+            buffer = mapping.view
+            populate(buffer, hugepages=self._hugepages == "auto")
+            why_not = None if self._mlock == "off" else try_mlock(buffer)
+            if why_not is not None and self._mlock == "on":
+                raise CannotReserve(
+                    RefusalCode.SEGMENT_FS,
+                    f"{format_bytes(file_bytes)} cannot be locked in memory: {why_not}",
+                    "raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity in the unit), or set "
+                    "CKPTD_MLOCK=auto",
+                )
+            write_prologue(buffer, plan.geometry, plan.descriptor)
+            if self._group is not None:
+                os.fchown(fd, -1, self._group)
+                replica = plan.path.name.endswith(tuple(REPLICA_ENDS.values()))
+                os.fchmod(fd, 0o640 if replica else 0o660)
+            temporary.rename(plan.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        mlocked = self._mlock != "off" and why_not is None
+        return Segment(
+            plan.path, plan.descriptor, plan.geometry, mapping, fd, file_bytes, mlocked=mlocked
+        )
+
+
+def _facts(
+    descriptor: SegmentDescriptor, total_bytes: int, owned: bool, ready: bool
+) -> SegmentFacts:
+    return SegmentFacts(
+        key=RankKey(descriptor.job, descriptor.run, descriptor.rank),
+        generation=descriptor.generation,
+        world_size=descriptor.world_size,
+        topology=descriptor.topology,
+        layout_version=descriptor.layout_version,
+        total_bytes=total_bytes,
+        owned=owned,
+        ready=ready,
+    )
+
+
+def _allocated(plan: SegmentPlan) -> int:
+    try:
+        return min(plan.temporary.stat().st_blocks * 512, plan.geometry.total_bytes)
+    except FileNotFoundError:
+        return 0  # not begun, or complete and about to be entered
+
+
+def _no_room(plan: SegmentPlan, folder: Path, error: OSError) -> CannotReserve:
+    info = os.statvfs(folder)
+    return CannotReserve(
+        RefusalCode.SEGMENT_FS,
+        f"{plan.key} needs {format_bytes(plan.geometry.total_bytes)} "
+        f"({plan.geometry.num_slots} slots of {format_bytes(plan.geometry.slot_bytes)}); the "
+        f"filesystem of {folder} has {format_bytes(info.f_blocks * info.f_frsize)}, of which "
+        f"{format_bytes(info.f_bavail * info.f_frsize)} is free: {error.strerror or error}",
+        "enlarge it (`mount -o remount,size=<bytes> /dev/shm`, or `docker run --shm-size`), or "
+        "set CKPTD_SEGMENT_DIR to a larger tmpfs",
+    )

@@ -1,0 +1,1 @@
+"""The daemon of a node: configuration, life, sessions of trainers, and what it answers."""

@@ -1,0 +1,195 @@
+"""The daemon's answers to `ckptctl`: what there is, what happened, and forgetting a run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import ckptd
+from ckptd.config.settings import DaemonConfig
+from ckptd.core.sessions import Session, SessionTable
+from ckptd.event_log import EventLog
+from ckptd.memory import inventory, locks
+from ckptd.memory.housekeeping import Housekeeper
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.node.peering import Peering
+from ckptd.persistence.tier import StorageTier
+from ckptd.storage.stores.store_base import public_url
+from ckptd.transport.control import messages as m
+from ckptd.transport.control.messages import RefusalCode
+from ckptd.units import format_bytes
+
+__all__ = ["Admin", "openers"]
+
+
+class Admin:
+    """Reads sessions, segments and events; only `forget` and `unquarantine` change anything."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        store: SegmentStore,
+        sessions: SessionTable,
+        events: EventLog,
+        housekeeper: Housekeeper,
+        peering: Peering,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        tier: StorageTier | None = None,
+    ) -> None:
+        self._tier = tier
+        self._config, self._peering, self._clock = config, peering, clock
+        self._store, self._sessions = store, sessions
+        self._events, self._housekeeper = events, housekeeper
+        self._started_s = clock()
+
+    def status(self) -> m.Status:
+        """Everything `ckptctl status` shows."""
+        now_s = self._clock()
+        promised = self._sessions.promised()
+        memory = self._store.memory(promised)
+        anon, file, shmem = inventory.own_memory()
+        return m.Status(
+            version=ckptd.__version__,
+            node_id=self._store.node_id,
+            boot_id=self._peering.boot_id,
+            pid=os.getpid(),
+            uptime_s=now_s - self._started_s,
+            endpoint=self._config.listen,
+            runtime_dir=self._config.runtime_dir,
+            segment_dir=str(self._store.folder),
+            quota_bytes=self._store.quota_bytes,
+            used_bytes=self._store.used_bytes,
+            promised_bytes=sum(promised.values()),
+            fs_total_bytes=memory.fs_total_bytes,
+            fs_available_bytes=memory.fs_available_bytes,
+            rss_anon_bytes=anon,
+            rss_file_bytes=file,
+            rss_shmem_bytes=shmem,
+            seal_queue=self._housekeeper.queued,
+            sessions=tuple(self._session_status(session, now_s) for session in self._sessions),
+            segments=tuple(inventory.segment_status(s, now_s) for s in self._store.everything()),
+            counters={**self._events.counters, **self._peering.fabric_counters},
+            durable=None if self._tier is None else self._durable(self._tier),
+        )
+
+    def _durable(self, tier: StorageTier) -> m.DurableStatus:
+        counters = self._events.counters
+        return m.DurableStatus(
+            url=public_url(self._config.store),
+            keeper_pid=tier.keeper_pid,
+            uploaded_bytes=counters["persisted_bytes"],
+            spared_bytes=counters["persist_spared_bytes"],
+            ranks=tuple(
+                m.DurableRank(
+                    job=key.job,
+                    run=key.run,
+                    rank=key.rank,
+                    committed=state.committed,
+                    lag_iterations=state.lag_iterations,
+                    under_way=state.under_way,
+                    stored=state.stored,
+                    of=state.of,
+                    stride=state.stride,
+                    skipped=state.skipped,
+                    abandoned=state.abandoned,
+                    uploaded_bytes=state.uploaded_bytes,
+                    last_s=state.last_s,
+                    reason=state.reason,
+                )
+                for key, state in tier.states().items()
+            ),
+        )
+
+    def _session_status(self, session: Session, now_s: float) -> m.SessionStatus:
+        segments = self._store.all_of_rank(session.key)
+        return m.SessionStatus(
+            job=session.key.job,
+            run=session.key.run,
+            rank=session.key.rank,
+            world_size=session.wish.world_size,
+            pid=session.pid,
+            step=session.step,
+            metrics=dict(session.metrics),
+            segments=len(segments),
+            segment_bytes=sum(segment.file_bytes for segment in segments),
+            promised_bytes=session.wish.needed_bytes,
+            attached_s=now_s - session.attached_at_s,
+            watched_by=session.watched_by,
+        )
+
+    def snapshots(self, message: m.GetSnapshots) -> m.Snapshots:
+        """The slot tables of the ranks that were asked for."""
+        keys = {
+            segment.key
+            for segment in self._store
+            if message.job in ("", segment.key.job)
+            and message.run in ("", segment.key.run)
+            and message.rank in (-1, segment.key.rank)
+        }
+        return m.Snapshots(
+            tuple(
+                inventory.rank_snapshots(self._store.all_of_rank(key), operators=message.operators)
+                for key in sorted(keys)
+            ),
+            tuple(self._peering.quarantine.told(message.job, message.run)),
+        )
+
+    def events(self, message: m.GetEvents) -> m.Events:
+        """A page of the event log."""
+        return self._events.page(message.since, message.limit)
+
+    def unquarantine(self, message: m.Unquarantine) -> m.Done | m.Refused:
+        """What replays had quarantined here counts again, after its digests were verified once more."""
+        name = f"{message.job}/{message.run}"
+        if not self._peering.quarantine.failures(message.job, message.run):
+            return m.Refused(RefusalCode.NOT_FOUND, f"no failed replay of {name} is known here")
+        if refused := self._in_use(message.job, message.run):
+            return refused
+        slots = self._peering.quarantine.lift(message.job, message.run)
+        for segment, index, sequence in slots:
+            self._housekeeper.doubt(segment, index, sequence)
+        text = f"{name}: {len(slots)} snapshots of this node are no longer quarantined"
+        self._events.add("warning", "unquarantined", text)
+        return m.Done(text)
+
+    def _in_use(self, job: str, run: str) -> m.Refused | None:
+        """Why nothing can be done to a run now: it has live trainers."""
+        alive = [s for s in self._sessions if (s.key.job, s.key.run) == (job, run)]
+        owned = [segment for segment in self._store.all_of_run(job, run) if segment.owned()]
+        if not alive and not owned:
+            return None
+        pids = sorted({s.pid for s in alive} | set(openers(owned)))
+        return m.Refused(
+            RefusalCode.IN_USE,
+            f"{job}/{run} has live trainers: process {', '.join(map(str, pids)) or 'unknown'}",
+            "end them first",
+        )
+
+    def forget(self, message: m.Forget) -> m.Done | m.Refused:
+        """Free a run that no trainer owns."""
+        segments = self._store.all_of_run(message.job, message.run)
+        name = f"{message.job}/{message.run}"
+        if refused := self._in_use(message.job, message.run):
+            return refused
+        bad = self._store.remove_bad(message.job, message.run)
+        known = self._peering.knows(message.job, message.run)
+        replicas = self._peering.forget(message.job, message.run)
+        if not segments and not bad and not replicas and not known:
+            runs = sorted({f"{s.key.job}/{s.key.run}" for s in self._store.everything()})
+            held = f"in memory are {', '.join(runs)}" if runs else "nothing is in memory"
+            return m.Refused(RefusalCode.NOT_FOUND, f"no segments of {name}; {held}")
+        size = sum(segment.file_bytes for segment in segments) + replicas
+        for segment in segments:
+            self._housekeeper.remove(segment, "forgotten by request")
+        put_aside = f" and {bad} damaged files" if bad else ""
+        who = ", and who took part in it" if known else ""
+        return m.Done(f"freed {format_bytes(size)} in {len(segments)} segments{put_aside}{who}")
+
+
+def openers(segments: list[Segment]) -> list[int]:
+    """The other processes that have these files open, as far as this user may see."""
+    found = {pid for segment in segments for pid in locks.holders_of(segment.path)}
+    return sorted(found - {os.getpid()})

@@ -1,0 +1,224 @@
+"""Making segments for trainers: empty ones, and ones that are filled from other nodes (docs/replication.md §7).
+
+On the daemon's loop thread; what takes long goes to workers, and the answer follows when it is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from ckptd.core.sessions import AttachWish, Session, reject_if_too_large
+from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor, unpack_slot_header
+from ckptd.errors import SegmentError
+from ckptd.event_log import EventLog
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_store import CannotReserve, SegmentPlan, SegmentStore
+from ckptd.node.peering import Peering
+from ckptd.restore.descriptor_search import FoundDescriptor
+from ckptd.transport.control import messages as m
+from ckptd.transport.control.messages import RefusalCode
+from ckptd.units import format_bytes
+from ckptd.workers import Workers
+
+__all__ = ["Answer", "Reserving", "segment_info"]
+
+logger = logging.getLogger(__name__)
+
+Answer = Callable[[m.Reply], None]
+
+
+class Reserving:
+    """Admits, makes and enters segments of attached ranks.
+
+    Args:
+        slow: workers for making memory.
+    """
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        events: EventLog,
+        slow: Workers,
+        peering: Peering,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store, self._events, self._slow = store, events, slow
+        self._peering, self._clock = peering, clock
+
+    def reserve(
+        self, session: Session, message: m.Reserve | m.ReserveBeside, answer: Answer
+    ) -> m.Reply | None:
+        """Begin to make a segment for a rank; the answer follows later, or a refusal is returned."""
+        try:
+            descriptor = decode_descriptor(message.descriptor)
+        except SegmentError as error:
+            return m.Refused(RefusalCode.BAD_DESCRIPTOR, str(error))
+        if descriptor.holds_snapshots == isinstance(message, m.ReserveBeside):
+            text = (
+                f"{type(message).__name__} with the descriptor of a segment for {descriptor.kind}"
+            )
+            return m.Refused(RefusalCode.BAD_DESCRIPTOR, text)
+        return self._make(
+            session,
+            descriptor,
+            message.num_slots,
+            message.slot_bytes,
+            lambda segment: answer(m.Reserved(segment_info(segment), segment.mlocked)),
+            answer,
+        )
+
+    def _make(
+        self,
+        session: Session,
+        descriptor: SegmentDescriptor,
+        num_slots: int,
+        slot_bytes: int,
+        made: Callable[[Segment], None],
+        answer: Answer,
+        *,
+        final: bool = True,
+    ) -> m.Reply | None:
+        """Begin to make the next generation of a rank; ``made`` or a refusal follows later, or one is returned.
+
+        Args:
+            final: whether to tell of a refusal, because less is not asked for afterwards.
+        """
+        try:
+            plan = self._store.plan(descriptor, num_slots, slot_bytes)
+        except ValueError as error:
+            return m.Refused(RefusalCode.BAD_DESCRIPTOR, str(error))
+        if (wrong := _contradiction(descriptor, session.wish)) is not None:
+            return m.Refused(RefusalCode.BAD_DESCRIPTOR, wrong)
+        facts = self._store.facts()
+        own = sum(fact.total_bytes for fact in facts if fact.key == session.key)
+        rejected = reject_if_too_large(
+            session.key,
+            own + plan.geometry.total_bytes,
+            f"{num_slots} slots of {format_bytes(slot_bytes)}"
+            + (f" beside {format_bytes(own)} that it has" if own else ""),
+            facts,
+            self._peering.memory,
+        )
+        if rejected is not None:
+            if not final:
+                return m.Refused(rejected.code, rejected.message, rejected.hint)
+            self._events.add("warning", f"refused.{rejected.code}", rejected.message, session.key)
+            return m.Refused(rejected.code, rejected.message, rejected.hint)
+        self._store.promise(plan)
+        started = self._slow.submit(
+            partial(self._store.build, plan),
+            partial(self._built, plan, made),
+            partial(self._not_built, plan, answer),
+        )
+        if not started:
+            self._store.cancel(plan)
+            return m.Refused(RefusalCode.IN_USE, "too many segments are being made", "try again")
+        return None
+
+    def _built(self, plan: SegmentPlan, made: Callable[[Segment], None], segment: Segment) -> None:
+        segment.detached_at_s = self._clock()  # until its trainer takes the owner lock
+        self._store.enter(plan, segment)
+        self._events.add(
+            "info",
+            "reserved",
+            f"{plan.key} generation {segment.generation}: {segment.geometry.num_slots} slots of "
+            f"{format_bytes(segment.geometry.slot_bytes)}"
+            f"{', locked in memory' if segment.mlocked else ''}",
+            plan.key,
+        )
+        made(segment)
+
+    def _not_built(self, plan: SegmentPlan, answer: Answer, error: BaseException) -> None:
+        self._store.cancel(plan)
+        if isinstance(error, CannotReserve):
+            self._events.add("warning", f"refused.{error.code}", error.message, plan.key)
+            answer(m.Refused(error.code, error.message, error.hint))
+            return
+        logger.error("making a segment for %s failed", plan.key, exc_info=error)
+        self._events.add("error", "reserve_failed", f"{plan.key}: {error!r}", plan.key)
+        answer(m.Refused(RefusalCode.INTERNAL, f"making the segment failed: {error!r}"))
+
+    def fetch(self, session: Session, message: m.Fetch, answer: Answer) -> m.Reply | None:
+        """Make a segment like the one that the holders have, and begin to fill it; answers as `reserve` does."""
+        images = [h.image_len for p in message.pieces if (h := unpack_slot_header(p.header))]
+        if len(images) < len(message.pieces):
+            return m.Refused(RefusalCode.BAD_MESSAGE, "a slot header in it is damaged")
+
+        def described(found: FoundDescriptor | str) -> None:
+            if isinstance(found, str):
+                hint = "the nodes that held it are gone: start again, the ranks then plan anew"
+                answer(m.Refused(RefusalCode.NOT_FOUND, found, hint))
+                return
+            if not found.descriptor.holds_snapshots:
+                text = f"what is to be fetched holds {found.descriptor.kind}, not snapshots"
+                answer(m.Refused(RefusalCode.BAD_MESSAGE, text))
+                return
+            if not all(0 < image_len <= found.slot_bytes for image_len in images):
+                text = (
+                    f"images of {min(images)} to {max(images)} bytes, slots of {found.slot_bytes}"
+                )
+                hint = "a node tells what cannot be: see `ckptctl peers`, and plan anew"
+                answer(m.Refused(RefusalCode.BAD_MESSAGE, f"{text} bytes", hint))
+                return
+            least = len(message.pieces) + 2
+            make = partial(
+                self._make,
+                session,
+                found.descriptor,
+                slot_bytes=found.slot_bytes,
+                made=lambda segment: self._begin_fetch(segment, message, answer),
+                answer=answer,
+            )
+            # As much room as the holder has, or, on a node with less memory, as little as will do.
+            refused = None
+            if found.num_slots > least:
+                refused = make(num_slots=found.num_slots, final=False)
+            if found.num_slots <= least or refused is not None:
+                refused = make(num_slots=least)
+            if refused is not None:
+                answer(refused)
+
+        self._peering.meet(message.cards)
+        self._peering.find_descriptor(session.key, message.pieces[0].sources, described)
+        return None
+
+    def _begin_fetch(self, segment: Segment, message: m.Fetch, answer: Answer) -> None:
+        self._peering.fetch(segment, message.pieces)
+        answer(m.Reserved(segment_info(segment), segment.mlocked))
+
+    def fetch_state(self, session: Session, message: m.GetFetch) -> m.Reply:
+        """How far a fetch is."""
+        job = self._peering.fetch_of(session.key, message.generation)
+        if job is None:
+            text = f"nothing is fetched into generation {message.generation} of {session.key}"
+            return m.Refused(RefusalCode.NOT_FOUND, text, "the daemon was restarted: start again")
+        return job.state
+
+
+def segment_info(segment: Segment) -> m.SegmentInfo:
+    """Where a trainer finds its segment."""
+    return m.SegmentInfo(
+        path=str(segment.path),
+        generation=segment.generation,
+        slot_bytes=segment.geometry.slot_bytes,
+        num_slots=segment.geometry.num_slots,
+    )
+
+
+def _contradiction(descriptor: SegmentDescriptor, wish: AttachWish) -> str | None:
+    """How a segment's descriptor differs from what its trainer attached as, if it does."""
+    key = wish.key
+    pairs = (
+        ("job", descriptor.job, key.job),
+        ("run", descriptor.run, key.run),
+        ("rank", descriptor.rank, key.rank),
+        ("world_size", descriptor.world_size, wish.world_size),
+        ("topology", descriptor.topology, wish.topology),
+        ("layout_version", descriptor.layout_version, wish.layout_version),
+    )
+    for name, told, attached in pairs:
+        if told != attached:
+            return f"the descriptor says {name} {told!r}, the session attached with {attached!r}"
+    return None

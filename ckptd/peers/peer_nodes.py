@@ -1,0 +1,302 @@
+"""The nodes that this one talks to: how they are reached, and whether they answer.
+
+A neighbour that has not answered a hello for ``peer_deadline_s`` is *lost* until it answers again; one that answers with
+another boot id was restarted, and knows neither leases nor tickets of before.
+
+Which of two boots of a node is the newer one is told by these answers alone, and by no clock: a node has one daemon at a time,
+and a hello is asked only when the one before is over, so whoever answers it lived after whoever answered that. What comes by itself
+from another boot than the one that answered last may be of an earlier one, however late, and is not acted on.
+
+A node whose place in every run was taken, and that does not answer either, is forgotten: each that is known costs a connection
+with three descriptors, and on machines that are replaced for months these would otherwise be used up.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import ckptd
+from ckptd.config.config_values import parse_labels
+from ckptd.config.settings import DaemonConfig
+from ckptd.event_log import EventLog
+from ckptd.peers.peer_link import PeerLink, Post
+from ckptd.transport.control import peer_messages as p
+from ckptd.transport.control.messages import NodeCard, PeerStatus
+from ckptd.transport.verbs import Fabric, PeerAddress
+
+__all__ = ["NeighbourEvents", "Neighbours"]
+
+_HELLOS_PER_DEADLINE = 10
+_SURVEY_S = 3.0
+_SURVEY_SILENT_S = (
+    0.5  # one that missed its last hellos is probably what the job is recovering from
+)
+_FORGET_DEADLINES = 4  # without an answer, until a node that has no part in any run is forgotten
+_MAX_PEERS = 65_536
+_PEER_DESCRIPTORS = 4  # three of our connection to it, and one of its connection to us
+_OTHER_DESCRIPTORS = 128  # for trainers, segments and what moves data
+
+
+@dataclass(frozen=True, slots=True)
+class NeighbourEvents:
+    """What is told of a node: ``lost`` with the reason, ``restarted`` with its new boot id."""
+
+    lost: Callable[[str, str], None]
+    back: Callable[[str], None]
+    restarted: Callable[[str, str], None]
+
+
+@dataclass(slots=True)
+class _Neighbour:
+    card: NodeCard
+    link: PeerLink
+    last_heard_s: float
+    boot_id: str = ""
+    lost: bool = False
+    asking: bool = False
+    next_hello_s: float = 0.0
+    free_bytes: int = 0
+
+
+class Neighbours:
+    """Connections by node, kept alive by hellos.
+
+    Args:
+        fabric: None without a peer listener: then nobody is met.
+        boot_id: ours.
+        memory_bytes: what segments and replicas may take here.
+    """
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        node: str,
+        boot_id: str,
+        fabric: Fabric | None,
+        events: EventLog,
+        told: NeighbourEvents,
+        *,
+        memory_bytes: int,
+        post: Post,
+        clock: Callable[[], float],
+    ) -> None:
+        self._node, self._boot_id, self._fabric, self._events = node, boot_id, fabric, events
+        self._deadline_s, self._labels = config.peer_deadline_s, parse_labels(config.labels)
+        self._told, self._post, self._clock = told, post, clock
+        self._memory_bytes = memory_bytes
+        self._known: dict[str, _Neighbour] = {}
+        self._full = False
+        # The nodes that have a part in a run, or are configured; the others are forgotten when they do not answer.
+        self.needed: Callable[[], Container[str]] = tuple
+
+    @property
+    def card(self) -> NodeCard:
+        """How others reach this node."""
+        address = PeerAddress(self._node, "") if self._fabric is None else self._fabric.address
+        return NodeCard(
+            self._node,
+            address.endpoint,
+            address.public_key,
+            self._labels,
+            self._boot_id,
+            self._memory_bytes,
+        )
+
+    @property
+    def lost(self) -> list[str]:
+        """Nodes that do not answer."""
+        return [node for node, neighbour in self._known.items() if neighbour.lost]
+
+    def meet(self, cards: Iterable[NodeCard]) -> None:
+        """Connect to these nodes."""
+        cards = [card for card in cards if card.node != self._node and card.endpoint]
+        wanted = {card.node for card in cards}
+        for card in cards:
+            self._meet(card, wanted)
+
+    def link(self, node: str) -> PeerLink | None:
+        """The connection to a node, None if its address is not known."""
+        neighbour = self._known.get(node)
+        return None if neighbour is None else neighbour.link
+
+    def boot_of(self, node: str) -> str:
+        """The newest boot of a node that is known to have lived; "" if it never answered."""
+        neighbour = self._known.get(node)
+        return "" if neighbour is None else neighbour.boot_id
+
+    def look_at(self, node: str) -> None:
+        """Something came from another boot of it: ask who lives there now, unless that is asked already."""
+        neighbour = self._known.get(node)
+        if neighbour is not None:
+            neighbour.next_hello_s = float("-inf")
+            self._look_after(node, neighbour, self._clock())
+
+    def tell_all(self, message: p.PeerMessage) -> None:
+        """Send everybody what needs no answer."""
+        for neighbour in self._known.values():
+            neighbour.link.tell(message)
+
+    def to_ask(self, cards: Sequence[NodeCard]) -> list[tuple[NodeCard, PeerLink, float]]:
+        """Those of them that were met, and for how long an answer of each is worth waiting."""
+        return [
+            (card, neighbour.link, self._patience_s(neighbour))
+            for card in cards
+            if (neighbour := self._known.get(card.node)) is not None
+        ]
+
+    def status(self, now_s: float) -> tuple[PeerStatus, ...]:
+        """Everybody, by name."""
+        return tuple(
+            PeerStatus(
+                node,
+                n.card.endpoint,
+                n.card.labels,
+                not n.lost,
+                now_s - n.last_heard_s,
+                n.free_bytes,
+            )
+            for node, n in sorted(self._known.items())
+        )
+
+    def welcome(self, hello: p.PeerHello, free_bytes: int) -> p.PeerReply:
+        """The answer to a hello."""
+        if hello.protocol != p.PEER_PROTOCOL_VERSION:
+            return p.PeerRefused(
+                "protocol",
+                f"{hello.node} speaks version {hello.protocol} between daemons, "
+                f"{self._node} version {p.PEER_PROTOCOL_VERSION}",
+                "run the same ckptd version on all nodes",
+            )
+        return p.PeerWelcome(
+            p.PEER_PROTOCOL_VERSION,
+            ckptd.__version__,
+            self._node,
+            self._boot_id,
+            self._labels,
+            free_bytes,
+        )
+
+    def tick(self, now_s: float) -> None:
+        """Hellos, deadlines, and who is forgotten."""
+        needed = self.needed()
+        for node, neighbour in list(self._known.items()):
+            silent_s = now_s - neighbour.last_heard_s
+            if node not in needed and silent_s > _FORGET_DEADLINES * self._deadline_s:
+                self._forget(node, f"it has not answered for {silent_s:.0f} s")
+            else:
+                self._look_after(node, neighbour, now_s)
+
+    # -- one of them -----------------------------------------------------------------------------
+
+    def _meet(self, card: NodeCard, wanted: Container[str]) -> None:
+        address = PeerAddress(card.node, card.endpoint, card.public_key)
+        known = self._known.get(card.node)
+        if known is not None and known.link.address == address:
+            return
+        if self._fabric is None or (known is None and not self._has_room(card.node, wanted)):
+            return
+        link = PeerLink(self._fabric.peer(address), self._post, self._boot_id)
+        fresh = _Neighbour(card, link, self._clock())
+        self._known[card.node] = fresh
+        if known is not None:
+            known.link.close()
+            fresh.boot_id = known.boot_id  # else nobody would notice that it was restarted
+            if known.lost:  # it gets its time anew
+                self._told.back(card.node)
+
+    def _has_room(self, node: str, wanted: Container[str]) -> bool:
+        """Whether one more may be known; whoever has no part in any run and was silent longest makes room for it."""
+        most = _most_peers()
+        needed = self.needed() if len(self._known) >= most else ()
+        while len(self._known) >= most:
+            spare = [n for n in self._known if n not in needed and n not in wanted]
+            if not spare:
+                break
+            oldest = min(spare, key=lambda n: self._known[n].last_heard_s)
+            self._forget(oldest, f"{node} needs its place")
+        full = len(self._known) >= most
+        if full and not self._full:
+            self._events.add(
+                "error",
+                "too_many_peers",
+                f"{node} is not connected: {most} nodes are, as many as the limit of open files allows; "
+                "raise it (LimitNOFILE= in the unit, ulimit -n)",
+            )
+        self._full = full
+        return not full
+
+    def _forget(self, node: str, why: str) -> None:
+        """Close what it takes; if it has a part in a run again, it is met again."""
+        neighbour = self._known[node]
+        self._lose(node, neighbour, why)
+        del self._known[node]
+        neighbour.link.close()
+        self._events.add(
+            "info", "peer_forgotten", f"{node} has no part in any run here, and {why}: it is closed"
+        )
+
+    def _look_after(self, node: str, neighbour: _Neighbour, now_s: float) -> None:
+        if not neighbour.lost and now_s - neighbour.last_heard_s > self._deadline_s:
+            self._lose(node, neighbour, f"no answer for {self._deadline_s:g} s")
+        if neighbour.asking or now_s < neighbour.next_hello_s:
+            return
+        neighbour.asking = True
+        neighbour.next_hello_s = now_s + self._deadline_s / _HELLOS_PER_DEADLINE
+        neighbour.link.ask(
+            p.PeerHello(
+                p.PEER_PROTOCOL_VERSION,
+                ckptd.__version__,
+                self._node,
+                self._boot_id,
+                self._labels,
+            ),
+            p.PeerWelcome,
+            partial(self._heard, node, neighbour),
+            partial(self._not_heard, node, neighbour),
+            timeout_s=self._deadline_s,
+        )
+
+    def _heard(self, node: str, neighbour: _Neighbour, welcome: p.PeerWelcome) -> None:
+        if self._known.get(node) is not neighbour:
+            return  # from an address that it had before
+        neighbour.asking = False
+        neighbour.last_heard_s = self._clock()
+        neighbour.free_bytes = welcome.free_bytes
+        restarted = bool(neighbour.boot_id) and neighbour.boot_id != welcome.boot_id
+        neighbour.boot_id = welcome.boot_id
+        if restarted:
+            self._events.add("info", "peer_restarted", f"the daemon of {node} was restarted")
+            self._told.restarted(node, welcome.boot_id)
+        if neighbour.lost:
+            neighbour.lost = False
+            self._events.add("info", "peer_back", f"{node} answers again")
+            self._told.back(node)
+
+    def _not_heard(self, node: str, neighbour: _Neighbour, code: str, reason: str) -> None:
+        neighbour.asking = False
+        self._events.count(f"hello.{code}")
+        if code == "protocol" and self._known.get(node) is neighbour:
+            self._lose(node, neighbour, reason)
+
+    def _lose(self, node: str, neighbour: _Neighbour, reason: str) -> None:
+        if neighbour.lost:
+            return
+        neighbour.lost = True
+        self._events.add("warning", "peer_lost", f"{node}: {reason}")
+        self._told.lost(node, reason)
+
+    def _patience_s(self, neighbour: _Neighbour) -> float:
+        silent_s = self._clock() - neighbour.last_heard_s
+        quiet_s = 2 * self._deadline_s / _HELLOS_PER_DEADLINE
+        return _SURVEY_SILENT_S if neighbour.lost or silent_s > quiet_s else _SURVEY_S
+
+
+def _most_peers() -> int:
+    """How many nodes can be known with the descriptors that this process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MAX_PEERS
+    return max(1, min(_MAX_PEERS, (limit - _OTHER_DESCRIPTORS) // _PEER_DESCRIPTORS))

@@ -1,0 +1,1 @@
+"""Replicas of other nodes' snapshots on this one: memory, grants, and who may touch what."""

@@ -1,0 +1,253 @@
+"""The replicas that peers have open here: made when they are asked for, named by leases (docs/replication.md §4, §5).
+
+A lease is good until its peer is gone, and means nothing to a later boot of either side. One that has not been used for a while
+does not keep a replica that nothing else needs: its peer opens it again. One whose peer is silent does not keep a replica from
+expiring: nobody may ever tell that this peer is gone.
+
+Snapshots come first: a replica of them that finds no memory gets that of replicas of boundary logs, and for a while no further log is taken in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor
+from ckptd.errors import SegmentError
+from ckptd.event_log import EventLog
+from ckptd.memory.inventory import held_slots
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_store import CannotReserve, SegmentPlan, SegmentStore
+from ckptd.peers.peer_link import AnswerPeer
+from ckptd.peers.replicas.replica_store import ReplicaStore, same_primary
+from ckptd.transport.control import peer_messages as p
+from ckptd.units import format_bytes
+from ckptd.workers import Workers
+
+__all__ = ["Leasing"]
+
+_MAX_LEASES = 65_536
+_IDLE_S = 60.0  # longer than a sender that has something to send waits before it asks again
+_SILENT_S = 60.0
+_SNAPSHOTS_FIRST_S = (
+    120.0  # longer than a sender of snapshots that was refused waits before it asks again
+)
+
+
+@dataclass(slots=True)
+class _Lease:
+    peer: str
+    boot_id: str
+    segment: Segment
+    used_s: float
+    heard_s: float  # when its peer last used it or said hello
+
+
+class Leasing:
+    """Opens replicas.
+
+    Args:
+        slow: workers for making memory.
+        ids: numbers that no earlier boot of ours has given.
+        boot_id: of this daemon; each answer names it.
+        told_epoch: called with each message that is what its descriptor says.
+        remove: frees a replica's memory, told why.
+    """
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        replicas: ReplicaStore,
+        events: EventLog,
+        slow: Workers,
+        *,
+        ids: Iterator[int],
+        boot_id: str,
+        told_epoch: Callable[[p.OpenReplica], None],
+        remove: Callable[[Segment, str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._store, self._replicas, self._events = store, replicas, events
+        self._slow, self._ids, self._told_epoch, self._clock = slow, ids, told_epoch, clock
+        self._remove, self._short_until_s = remove, float("-inf")
+        self._boot_id = boot_id
+        self._leases: dict[int, _Lease] = {}
+        self._building: dict[str, list[tuple[str, p.OpenReplica, AnswerPeer]]] = {}
+
+    def open(self, peer: str, message: p.OpenReplica, answer: AnswerPeer) -> None:
+        """Find or make the replica, and answer with a lease on it, now or later."""
+        try:
+            descriptor = decode_descriptor(message.descriptor)
+            if not (descriptor.holds_snapshots or (descriptor.is_log and descriptor.replicated)):
+                asked = "boundary logs are not replicated unless their rank asks for it"
+                raise ValueError(asked if descriptor.is_log else "parked state is not replicated")
+            num_slots = _slots_for(message, descriptor)
+            plan = self._replicas.plan(descriptor, num_slots, message.slot_bytes, message.origin)
+        except (SegmentError, ValueError) as error:
+            answer(p.PeerRefused("bad_message", str(error)))
+            return
+        told = (descriptor.job, descriptor.run, descriptor.rank)
+        if told != (message.job, message.run, message.rank):
+            answer(p.PeerRefused("bad_message", f"the descriptor is of {told}"))
+            return
+        try:
+            # Before it is told what is held: not what the epoch abandoned.
+            self._told_epoch(message)
+        except ValueError as error:
+            answer(p.PeerRefused("bad_message", str(error)))
+            return
+        except OSError as error:
+            answer(p.PeerRefused("quota", f"the epoch of {plan.key} cannot be written: {error}"))
+            return
+        rings = self._replicas.rings_of(descriptor)
+        wide = [ring for ring in rings if ring.geometry.num_slots >= num_slots]
+        if wide:
+            answer(self._lease(peer, message.boot_id, wide[-1], rings))
+            return
+        waiting = self._building.setdefault(plan.path.name, [])
+        waiting.append((peer, message, answer))
+        if len(waiting) == 1:
+            self._build(plan)
+
+    def use(self, number: int, peer: str) -> tuple[Segment, str] | None:
+        """The replica of a lease, and the boot of the peer that took it; None if this peer has no such lease."""
+        lease = self._leases.get(number)
+        if lease is None or lease.peer != peer:
+            return None
+        lease.used_s = lease.heard_s = self._clock()
+        return lease.segment, lease.boot_id
+
+    def heard(self, peer: str, boot_id: str) -> None:
+        """This boot of a peer is there."""
+        now_s = self._clock()
+        for lease in self._leases.values():
+            if (lease.peer, lease.boot_id) == (peer, boot_id):
+                lease.heard_s = now_s
+
+    def is_open(self, segment: Segment, now_s: float) -> bool:
+        """Whether a peer that was heard of lately has a lease on it."""
+        return any(
+            lease.segment is segment and now_s - lease.heard_s < _SILENT_S
+            for lease in self._leases.values()
+        )
+
+    def in_use(self, segment: Segment, now_s: float) -> bool:
+        """Whether a peer has a lease on it and has used it lately."""
+        return any(
+            lease.segment is segment and now_s - lease.used_s < _IDLE_S
+            for lease in self._leases.values()
+        )
+
+    def peer_gone(self, peer: str, boot_id: str) -> None:
+        """End the leases of a peer, but those of this boot of it ("": all)."""
+        self._end(lambda v: v.peer == peer and (not boot_id or v.boot_id != boot_id))
+
+    def run_ended(self, peer: str, job: str, run: str) -> None:
+        """A peer does not replicate this run any more."""
+
+        def ended(lease: _Lease) -> bool:
+            told = lease.segment.descriptor
+            return lease.peer == peer and (told.job, told.run) == (job, run)
+
+        self._end(ended)
+
+    def damaged(self, segment: Segment) -> None:
+        """A slot of it is gone: whoever fills any ring of this primary must ask again what is held."""
+        self._end(lambda v: same_primary(v.segment.descriptor, segment.descriptor))
+
+    def removed(self, segment: Segment) -> None:
+        """The replica is gone."""
+        self._end(lambda v: v.segment is segment)
+
+    def close(self) -> None:
+        """End all leases."""
+        self._leases.clear()
+
+    def _end(self, over: Callable[[_Lease], bool]) -> None:
+        self._leases = {n: lease for n, lease in self._leases.items() if not over(lease)}
+
+    def _lease(
+        self, peer: str, boot_id: str, segment: Segment, rings: list[Segment]
+    ) -> p.PeerReply:
+        held = tuple(slot for ring in rings for slot in held_slots(ring))
+        for number, known in self._leases.items():
+            if (known.peer, known.boot_id) == (peer, boot_id) and known.segment is segment:
+                known.used_s = known.heard_s = self._clock()
+                return p.ReplicaOpened(number, held, self._boot_id)  # it asks again what is held
+        # A ring that became too narrow is given up: it goes when no promise needs it.
+        self._end(
+            lambda v: (v.peer, v.boot_id) == (peer, boot_id) and any(v.segment is r for r in rings)
+        )
+        if len(self._leases) >= _MAX_LEASES:
+            return p.PeerRefused("busy", "too many replicas are open")
+        number = next(self._ids)
+        now_s = self._clock()
+        self._leases[number] = _Lease(peer, boot_id, segment, now_s, now_s)
+        return p.ReplicaOpened(number, held, self._boot_id)
+
+    # -- making one ------------------------------------------------------------------------------
+
+    def _build(self, plan: SegmentPlan) -> None:
+        refused = self._replicas.refusal(plan)
+        if plan.descriptor.is_log:
+            refused = refused or self._kept_for_snapshots()
+        elif refused:
+            self._short_until_s = self._clock() + _SNAPSHOTS_FIRST_S
+            if self._made_room(plan):
+                self._refuse(plan, p.PeerRefused("busy", "room is being made: try again"))
+                return
+        if refused:
+            self._events.add("warning", "replica_refused", refused, plan.key)
+            self._refuse(plan, p.PeerRefused("quota", refused, "raise its CKPTD_MEMORY"))
+            return
+        self._replicas.promise(plan)
+        started = self._slow.submit(
+            partial(self._store.build, plan),
+            partial(self._built, plan),
+            partial(self._not_built, plan),
+        )
+        if not started:
+            self._replicas.cancel(plan)
+            self._refuse(plan, p.PeerRefused("busy", "too many segments are being made"))
+
+    def _kept_for_snapshots(self) -> str:
+        """Why a log is not taken in although there is memory for it, or ""."""
+        waiting = self._clock() < self._short_until_s
+        return "memory is wanted for replicas of snapshots, which come first" if waiting else ""
+
+    def _made_room(self, plan: SegmentPlan) -> bool:
+        """Whether replicas of logs went so that this one of snapshots can be made, as soon as their memory is given back."""
+        missing = plan.geometry.total_bytes - self._replicas.free_bytes
+        logs = sorted(self._replicas.logs(), key=lambda s: s.file_bytes, reverse=True)
+        if sum(log.file_bytes for log in logs) < missing:
+            return False
+        for log in logs:
+            if missing > 0:
+                missing -= log.file_bytes
+                self._remove(log, f"the replica of the snapshots of {plan.key} needs its memory")
+        return True
+
+    def _built(self, plan: SegmentPlan, segment: Segment) -> None:
+        self._replicas.enter(plan, segment)
+        size = format_bytes(segment.file_bytes)
+        self._events.add("info", "replica_opened", f"{segment.path.name} ({size})", plan.key)
+        for peer, message, answer in self._building.pop(plan.path.name, []):
+            self.open(peer, message, answer)  # anew: meanwhile it may want a wider one
+
+    def _not_built(self, plan: SegmentPlan, error: BaseException) -> None:
+        self._replicas.cancel(plan)
+        code = "quota" if isinstance(error, CannotReserve) else "internal"
+        self._events.add("warning", "replica_refused", f"{plan.path.name}: {error}", plan.key)
+        self._refuse(plan, p.PeerRefused(code, str(error)[:4000]))
+
+    def _refuse(self, plan: SegmentPlan, reply: p.PeerReply) -> None:
+        for _, _, answer in self._building.pop(plan.path.name, []):
+            answer(reply)
+
+
+def _slots_for(message: p.OpenReplica, descriptor: SegmentDescriptor) -> int:
+    """Over a gap, the old suffix and the new one must both find room, or neither could ever go. A log follows its primary."""
+    if descriptor.is_log:
+        return message.num_slots
+    return max(message.num_slots, 2 * max(descriptor.window, message.span))

@@ -1,0 +1,373 @@
+"""Serving peers: replicas that they put here, and snapshots that they get from here (docs/replication.md §4, §5, §7).
+
+A `Host` lives on the daemon's loop thread and never waits for a peer; making memory, verifying, and the ends of transfers go to
+workers. What a peer holds of us are *leases* (`ckptd.peers.replicas.replica_leases`: a replica segment, until we restart), *tickets* (`ckptd.peers.replicas.write_grants`: a
+slot being filled, locked against everybody else) and *reads* (`ckptd.peers.replicas.read_grants`: a slot that may not be reused). All three end
+with that boot of the peer, or when nothing happens for long; none of them is a promise that outlives us.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+
+from ckptd.core.replication.known_runs import KnownRuns
+from ckptd.core.replication.log_replicas import outdated_slots, why_log_removable
+from ckptd.core.replication.replicas import Promise, removable, stale_slots
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import set_slot_state, slot_lock_byte
+from ckptd.core.slots.slots import epoch_can_follow
+from ckptd.event_log import EventLog
+from ckptd.memory import locks
+from ckptd.memory.image_digests import Vouch
+from ckptd.memory.inventory import held_segment, log_records
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.peers.peer_link import AnswerPeer
+from ckptd.peers.replicas.read_grants import Reading
+from ckptd.peers.replicas.region_loans import Lending
+from ckptd.peers.replicas.replica_leases import Leasing
+from ckptd.peers.replicas.replica_store import ReplicaStore
+from ckptd.peers.replicas.write_grants import Filling
+from ckptd.peers.run_records import RunRecords
+from ckptd.storage.images.image import MapFunction
+from ckptd.transport.control import peer_messages as p
+from ckptd.transport.control.messages import GetHoldings, Holdings, ReplayFailure, RunRecord
+from ckptd.transport.verbs import Fabric
+from ckptd.units import format_age, format_bytes
+from ckptd.workers import Workers
+
+__all__ = ["Host", "local_holdings"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_DOUBTS = 16  # slots that peers may have looked at before their time, so that trainers' seals need not wait
+_DOUBT_S = 10.0
+_DOUBT_BYTES_PER_S = 64 << 20  # verifying a slot is not slower than this
+
+
+class Host:
+    """What this node keeps and gives for its peers.
+
+    Args:
+        promise_of: what is known to be agreed on of a run: in which epoch, what, and the span.
+        failures_of: the replays of a run that did not reproduce.
+        sealers: workers that verify; `map_fn`, if given, spreads one image over threads, and ``threads`` of them make one digest.
+        slow: workers for making memory.
+        settlers: workers that break off what peers do.
+        vouch: makes digests of images.
+        boot_id: of this daemon.
+        records: what is known of runs; epochs of which peers tell are added to it.
+        retain_s: how long a replica is kept that no peer has open; 0 for good.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        store: SegmentStore,
+        replicas: ReplicaStore,
+        events: EventLog,
+        *,
+        promise_of: Callable[[str, str], tuple[int, Promise, int]],
+        failures_of: Callable[[str, str], tuple[ReplayFailure, ...]] = lambda job, run: (),
+        sealers: Workers,
+        slow: Workers,
+        settlers: Workers,
+        map_fn: MapFunction | None,
+        threads: int = 1,
+        vouch: Vouch,
+        boot_id: str,
+        records: RunRecords,
+        deadline_s: float,
+        retain_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._replicas, self._events = store, replicas, events
+        self._slow, self._retain_s, self._clock = slow, retain_s, clock
+        self._records, self._failures_of = records, failures_of
+        self._used_s: dict[str, float] = {}
+        self._doubts: dict[
+            tuple[str, int], float
+        ] = {}  # segment name, slot: until when it is looked at
+        # Has a slot verified soon (and quarantined, if it is damaged).
+        self.doubt: Callable[[Segment, int, int], None] = lambda segment, index, sequence: None
+        # Not from 1: a lease or ticket of an earlier boot must mean nothing.
+        ids = itertools.count(secrets.randbits(61))
+        self._known = KnownRuns(promise_of)
+        self._lending = Lending(settlers, still_here=self._is_here, failed=self._failed)
+        self._reads = Reading(fabric, self._lending, vouch=vouch, clock=clock)
+        self._leases = Leasing(
+            store,
+            replicas,
+            events,
+            slow,
+            ids=ids,
+            boot_id=boot_id,
+            told_epoch=self._told_epoch,
+            remove=self.remove,
+            clock=clock,
+        )
+        self._tickets = Filling(
+            fabric,
+            replicas,
+            events,
+            self._known,
+            self._leases,
+            self._lending,
+            busy=lambda s: self._reads.slots_of(s) | self._lending.slots_of(s),
+            sealers=sealers,
+            map_fn=map_fn,
+            threads=threads,
+            ids=ids,
+            deadline_s=deadline_s,
+            clock=clock,
+            failed=self._failed,
+        )
+
+    def serve(self, peer: str, message: p.PeerMessage, answer: AnswerPeer) -> bool:
+        """Answer a message about snapshots, now or later; false if it is about something else."""
+        if isinstance(message, p.OpenReplica | GetHoldings) and (waiting := self._waiting(message)):
+            answer(p.PeerRefused("busy", f"{waiting} cannot be opened here now"))
+        elif isinstance(message, p.OpenReplica):
+            self._leases.open(peer, message, answer)
+        elif isinstance(message, p.BeginSlot):
+            answer(self._tickets.begin(peer, message))
+        elif isinstance(message, p.SealSlot):
+            self._tickets.seal(peer, message, answer)
+        elif isinstance(message, p.AbortSlot):
+            self._tickets.abort(peer, message)
+            answer(p.PeerDone())
+        elif isinstance(message, p.OpenRead):
+            answer(self._open_read(peer, message))
+        elif isinstance(message, p.GetDigest):
+            self._reads.digest(peer, message.region, answer)
+        elif isinstance(message, p.CloseRead):
+            self._reads.close_read(peer, message.region)
+            answer(p.PeerDone())
+        elif isinstance(message, p.DoubtSlot):
+            self._doubted(message)
+            answer(p.PeerDone())
+        elif isinstance(message, p.EndRun):
+            self._leases.run_ended(peer, message.job, message.run)
+            answer(p.PeerDone())
+        elif isinstance(message, p.GetDescriptor):
+            answer(self._descriptor(message))
+        elif isinstance(message, GetHoldings):
+            answer(self.holdings(message.job, message.run))
+        else:
+            return False
+        return True
+
+    def _waiting(self, message: p.OpenReplica | GetHoldings) -> str:
+        """A file of that run of which nobody can tell what is in it: an answer without it would say that it is not there."""
+        of = message.job, message.run
+        return next(iter(self._store.waits_for(*of) + self._replicas.waits_for(*of)), "")
+
+    def holdings(self, job: str, run: str) -> Holdings:
+        """Every sealed snapshot of a run that lies here."""
+        record, failures = self._records.of(job, run), self._failures_of(job, run)
+        return local_holdings(self._store, self._replicas, job, run, record, failures)
+
+    def note_epoch(self, job: str, run: str, epoch: int, start: int) -> None:
+        """A recovery began this epoch: what it abandoned is freed here."""
+        self._records.note_epoch(job, run, epoch, start)
+        if not self._known.note_epoch(job, run, epoch, start):
+            return
+        known = self._known.epochs(job, run)
+        for group in self._replicas.groups():
+            told = group[0].descriptor
+            if (told.job, told.run) == (job, run):
+                records = self._replicas.records_beside(group[0])
+                for ordinal, index in stale_slots(records, known):
+                    self._free(group[ordinal], index)
+        for segment in self._replicas.logs():
+            if (segment.key.job, segment.key.run) == (job, run):
+                for index in outdated_slots(log_records(segment), known):
+                    self._free(segment, index)
+
+    def peer_gone(self, peer: str, *, but_boot: str = "") -> None:
+        """A peer died: what it was filling is free again. If it is back, what this boot of it has begun goes on."""
+        self._tickets.peer_gone(peer, but_boot)
+        self._reads.peer_gone(peer, but_boot)
+        self._leases.peer_gone(peer, but_boot)
+
+    def heard(self, peer: str, boot_id: str) -> None:
+        """A peer said hello: what it has open here is not forgotten, though it may have nothing to send for long."""
+        self._leases.heard(peer, boot_id)
+
+    def damaged(self, segment: Segment) -> None:
+        """A slot of a replica was quarantined: whoever fills it must learn that it is gone."""
+        self._leases.damaged(segment)
+
+    def tick(self, now_s: float) -> None:
+        """End what nobody comes back for; drop replicas that nothing needs any more."""
+        self._lending.tick()
+        self._tickets.tick(now_s)
+        self._reads.tick(now_s)
+        for segment in self._replicas.everything():
+            if not segment.in_place():
+                text = f"{segment.path.name} was removed, replaced or cut short behind our back"
+                self._events.add("error", "segment_vanished", text)
+                self.remove(segment, "it is lost")
+        for segment, why in self._unneeded(now_s) or self._expired(now_s):
+            self.remove(segment, why)
+        self._known.forget_promises(lambda job, run: not self._replicas.all_of_run(job, run))
+
+    def remove(self, segment: Segment, why: str) -> None:
+        """Free a replica's memory."""
+        self._replicas.remove(segment)
+        for part in (self._tickets, self._reads, self._leases):
+            part.removed(segment)
+        self._used_s.pop(segment.path.name, None)
+        size = format_bytes(segment.file_bytes)
+        self._events.add("info", "replica_removed", f"{segment.path.name} ({size}): {why}")
+        self._slow.submit(segment.close, _nothing, partial(self._failed, "closing a replica"))
+
+    def close(self) -> None:
+        """Give up every lease, ticket and read; does not wait for peers."""
+        for part in (self._tickets, self._reads, self._leases):
+            part.close()
+
+    # -- replicas --------------------------------------------------------------------------------
+
+    def _told_epoch(self, message: p.OpenReplica) -> None:
+        newest = self._newest_epoch(message.job, message.run)
+        if not epoch_can_follow(message.epoch, newest):
+            raise ValueError(f"epoch {message.epoch} after {newest}")
+        self.note_epoch(message.job, message.run, message.epoch, message.epoch_start)
+
+    def _newest_epoch(self, job: str, run: str) -> int:
+        record = self._records.of(job, run)
+        return -1 if record is None else record.newest_epoch
+
+    def _is_here(self, segment: Segment) -> bool:
+        return self._replicas.get(segment.path.name) is segment
+
+    def _free(self, segment: Segment, index: int) -> None:
+        with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=True) as taken:
+            if taken:
+                set_slot_state(segment.buffer, segment.geometry, index, SlotState.FREE)
+                self._events.count("replica.stale_freed")
+
+    def _unneeded(self, now_s: float) -> list[tuple[Segment, str]]:
+        found: list[tuple[Segment, str]] = []
+        for group in self._replicas.groups():
+            told = group[0].descriptor
+            promise, span = self._known.promise(told.job, told.run)
+            epochs = self._known.epochs(told.job, told.run)
+            slots = self._replicas.slots_of(group)
+            is_open = any(self._in_use(segment, now_s) for segment in group)
+            for name, why in removable(slots, promise, epochs=epochs, span=span, is_open=is_open):
+                segment = self._replicas.get(name)
+                if segment is not None and not self._in_use(segment, now_s):
+                    found.append((segment, why))
+        return found + self._unneeded_logs(now_s)
+
+    def _unneeded_logs(self, now_s: float) -> list[tuple[Segment, str]]:
+        found: list[tuple[Segment, str]] = []
+        for segment in self._replicas.logs():
+            job, run = segment.key.job, segment.key.run
+            promise, span = self._known.promise(job, run)
+            epochs = self._known.epochs(job, run)
+            why = why_log_removable(log_records(segment), promise.floor, epochs=epochs, span=span)
+            if why and not self._in_use(segment, now_s):
+                found.append((segment, why))
+        return found
+
+    def _in_use(self, segment: Segment, now_s: float) -> bool:
+        return self._leases.in_use(segment, now_s) or bool(self._tickets.slots_of(segment))
+
+    def _expired(self, now_s: float) -> list[tuple[Segment, str]]:
+        """Replicas of runs that nobody has had to do with for long."""
+        for segment in self._replicas.everything():
+            wanted = self._leases.is_open(segment, now_s) or self._tickets.slots_of(segment)
+            if wanted or segment.path.name not in self._used_s:
+                self._used_s[segment.path.name] = now_s
+        limit_s = self._retain_s
+        return [
+            (segment, f"nobody has used it for {format_age(limit_s)}")
+            for segment in self._replicas.everything()
+            if limit_s and now_s - self._used_s[segment.path.name] > limit_s
+        ]
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def _open_read(self, peer: str, message: p.OpenRead) -> p.PeerReply:
+        segment = self._find(message.job, message.run, message.name)
+        if segment is None:
+            return p.PeerRefused("unknown", f"no segment {message.name} here")
+        self._used_s[segment.path.name] = self._clock()
+        return self._reads.open(peer, message, segment)
+
+    def _doubted(self, message: p.DoubtSlot) -> None:
+        """Look at a slot, if it still holds that snapshot; each one once at a time, and few of them."""
+        segment = self._find(message.job, message.run, message.name)
+        if segment is None or message.slot >= segment.geometry.num_slots:
+            return
+        header = segment.header(message.slot)
+        wanted = (SlotState.SEALED, message.sequence)
+        if header is None or (header.state, header.sequence) != wanted:
+            return
+        now_s, job = self._clock(), (message.name, message.slot)
+        self._doubts = {job: until_s for job, until_s in self._doubts.items() if now_s < until_s}
+        if job in self._doubts or len(self._doubts) >= _MAX_DOUBTS:
+            self._events.count("doubts_dropped")
+            return
+        self._doubts[job] = now_s + _DOUBT_S + header.image_len / _DOUBT_BYTES_PER_S
+        self.doubt(segment, message.slot, message.sequence)
+
+    def _descriptor(self, message: p.GetDescriptor) -> p.PeerReply:
+        segment = self._find(message.job, message.run, message.name)
+        if segment is None:
+            return p.PeerRefused("unknown", f"no segment {message.name} here")
+        return p.Descriptor(
+            segment.raw_descriptor(), segment.geometry.num_slots, segment.geometry.slot_bytes
+        )
+
+    def _find(self, job: str, run: str, name: str) -> Segment | None:
+        # Logs and parked state, too: a peer reads them as it reads snapshots.
+        for segment in (*self._store.all_of_run(job, run), *self._replicas.all_of_run(job, run)):
+            if segment.path.name == name:
+                return segment
+        return None
+
+    def _failed(self, what: str, error: BaseException) -> None:
+        logger.error("%s failed", what, exc_info=error)
+        self._events.add("error", "internal", f"{what}: {error!r}")
+
+
+def local_holdings(
+    store: SegmentStore,
+    replicas: ReplicaStore,
+    job: str,
+    run: str,
+    record: RunRecord | None,
+    failures: tuple[ReplayFailure, ...] = (),
+) -> Holdings:
+    """Every sealed snapshot, logged iteration and parked state of a run that lies on this node, and what it knows of the run.
+
+    Args:
+        failures: the replays that did not reproduce.
+    """
+    own = [held_segment(s, own=True) for s in store.of_run(job, run)]
+    others = [held_segment(s, own=False) for s in replicas.of_run(job, run)]
+    logs = [held_segment(s, own=True) for s in store.logs_of_run(job, run)]
+    logs += [held_segment(s, own=False) for s in replicas.all_of_run(job, run) if s.is_log]
+    parked = [held_segment(s, own=True) for s in store.parks_of_run(job, run)]
+    return Holdings(
+        store.node_id,
+        tuple(s for s in (*own, *others) if s.slots),
+        -1 if record is None else record.newest_epoch,
+        tuple(s for s in logs if s.slots),
+        tuple(s for s in parked if s.slots),
+        record,
+        failures,
+    )
+
+
+def _nothing(_: object) -> None:
+    """The result is not needed."""

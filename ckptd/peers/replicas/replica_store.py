@@ -1,0 +1,288 @@
+"""The replica segments of this node: other nodes' snapshots and boundary logs, beside the segments of its own ranks.
+
+As in `SegmentStore`, whoever looks for snapshots must not come upon a log: iterating, `of_run` and `groups` leave them out.
+
+They share folder and quota with `SegmentStore` and are found again after a restart in the same way. What a rank of this
+node is promised goes first: a replica gets memory only if that leaves room. All methods belong to the daemon's loop thread.
+
+One primary has one replica here, or several *rings*: when a longer suffix must fit (the run's span has grown) a wider
+one is made beside the first, which goes as soon as no promise needs it. The descriptor of the n-th says that it was created n
+nanoseconds later, so its origin and its name are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from ckptd.core.sessions import MemoryFacts, RankKey, room_beside_ranks
+from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.segment_format import (
+    SegmentDescriptor,
+    SlotHeader,
+    decode_descriptor,
+    encode_descriptor,
+    origin_of,
+    plan_geometry,
+    set_slot_state,
+    write_slot_header,
+)
+from ckptd.core.slots.segment_names import REPLICA_ENDS, replica_file_name
+from ckptd.holdings import operators_id
+from ckptd.memory.adoption import Adopted, Adoption
+from ckptd.memory.inventory import slot_record
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_store import SegmentPlan, SegmentStore
+from ckptd.units import format_bytes
+
+__all__ = ["ReplicaStore", "same_primary"]
+
+_MAX_RINGS = 1000  # nanoseconds: no two primaries of a rank are made within so short a time
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupKey:
+    """Replicas whose snapshots may form one suffix: of one rank, with one operator table."""
+
+    job: str
+    run: str
+    rank: int
+    operators: str
+
+
+class ReplicaStore:
+    """Replicas by file name."""
+
+    def __init__(self, store: SegmentStore) -> None:
+        self._store = store
+        self._segments: dict[str, Segment] = {}
+        self._plans: dict[str, SegmentPlan] = {}
+        self._operators: dict[str, str] = {}
+        self._adoption = Adoption(store.folder, REPLICA_ENDS.values())
+        store.other_bytes = lambda: self.used_bytes
+        # What live sessions said that they need in all, by rank.
+        self.promised: Callable[[], Mapping[RankKey, int]] = dict
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter([s for s in self.everything() if s.holds_snapshots])
+
+    def __len__(self) -> int:
+        return sum(s.holds_snapshots for s in self._segments.values())
+
+    def everything(self) -> list[Segment]:
+        """Every replica, of boundary logs, too."""
+        return [self._segments[name] for name in sorted(self._segments)]
+
+    def logs(self) -> list[Segment]:
+        """The replicas of boundary logs."""
+        return [s for s in self.everything() if s.is_log]
+
+    @property
+    def used_bytes(self) -> int:
+        made = sum(s.file_bytes for s in self._segments.values())
+        return made + sum(p.geometry.total_bytes for p in self._plans.values())
+
+    def get(self, name: str) -> Segment | None:
+        return self._segments.get(name)
+
+    def of_run(self, job: str, run: str) -> list[Segment]:
+        """The replicas of a run's snapshots."""
+        return [s for s in self.all_of_run(job, run) if s.holds_snapshots]
+
+    def all_of_run(self, job: str, run: str) -> list[Segment]:
+        """Every replica of a run."""
+        every = self.everything()
+        return [s for s in every if (s.descriptor.job, s.descriptor.run) == (job, run)]
+
+    def adopt(self) -> Adopted:
+        """Take over the replicas of an earlier daemon."""
+        return self._take_over(self._adoption.begin().and_then(self._adoption.come_back()))
+
+    def adopt_waiting(self) -> Adopted:
+        """Try again what could not be had before."""
+        return self._take_over(self._adoption.again())
+
+    def waits_for(self, job: str, run: str) -> list[str]:
+        """The files of a run that are here, and could not be taken over yet."""
+        return self._adoption.waits_for(f"{job}~{run}~")
+
+    def forget_waiting(self, job: str, run: str) -> int:
+        """Delete what waits of a run; returns how many files."""
+        return self._adoption.forget(f"{job}~{run}~")
+
+    def _take_over(self, found: Adopted) -> Adopted:
+        found.damaged = [(s, index) for s in found.segments for index in _free_unsealed(s)]
+        self._segments.update((segment.path.name, segment) for segment in found.segments)
+        return found
+
+    def plan(
+        self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int, origin: str
+    ) -> SegmentPlan:
+        """Lay out the next ring of a primary; nothing is promised yet.
+
+        Raises:
+            ValueError: numbers or names that no segment can have, or another origin than the descriptor's.
+            SegmentError: a descriptor that could not be read any more after a restart.
+        """
+        if origin_of(descriptor) != origin:
+            raise ValueError(f"origin {origin} is not that of the descriptor")
+        if rings := self.rings_of(descriptor):
+            later_ns = rings[-1].descriptor.created_at_ns + 1
+            descriptor = msgspec.structs.replace(descriptor, created_at_ns=later_ns)
+            decode_descriptor(encode_descriptor(descriptor))
+        geometry = plan_geometry(num_slots, slot_bytes, len(encode_descriptor(descriptor)))
+        name = replica_file_name(
+            descriptor.job,
+            descriptor.run,
+            descriptor.rank,
+            descriptor.generation,
+            origin_of(descriptor),
+            descriptor.kind,
+        )
+        return SegmentPlan(descriptor, geometry, self._store.folder / name)
+
+    def rings_of(self, descriptor: SegmentDescriptor) -> list[Segment]:
+        """The rings of one primary here, narrowest and oldest first."""
+        of_run = self.all_of_run(descriptor.job, descriptor.run)
+        found = [s for s in of_run if same_primary(s.descriptor, descriptor)]
+        return sorted(found, key=lambda s: s.descriptor.created_at_ns)
+
+    @property
+    def memory(self) -> MemoryFacts:
+        """The numbers of the memory under all segments, now."""
+        facts = self._store.memory(dict(self.promised()))
+        missing = sum(_missing_bytes(plan) for plan in self._plans.values())
+        return replace(
+            facts,
+            fs_available_bytes=max(0, facts.fs_available_bytes - missing),
+            replica_bytes=self.used_bytes,
+        )
+
+    @property
+    def free_bytes(self) -> int:
+        """What a replica may still take: neither in use nor promised to a rank of this node."""
+        return room_beside_ranks(self._store.facts(), self.memory)
+
+    def refusal(self, plan: SegmentPlan) -> str:
+        """Why there is no memory for it; empty if there is."""
+        needed, free = plan.geometry.total_bytes, self.free_bytes
+        if needed <= free:
+            return ""
+        return (
+            f"the replica of {plan.key} needs {format_bytes(needed)}, and of "
+            f"{format_bytes(self._store.quota_bytes)} here {format_bytes(free)} is free"
+            f"{_promised(self.promised())}"
+        )
+
+    def promise(self, plan: SegmentPlan) -> None:
+        self._plans[plan.path.name] = plan
+
+    def cancel(self, plan: SegmentPlan) -> None:
+        self._plans.pop(plan.path.name, None)
+
+    def enter(self, plan: SegmentPlan, segment: Segment) -> None:
+        self.cancel(plan)
+        self._segments[plan.path.name] = segment
+
+    def discard(self, segment: Segment) -> None:
+        """Forget a replica and leave its file alone."""
+        self._segments.pop(segment.path.name, None)
+        self._operators.pop(segment.path.name, None)
+
+    def remove(self, segment: Segment) -> None:
+        """Unlink and forget a replica."""
+        self.discard(segment)
+        segment.path.unlink(missing_ok=True)
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def operators(self, segment: Segment) -> str:
+        """Which operator table the segment's anchors are of."""
+        name = segment.path.name
+        if name not in self._operators:
+            self._operators[name] = operators_id(segment.descriptor)
+        return self._operators[name]
+
+    def beside(self, segment: Segment) -> list[Segment]:
+        """Replicas whose snapshots may form a suffix with this one's, itself included, oldest first."""
+        told, operators = segment.descriptor, self.operators(segment)
+        found = [
+            s
+            for s in self.of_run(told.job, told.run)
+            if s.descriptor.rank == told.rank and self.operators(s) == operators
+        ]
+        return sorted(found, key=lambda s: (s.descriptor.created_at_ns, s.path.name))
+
+    def ordinal(self, segment: Segment) -> int:
+        """Its number among those beside it: generations count per primary, and primaries differ."""
+        return self.beside(segment).index(segment)
+
+    def records_beside(self, segment: Segment) -> list[SlotRecord]:
+        """The slots of this replica and of those beside it, with ordinals for generations."""
+        beside = self.beside(segment)
+        return [r for number, s in enumerate(beside) for r in _numbered(s, number)]
+
+    def groups(self) -> Iterator[list[Segment]]:
+        """Replicas by rank and operator table, each group oldest first."""
+        seen: set[GroupKey] = set()
+        for segment in self:
+            told = segment.descriptor
+            key = GroupKey(told.job, told.run, told.rank, self.operators(segment))
+            if key not in seen:
+                seen.add(key)
+                yield self.beside(segment)
+
+    def slots_of(self, group: Sequence[Segment]) -> dict[str, tuple[int, Sequence[SlotRecord]]]:
+        """By name: the number of operators, and the slots, with ordinals for generations."""
+        return {
+            s.path.name: (s.descriptor.num_operators, _numbered(s, number))
+            for number, s in enumerate(group)
+        }
+
+
+def same_primary(a: SegmentDescriptor, b: SegmentDescriptor) -> bool:
+    """Are these the descriptors of rings of one primary, or its own?"""
+    if abs(a.created_at_ns - b.created_at_ns) >= _MAX_RINGS:
+        return False
+    return msgspec.structs.replace(a, created_at_ns=b.created_at_ns) == b
+
+
+def _missing_bytes(plan: SegmentPlan) -> int:
+    """What a plan has yet to take from the filesystem; it still counts as a plan when it was made, until it is entered."""
+    if plan.path.exists():
+        return 0
+    try:
+        taken = plan.temporary.stat().st_blocks * 512
+    except FileNotFoundError:
+        taken = 0
+    return max(0, plan.geometry.total_bytes - taken)
+
+
+def _promised(promised: Mapping[RankKey, int]) -> str:
+    total = sum(promised.values())
+    return f" ({format_bytes(total)} is promised to its own ranks)" if total else ""
+
+
+def _free_unsealed(segment: Segment) -> list[int]:
+    """Only the daemon that died filled these slots, and nobody will go on where it stopped.
+
+    A slot with a damaged header is free as well, or it would never be granted again; returns these.
+    """
+    damaged: list[int] = []
+    for index in range(segment.geometry.num_slots):
+        header = segment.header(index)
+        if header is None:
+            write_slot_header(segment.buffer, segment.geometry, index, SlotHeader())
+            damaged.append(index)
+        elif header.state in (SlotState.FILLING, SlotState.FILLED):
+            set_slot_state(segment.buffer, segment.geometry, index, SlotState.FREE)
+    return damaged
+
+
+def _numbered(segment: Segment, ordinal: int) -> list[SlotRecord]:
+    return [
+        replace(slot_record(segment, index, header), generation=ordinal)
+        for index, header in segment.headers()
+    ]

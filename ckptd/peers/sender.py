@@ -1,0 +1,375 @@
+"""The shell around `ckptd.core.replication.replicator`: performs what the core decides for one local rank (docs/replication.md §5).
+
+Lives on the daemon's loop thread. Slots are held by a read lock of their own description while they are sent, so that the
+trainer passes them over; the lock goes with the transfer, whatever its end. A slot that a peer granted is sealed or given back
+there, also when the answer comes after the end.
+
+While an image travels, a worker makes its cryptographic digest, unless that is known; the slot is held until both are there. The digest goes with the
+`SealSlot`, over the control session.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ckptd.core.replication.replicas import Promise
+from ckptd.core.replication.replication_events import (
+    Abort,
+    Agreed,
+    Begin,
+    BeginRefused,
+    Effect,
+    Event,
+    Granted,
+    Open,
+    Opened,
+    OpenRefused,
+    PeerBack,
+    PeerLost,
+    Put,
+    PutEnded,
+    Seal,
+    SealedThere,
+    SealRefused,
+    Slots,
+    Targets,
+)
+from ckptd.core.replication.replicator import Replicator
+from ckptd.core.sessions import RankKey
+from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.segment_format import origin_of, unpack_slot_header
+from ckptd.core.slots.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick
+from ckptd.event_log import EventLog
+from ckptd.holdings import header_record
+from ckptd.memory.image_digests import Vouch
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_files import region_of
+from ckptd.memory.slot_holds import SlotHolds
+from ckptd.peers.peer_link import PeerLink
+from ckptd.peers.rings import Ring
+from ckptd.transport.control import peer_messages as p
+from ckptd.transport.control.messages import HeldSlot
+from ckptd.transport.verbs import Completion, RegionKey, Transfer
+
+__all__ = ["RankReplication"]
+
+logger = logging.getLogger(__name__)
+
+_SLOWEST_BYTES_PER_S = 4 << 20  # a put may take so long, beyond the deadline
+
+
+@dataclass(frozen=True, slots=True)
+class _Grant:
+    ticket: int
+    region: RegionKey
+
+
+@dataclass(slots=True)
+class _Sending:
+    """A put and the digest of what is put; both are waited for."""
+
+    size_bytes: int
+    ended: Completion | None = None
+    vouched: bool = False
+    over: bool = False
+    digest: str = ""
+    reason: str = ""
+
+
+class RankReplication:
+    """Sends one rank's snapshots, or its boundary log, to its targets.
+
+    Args:
+        ring: which of them.
+        link: the connection to a node, None if its address is not known.
+        epoch: the run's current epoch, where it starts, and the largest window.
+        vouch: makes digests of images.
+        promise: the run's floor, horizon and span, as far as they are known here, and the epoch of which they are.
+        progressed: called when what is replicated may have changed.
+    """
+
+    def __init__(
+        self,
+        key: RankKey,
+        core: Replicator,
+        ring: Ring,
+        store: SegmentStore,
+        events: EventLog,
+        *,
+        link: Callable[[str], PeerLink | None],
+        vouch: Vouch,
+        epoch: Callable[[], tuple[int, int, int]],
+        promise: Callable[[], tuple[int, int, int, int]],
+        progressed: Callable[[], None],
+        deadline_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.key, self.core, self.ring = key, core, ring
+        self._store, self._events = store, events
+        self._link, self._vouch, self._epoch, self._promise = link, vouch, epoch, promise
+        self._progressed = progressed
+        self._deadline_s, self._clock = deadline_s, clock
+        self._holds = SlotHolds(store, key)
+        self._leases: dict[tuple[str, int], int] = {}
+        self._transfers: dict[tuple[str, SnapshotKey], Transfer] = {}
+        self._sent: dict[tuple[str, SnapshotKey], _Sending] = {}  # put, and not sealed yet
+        self._granted: set[tuple[str, int]] = set()  # node, ticket: neither sealed nor given back
+        self._closed = False
+
+    def begin(self, promise: Promise | None) -> None:
+        """What there is, before anything is told of it; and what the run agreed on, unless this is its only rank."""
+        self._handle(Joined(*self._epoch()))
+        self.read_slots()
+        if promise is not None:
+            self._handle(Agreed(promise.floor, promise.horizon))
+
+    def set_targets(self, nodes: Iterable[str], *, missing: bool = False) -> None:
+        """From now on replicate to these nodes; ``missing``: another that should be among them is away."""
+        self.feed(Joined(*self._epoch()))
+        self.feed(Targets(tuple(nodes), missing))
+
+    def agreed(self, promise: Promise) -> None:
+        """The run agreed on this."""
+        self.feed(Agreed(promise.floor, promise.horizon))
+
+    def rejoined(self) -> None:
+        """The run's epoch or span changed."""
+        self.feed(Joined(*self._epoch()))
+
+    def changed(self) -> None:
+        """The rank's slots changed: something was sealed, or a generation came or went."""
+        self.feed(*self._slots())
+
+    def read_slots(self) -> None:
+        """The same, for one who asks at once how far the rank is."""
+        for event in self._slots():
+            self._handle(event)
+
+    def _slots(self) -> list[Slots]:
+        found = self.ring.slots()
+        return [] if found is None else [found]
+
+    def peer_lost(self, node: str, reason: str) -> None:
+        self._cancel_to(node)
+        self.feed(PeerLost(node, reason))
+
+    def peer_back(self, node: str) -> None:
+        self.feed(PeerBack(node))
+
+    def peer_restarted(self, node: str) -> None:
+        """It is there, and knows nothing of our leases: as one event, so that it does not cease to count in between."""
+        self._cancel_to(node)
+        self.feed(PeerLost(node, "its daemon was restarted"), PeerBack(node))
+
+    def _cancel_to(self, node: str) -> None:
+        for (name, _), transfer in list(self._transfers.items()):
+            if name == node:
+                transfer.cancel()  # its completion is still to come: until then the slot is held
+
+    def tick(self) -> None:
+        self.feed(Tick())
+
+    def close(self) -> None:
+        """Stop: transfers in flight are cancelled, slots let go, here and on the targets."""
+        self._closed = True
+        for node, ticket in list(self._granted):
+            self._give_back(node, ticket)
+        if not self._transfers:
+            self._holds.release_all()
+        for transfer in list(self._transfers.values()):
+            transfer.cancel()  # the last completion lets the slots go
+
+    def feed(self, *events: Event) -> None:
+        """Events that belong together, and what follows from them."""
+        before = self.core.word, self.core.aim
+        for event in events:
+            self._handle(event)
+        if (self.core.word, self.core.aim) != before and not self._closed:
+            self._progressed()
+
+    def _handle(self, event: Event) -> None:
+        if not self._closed:
+            for effect in self.core.handle(event, now_s=self._clock()):
+                self._perform(effect)
+
+    # -- effects ---------------------------------------------------------------------------------
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, Open):
+            self._open(effect.node, effect.generation)
+        elif isinstance(effect, Begin):
+            self._begin(effect)
+        elif isinstance(effect, Put):
+            self._put(effect)
+        elif isinstance(effect, Seal):
+            self._seal(effect)
+        elif isinstance(effect, Abort):
+            self._abort(effect)
+        elif isinstance(effect, Hold):
+            # If the trainer was quicker, the next step finds nothing held.
+            self._holds.hold(effect.key, effect.record)
+        elif isinstance(effect, Release):
+            self._holds.release(effect.key)
+        elif isinstance(effect, Note):
+            self._events.add(effect.level, effect.kind, effect.message, self.key)
+
+    def _open(self, node: str, generation: int) -> None:
+        link, segment = self._link(node), self._store.get(self.key, generation)
+        if link is None or segment is None:
+            reason = "its address is not known" if link is None else "the generation is gone"
+            self.feed(OpenRefused(node, generation, "away", reason))
+            return
+        epoch, epoch_start, span = self._epoch()
+        message = p.OpenReplica(
+            self.key.job,
+            self.key.run,
+            self.key.rank,
+            origin_of(segment.descriptor),
+            segment.raw_descriptor(),
+            segment.geometry.slot_bytes,
+            segment.geometry.num_slots,
+            epoch,
+            epoch_start,
+            span,
+            link.boot_id,
+        )
+
+        def opened(reply: p.ReplicaOpened) -> None:
+            held = (r for s in reply.held if (r := _record(generation, s)) is not None)
+            self._leases[node, generation] = reply.lease
+            told = tuple(map(self.ring.told, held))
+            self.feed(Opened(node, generation, reply.lease, told, reply.boot_id))
+
+        link.ask(
+            message,
+            p.ReplicaOpened,
+            opened,
+            lambda code, reason: self.feed(OpenRefused(node, generation, code, reason)),
+            timeout_s=2 * self._deadline_s,
+        )
+
+    def _begin(self, effect: Begin) -> None:
+        node, key = effect.node, effect.key
+        link, held = self._link(node), self._holds.get(key)
+        lease = self._leases.get((node, key.generation))
+        if held is None:
+            self.feed(BeginRefused(node, key, "gone", "the snapshot is gone"))
+            return
+        if link is None or lease is None:
+            self.feed(BeginRefused(node, key, "unreachable", f"no connection to {node}"))
+            return
+        width = (held.segment.descriptor.num_operators + 7) // 8
+        message = p.BeginSlot(
+            lease,
+            held.segment.raw_header(held.index),
+            effect.record.anchors.to_bytes(width, "little"),
+            *self._promise(),
+            self.ring.oldest(key.generation),
+        )
+
+        def granted(reply: p.SlotGranted) -> None:
+            self._granted.add((node, reply.ticket))
+            if self._closed:
+                self._give_back(node, reply.ticket)
+                return
+            self.feed(Granted(node, key, _Grant(reply.ticket, region_of(reply))))
+
+        link.ask(
+            message,
+            p.SlotGranted,
+            granted,
+            lambda code, reason: self.feed(BeginRefused(node, key, code, reason)),
+        )
+
+    def _put(self, effect: Put) -> None:
+        node, key = effect.node, effect.key
+        link, held, grant = self._link(node), self._holds.get(key), effect.grant
+        assert isinstance(grant, _Grant)
+        # A generation that its trainer dropped meanwhile is unmapped already.
+        mapped = held is not None and held.segment.fd >= 0
+        header = held.segment.header(held.index) if held is not None and mapped else None
+        if link is None or held is None or header is None or header.sequence != key.sequence:
+            self.feed(PutEnded(node, key, False, "the snapshot is gone"))
+            return
+        image = held.segment.image(held.index, header)
+        deadline_s = self._deadline_s + len(image) / _SLOWEST_BYTES_PER_S
+        sending = self._sent[node, key] = _Sending(len(image))
+
+        def vouched(digest: str, reason: str) -> None:
+            sending.vouched, sending.digest, sending.reason = True, digest, reason
+            self._put_over(node, key, sending)
+
+        def done(completion: Completion) -> None:
+            sending.ended = completion
+            self._put_over(node, key, sending)
+
+        self._transfers[node, key] = link.put(image, grant.region, deadline_s=deadline_s, done=done)
+        self._vouch(held.segment, held.index, header, vouched)
+
+    def _put_over(self, node: str, key: SnapshotKey, sending: _Sending) -> None:
+        """The transfer has ended, or the digest is there: go on when nothing reads the slot any more."""
+        completion = sending.ended
+        if sending.over or completion is None or (completion.ok and not sending.vouched):
+            return
+        sending.over = True
+        self._transfers.pop((node, key), None)
+        if self._closed and not self._transfers:
+            self._holds.release_all()
+        reason = "" if completion.ok else f"{completion.fault}: {completion.detail}"
+        self._events.count("replicated_bytes", completion.size_bytes if completion.ok else 0)
+        self.feed(PutEnded(node, key, completion.ok, reason))  # and `_seal`, if that comes next
+        if self._sent.get((node, key)) is sending:
+            del self._sent[node, key]
+
+    def _seal(self, effect: Seal) -> None:
+        node, key, grant = effect.node, effect.key, effect.grant
+        assert isinstance(grant, _Grant)
+        link = self._link(node)
+        if link is None:
+            self.feed(SealRefused(node, key, "away", "its address is not known"))
+            return
+        sending = self._sent[node, key]
+        if not sending.digest:
+            self._give_back(node, grant.ticket)
+            self.feed(SealRefused(node, key, "digest", sending.reason))
+            return
+
+        def sealed(_: p.PeerDone) -> None:
+            self._granted.discard((node, grant.ticket))
+            self.feed(SealedThere(node, key))
+
+        def refused(code: str, reason: str) -> None:
+            self._give_back(node, grant.ticket)  # it may not have heard of the end
+            self.feed(SealRefused(node, key, code, reason))
+
+        link.ask(
+            p.SealSlot(grant.ticket, sending.digest),
+            p.PeerDone,
+            sealed,
+            refused,
+            timeout_s=2 * self._deadline_s,
+        )
+
+    def _abort(self, effect: Abort) -> None:
+        transfer = self._transfers.get((effect.node, effect.key))
+        if transfer is not None:
+            transfer.cancel()
+        if isinstance(effect.grant, _Grant):
+            self._give_back(effect.node, effect.grant.ticket)
+
+    def _give_back(self, node: str, ticket: int) -> None:
+        """The peer may use its slot for something else, now and not when the ticket expires."""
+        self._granted.discard((node, ticket))
+        link = self._link(node)
+        if link is not None:
+            link.tell(p.AbortSlot(ticket))
+
+
+def _record(generation: int, slot: HeldSlot) -> SlotRecord | None:
+    """A sealed slot that a peer says it holds; None for what cannot be read."""
+    header = unpack_slot_header(slot.header)
+    if header is None or header.state is not SlotState.SEALED:
+        return None
+    return header_record(header, generation, slot.slot, slot.anchors)

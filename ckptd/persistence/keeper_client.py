@@ -1,0 +1,270 @@
+"""The store keeper as the daemon sees it: a process of its own that is started, asked, and started again when it dies.
+
+Everything here is called on the daemon's loop thread, and every callback comes back there (`post`); two threads carry the messages,
+so that a keeper that does not read holds up nothing. When the keeper dies, what it was asked fails as ``away``. One that answers
+no ping for long (stopped, or stuck) is killed: a trainer that starts may be waiting for its answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import Struct
+
+from ckptd.peers.peer_link import Post
+from ckptd.persistence.keeper_wire import (
+    Channel,
+    Configure,
+    Failed,
+    Ping,
+    Pong,
+    RankFenced,
+    Settled,
+    Told,
+    decode_from_keeper,
+)
+
+__all__ = ["AWAY", "BUSY", "StoreChild"]
+
+logger = logging.getLogger(__name__)
+
+# Codes of what the keeper was not even asked, or has no answer to: it died, or could not be started; it has too much to do.
+AWAY, BUSY = "away", "busy"
+_WAITING = 4096
+_BACKOFF_S, _BACKOFF_MAX_S = 0.5, 30.0
+_GRACE_S = 0.5
+_LIVED_S = 60.0  # a keeper that lived so long is started again at once
+_PING_S = 5.0
+_SILENT_S = 45.0  # after a ping; a keeper needs a second or two to start, and on a busy machine ten
+_TICK_MAX_S = 1.0  # between two ticks no more than this counts: it may be us who were stopped
+
+Done = Callable[[Any], None]
+Refused = Callable[[str, str], None]
+
+
+@dataclass(slots=True)
+class _Life:
+    """One keeper process and its threads."""
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    outgoing: queue.SimpleQueue[Struct | None]
+    began_s: float
+    heard_s: float
+    ticked_s: float
+    silent_s: float = 0.0  # how long a ping has been waiting for its answer
+    pinged: bool = False
+
+
+class StoreChild:
+    """Starts the keeper with the first `ask`, and again after its death.
+
+    Args:
+        told: called with each event that the keeper tells.
+        settled: called with what became of a checkpoint after its manifest.
+        fenced: called when a later history is seen after a rank's manifest was written.
+        died: called when it died; it knows nothing any more.
+    """
+
+    def __init__(
+        self,
+        configure: Configure,
+        *,
+        post: Post,
+        told: Callable[[Told], None],
+        settled: Callable[[Settled], None],
+        fenced: Callable[[RankFenced], None],
+        died: Callable[[str], None],
+        clock: Callable[[], float],
+        nice: int = 0,
+        silent_s: float = _SILENT_S,
+    ) -> None:
+        self._configure, self._post, self._silent_s = configure, post, silent_s
+        self._told, self._settled, self._fenced, self._died = told, settled, fenced, died
+        self._clock, self._nice = clock, nice
+        self._life: _Life | None = None
+        self._asked: dict[int, tuple[Done, Refused]] = {}
+        self._ids = 0
+        self._failures, self._not_before_s = 0, 0.0
+        self._closed = False
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 if there is none."""
+        return 0 if self._life is None else self._life.process.pid
+
+    def next_id(self) -> int:
+        """For the next message."""
+        self._ids += 1
+        return self._ids
+
+    def ask(self, message: Any, done: Done, refused: Refused) -> None:
+        """Send a message that has an ``id``; exactly one of ``done(reply)`` and ``refused(code, reason)`` is called, later."""
+        if not self._alive():
+            self._post(lambda: refused(AWAY, "the store keeper is not running"))
+            return
+        if len(self._asked) >= _WAITING:
+            text = f"the store keeper has {_WAITING} questions to answer already"
+            self._post(lambda: refused(BUSY, text))
+            return
+        self._asked[message.id] = done, refused
+        self._send(message)
+
+    def tell(self, message: Struct) -> None:
+        """Send what needs no answer; lost if the keeper is away."""
+        if self._alive():
+            self._send(message)
+
+    def tick(self) -> None:
+        """Time passed: look whether the keeper is still with us."""
+        life, now_s = self._life, self._clock()
+        if life is None:
+            return
+        passed_s, life.ticked_s = now_s - life.ticked_s, now_s
+        if not life.pinged:
+            if now_s - life.heard_s >= _PING_S:
+                life.pinged, life.silent_s = True, 0.0
+                self._send(Ping())
+            return
+        life.silent_s += min(passed_s, _TICK_MAX_S)
+        if life.silent_s >= self._silent_s:
+            self._over(life, f"it has not answered for {life.silent_s:.0f} s and was killed")
+
+    def close(self) -> None:
+        """End the keeper; what it was asked is forgotten."""
+        self._closed = True
+        life, self._life = self._life, None
+        self._asked.clear()
+        if life is not None:
+            _end(life)
+
+    # -- its life --------------------------------------------------------------------------------
+
+    def _alive(self) -> bool:
+        if self._closed:
+            return False
+        if self._life is None and self._clock() >= self._not_before_s:
+            self._start()
+        return self._life is not None
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ckptd.persistence.keeper", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # a Ctrl-C at the daemon's terminal is the daemon's affair
+            )
+        except OSError as error:
+            ours.close()
+            self._failed(f"it cannot be started: {error}")
+            return
+        finally:
+            theirs.close()
+        if self._nice:
+            _be_nice(process.pid, self._nice)
+        now_s = self._clock()
+        channel = Channel(ours, decode_from_keeper)
+        life = _Life(process, channel, queue.SimpleQueue(), now_s, now_s, now_s)
+        self._life = life
+        for work, name in ((self._read, "store-in"), (_write, "store-out")):
+            threading.Thread(target=work, args=(life,), name=name, daemon=True).start()
+        self._send(self._configure)
+
+    def _send(self, message: Struct) -> None:
+        assert self._life is not None
+        self._life.outgoing.put(message)
+
+    def _read(self, life: _Life) -> None:
+        """On a thread of its own: hand every message to the loop."""
+        reason = "it ended"
+        try:
+            while (message := life.channel.receive()) is not None:
+                self._post(lambda message=message: self._arrived(life, message))  # type: ignore[misc]
+        except (OSError, ValueError) as error:
+            reason = f"its answers cannot be read: {error}"
+        self._post(lambda: self._over(life, reason))
+
+    def _arrived(self, life: _Life, message: Any) -> None:
+        if life is not self._life:
+            return  # of one that was taken for dead
+        life.heard_s, life.pinged = self._clock(), False
+        if isinstance(message, Pong):
+            return
+        if isinstance(message, Told):
+            self._told(message)
+            return
+        if isinstance(message, Settled):
+            self._settled(message)
+            return
+        if isinstance(message, RankFenced):
+            self._fenced(message)
+            return
+        found = self._asked.pop(message.id, None)
+        if found is None:
+            return
+        done, refused = found
+        if isinstance(message, Failed):
+            refused(str(message.code), message.reason)
+        else:
+            done(message)
+
+    def _over(self, life: _Life, reason: str) -> None:
+        if life is not self._life:
+            return
+        self._life = None
+        _end(life)
+        code = life.process.returncode
+        how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit status {code}"
+        if self._clock() - life.began_s > _LIVED_S:
+            self._failures = 0
+        self._failed(f"{reason} ({how})")
+
+    def _failed(self, reason: str) -> None:
+        pause_s = min(_BACKOFF_S * 2**self._failures, _BACKOFF_MAX_S)
+        self._failures += 1
+        self._not_before_s = self._clock() + pause_s
+        logger.error("the store keeper is gone: %s; it is started again in %.1f s", reason, pause_s)
+        asked, self._asked = self._asked, {}
+        for _, refused in asked.values():
+            refused(AWAY, f"the store keeper is gone: {reason}")
+        self._died(reason)
+
+
+def _write(life: _Life) -> None:
+    """On a thread of its own: send what waits."""
+    while (message := life.outgoing.get()) is not None:
+        try:
+            life.channel.send(message)
+        except OSError as error:
+            logger.info("the store keeper does not take messages: %s", error)
+            return  # the reading thread sees its end, too
+
+
+def _end(life: _Life) -> None:
+    life.outgoing.put(None)
+    life.channel.close()
+    try:
+        # It ends by itself when the conversation does; how it ended is told.
+        life.process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        life.process.kill()
+        life.process.wait()
+
+
+def _be_nice(pid: int, nice: int) -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, pid, nice)
+    except OSError as error:
+        logger.info("the store keeper keeps its priority: %s", error)

@@ -1,0 +1,393 @@
+"""What the daemon and its store keeper say to each other: msgpack frames over a socket pair, each preceded by its length (u32).
+
+Both ends are of one installation and one user, so there is no version and no authentication here; sizes are bounded all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ckptd.unpacking import unpack
+
+__all__ = [
+    "Answer",
+    "Channel",
+    "CommitRank",
+    "Configure",
+    "DoubtStored",
+    "Failed",
+    "FailureCode",
+    "FindStored",
+    "FindWorlds",
+    "Found",
+    "FoundWorlds",
+    "FromKeeper",
+    "OfferStored",
+    "OpenRank",
+    "Opened",
+    "Ping",
+    "Pong",
+    "RankFenced",
+    "RankName",
+    "ReadRange",
+    "Retain",
+    "Settled",
+    "SnapshotId",
+    "StoreSlot",
+    "StoredCheckpoint",
+    "StoredSlot",
+    "ToKeeper",
+    "Told",
+    "WholeWorld",
+    "decode_from_keeper",
+    "decode_to_keeper",
+]
+
+_LENGTH = struct.Struct("<I")
+_MAX_FRAME = 256 << 20
+
+
+class RankName(Struct, frozen=True, array_like=True):
+    """Whose it is."""
+
+    job: str
+    run: str
+    rank: int
+
+
+class SnapshotId(Struct, frozen=True, array_like=True):
+    """Which snapshot of a rank; see `ckptd.core.slots.snapshot_events.SnapshotKey`."""
+
+    generation: int
+    iteration: int
+    epoch: int
+    sequence: int
+
+
+class Retain(Struct, frozen=True):
+    """What retention leaves: the newest ``last``, multiples of ``every`` iterations (0: none), younger than ``for_s`` (0: none)."""
+
+    last: int
+    every: int
+    for_s: float
+
+
+# -- daemon -> keeper ----------------------------------------------------------------------------
+
+
+class Configure(Struct, frozen=True, tag=True):
+    """The first message: where to store, and how."""
+
+    url: str
+    options: dict[str, Any]
+    backend: str
+    threads: int
+    bytes_per_s: float
+    deadline_s: float
+    read_back: bool
+    retain: Retain
+    sign_with: str = ""  # folder of the key that signs manifests; "": they are not signed
+    signers: str = ""  # folder of the keys of whose manifests alone are believed; "": all are
+
+
+class OpenRank(Struct, frozen=True, tag=True):
+    """Store snapshots of this rank from now on; answered by `Opened`."""
+
+    id: int
+    rank: RankName
+    epoch: int
+    epoch_start: int
+
+
+class StoreSlot(Struct, frozen=True, tag=True):
+    """Store the image in slot ``index`` of a segment file, if it is still of ``snapshot``; answered by `StoredSlot`."""
+
+    id: int
+    rank: RankName
+    snapshot: SnapshotId
+    path: str
+    index: int
+
+
+class CommitRank(Struct, frozen=True, tag=True):
+    """Write the manifest of the checkpoint made of these snapshots; answered by `Answer`."""
+
+    id: int
+    rank: RankName
+    world_size: int
+    end: int
+    stride: int
+    snapshots: list[SnapshotId]
+    descriptor: bytes
+    slot_bytes: int
+    window: int
+    num_slots: int
+
+
+class FindStored(Struct, frozen=True, tag=True):
+    """What committed checkpoints there are of these ranks; answered by `Found`.
+
+    ``left_out``: iteration and epoch of snapshots that are quarantined; a checkpoint with one of them is passed over.
+    """
+
+    id: int
+    job: str
+    run: str
+    ranks: list[int]
+    left_out: list[tuple[int, int]] = []
+
+
+class FindWorlds(Struct, frozen=True, tag=True):
+    """Which worlds of an elastic run there are, and their committed checkpoints; answered by `FoundWorlds`.
+
+    ``again``: for a start that has found checkpoints to be damaged, which are passed over; one that begins looks at all of them.
+    """
+
+    id: int
+    job: str
+    run: str
+    again: bool
+
+
+class OfferStored(Struct, frozen=True, tag=True):
+    """These ranks' part of the committed checkpoint that ends at ``end``; answered by `Found`."""
+
+    id: int
+    job: str
+    run: str
+    end: int
+    ranks: list[int]
+
+
+class ReadRange(Struct, frozen=True, tag=True):
+    """Read bytes of a stored snapshot into a file (a segment's), at an offset; answered by `Answer`."""
+
+    id: int
+    segment: str
+    index: int
+    offset: int
+    length: int
+    path: str
+    file_offset: int
+
+
+class DoubtStored(Struct, frozen=True, tag=True):
+    """What was read of this checkpoint does not match its digests: it is not found any more until it was verified."""
+
+    segment: str
+
+
+class Ping(Struct, frozen=True, tag=True):
+    """Are you there? Answered by `Pong`, whatever else is going on."""
+
+
+ToKeeper = (
+    Configure
+    | OpenRank
+    | StoreSlot
+    | CommitRank
+    | FindStored
+    | FindWorlds
+    | OfferStored
+    | ReadRange
+    | DoubtStored
+    | Ping
+)
+
+
+# -- keeper -> daemon ----------------------------------------------------------------------------
+
+
+class FailureCode(StrEnum):
+    """Why something was not done."""
+
+    LOST = "lost"  # the slot holds something else
+    DAMAGED = "damaged"  # something stored is missing or cut short: asking again is in vain
+    STORE = "store"  # the store refuses, or failed for too long
+    FENCED = "fenced"  # the names are taken by another run
+    UNKNOWN = "unknown"  # a snapshot or checkpoint that the keeper does not know (any more)
+    INTERNAL = "internal"
+
+
+class Opened(Struct, frozen=True, tag=True):
+    """The newest committed checkpoint of the run (-1: none)."""
+
+    id: int
+    committed: int
+
+
+class StoredSlot(Struct, frozen=True, tag=True):
+    """The snapshot is in storage; of its ``size_bytes`` so many had to be uploaded."""
+
+    id: int
+    size_bytes: int
+    uploaded_bytes: int
+
+
+class Answer(Struct, frozen=True, tag=True):
+    """Done."""
+
+    id: int
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """Not done."""
+
+    id: int
+    code: FailureCode
+    reason: str
+
+
+class StoredCheckpoint(Struct, frozen=True):
+    """One rank's part of a committed checkpoint; ``name`` is what `ReadRange` and `DoubtStored` call a segment."""
+
+    name: str
+    rank: int
+    end: int
+    epoch: int
+    world_size: int
+    window: int
+    slot_bytes: int
+    num_slots: int
+    descriptor: bytes
+    lengths: list[int]  # of each snapshot's image
+    headers: list[bytes]  # of each snapshot, as in a slot
+    anchors: list[bytes]  # little-endian bitmaps
+    digests: list[str]  # cryptographic, of each snapshot's image; "" where the manifest has none
+
+
+class Found(Struct, frozen=True, tag=True):
+    """Newest first, per rank."""
+
+    id: int
+    checkpoints: list[StoredCheckpoint]
+
+
+class WholeWorld(Struct, frozen=True):
+    """A committed checkpoint of a world; ``sizes`` are the bytes of each rank's own objects of its last iteration."""
+
+    world: int
+    end: int
+    sizes: list[int]
+
+
+class FoundWorlds(Struct, frozen=True, tag=True):
+    """All ``numbers`` that are known, and the newest checkpoints, newest first, without those that are ``damaged`` (world, end)."""
+
+    id: int
+    numbers: list[int]
+    checkpoints: list[WholeWorld]
+    damaged: list[tuple[int, int]]
+
+
+class Settled(Struct, frozen=True, tag=True):
+    """What became of a checkpoint after our manifest: every rank has one, or they did not come in time.
+
+    ``epoch``: of its last snapshot.
+    """
+
+    rank: RankName
+    end: int
+    epoch: int
+    complete: bool
+    missing: str
+
+
+class RankFenced(Struct, frozen=True, tag=True):
+    """After our manifest a later ``epoch`` was seen, which we know nothing of: whoever is of it writes under our names."""
+
+    rank: RankName
+    epoch: int
+    reason: str
+
+
+class Told(Struct, frozen=True, tag=True):
+    """An event for the log, or (``level`` "count") something counted."""
+
+    level: str
+    kind: str
+    message: str = ""
+    amount: int = 1
+
+
+class Pong(Struct, frozen=True, tag=True):
+    """Yes."""
+
+
+FromKeeper = (
+    Opened | StoredSlot | Answer | Failed | Found | FoundWorlds | Settled | RankFenced | Told | Pong
+)
+
+_to_keeper = msgspec.msgpack.Decoder(ToKeeper)
+_from_keeper = msgspec.msgpack.Decoder(FromKeeper)
+
+
+class Channel:
+    """One end of the connection; `receive` and `send` may be called from two different threads.
+
+    Args:
+        decode: of what the other end sends: `decode_to_keeper` or `decode_from_keeper`.
+    """
+
+    def __init__(self, connection: socket.socket, decode: Callable[[bytes], Any]) -> None:
+        self._socket, self._decode = connection, decode
+        self._sending = threading.Lock()
+
+    def send(self, message: Struct) -> None:
+        """Send one message; waits while the other end does not read.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        body = msgspec.msgpack.encode(message)
+        with self._sending:
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+
+    def receive(self) -> Any:
+        """The next message; None when the other end is gone.
+
+        Raises:
+            OSError, ValueError: what comes is no message.
+        """
+        head = self._exactly(_LENGTH.size)
+        if head is None:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        if length > _MAX_FRAME:
+            raise ValueError(f"a frame of {length} bytes")
+        body = self._exactly(length)
+        return None if body is None else self._decode(body)
+
+    def close(self) -> None:
+        """End the conversation; a `receive` in another thread returns None."""
+        with contextlib.suppress(OSError):  # the other end was quicker
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _exactly(self, size: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < size:
+            piece = self._socket.recv(size - len(data))
+            if not piece:
+                return None
+            data += piece
+        return bytes(data)
+
+
+def decode_to_keeper(body: bytes) -> Any:
+    """A `ToKeeper` message."""
+    return unpack(_to_keeper, body, max_bytes=_MAX_FRAME)
+
+
+def decode_from_keeper(body: bytes) -> Any:
+    """A `FromKeeper` message."""
+    return unpack(_from_keeper, body, max_bytes=_MAX_FRAME)

@@ -1,0 +1,369 @@
+"""One snapshot on its way here: into which slot, and whether it is what it should be (docs/replication.md §7).
+
+A `FetchedPiece` waits until it is begun; then its slot is locked, and it is COPIED from this very node, if a copy is here, damaged
+or not, or PULLED in parts from all its holders (`ckptd.restore.puller`); then VERIFIED as a whole on a worker: by its xxh3 digests, which tell where it is
+wrong, and last by the cryptographic digest that its holders vouch for (`ckptd.restore.vouchers`). What does not match is brought again from other copies, until it is SEALED. It tells its job what happened, by `Job`, and is asked to go on by `push`. The slot
+stays locked until nobody touches it any more: neither a worker nor a transfer that was cancelled. All on the daemon's loop thread.
+
+Whoever brought something wrong is told to verify its copy when the piece is over, and not before: a copy that is in quarantine
+cannot be opened any more, and the rest of it may be needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+
+from ckptd.core.recovery.held import STORE_NODE
+from ckptd.core.recovery.striping import Part, Stripes
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import (
+    SlotHeader,
+    set_slot_state,
+    slot_lock_byte,
+    write_slot_header,
+)
+from ckptd.memory import locks
+from ckptd.memory.segment_file import Segment
+from ckptd.restore.fetch_tools import FetchTools, Job
+from ckptd.restore.fetched_image import Examined, Wrong, copy_parts, examine
+from ckptd.restore.puller import Pulling
+from ckptd.restore.repairs import WHOLE_IMAGE, Repairs
+from ckptd.restore.stored_copies import find_stored
+from ckptd.restore.vouchers import Verdict, Vouchers
+from ckptd.transport.control.messages import FetchSource
+
+__all__ = ["FetchedPiece"]
+
+
+class FetchedPiece:
+    """Fills slot ``index`` with the snapshot of this header."""
+
+    def __init__(
+        self,
+        index: int,
+        header: SlotHeader,
+        sources: Sequence[FetchSource],
+        tools: FetchTools,
+        job: Job,
+    ) -> None:
+        self.header, self.sealed = header, False
+        self._index, self._tools, self._job = index, tools, job
+        self._sources = list(dict.fromkeys(sources))
+        self._near = [source for source in self._sources if source.node == tools.node]
+        self._stripes = Stripes(header.image_len, self._sources)
+        self._vouchers = Vouchers(tools.node)
+        self._pulling = Pulling(
+            header,
+            self._stripes,
+            tools,
+            job,
+            image=lambda: self._image,
+            vouchers=self._vouchers,
+            drained=self._drained,
+        )
+        self._repairs = Repairs(header.iteration, tools.node)
+        self._begun = self._asked = False
+        self._may_ask_storage = tools.stored and all(s.node != STORE_NODE for s in self._sources)
+        self._asks_storage = False
+        self._disputes = False  # what holders vouch for; the others are waited for
+        self._fd = -1
+        self._busy = False  # a worker copies or verifies
+
+    @property
+    def bytes_by_node(self) -> dict[str, int]:
+        """What has arrived, by who delivered it."""
+        found: dict[str, int] = {}
+        for source, size in self._stripes.bytes_by_holder.items():
+            found[source.node] = found.get(source.node, 0) + size
+        return found
+
+    def push(self) -> None:
+        """Do what can be done now."""
+        if not self._begun:
+            self._begun = True
+            if not self._take_slot():
+                return
+            self._vouch_near()
+        if not self._busy:
+            self._advance()
+
+    def lose(self, node: str) -> None:
+        """Its parts are asked of others at once."""
+        if self._begun:
+            self._pulling.lose(node)
+
+    def end(self, *, mapped: bool) -> None:
+        """The job is over; what is not sealed is freed, if the segment is still ``mapped``."""
+        self._tell_accused()
+        self._pulling.end()
+        if self._fd >= 0 and not self.sealed and mapped:
+            segment = self._tools.segment
+            set_slot_state(segment.buffer, segment.geometry, self._index, SlotState.FREE)
+        self._rest()
+
+    def _advance(self) -> None:
+        self._stripes.mix()
+        if self._copy_near():
+            return
+        if self._stripes.complete:
+            if not self._pulling.landing and not self._unvouched():
+                self._verify()
+            return
+        if not self._asked:
+            self._asked = True
+            self._pulling.open()
+        if not self._stripes.failed:
+            self._pulling.advance()
+        elif not self._asks_storage and not self._ask_storage():
+            names = ", ".join(dict.fromkeys(source.node for source in self._sources))
+            text = f"iteration {self.header.iteration}: no holder is left of {names}"
+            self._job.failed(text + self._repairs.hopeless(self._stripes.hopeless()))
+
+    # -- the slot --------------------------------------------------------------------------------
+
+    def _take_slot(self) -> bool:
+        """Lock the slot and mark it; false if that cannot be, and the job has ended."""
+        segment = self._tools.segment
+        try:
+            fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            self._job.failed(f"{segment.path.name} cannot be opened: {error.strerror}")
+            return False
+        if not locks.try_lock(fd, slot_lock_byte(self._index), exclusive=True):
+            os.close(fd)
+            self._job.failed(f"slot {self._index} of {segment.path.name} is locked")
+            return False
+        self._fd = fd  # from here on the slot is ours to free
+        filling = replace(self.header, state=SlotState.FILLING, writer_pid=os.getpid())
+        write_slot_header(segment.buffer, segment.geometry, self._index, filling)
+        return True
+
+    @property
+    def _image(self) -> memoryview:
+        return self._tools.segment.image(self._index, self.header)
+
+    def _seal(self, digest: str) -> None:
+        segment = self._tools.segment
+        segment.keep_digest(self._index, self.header, digest)
+        write_slot_header(segment.buffer, segment.geometry, self._index, self.header)
+        self.sealed = True
+        mended = self._repairs.mended(self._stripes.bringers)
+        if mended:
+            self._tools.events.add("info", "fetch_repaired", mended)
+        self._tell_accused()
+        self._rest()
+        self._job.progressed()
+
+    def _drained(self) -> None:
+        if self._job.over():
+            self._rest()
+        else:
+            self._job.progressed()
+
+    def _rest(self) -> None:
+        """Unlock the slot, unless somebody still touches it: who does comes here again."""
+        if self._busy or self._pulling.landing:
+            return
+        self._pulling.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _worker_done(self) -> bool:
+        """Whether to go on with what a worker found."""
+        self._busy = False
+        if self._job.goes_on():
+            return True
+        self._rest()
+        return False
+
+    # -- from this node --------------------------------------------------------------------------
+
+    def _copy_near(self) -> bool:
+        """What a copy on this very node can bring needs no network; false if there is none (any more)."""
+        tools = self._tools
+        for source in self._near:
+            parts = self._stripes.wanted_of(source)
+            if not parts:
+                continue
+            segment = tools.local(source.segment)
+            if segment is None:
+                self._pulling.give_up(source, "gone")
+                continue
+            # If the workers are full the next tick tries again.
+            self._busy = tools.verifiers.submit(
+                partial(copy_parts, segment, source.slot, self.header, self._image, parts),
+                partial(self._copied, source, segment, parts),
+                partial(self._not_copied, source, segment),
+            )
+            return True
+        return False
+
+    def _copied(
+        self, source: FetchSource, segment: Segment, parts: Sequence[Part], there: bool
+    ) -> None:
+        if not self._worker_done():
+            return
+        if not there:
+            self._no_copy(source, segment, "the copy on this node is gone")
+            return
+        for part in parts:
+            self._stripes.claim(source, part)
+        self._job.progressed()
+
+    def _not_copied(self, source: FetchSource, segment: Segment, error: BaseException) -> None:
+        if self._worker_done():
+            self._no_copy(source, segment, f"the copy on this node cannot be read: {error!r}")
+
+    def _no_copy(self, source: FetchSource, segment: Segment, reason: str) -> None:
+        self._pulling.give_up(source, reason)
+        # Unless it is quarantined, the next plan would want it again.
+        self._tools.doubt(segment, source.slot, self.header.sequence)
+        self._job.progressed()
+
+    def _vouch_near(self) -> None:
+        """What was kept beside a copy here was told by its sender when it came, or made by us; it may be right though the copy is not."""
+        for source in self._near:
+            segment = self._tools.local(source.segment)
+            header = None if segment is None else segment.header(source.slot)
+            same = header is not None and _same(header, self.header)
+            kept = segment.kept_digest(source.slot, header) if segment and header and same else ""
+            self._vouchers.tell(source, kept)
+
+    # -- from storage ----------------------------------------------------------------------------
+
+    def _ask_storage(self) -> bool:
+        """Where memory is enough no plan looks for what is durable; but it may have the very snapshot. False: not to be asked."""
+        link = self._tools.link(STORE_NODE) if self._may_ask_storage else None
+        if link is None:
+            return False
+        self._may_ask_storage, self._asks_storage = False, True
+        find_stored(
+            link,
+            self._tools.segment.key,
+            self.header,
+            self._stored,
+            lambda reason: self._stored([], f": {reason}"),
+        )
+        return True
+
+    def _stored(self, sources: Sequence[FetchSource], why: str = "") -> None:
+        self._asks_storage = False
+        if self._job.over():
+            return
+        if not sources:
+            text = f"iteration {self.header.iteration}: not to be had from storage{why}"
+            self._tools.events.add("warning", "fetch_source_lost", text)
+        for source in sources:
+            self._sources.append(source)
+            self._stripes.add_holder(source)
+            self._pulling.ask(source)
+        self._job.progressed()
+
+    # -- is it what it should be -----------------------------------------------------------------
+
+    def _bringers(self) -> list[FetchSource]:
+        return self._stripes.bringers((0, self.header.image_len))
+
+    def _unvouched(self) -> bool:
+        """Whether to wait for what a holder vouches for: one that has brought some of it, or any if those that told disagree.
+
+        One that is lost does not tell any more.
+        """
+        left = self._stripes.holders_left()
+        lacking = self._vouchers.lacks([*self._bringers(), *(left if self._disputes else ())])
+        for source in lacking:
+            if source not in left:
+                self._vouchers.tell(source, "")
+        return any(source in left for source in lacking) or (self._disputes and self._asks_storage)
+
+    def _verify(self) -> None:
+        tools, digests = self._tools, self._vouchers.digests
+        # If the workers are full the next tick tries again.
+        self._busy = tools.verifiers.submit(
+            partial(
+                examine,
+                self._image,
+                self.header.header_digest,
+                digests,
+                tools.map_fn,
+                tools.threads,
+            ),
+            self._verified,
+            self._not_verified,
+        )
+
+    def _verified(self, found: Examined) -> None:
+        if not self._worker_done():
+            return
+        if found.wrong:
+            self._wrong(found.wrong, "fetch_damaged")
+            return
+        verdict = self._vouchers.verdict(found.matching)
+        if not self._vouchers.digests and not all(_known(s, self._near) for s in self._bringers()):
+            verdict = (
+                Verdict.WRONG
+            )  # what comes over a network counts only if somebody vouches for it
+        if verdict is Verdict.WRONG:
+            everything = Wrong(0, self.header.image_len, (WHOLE_IMAGE,))
+            self._wrong([everything], "fetch_forged")
+        elif verdict is Verdict.DISPUTED:
+            self._disputed(found.matching)
+        else:
+            self._doubt_others(found.matching)
+            self._seal(min(found.matching, default=""))
+
+    def _wrong(self, wrong: Sequence[Wrong], kind: str) -> None:
+        blamed = self._stripes.blame((each.start, each.stop) for each in wrong)
+        if len(blamed) < len(wrong):
+            text = (
+                f"iteration {self.header.iteration} does not match its digests, and nobody brought"
+            )
+            self._job.failed(f"{text} what is wrong")
+            return
+        self._tools.events.add("error", kind, self._repairs.found(wrong, blamed))
+        self._job.progressed()
+
+    def _disputed(self, matching: Collection[str]) -> None:
+        """No side has more nodes, of those that told. Others may tell yet, and storage may be one more."""
+        self._disputes = True
+        if self._unvouched() or self._ask_storage():
+            return
+        sides = self._vouchers.vouching(matching), self._vouchers.against(matching)
+        named = " and ".join(self._repairs.named(side) for side in sides)
+        why = f"{named} vouch for different contents of it"
+        hint = "find out which of them was changed, and take away the key of the other (`ckptctl keys untrust`)"
+        self._job.failed(f"iteration {self.header.iteration}: {why}; {hint}")
+
+    def _doubt_others(self, matching: Collection[str]) -> None:
+        """Who vouches for something else has a copy that is not what the others have."""
+        if others := self._vouchers.against(matching):
+            self._repairs.accuse(others)
+            text = f"iteration {self.header.iteration}: unlike most nodes {self._repairs.named(others)} vouched for other contents of it"
+            self._tools.events.add("error", "fetch_forged", text)
+
+    def _tell_accused(self) -> None:
+        """Have them verify what they hold: unless it is quarantined, the next plan would ask for it again."""
+        for source in self._repairs.accused():
+            if source not in self._near:
+                self._pulling.doubt(source)
+            elif (segment := self._tools.local(source.segment)) is not None:
+                self._tools.doubt(segment, source.slot, self.header.sequence)
+
+    def _not_verified(self, error: BaseException) -> None:
+        if self._worker_done():
+            self._job.failed(f"verifying failed: {error!r}")
+
+
+def _same(held: SlotHeader, wanted: SlotHeader) -> bool:
+    """Whether a slot holds the snapshot that is wanted."""
+    told = (held.iteration, held.epoch, held.sequence, held.header_digest)
+    return told == (wanted.iteration, wanted.epoch, wanted.sequence, wanted.header_digest)
+
+
+def _known(source: FetchSource, near: Sequence[FetchSource]) -> bool:
+    """Whether what it brings counts though nobody vouches for it: it lies here, or was stored by a version that made no digests."""
+    return source in near or source.node == STORE_NODE

@@ -1,0 +1,244 @@
+"""Checkpoints of runs that nobody is attached to, brought from storage into this node's memory: the worlds of elastic jobs.
+
+An elastic job that starts is another run than the one whose state it goes on from, and may have other ranks. So its ranks do not fetch for
+themselves: they share out whose images each node brings, and read them in place. What comes lies in segments of the old run's
+ranks, filled and verified as any other fetch, and is given back like all that is left of that run.
+
+On the daemon's loop thread; whoever waits asks again and again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from ckptd.core.recovery.held import STORE_NODE
+from ckptd.core.sessions import MemoryFacts, RankKey, reject_if_too_large
+from ckptd.core.slots.segment_format import decode_descriptor
+from ckptd.errors import SegmentError
+from ckptd.event_log import EventLog
+from ckptd.memory.housekeeping import Housekeeper
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_store import CannotReserve, SegmentPlan, SegmentStore
+from ckptd.persistence.keeper_wire import FoundWorlds, StoredCheckpoint
+from ckptd.persistence.store_link import StoreLink
+from ckptd.restore.fetch_job import FetchJob
+from ckptd.restore.fetches import Fetches
+from ckptd.transport.control import messages as m
+from ckptd.transport.control.messages import FetchPiece, FetchSource, RefusalCode
+from ckptd.units import format_bytes
+from ckptd.workers import Workers
+
+__all__ = ["Bringing"]
+
+logger = logging.getLogger(__name__)
+
+
+class Bringing:
+    """Serves elastic jobs that start.
+
+    Args:
+        link: to the store; None where none is configured.
+        slow: workers for making memory.
+        memory: of this node, by which a segment may be refused.
+    """
+
+    def __init__(
+        self,
+        link: StoreLink | None,
+        store: SegmentStore,
+        fetches: Fetches,
+        housekeeper: Housekeeper,
+        events: EventLog,
+        slow: Workers,
+        *,
+        memory: Callable[[], MemoryFacts],
+        clock: Callable[[], float],
+    ) -> None:
+        self._link, self._store, self._fetches = link, store, fetches
+        self._housekeeper, self._events, self._slow = housekeeper, events, slow
+        self._memory, self._clock = memory, clock
+        self._looks: dict[tuple[str, str], _Look] = {}
+        self._under_way: dict[tuple[str, str], _Checkpoint] = {}
+
+    def look(self, message: m.GetDurableWorlds) -> m.Reply:
+        """Begin to look at what is durable, or tell what was seen."""
+        if self._link is None:
+            return m.DurableWorlds(configured=False)
+        run = message.job, message.run
+        found = self._looks.get(run)
+        if found is None or found.asker != message.asker:
+            found = self._looks[run] = _Look(message.asker)
+            self._link.find_worlds(
+                *run, again=message.again, done=found.saw, failed=partial(found.failed, run)
+            )
+        if found.reply is None:
+            return m.DurableWorlds(configured=True, running=True)
+        del self._looks[run]
+        return found.reply
+
+    def bring(self, message: m.BringStored) -> m.Reply:
+        """Begin, or tell how far it is."""
+        if self._link is None:
+            return m.Refused(RefusalCode.NOT_FOUND, "no store is configured here")
+        run = message.job, message.run
+        found = self._under_way.get(run)
+        if found is not None and not found.serves(message):
+            self._give_up(found, f"iteration {message.iteration} is wanted in its place")
+            found = None
+        if found is None:
+            found = self._under_way[run] = _Checkpoint(message)
+            self._link.offer(
+                *run,
+                message.iteration,
+                message.ranks,
+                partial(self._offered, found),
+                partial(self._not_offered, found),
+            )
+        told = found.state
+        if told.state in ("failed", "refused"):
+            self._give_up(found, told.reason)
+        elif told.state == "done":
+            del self._under_way[run]
+        return told
+
+    # -- one checkpoint --------------------------------------------------------------------------
+
+    def _offered(self, found: _Checkpoint, offered: list[StoredCheckpoint]) -> None:
+        if found.over:
+            return
+        lacking = set(found.wanted.ranks) - {stored.rank for stored in offered}
+        if lacking:
+            found.fail(f"what rank {min(lacking)} has in it cannot be read by this version")
+            return
+        found.waiting = list(offered)
+        self._make_next(found)
+
+    def _not_offered(self, found: _Checkpoint, code: str, reason: str) -> None:
+        found.fail(f"{reason} ({code})")
+
+    def _make_next(self, found: _Checkpoint) -> None:
+        """One after the other: the images of those before are read meanwhile."""
+        if found.waiting and not found.over:
+            self._make(found, found.waiting.pop(0))
+
+    def _make(self, found: _Checkpoint, stored: StoredCheckpoint) -> None:
+        """Memory for one rank's last snapshot, which is all there is of a checkpoint of dense ones."""
+        try:
+            plan = self._store.plan(decode_descriptor(stored.descriptor), 1, stored.slot_bytes)
+        except (SegmentError, ValueError) as error:
+            found.fail(f"{stored.name} is of no segment that can be made here: {error}")
+            return
+        facts = self._store.facts()
+        own = sum(fact.total_bytes for fact in facts if fact.key == plan.key)
+        rejected = reject_if_too_large(
+            plan.key,
+            own + plan.geometry.total_bytes,
+            f"a snapshot of {format_bytes(stored.lengths[-1])} from storage",
+            facts,
+            self._memory(),
+        )
+        if rejected is not None:
+            self._events.add("warning", f"refused.{rejected.code}", rejected.message, plan.key)
+            found.fail(f"{rejected.message} ({rejected.hint})", fatal=True)
+            return
+        self._store.promise(plan)
+        started = self._slow.submit(
+            partial(self._store.build, plan),
+            partial(self._built, found, stored, plan),
+            partial(self._not_built, found, plan),
+        )
+        if not started:
+            self._store.cancel(plan)
+            found.fail("too many segments are being made")
+
+    def _built(
+        self, found: _Checkpoint, stored: StoredCheckpoint, plan: SegmentPlan, segment: Segment
+    ) -> None:
+        segment.detached_at_s = self._clock()
+        self._store.enter(plan, segment)
+        if found.over:
+            self._housekeeper.remove(segment, "it is no longer needed")
+            return
+        last = len(stored.headers) - 1
+        source = FetchSource(STORE_NODE, stored.name, last)
+        piece = FetchPiece(stored.headers[last], (source,))
+        found.jobs[plan.key] = self._fetches.fetch(segment, [piece])
+        self._make_next(found)
+
+    def _not_built(self, found: _Checkpoint, plan: SegmentPlan, error: BaseException) -> None:
+        self._store.cancel(plan)
+        if isinstance(error, CannotReserve):
+            self._events.add("warning", f"refused.{error.code}", error.message, plan.key)
+            found.fail(f"{error.message} ({error.hint})", fatal=True)
+            return
+        logger.error("making a segment for %s failed", plan.key, exc_info=error)
+        self._events.add("error", "reserve_failed", f"{plan.key}: {error!r}", plan.key)
+        found.fail(f"making the segment failed: {error!r}", fatal=True)
+
+    def _give_up(self, found: _Checkpoint, why: str) -> None:
+        """What came of it is no use: the checkpoint is damaged, or another one is wanted."""
+        found.over = True
+        del self._under_way[found.wanted.job, found.wanted.run]
+        for job in found.jobs.values():
+            job.close(why, wanted=False)
+            if self._store.get(job.segment.key, job.segment.generation) is job.segment:
+                self._housekeeper.remove(job.segment, why)
+
+
+class _Look:
+    """What was asked of the store, and its answer when it is there."""
+
+    def __init__(self, asker: str) -> None:
+        self.asker = asker
+        self.reply: m.Reply | None = None
+
+    def saw(self, found: FoundWorlds) -> None:
+        self.reply = m.DurableWorlds(
+            configured=True,
+            worlds=tuple(found.numbers),
+            checkpoints=tuple(
+                m.DurableWorld(c.world, c.end, tuple(c.sizes)) for c in found.checkpoints
+            ),
+            damaged=tuple(found.damaged),
+        )
+
+    def failed(self, run: tuple[str, str], code: str, reason: str) -> None:
+        text = f"what is durable of {'/'.join(run)} cannot be told: {reason} ({code})"
+        hint = "`ckptctl events` and `ckptctl checkpoints` say more; start again when the store answers"
+        self.reply = m.Refused(RefusalCode.NOT_FOUND, text, hint)
+
+
+class _Checkpoint:
+    """What is being brought of one."""
+
+    def __init__(self, wanted: m.BringStored) -> None:
+        self.wanted = wanted
+        self.jobs: dict[RankKey, FetchJob] = {}
+        self.waiting: list[StoredCheckpoint] = []  # for which no memory was made yet
+        self.over = self._fatal = False
+        self._reason = ""
+
+    def serves(self, message: m.BringStored) -> bool:
+        """Whether this is what is asked for, and still there: an earlier start may have asked, and its memory be gone."""
+        same = message == self.wanted
+        return same and all(job.segment.in_place() for job in self.jobs.values())
+
+    def fail(self, reason: str, *, fatal: bool = False) -> None:
+        """It cannot be had; ``fatal``: and an older one could not either."""
+        self._reason, self._fatal, self.over = self._reason or reason, self._fatal or fatal, True
+
+    @property
+    def state(self) -> m.Brought:
+        """For whoever waits."""
+        told = [job.state for job in self.jobs.values()]
+        reason = self._reason or next((one.reason for one in told if one.state == "failed"), "")
+        state = "running"
+        if reason:
+            state = "refused" if self._fatal else "failed"
+        elif len(told) == len(self.wanted.ranks) and all(one.state == "done" for one in told):
+            state = "done"
+        done = sum(one.bytes_done for one in told)
+        total = sum(one.bytes_total for one in told) + sum(s.lengths[-1] for s in self.waiting)
+        return m.Brought(state, reason, done, total)

@@ -1,0 +1,1 @@
+"""One snapshot after another: what is copied from where, into which slot."""

@@ -1,0 +1,500 @@
+"""The cadence of snapshots: what to do at the top of each step while training (not while replaying).
+
+Life: measuring (the first steps: how long is a step, which precision suffices) → recording (one snapshot per clean boundary).
+A boundary is *clean* if no gradients are pending: in the middle of an accumulation over several loop steps nothing is taken,
+and the chain goes on, because weights do not change in between. The chain *breaks* when a boundary after an update is missed;
+then a new generation of slots is reserved, so that the old suffix stays until a new one is complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptd.client.capture.ddp_buckets import Buckets
+from ckptd.client.capture.mutable_buffers import RestlessBuffers
+from ckptd.client.capture.slot_writer import Capture
+from ckptd.client.capture.step_scalars import StepScalars
+from ckptd.client.capture.step_state import Stateful
+from ckptd.client.daemon_link.mapped_segment import MappedSegment
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.log_lines import get_logger
+from ckptd.client.model.freezing import Tape
+from ckptd.client.model.live_state import Binding
+from ckptd.client.model.operators import Operator
+from ckptd.client.model.precision import PrecisionProbe
+from ckptd.client.model.replicated_params import Sharing
+from ckptd.client.optimizers.optimizer_audit import cannot_be_captured
+from ckptd.client.optimizers.random_draws import Draws
+from ckptd.client.optimizers.value_trees import Refused
+from ckptd.client.rng_state import capture_rng
+from ckptd.client.schedule.copy_mode import CopyModeChooser
+from ckptd.client.schedule.expert_popularity import TokenCounter
+from ckptd.client.schedule.planner import Options
+from ckptd.client.schedule.provision import Provision
+from ckptd.client.schedule.schedule_change import Changes
+from ckptd.client.schedule.snapshot_plan import Plan
+from ckptd.client.schedule.step_timing import Pace
+from ckptd.client.stats import Stats
+from ckptd.cuda.engine import CopyEngine, CpuEngine
+
+if TYPE_CHECKING:
+    from ckptd.client.parking.parker import Parking
+
+__all__ = ["Recorder"]
+
+logger = get_logger(__name__)
+
+_WATCHED_STEPS = 4
+_REPORT_S = 1.0
+_PENDING_LIMIT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The newest snapshot: its step, its predecessor, and the tape it was given."""
+
+    step: int = -1
+    previous: int = -1
+    tape: tuple[tuple[str, Any], ...] = ()
+
+
+class Recorder:
+    """Takes snapshots into ``memory`` at the pace that ``options`` and the measurements allow."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        operators: Sequence[Operator],
+        memory: RankMemory,
+        engine: CopyEngine,
+        *,
+        stateful: Mapping[str, Stateful],
+        tape: Tape,
+        stats: Stats,
+        options: Options,
+        counter: TokenCounter,
+        precision: PrecisionProbe,
+        buckets: Buckets,
+        sharing: Sharing,
+    ) -> None:
+        self._binding, self._operators, self._memory, self._engine = (
+            binding,
+            list(operators),
+            memory,
+            engine,
+        )
+        self._tape, self._stats, self._options = tape, stats, options
+        self.scalars = StepScalars(binding, stateful, tape, buckets)
+        self._capture: Capture | None = None
+        # Which snapshot of the schedule this is. One rank counts its clean boundaries; several ranks, which must be in the same
+        # phase, take it from the number of the iteration (`ckptd.core.schedules.calendar`).
+        self._ordinal = -1
+        self._counted = -1
+        self._previous = -1
+        self._stepped = False
+        self._pace = Pace()
+        self._reported_at = 0.0
+        self._restless = RestlessBuffers(binding)
+        self._last = _Taken()
+        self._chooser = CopyModeChooser() if options.inline_copy is None else None
+        self._updates: dict[int, int] = {}
+        self._refused = False  # an optimizer keeps what cannot be captured
+        self._in_a_row = 0  # steps whose snapshot found no slot
+        self._provision = Provision(
+            binding,
+            operators,
+            memory,
+            engine,
+            stats=stats,
+            options=options,
+            counter=counter,
+            precision=precision,
+            pace=self._pace,
+            sharing=sharing,
+            scalars_sample=lambda: self.scalars.sample(len(self._operators)),
+            switched=self._switched,
+        )
+        self._changes = self._provision.changes
+        self._draws = Draws(watches=bool(sharing.replicas))
+        # Who parks the state at the top of a step, if anybody does.
+        self.parking: Parking | None = None
+
+    @property
+    def restless(self) -> set[str]:
+        """Names of the buffers that are known to change before the optimizer's step; it grows."""
+        return self._restless.names
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is captured when; None before the first steps are measured."""
+        return self._provision.plan
+
+    def close(self) -> None:
+        """Finish, and stop waiting for other ranks."""
+        self.finish()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Stop waiting for other ranks."""
+        self._provision.close()
+
+    # -- the life of a step ----------------------------------------------------------------------
+
+    def top(self, step: int) -> None:
+        """The top of ``step``: take its snapshot if this boundary is clean."""
+        pace = self._pace
+        stall = pace.boundary_s, pace.wait_s + pace.device_s
+        inline = isinstance(self._engine, CpuEngine) and self._engine.inline
+        last = pace.top(
+            time.perf_counter(), inline_copy_s=self._engine.last_copy_s if inline else 0.0
+        )
+        if last is not None:
+            self._stats.note_stall(*stall)
+            self._choose_copy_mode(last)
+        pending = self._pending_gradients()
+        if not pending:
+            self._count(step)
+        if self._capture is not None:
+            self._settle(self._capture)
+            if self._capture.take_broken():
+                self._previous = -1
+                self._stats.chain_breaks += 1
+        if pending:
+            self._pend()
+        elif not self._refused:
+            self._take_unless_refused(step)
+        if pace.steps <= _WATCHED_STEPS:
+            self.watch()
+        self._stepped = False
+        self._updates.clear()
+        self._report(step)
+        pace.boundary_over(time.perf_counter())
+
+    def _choose_copy_mode(self, iteration_s: float) -> None:
+        chooser = self._chooser
+        if chooser is None or self._capture is None or not isinstance(self._engine, CpuEngine):
+            return
+        before = chooser.decided
+        self._engine.inline = chooser.note(iteration_s)
+        if chooser.decided and not before:
+            logger.info(
+                "copies run %s (%s)",
+                "in the training thread" if chooser.inline else "beside training",
+                chooser.reason,
+            )
+        self._stats.inline_copy = int(chooser.inline)
+
+    def first_forward(self) -> None:
+        """The model's first forward of this step is about to run."""
+        if self._capture is not None:
+            self._capture.first_forward(capture_rng)
+
+    def before_optimizer_step(self) -> None:
+        """The optimizer is about to change what is being copied."""
+        if self._capture is not None:
+            self._settle(self._capture)
+        self._restless.look()
+        if self._pace.steps and not self._stepped:
+            self._pace.optimizer_begins(time.perf_counter())
+        self._draws.before()
+
+    def after_optimizer_step(self, optimizer: int) -> None:
+        """Optimizer number ``optimizer`` has updated its parameters."""
+        self._draws.after(optimizer)
+        self._stepped = True
+        self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
+
+    def abort(self) -> None:
+        """Something failed in the middle: forget the snapshot in the making, and let the chain begin anew."""
+        self._previous = -1
+        # Where the top of a step failed, the next one would count its optimizer's updates together with this one's.
+        self._stepped = False
+        self._updates.clear()
+        if self._capture is not None:
+            self._capture.abort()
+
+    def finish(self) -> None:
+        """Wait for the snapshot in flight."""
+        if self._capture is not None:
+            self._settle(self._capture)
+
+    def _settle(self, capture: Capture) -> None:
+        waited = capture.settle()
+        if self._engine.host_waits:
+            self._pace.waited(waited)
+        else:
+            self._pace.device_waited(waited)
+
+    def resume(self, plan: Plan, *, last: int, phase: int, sharing: Sharing) -> None:
+        """Go on after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
+        self._provision.resume(plan, sharing)
+        self._draws.watches = plan.shares
+        self._previous, self._ordinal = last, phase
+        if self._changes is not None:
+            self._changes.resume(last, phase, stride=1)
+        self._start_capture()
+
+    def go_on(self, last: int, phase: int, stride: int) -> None:
+        """What was recorded is here now: how many iterations lay between two snapshots, of which ``last`` had this phase."""
+        if self._changes is not None:
+            self._changes.resume(last, phase, stride)
+
+    def replayed(self) -> None:
+        """The state is dense again: what the replayed steps did is no update since the last boundary."""
+        self._stepped = False
+        self._updates.clear()
+
+    def recovered(self, step: int, rng_forward: dict[str, Any] | None) -> None:
+        """A replay is over at the top of ``step``. Its snapshot is there; it can be parked like any other.
+
+        Args:
+            rng_forward: random state at the first forward of ``step``, as it was recorded. If it is parked before its forward is reached,
+                it must not be known less well than it was.
+        """
+        if self.parking is not None and self.plan is not None:
+            self._binding.kept.look(self.plan.state_specs(self._binding))
+            scalars = self._scalars(self.plan)
+            if rng_forward is not None:
+                scalars["rng_forward"] = rng_forward
+            self._open_moment(self.parking, step, self.plan, scalars)
+
+    def _open_moment(
+        self, parking: Parking, step: int, plan: Plan, scalars: dict[str, Any]
+    ) -> None:
+        parking.top(step, plan, self._ordinal % plan.span, scalars)
+
+    def break_chain(self) -> None:
+        """The state is not what the recorded snapshots lead to: no suffix may span this point."""
+        self._previous = -1
+        self._stats.chain_breaks += 1
+
+    def watch(self) -> None:
+        """The top of a step without a snapshot: see which buffers change before the optimizer's step."""
+        self._restless.watch()
+
+    # -- taking ----------------------------------------------------------------------------------
+
+    def _pending_gradients(self) -> bool:
+        """Whether an optimizer has yet to use gradients that exist: those are in no snapshot."""
+        binding = self._binding
+        return any(
+            owner[0] not in self._updates
+            and (binding.params[n].grad is not None or binding.held(n).grad is not None)
+            for n, owner in binding.owner.items()
+        )
+
+    def _pend(self) -> None:
+        """A boundary in the middle of an accumulation: no snapshot, and the chain goes on unless weights changed."""
+        self._stats.pending_gradients += 1
+        if self.parking is not None:
+            self.parking.again()
+        if self._stepped:
+            self._previous = -1
+            self._tape.take()
+            # Between two clean boundaries one optimizer steps several times, as in a step with several updates.
+            self._provision.only_dense(
+                "gradients that wait while another optimizer steps (only dense snapshots can be exact)"
+            )
+        if self._stats.pending_gradients == _PENDING_LIMIT and not self._stats.snapshots:
+            text = f"no snapshot in {_PENDING_LIMIT} steps: at the top of each, an optimizer holds gradients that it has not used; call zero_grad() within the step"
+            logger.error("%s", text)
+            self._memory.session.notice("error", "not_protected", text)
+
+    def _take_unless_refused(self, step: int) -> None:
+        try:
+            self._take(step)
+        except Refused as refused:
+            # Before anything was begun. It does not go away by itself, so it is not tried again.
+            self._refuse(cannot_be_captured(self._binding.kept.whose, refused))
+
+    def _refuse(self, text: str) -> None:
+        self._refused = True
+        self._previous = -1
+        logger.error("%s", text)
+        self._memory.session.notice("error", "not_protected", text)
+        self._stats.failed += 1
+
+    def _take(self, step: int) -> None:
+        provision = self._provision
+        provision.collect(step)
+        if self._capture is None and not self._prepare(step):
+            return
+        assert self.plan is not None
+        if self._draws.found >= 0 and self.plan.shares:
+            self._refuse(_came_apart(self._binding.kept.names[self._draws.found], step))
+            return
+        if self._changes is not None and not self._in_step(self._changes, step):
+            self._tape.take()
+            self._previous = -1
+            return
+        if self._ordinal % self.plan.schedule.window == 0:
+            provision.maybe_reorder()
+            provision.maybe_widen(step)
+        if not self._captures_everything(step):
+            self._tape.take()
+            self._previous = -1
+            return
+        if self._last.step == step:
+            self._take_again()
+        capture, plan = self._capture, self.plan
+        assert capture is not None
+        phase = plan.phase_plan(self._binding, self._ordinal)
+        if phase is None and self.parking is None:
+            self._tape.take()
+            return
+        scalars = self._scalars(plan)
+        if self.parking is not None:
+            self._open_moment(self.parking, step, plan, scalars)
+        if phase is None:  # a policy that skips steps: its snapshots need no chain
+            return
+        layout, begins = phase
+        previous = -1 if begins else self._previous
+        begun = capture.begin(step, layout, previous, scalars)
+        self._pace.sealed(capture.take_sealing_s())
+        if begun:
+            self._last = _Taken(step, previous, self._tape.last)
+            self._previous = step
+            self._in_a_row = 0
+            self._drop_unneeded()
+            provision.maybe_grow(step, crowded=capture.crowded)
+            return
+        self._missed(step, capture.need_generation)
+
+    def _count(self, step: int) -> None:
+        """This is a clean boundary; one that is seen again counts once."""
+        if step != self._counted:
+            self._counted = step
+            self._ordinal += 1
+            if self._changes is not None:
+                self._changes.strides.note(step)
+
+    def _in_step(self, changes: Changes, step: int) -> bool:
+        """Whether this rank knows by which schedule all ranks snapshot ``step``; goes over to another one where that was agreed."""
+        knows = changes.boundary(step)
+        self._ordinal = changes.calendar.ordinal(step)
+        changes.wish_for_stride()
+        return knows
+
+    def _take_again(self) -> None:
+        """The loop was left and entered again at the same step: its snapshot is taken anew, in the place of the first."""
+        last = self._last
+        self._previous = last.previous
+        self._tape.put_back(last.tape)
+
+    def _drop_unneeded(self) -> None:
+        for segment in self._memory.drop_unneeded():
+            self._engine.release(segment.memory)
+
+    def _missed(self, step: int, reason: str) -> None:
+        """No slot: the chain breaks here. With a new generation the old suffix can stay while a new one is built."""
+        self._previous = -1
+        self._stats.chain_breaks += 1
+        self._tape.take()
+        self._drop_unneeded()  # the floor may have moved since: no more generations are made while these are here
+        self._in_a_row += 1
+        # A rank that lags behind for long would fill the log: 1, 2, 4, 8, … tell as much.
+        if self._in_a_row & (self._in_a_row - 1) == 0:
+            logger.warning("no snapshot of step %d (%d in a row): %s", step, self._in_a_row, reason)
+        self._provision.missed(step, reason)
+
+    def _scalars(self, plan: Plan) -> dict[str, Any]:
+        return self.scalars.gather(
+            plan, 1 if self._changes is None else self._changes.calendar.stride
+        )
+
+    # -- getting ready ---------------------------------------------------------------------------
+
+    def _prepare(self, step: int) -> bool:
+        """Whether snapshots can be taken; what came before the first one has no use."""
+        self._tape.take()
+        most_updates = max(self._updates.values(), default=0)
+        ready = self._provision.prepare(
+            step,
+            stepped=self._stepped,
+            most_updates=most_updates,
+            draws=self._draws.found >= 0,
+        )
+        return ready and self._capture is not None
+
+    def _switched(self, other_plan: bool) -> None:
+        """A further generation is in use."""
+        if other_plan:
+            self._previous = -1
+            if self._changes is None:
+                self._ordinal = 0
+        self._start_capture()
+
+    def _start_capture(self) -> None:
+        plan = self.plan
+        assert plan is not None
+        self._stats.window = plan.schedule.window
+        self._stats.dense_bytes = plan.schedule.dense_bytes
+        session = self._memory.session
+        self._capture = Capture(
+            self._binding,
+            self._memory.table,
+            self._engine,
+            num_operators=len(plan.operators),
+            stats=self._stats,
+            finish=session.submit,
+            drain=session.flush,
+            filled=self._was_filled,
+            connected=lambda: session.connected,
+            restless=self._restless.names,
+        )
+
+    # -- beside training -------------------------------------------------------------------------
+
+    def _was_filled(self, segment: MappedSegment, index: int, step: int) -> None:
+        """A slot is filled (session's thread): the daemon seals it, or we do while it is away."""
+        session = self._memory.session
+        if session.connected:
+            session.filled(segment.generation, index, step)
+        if not session.connected:
+            segment.seal(index)
+            self._stats.sealed_here += 1
+        every = self._options.nan_check_every
+        if every and self._stats.snapshots % every == 1 % every:
+            self._count_nans(segment, index, step)
+
+    def _count_nans(self, segment: MappedSegment, index: int, step: int) -> None:
+        """NaN in weights is data, not an error; that it is there is worth knowing."""
+        from ckptd.client.capture.slot_inspection import nan_tensors
+
+        found = nan_tensors(segment, index)
+        if found:
+            self._stats.nan_snapshots += 1
+            self._memory.session.notice(
+                "warning",
+                "nan_in_weights",
+                f"step {step}: {len(found)} tensors hold NaN, first {found[0]}",
+            )
+
+    def _captures_everything(self, step: int) -> bool:
+        assert self._capture is not None
+        assert self.plan is not None
+        return self._provision.captures_everything(
+            step,
+            unknown=self._binding.kept.look(self.plan.state_specs(self._binding)),
+            outgrown=self._capture.outgrown,
+            most_updates=max(self._updates.values(), default=0),
+        )
+
+    def _report(self, step: int) -> None:
+        now = time.monotonic()
+        if now - self._reported_at >= _REPORT_S:
+            self._reported_at = now
+            self._stats.daemon_outages = self._memory.session.outages
+            self._stats.daemon_changes = self._memory.session.link.changes
+            self._memory.session.report(step, self._stats.as_dict())
+
+
+def _came_apart(optimizer: str, step: int) -> str:
+    return (
+        f"optimizer {optimizer} drew random numbers before step {step}, for the first time: ranks whose generators differ have other values "
+        "from here on, and what they had alike is captured by one of them only. No snapshot is taken any more; after a failure this run goes "
+        "on from the last one. Begin a new run with Checkpointer(..., capture_once=False)"
+    )

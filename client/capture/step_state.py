@@ -1,0 +1,141 @@
+"""Step scalars: everything small that a bit-exact repeat needs, besides the tensors (DESIGN vocabulary).
+
+Gathered at the top of the loop on the training thread, so kept cheap: no synchronisation with a device but for what
+the user's own ``state_dict`` does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ckptd.client import values
+from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES
+from ckptd.client.optimizers.value_trees import plain
+
+__all__ = [
+    "Stateful",
+    "apply_groups",
+    "apply_packed",
+    "gather_groups",
+    "gather_state",
+    "grad_flags",
+    "reproducible",
+    "zero_grads",
+]
+
+
+class Stateful(Protocol):
+    """What ``state=`` takes: a scheduler, a scaler, a data loader, anything with these two.
+
+    An object whose state a repeat cannot reproduce (it holds times of the clock) says so with an attribute ``reproducible = False``:
+    it is recorded and restored like the others, and not compared.
+    """
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def reproducible(item: Stateful) -> bool:
+    """Whether a repeat must arrive at the state that was recorded."""
+    return bool(getattr(item, "reproducible", True))
+
+
+def gather_state(stateful: Mapping[str, Stateful]) -> dict[str, bytes]:
+    """The user's objects, packed here and now: what ``state_dict()`` returns may be live and change under us.
+
+    Raises:
+        UnsupportedValue: naming the path of a value that no snapshot can hold.
+    """
+    return {
+        name: values.pack(item.state_dict(), f"state[{name!r}]") for name, item in stateful.items()
+    }
+
+
+def gather_groups(binding: Binding) -> list[list[dict[str, Any]]]:
+    """The options of every parameter group (learning rate, betas, …), without the parameters; a copy.
+
+    Without functions and other objects, too: see ``ckptd.client.optimizers.optimizer_audit``.
+    """
+    return [
+        [
+            {k: _copy_of(v) for k, v in g.items() if k != "params" and plain(v)}
+            for g in o.param_groups
+        ]
+        for o in binding.optimizers
+    ]
+
+
+def _copy_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
+
+
+def apply_groups(binding: Binding, groups: list[list[dict[str, Any]]]) -> None:
+    """Write recorded group options into the live groups; tensors (a capturable ``lr``) are filled in place.
+
+    Raises:
+        ValueError: another number of optimizers or groups.
+    """
+    live = [o.param_groups for o in binding.optimizers]
+    if [len(g) for g in live] != [len(g) for g in groups]:
+        raise ValueError(
+            f"parameter groups per optimizer: {[len(g) for g in live]} here, {[len(g) for g in groups]} in the snapshot"
+        )
+    for optimizer_groups, recorded in zip(live, groups, strict=True):
+        for group, options in zip(optimizer_groups, recorded, strict=True):
+            for key, value in options.items():
+                if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                    with torch.no_grad():
+                        group[key].copy_(value)
+                else:
+                    group[key] = value
+
+
+def apply_packed(
+    binding: Binding,
+    packed: Mapping[torch.dtype, Tensor],
+    names: Iterable[str],
+    order: Mapping[str, list[list[str]]],
+) -> None:
+    """Write recorded 0-dimensional state into the live state of ``names`` (where that state exists).
+
+    ``order`` comes from the image's ``state_layout``: (parameter, key) per element, by dtype.
+    """
+    wanted = set(names)
+    for dtype, stacked in packed.items():
+        for i, (name, key) in enumerate(order.get(SAFETENSORS_DTYPES[dtype], ())):
+            if name in wanted and isinstance(live := binding.state(name).get(key), Tensor):
+                with torch.no_grad():
+                    local(live).copy_(stacked[i])
+
+
+def grad_flags(binding: Binding) -> bytes:
+    """One byte per parameter: 1, it has a gradient tensor; 2, its master has (a fresh process has none, and optimizers
+    skip those)."""
+    masters = binding.masters
+    if not masters:
+        return bytes(p.grad is not None for p in binding.params.values())
+    return bytes(
+        (p.grad is not None) + 2 * (n in masters and masters[n].grad is not None)
+        for n, p in binding.params.items()
+    )
+
+
+def zero_grads(binding: Binding, flags: bytes, names: Iterable[str]) -> None:
+    """Give zero gradients to those of ``names`` that had a gradient tensor at the snapshot and have none now."""
+    wanted = set(names)
+    for flag, (name, param) in zip(flags, binding.params.items(), strict=True):
+        if name not in wanted:
+            continue
+        if flag & 1 and param.grad is None:
+            param.grad = torch.zeros_like(param)
+        if flag & 2 and binding.masters[name].grad is None:
+            binding.masters[name].grad = torch.zeros_like(binding.masters[name])

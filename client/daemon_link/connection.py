@@ -1,0 +1,296 @@
+"""The connection of a trainer with its daemon: opened, looked after, and opened again when the daemon was away.
+
+States: connected; lost (the daemon does not answer: it is looked for about twice a second); closed. Everything here runs on the lane
+of the link, but for what opens it the first time, and the questions that wait for an answer on the lane.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from ckptd.client.daemon_link.worker_threads import LOOK_S, Lane
+from ckptd.client.log_lines import get_logger
+from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.launch import connect
+from ckptd.transport.control.messages import (
+    Attach,
+    Attached,
+    Filled,
+    Hello,
+    Notice,
+    ParkOutcome,
+    Ping,
+    Pong,
+    RefusalCode,
+    Report,
+    TellElastic,
+    Welcome,
+)
+from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
+
+__all__ = ["ANSWER_S", "FAILURES", "Follows", "Link"]
+
+logger = get_logger(__name__)
+Answer = TypeVar("Answer")
+
+_PING_S = 1.0
+ANSWER_S = 5.0
+_RANK_PATIENCE_S = 5.0
+FAILURES = (RequestTimeout, WireError, DaemonUnavailable, OSError)
+
+
+_token = secrets.token_bytes(32)
+
+
+def _new_token() -> None:
+    """A forked child is another process: it must not pass for its parent."""
+    global _token
+    _token = secrets.token_bytes(32)
+
+
+os.register_at_fork(after_in_child=_new_token)
+
+
+class Follows(Protocol):
+    """Who is told how the connection is."""
+
+    def opened(self, welcome: Welcome, attached: Attached) -> None:
+        """It is there, for the first time or again."""
+
+    def back(self) -> None:
+        """It is there again, and training goes on whatever comes of this."""
+
+    def answered(self, pong: Pong) -> None:
+        """The daemon is there and knows this trainer."""
+
+
+class Link:
+    """Attaches to a daemon and keeps the connection.
+
+    Args:
+        find_endpoint: returns the daemon's endpoint, starting one if that is wanted; called again after a loss.
+        attach: what to ask for; repeated after a loss.
+        version: this package's version.
+        held: the generations whose owner lock this process holds.
+        follows: is told.
+        check: how what it says of its settings differs from what this trainer was told to expect; "" if it does not.
+        closed: set when it is to end.
+    """
+
+    def __init__(
+        self,
+        find_endpoint: Callable[[], str],
+        attach: Attach,
+        *,
+        version: str,
+        held: Callable[[], tuple[int, ...]],
+        follows: Follows,
+        closed: threading.Event,
+        check: Callable[[Mapping[str, str]], str] = lambda _: "",
+    ) -> None:
+        self._find_endpoint, self._attach, self._version = find_endpoint, attach, version
+        self._held, self._follows, self._closed = held, follows, closed
+        self._check = check
+        self._settings: Mapping[str, str] | None = None  # of the daemon that was attached to first
+        self._client: ControlClient | None = None
+        self._next_ping = self._next_try = 0.0
+        self._told = ""
+        self.lane = Lane("ckptd-link", self._look_for_daemon, self._failed, closed)
+        self.connected = False
+        self.outages = 0
+        self.changes = (
+            0  # how often a daemon with other settings answered in the place of the one before
+        )
+
+    def open_within(self, timeout_s: float) -> None:
+        """Connect and attach.
+
+        Raises:
+            DaemonUnavailable: no daemon answers within this time.
+            AttachRefused: it answers and says no.
+        """
+        deadline = time.monotonic() + timeout_s
+        patient_until = time.monotonic() + min(timeout_s, _RANK_PATIENCE_S)
+        while True:
+            try:
+                self._open()
+                return
+            except AttachRefused as error:
+                # A killed trainer owns its rank until the kernel is done with it: restarts are quicker than that.
+                until: dict[str, float] = {
+                    RefusalCode.RANK_TAKEN: patient_until,
+                    RefusalCode.NOT_READY: deadline,
+                }
+                if time.monotonic() >= until.get(error.code, 0.0):
+                    raise
+            except FAILURES as error:
+                final = isinstance(error, WireError) and error.code in ("protocol", "untrusted")
+                if time.monotonic() >= deadline or final:
+                    if isinstance(error, DaemonUnavailable):
+                        raise
+                    raise DaemonUnavailable(
+                        f"attach: {error}",
+                        hint="start one with `ckptd run`, or pass daemon='auto'; `ckptctl doctor` looks for causes",
+                    ) from error
+            time.sleep(0.2)
+
+    def send(self, message: Filled | Report | Notice | ParkOutcome | TellElastic) -> None:
+        """One way; to a daemon that is away, nothing."""
+        if self.connected and self._client is not None and not self._client.send(message):
+            self.lose("it takes no messages")
+
+    def request(
+        self,
+        message: Any,
+        answer: type[Answer],
+        timeout_s: float,
+        *,
+        alive_s: float | None = None,
+    ) -> Answer:
+        """Ask, on the lane.
+
+        Raises:
+            AttachRefused: the daemon says no.
+            DaemonUnavailable: it is away.
+            RequestTimeout, WireError: it does not answer, or something else (it may be of another version).
+        """
+        if self._client is None or not self.connected:
+            raise DaemonUnavailable("request", hint="the daemon is away; it is being looked for")
+        try:
+            found = self._client.request(message, timeout_s=timeout_s, alive_s=alive_s)
+        except RefusedError as error:
+            if error.code == RefusalCode.NO_SESSION:
+                # Restarted since our last look: for who asks, that is as if it were away for a moment.
+                self.lose("it was restarted")
+                raise DaemonUnavailable(
+                    "it was restarted and is being attached to again", operation="request"
+                ) from error
+            raise AttachRefused(error.code, error.message, error.hint) from error
+        if not isinstance(found, answer):
+            what = f"{type(message).__name__} was answered with {type(found).__name__}"
+            raise WireError("unexpected", what)
+        return found
+
+    def ask(
+        self, message: Any, answer: type[Answer], operation: str, timeout_s: float = ANSWER_S
+    ) -> Answer:
+        """Ask, and wait here for the answer.
+
+        Raises:
+            AttachRefused: the daemon says no.
+            DaemonUnavailable: it is away.
+        """
+
+        def work() -> Answer:
+            return self.request(message, answer, timeout_s, alive_s=ANSWER_S)
+
+        try:
+            return self.lane.call(work, timeout_s + ANSWER_S)
+        except (RequestTimeout, WireError, OSError, TimeoutError) as error:
+            raise DaemonUnavailable(str(error), operation=operation) from error
+
+    def lose(self, why: str) -> None:
+        """The daemon does not answer."""
+        if not self.connected:
+            return
+        self.connected = False
+        self.outages += 1
+        logger.warning("the daemon is away (%s): training and snapshots go on; looking for it", why)
+
+    # -- on the lane -----------------------------------------------------------------------------
+
+    def _look_for_daemon(self) -> None:
+        now = time.monotonic()
+        if self._closed.is_set():
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+        elif self.connected and now >= self._next_ping:
+            self._next_ping = now + _PING_S
+            self._ping()
+        elif not self.connected and now >= self._next_try:
+            self._next_try = now + LOOK_S
+            self._try_again()
+
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, FAILURES):
+            self.lose(str(error))
+
+    def _ping(self) -> None:
+        try:
+            pong = self.request(Ping(), Pong, ANSWER_S)
+        except (AttachRefused, *FAILURES) as error:
+            self.lose(str(error))
+            return
+        if pong.attached:
+            self._follows.answered(pong)
+        else:
+            self.lose("it was restarted")
+
+    def _try_again(self) -> None:
+        try:
+            self._open()
+        except (AttachRefused, *FAILURES) as error:
+            untrusted = isinstance(error, WireError) and error.code == "untrusted"
+            told, self._told = self._told, str(error) if untrusted else ""
+            if untrusted and told != self._told:
+                logger.error("what is in the daemon's place is not asked: %s", error)
+            logger.debug("still no daemon: %s", error)
+            return
+        self._follows.back()
+
+    def _open(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        endpoint = self._find_endpoint()
+        client = connect(endpoint, ANSWER_S)
+        try:
+            welcome = client.ask(Hello(self._version, os.getpid()), Welcome)
+            self._heed_settings(welcome.settings, welcome.pid)
+            wish = msgspec.structs.replace(self._attach, held=self._held(), token=_token)
+            attached = client.ask(wish, Attached)
+        except RefusedError as error:
+            client.close()
+            raise AttachRefused(error.code, error.message, error.hint) from error
+        except BaseException:
+            client.close()
+            raise
+        self._client = client
+        if not welcome.started_by_trainer:
+            # It is an operator's: while it is away nobody starts another one in its place.
+            self._find_endpoint = lambda: endpoint
+        self._follows.opened(welcome, attached)
+        self.connected = True
+
+    def _heed_settings(self, told: Mapping[str, str], pid: int) -> None:
+        """At the first attach, what differs is an error; later, training goes on.
+
+        Raises:
+            AttachRefused: the daemon has other settings than this trainer was told.
+        """
+        if self._settings is None:
+            if different := self._check(told):
+                raise AttachRefused(
+                    RefusalCode.DAEMON_DIFFERS,
+                    f"the daemon is not as this trainer's environment says: {different}",
+                    f"restart the daemon with these settings (`kill {pid}` ends it, and its memory stays), or take them out of the "
+                    "trainer's environment; to use it as it is, pass daemon= its endpoint (`ckptctl status` shows it)",
+                )
+        elif told != self._settings:
+            before, now = dict(self._settings), dict(told)
+            changed = "; ".join(
+                f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
+                for key in sorted({*before, *now})
+                if before.get(key) != now.get(key)
+            )
+            logger.error("another daemon answers in the place of the first: %s", changed)
+            self.changes += 1
+        self._settings = dict(told)

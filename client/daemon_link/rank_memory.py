@@ -1,0 +1,467 @@
+"""This rank's memory: the session with the daemon and the segments it grants, from attach to recovery."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import count
+
+import msgspec
+
+from ckptd.client.daemon_link.communication_facts import LogFacts
+from ckptd.client.daemon_link.generations import Generations
+from ckptd.client.daemon_link.mapped_segment import MappedSegment, RankTaken, SlotTable
+from ckptd.client.daemon_link.retrieval import Attempt, Retrieval
+from ckptd.client.daemon_link.run_inventory import RankNote, RunView, see_run
+from ckptd.client.daemon_link.segment_arrival import Arrivals
+from ckptd.client.daemon_link.session import Session
+from ckptd.client.daemon_link.snapshot_image import SnapshotImage
+from ckptd.client.identity import Identity
+from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.stats import Stats
+from ckptd.core.recovery.held import HeldRecords
+from ckptd.core.recovery.recovery_facts import RankFacts
+from ckptd.core.recovery.snapshot_sources import Piece, Source
+from ckptd.core.slots.ring import SlotRecord, SlotState, truncate
+from ckptd.core.slots.segment_format import SegmentDescriptor, encode_descriptor
+from ckptd.core.slots.segment_names import Kind
+from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
+from ckptd.storage.images.image import ImageView
+from ckptd.transport.control.messages import Attach, Join, Member, ReplayFailure, SegmentInfo
+
+__all__ = ["LAYOUT_VERSION", "RankMemory"]
+
+LAYOUT_VERSION = 1
+
+
+class RankMemory:
+    """Attach, map, recover, reserve.
+
+    Raises:
+        AttachRefused: the daemon refuses, or another process owns the rank.
+        DaemonUnavailable: no daemon answers.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        find_endpoint: Callable[[], str],
+        *,
+        needed_bytes: int,
+        needed_text: str,
+        topology: str,
+        version: str,
+        timeout_s: float,
+        replicas: int | None = None,
+        stats: Stats | None = None,
+        check: Callable[[Mapping[str, str]], str] = lambda _: "",
+    ) -> None:
+        self.identity, self.topology, self._replicas = identity, topology, replicas
+        self._segments = Generations()
+        self._ahead: tuple[MappedSegment, ...] = ()  # made for a plan that does not count yet
+        self.logs = Generations()  # of the boundary log: no snapshot is in them
+        self.parks = Generations()  # of parked state
+        # Replays that did not reproduce, as far as any node knew when this start last asked.
+        self.failures: tuple[ReplayFailure, ...] = ()
+        # With whom this rank communicates, where that was told on another node, by an earlier trainer.
+        self.brought_facts: LogFacts | None = None
+        self._stats = stats or Stats()
+        self._needed_bytes = needed_bytes
+        begun = time.perf_counter()
+        attach = Attach(
+            identity.job,
+            identity.run,
+            identity.rank,
+            identity.world_size,
+            topology,
+            LAYOUT_VERSION,
+            needed_bytes,
+            needed_text[:4000],
+        )
+        self.session = Session(
+            find_endpoint,
+            attach,
+            version=version,
+            while_lost=self._seal_waiting,
+            held=lambda: tuple(
+                s.generation for s in (*self._segments, *self._ahead, *self._beside)
+            ),
+            timeout_s=timeout_s,
+            check=check,
+        )
+        try:
+            for info in self.session.segments:
+                self._segments.add(MappedSegment(info.path, info.generation))
+            self._segments.order_by_use()
+            for info in self.session.logs:
+                self.logs.add(MappedSegment(info.path, info.generation))
+            for info in self.session.parked:
+                self.parks.add(MappedSegment(info.path, info.generation))
+        except RankTaken as error:
+            self.session.close()
+            raise AttachRefused("rank_taken", str(error)) from error
+        except (OSError, SegmentError) as error:
+            self.session.close()
+            text = f"its segment cannot be used: {error}"
+            raise DaemonUnavailable(text, operation="attach") from error
+        self._retrieval = Retrieval(self.session, self._segments)
+        self.epoch, self.epoch_start = 0, -1
+        self.table = self._table(self._segments.current())
+        self._stats.attach_s = time.perf_counter() - begun
+
+    # -- recovery --------------------------------------------------------------------------------
+
+    @property
+    def descriptor(self) -> SegmentDescriptor | None:
+        """The newest generation's; None before the first one is reserved."""
+        newest = self._segments.newest
+        return None if newest is None else newest.descriptor
+
+    @property
+    def slack(self) -> int:
+        """Slots that the ring should have beyond what one node needs."""
+        return self.session.slack
+
+    @property
+    def persists(self) -> bool:
+        """Whether the daemon brings snapshots to storage."""
+        return self.session.persists
+
+    @property
+    def num_operators(self) -> int:
+        return self.descriptor.num_operators if self.descriptor is not None else 0
+
+    def settle_filled(self, timeout_s: float) -> None:
+        """Wait until what a dead trainer left filled is sealed; seal it here if the daemon takes longer.
+
+        Boundary logs and parked state, too: where the last of them is missing when a recovery is planned, more ranks go back.
+        """
+        deadline = time.monotonic() + timeout_s
+        while any(SlotState.FILLED in s.states() for s in (*self._segments, *self._beside)):
+            if time.monotonic() > deadline:
+                self._seal_waiting()
+                return
+            time.sleep(0.005)
+
+    def _give_up(self, segments: Sequence[MappedSegment]) -> None:
+        for segment in segments:
+            self._segments.remove(segment)
+            segment.close()
+            self.session.drop(segment.generation)
+
+    def see(
+        self,
+        exchange: Exchange,
+        *,
+        storage: bool = False,
+        facts: RankFacts | None = None,
+        alike: tuple[int, ...] = (),
+        unusable: tuple[Source, ...] = (),
+    ) -> RunView:
+        """What the nodes of this run hold, and what its ranks tell of themselves; a collective call.
+
+        Args:
+            storage: whether to look at what is durable, too.
+            facts: with whom this rank communicates in a step, as an earlier trainer has seen it.
+            alike: ranks with which this one has all operators alike.
+            unusable: copies of parked states that this rank could not have.
+        Raises:
+            DaemonUnavailable: a node's daemon is away; on every rank.
+        """
+        mine = RankNote(
+            max(self._needed_bytes, self._segments.total_bytes), self.hint, facts, alike, unusable
+        )
+        of = (self.identity.job, self.identity.run, self.identity.rank)
+        with self.planning():
+            view = see_run(self.session, *of, exchange, note=mine, storage=storage)
+        self.failures = view.failures
+        return view
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """What the body takes counts as planning of a recovery."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stats.recover_plan_s += time.perf_counter() - begun
+
+    def attempt(self, pieces: Sequence[Piece], view: RunView) -> Attempt:
+        """Have the pieces here, or on their way; never raises, since the other ranks wait for our vote."""
+        return self._retrieval.attempt(pieces, view.everybody)
+
+    def descriptor_of(self, attempt: Attempt) -> SegmentDescriptor:
+        """Of the segment in which the newest piece of an attempt lies, or to which it comes."""
+        return self._retrieval.descriptor_of(attempt)
+
+    def forsake(self, attempt: Attempt) -> None:
+        """Another plan is made, or none: give back what was fetched for this one."""
+        self._retrieval.forsake(attempt)
+
+    def resume(
+        self,
+        pieces: Sequence[Piece],
+        attempt: Attempt,
+        view: RunView,
+        *,
+        epoch: int,
+        end: int,
+    ) -> list[SnapshotImage]:
+        """Map what was fetched, begin the new history, and drop what belongs to an abandoned one.
+
+        Args:
+            pieces: what is loaded from snapshots; nothing, where this rank goes on from parked state.
+            epoch: the highest that was seen.
+            end: what is newer belongs to the abandoned history.
+        Raises:
+            AttachRefused: the run was recovered again since the plan was made; nothing has begun.
+        """
+        unlike = self._newer_than_table_of(pieces[0], view.held) if pieces else []
+        mine = [record for record in attempt.own if record is not None]
+        if mine and not unlike:
+            unlike = self._segments.of_another_window(self._segments.of(mine[-1]))
+        arriving = None if attempt.fetched is None else self._map(attempt.fetched)
+        if arriving is not None:
+            self._segments.add(arriving)
+        # What may be refused comes before what cannot be undone.
+        self.begin_epoch_after(view, epoch, end)
+        self._give_up(unlike)
+        self.table = self._table(self._segments.current())
+        records = self.table.records()
+        of_others = [r for r in records if r.epoch in view.others and r.iteration <= end]
+        for record in (*truncate(records, end), *of_others):
+            self._release(record)
+        if arriving is None:
+            return self.images([own for own in attempt.own if own is not None])
+        arrivals = Arrivals(self.session, arriving, self._stats, asked_s=attempt.asked_s)
+        slots = count()  # pieces that do not lie here were asked for in this order
+        return [
+            self._image(own) if own is not None else arrivals.image(next(slots), piece.record)
+            for piece, own in zip(pieces, attempt.own, strict=True)
+        ]
+
+    def begin_epoch_after(self, view: RunView, highest: int, start: int) -> None:
+        """Begin the epoch that follows all that any node knows of.
+
+        Raises:
+            AttachRefused: the run was recovered again since the plan was made; nothing has begun.
+        """
+        follows = view.last_epoch(highest)
+        if follows in view.others:
+            follows = highest
+        self.begin_epoch(view.next_epoch(highest), start, view.members, follows=follows)
+
+    def begin_epoch(
+        self, epoch: int, start: int, members: tuple[Member, ...] = (), *, follows: int = -1
+    ) -> None:
+        """What is filled from now on belongs to this epoch, which goes on from iteration ``start`` (-1: the beginning).
+
+        Raises:
+            AttachRefused: the run was recovered again since the plan was made; nothing has begun.
+        """
+        if members:
+            replicas = -1 if self._replicas is None else self._replicas
+            self.session.join(Join(epoch, start, members, replicas, follows))
+        self.epoch, self.epoch_start = epoch, start
+        self.table.epoch, self.table.epoch_start = epoch, start
+
+    def _newer_than_table_of(
+        self, piece: Piece, held: Iterable[HeldRecords]
+    ) -> list[MappedSegment]:
+        """Own generations that are newer than the plan's and of another operator table."""
+        at = piece.sources[0]
+        told = next(h for h in held if (h.node, h.segment) == (at.node, at.segment))
+        return self._segments.newer_than_table((told.num_operators, told.operators_id))
+
+    def _map(self, info: SegmentInfo) -> MappedSegment:
+        try:
+            return MappedSegment(info.path, info.generation)
+        except (OSError, RankTaken, SegmentError) as error:
+            raise DaemonUnavailable(
+                f"its new segment cannot be used: {error}", operation="reserve"
+            ) from error
+
+    def _image(self, record: SlotRecord) -> SnapshotImage:
+        segment = self.table.segment(record.generation)
+        view = ImageView(segment.slot(record.index)[: record.image_len])
+        return SnapshotImage(
+            record.iteration,
+            view,
+            segment.memory,
+            segment.slot_base(record.index),
+            record.phase,
+        )
+
+    @property
+    def hint(self) -> int:
+        """What earlier trainers of this rank learned (see ``segment_format``), as bits."""
+        return functools.reduce(operator.or_, (s.hint for s in self._segments), 0)
+
+    def leave_hint(self, hint: int) -> None:
+        """Tell the next trainer of this rank, through memory that outlives this process."""
+        for segment in self._segments:
+            segment.hint |= hint
+
+    def take_back_hint(self, hint: int) -> None:
+        """It no longer holds."""
+        for segment in self._segments:
+            segment.hint &= ~hint
+
+    def images(self, records: Sequence[SlotRecord]) -> list[SnapshotImage]:
+        """The images of sealed slots, for a replay in process."""
+        return [self._image(r) for r in records]
+
+    def _release(self, record: SlotRecord) -> None:
+        segment = self.table.segment(record.generation)
+        if segment.try_lock_slot(record.index):
+            segment.set_state(record.index, SlotState.FREE)
+            segment.unlock_slot(record.index)
+
+    def forget_everything(self) -> None:
+        """Drop every generation: nothing in them can be recovered."""
+        self._give_up(list(self._segments))
+        self.table = self._table([])
+        for segment in self._beside:
+            self.drop_beside(segment)
+
+    # -- growing and shrinking -------------------------------------------------------------------
+
+    def reserve(
+        self,
+        slot_bytes: int,
+        num_slots: int,
+        *,
+        window: int,
+        num_operators: int,
+        payload: bytes,
+        patient: bool = True,
+        ahead: bool = False,
+    ) -> MappedSegment:
+        """A new generation, which is filled from now on; ``ahead``: from when it is installed.
+
+        Raises:
+            AttachRefused: it does not fit.
+            DaemonUnavailable: the daemon is away.
+            TimeoutError: it is on its way; ask for the same again later.
+        """
+        told = encode_descriptor(self._descriptor_of(window, num_operators, payload))
+        info = self.session.reserve(slot_bytes, num_slots, told, patient=patient)
+        segment = self._map(info)
+        if ahead:
+            self._ahead = (*self._ahead, segment)
+        else:
+            self.install(segment)
+        return segment
+
+    def install(self, segment: MappedSegment) -> None:
+        """Fill this generation from now on."""
+        self._ahead = tuple(s for s in self._ahead if s is not segment)
+        segment.hint = self.hint
+        self._segments.add(segment)
+        self.table = self._table(self._segments.current())
+
+    def give_back(self, segment: MappedSegment) -> None:
+        """A generation that was made ahead is not needed."""
+        self._ahead = tuple(s for s in self._ahead if s is not segment)
+        segment.close()
+        self.session.drop(segment.generation)
+
+    def _descriptor_of(self, window: int, num_operators: int, payload: bytes) -> SegmentDescriptor:
+        return SegmentDescriptor(
+            job=self.identity.job,
+            run=self.identity.run,
+            rank=self.identity.rank,
+            world_size=self.identity.world_size,
+            topology=self.topology,
+            layout_version=LAYOUT_VERSION,
+            generation=0,
+            node_id="",
+            created_at_ns=0,
+            window=window,
+            num_operators=num_operators,
+            client=payload,
+        )
+
+    @property
+    def _beside(self) -> tuple[MappedSegment, ...]:
+        """What is here besides snapshots."""
+        return (*self.logs, *self.parks)
+
+    def reserve_beside(
+        self,
+        kind: Kind,
+        slot_bytes: int,
+        num_slots: int,
+        payload: bytes,
+        *,
+        window: int = 1,
+        num_operators: int = 1,
+        replicated: bool = False,
+    ) -> Future[SegmentInfo]:
+        """A further generation of the boundary log or of parked state, for `add_beside`; see `Session.reserve_beside`."""
+        told = self._descriptor_of(window, num_operators, payload)
+        descriptor = msgspec.structs.replace(told, kind=kind, replicated=replicated)
+        return self.session.reserve_beside(slot_bytes, num_slots, encode_descriptor(descriptor))
+
+    def add_beside(self, info: SegmentInfo) -> MappedSegment:
+        """Map a segment that `reserve_beside` was granted.
+
+        Raises:
+            DaemonUnavailable: it cannot be used.
+        """
+        segment = self._map(info)
+        (self.logs if segment.descriptor.is_log else self.parks).add(segment)
+        return segment
+
+    def drop_beside(self, segment: MappedSegment) -> None:
+        """Give a generation of the boundary log or of parked state back."""
+        (self.logs if segment.descriptor.is_log else self.parks).remove(segment)
+        segment.close()
+        self.session.drop(segment.generation)
+
+    def drop_unneeded(self) -> list[MappedSegment]:
+        """Give back generations that no suffix needs; returns them (still mapped) so that an engine can release them."""
+        if len(self._segments) < 2:
+            return []
+        taken = {s: slots for s in self._unneeded() if (slots := s.lock_sealed()) is not None}
+        # A daemon that promises something from here on sees the locks (`Run._secured`); what it wrote down before is read now.
+        dropped = [s for s in taken if s in self._unneeded()] if taken else []
+        for segment, slots in taken.items():
+            for index in slots:
+                if segment in dropped:
+                    segment.set_state(index, SlotState.FREE)  # from here on nobody counts on it
+                else:
+                    segment.unlock_slot(index)
+        self._give_up(dropped)
+        if dropped:
+            self.table.segments = self._segments.current()
+        return dropped
+
+    def _unneeded(self) -> list[MappedSegment]:
+        """What the other ranks may have to go back to is not among them (while the daemon is away nobody can tell)."""
+        return self._segments.unneeded(
+            self.table, self.num_operators, connected=self.session.connected
+        )
+
+    def _table(self, segments: Sequence[MappedSegment]) -> SlotTable:
+        return SlotTable(segments, epoch=self.epoch, epoch_start=self.epoch_start)
+
+    def _seal_waiting(self) -> None:
+        """Seal what is filled while the daemon is away (on the session's thread)."""
+        for segment in (*self._segments, *self._beside):
+            for index in range(segment.geometry.num_slots):
+                segment.seal(index)
+
+    def close(self, *, final: bool = False) -> None:
+        """Detach and give up ownership; the daemon keeps the memory."""
+        self.session.close(final=final)
+        for segment in self._ahead:
+            segment.close()
+        self._ahead = ()
+        self._segments.close()
+        self.logs.close()
+        self.parks.close()

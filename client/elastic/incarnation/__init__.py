@@ -1,0 +1,1 @@
+"""How an elastic job begins with other ranks: inventory, plan, transfer of state."""

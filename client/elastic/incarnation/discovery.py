@@ -1,0 +1,189 @@
+"""What the ranks of a world tell each other first: where they are, what they were started with, and what their nodes hold.
+
+One rank of each node speaks for it. What is wrong with any rank is heard by all here, before one of them waits for the others.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ckptd.client.elastic.incarnation.image_inventory import ImageKey, Inventory, settle
+from ckptd.client.elastic.incarnation.incarnation_plan import Seat, nodes_of
+from ckptd.client.ranks.collectives import Exchange, Failure, raise_together
+from ckptd.core.elastic.incarnations import ExpertLayers, NodeHeld
+from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
+from ckptd.errors import DaemonUnavailable
+from ckptd.launch import connect
+from ckptd.transport.control.messages import Hello, Welcome
+from ckptd.transport.control.wire import RequestTimeout, WireError
+
+__all__ = ["Here", "Looked", "Wishes", "find_here", "look"]
+
+_DRAWN = 1000
+_SETTLE_S = 5.0
+_ANSWER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What must be the same on all ranks.
+
+    Args:
+        domain: the label of a node's card that names its failure domain; empty: each node is one.
+        when: at which steps the ranks meet to look at the load; one that does not would leave the others waiting.
+    """
+
+    job: str
+    run: str
+    layers: ExpertLayers
+    threshold: int
+    max_straggler: float | None
+    domain: str = ""
+    when: TimesConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This rank's node; ``folder`` is None where there is no daemon, and nothing is held."""
+
+    seat: Seat
+    folder: Path | None
+    endpoint: Callable[[], str] | None = None
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """What a rank tells first; ``kept``: it has a daemon; ``drawn``: by lot, at least 1."""
+
+    seat: Seat
+    wishes: str
+    clock_s: int
+    drawn: int
+    kept: bool
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Looked:
+    """What all have told, the same on all ranks, and what lies on this node.
+
+    Args:
+        seats: of each rank.
+        speakers: the rank of each node that tells what it holds: its first one.
+        held: what lies on each node, in the order of ``speakers``.
+        inventory: of this node; None where nothing is kept.
+        clock_s, drawn: of the first rank: the time there, and a number of at least 1 that it drew by lot.
+    """
+
+    seats: Sequence[Seat]
+    speakers: Sequence[int]
+    held: Sequence[NodeHeld]
+    inventory: Inventory | None
+    clock_s: int
+    drawn: int
+
+    def next_world(self, stored: Sequence[int]) -> int:
+        """The number of the new world: higher than all that are known here, ``stored`` ones among them."""
+        seen = max((*stored, *(world for node in self.held for world in node.worlds)), default=-1)
+        # A clock that is behind does not tell worlds apart: nodes that are away may know of one with the next number, and their images would be
+        # taken for those of this one when they are back.
+        return self.clock_s if self.clock_s > seen else seen + self.drawn
+
+
+def find_here(
+    find_endpoint: Callable[[], str] | None, rank: int, slots: int, domain: str
+) -> Here | Exception:
+    """Where this rank is; or why that cannot be found out: the other ranks wait to hear of it, and raise it, too.
+
+    Args:
+        find_endpoint: of this node's daemon; None: nothing is kept, and the rank is a node of its own.
+    """
+    if find_endpoint is None:
+        return Here(Seat(f"rank-{rank}", f"rank-{rank}", slots), None)
+    try:
+        return _meet_daemon(find_endpoint, importlib.metadata.version("ckptd"), slots, domain)
+    except Exception as error:  # noqa: BLE001 - told to the others, and raised, in `look`
+        return error
+
+
+def _meet_daemon(find_endpoint: Callable[[], str], version: str, slots: int, domain: str) -> Here:
+    """Ask the daemon of this node who it is.
+
+    Raises:
+        DaemonUnavailable: none answers.
+    """
+    try:
+        with connect(find_endpoint(), _ANSWER_S) as client:
+            welcome = client.ask(Hello(version, os.getpid()), Welcome)
+    except (RequestTimeout, WireError, OSError) as error:
+        raise DaemonUnavailable(str(error), operation="start a world") from error
+    label = "" if welcome.card is None else welcome.card.labels.get(domain, "")
+    seat = Seat(welcome.node_id, label or welcome.node_id, slots)
+    return Here(seat, Path(welcome.segment_dir), find_endpoint)
+
+
+def look(
+    here: Here | Exception,
+    wishes: Wishes,
+    rank: int,
+    meet: Exchange,
+    unusable: frozenset[ImageKey],
+) -> Looked:
+    """Tell what this rank has, and hear what all have; a collective call.
+
+    Args:
+        unusable: images that are passed over.
+    Raises:
+        ValueError: on all ranks: they were started with other wishes, or some of them without a daemon.
+        DaemonUnavailable: on all ranks: one cannot tell where it is, or what lies there (which that one raises itself).
+    """
+    inventory, failed = None, here if isinstance(here, Exception) else None
+    seat = Seat("unknown", "", 0) if isinstance(here, Exception) else here.seat
+    try:
+        if not isinstance(here, Exception) and here.folder is not None:
+            settle(here.folder, wishes.job, wishes.run, _SETTLE_S)
+            inventory = Inventory(here.folder, wishes.job, wishes.run, wishes.layers, unusable)
+    except Exception as error:  # noqa: BLE001 - the others wait to hear of it; raised below
+        failed = error
+    kept = not isinstance(here, Exception) and here.folder is not None
+    mine = _Told(
+        seat,
+        repr(wishes),
+        int(time.time()),
+        1 + secrets.randbelow(_DRAWN),
+        kept,
+        Failure.of(seat.node, failed),
+    )
+    told = [msgspec.msgpack.decode(data, type=_Told) for data in meet(msgspec.msgpack.encode(mine))]
+    raise_together([one.failure for one in told], failed)
+    _check_alike(told)
+    seats = [one.seat for one in told]
+    speakers = _speakers(seats)
+    words = NodeHeld() if inventory is None else inventory.told
+    said = meet(msgspec.msgpack.encode(words) if rank in speakers else b"")
+    held = [msgspec.msgpack.decode(said[r], type=NodeHeld) for r in speakers]
+    return Looked(seats, speakers, held, inventory, told[0].clock_s, told[0].drawn)
+
+
+def _check_alike(told: Sequence[_Told]) -> None:
+    for other, one in enumerate(told):
+        if one.wishes != told[0].wishes:
+            raise ValueError(
+                f"rank {other} was started with {one.wishes}, rank 0 with {told[0].wishes}: they must be the same"
+            )
+        if one.kept != told[0].kept:
+            without = 0 if one.kept else other
+            raise ValueError(
+                f"rank {without} was started with daemon=None, rank {other - without} was not: pass it on all ranks or on none"
+            )
+
+
+def _speakers(seats: Sequence[Seat]) -> list[int]:
+    return [next(r for r, seat in enumerate(seats) if seat.node == n) for n in nodes_of(seats)]

@@ -1,0 +1,174 @@
+"""The plan of a world: made by every rank for itself from what all have told, and the same on all of them. Pure.
+
+How many replicas, on which nodes, which machine is which node of the plan, and who gives what to whom (`ckptd.core.elastic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ckptd.core.elastic.elastic_types import Cluster, Loads, Placement
+from ckptd.core.elastic.handover import Handover, plan_handover
+from ckptd.core.elastic.incarnations import Chosen, ExpertLayers
+from ckptd.core.elastic.mapping import map_nodes
+from ckptd.core.elastic.placement.allocation import allocate
+from ckptd.core.elastic.placement.balance import straggler_factor
+from ckptd.core.elastic.placement.expert_placement import place
+from ckptd.core.elastic.placement.rank_split import split_over_ranks
+
+__all__ = ["Seat", "WorldPlan", "nodes_of", "placement_of", "plan_world", "replicas_by_load"]
+
+_NO_SHARDS: Mapping[str, int] = MappingProxyType({})
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """Where a rank sits: its node, that node's failure domain, and its slots for experts in each layer."""
+
+    node: str
+    domain: str
+    slots: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorldPlan:
+    """A world.
+
+    Args:
+        number: of the world, above all before.
+        start: the iteration at which it begins.
+        nodes: their names, in the order in which ``node_of`` and the placement count them.
+        node_of: the node of each rank.
+        replicas_LRE: of each expert on each rank.
+        handover: None where nothing is held: the job begins.
+        reason: where it goes on, and with what guarantee, for the log.
+    """
+
+    number: int
+    start: int
+    nodes: tuple[str, ...]
+    node_of: tuple[int, ...]
+    cluster: Cluster
+    placement: Placement
+    replicas_LRE: NDArray[np.int64]
+    straggler: float
+    handover: Handover | None
+    reason: str
+
+    @property
+    def digest(self) -> str:
+        """Equal on ranks that have made the same plan."""
+        gives = () if self.handover is None else (self.handover.gives, self.handover.scalars)
+        told = repr(
+            (self.number, self.start, self.nodes, self.node_of, self.replicas_LRE.shape, gives)
+        )
+        return xxhash.xxh3_128_hexdigest(told.encode() + self.replicas_LRE.tobytes())
+
+
+def nodes_of(seats: Sequence[Seat]) -> tuple[str, ...]:
+    """The nodes, in the order of their first ranks."""
+    return tuple(dict.fromkeys(seat.node for seat in seats))
+
+
+def _check_alike(seats: Sequence[Seat], ranks: Sequence[int]) -> None:
+    """The ranks of a node share its slots evenly: one with less room would get more than it has room for."""
+    first = ranks[0]
+    for rank in ranks:
+        if seats[rank].slots != seats[first].slots:
+            raise ValueError(
+                f"rank {rank} was started with slots={seats[rank].slots}, rank {first} on the same node {seats[first].node} with "
+                f"slots={seats[first].slots}: ranks of one node have as many slots each"
+            )
+
+
+def plan_world(
+    number: int,
+    seats: Sequence[Seat],
+    layers: ExpertLayers,
+    loads_LE: Loads,
+    chosen: Chosen | None,
+    *,
+    threshold: int,
+    max_straggler: float | None,
+    numels: Mapping[str, int] = _NO_SHARDS,
+) -> WorldPlan:
+    """Place the experts, and share out who gives what.
+
+    Args:
+        seats: of each rank.
+        loads_LE: tokens that were routed to each expert.
+        chosen: where the job goes on, its nodes numbered as `nodes_of` does; None: it begins.
+        numels: how many elements each parameter has of which there are shards.
+    Raises:
+        ElasticError: there are fewer slots than experts.
+        ValueError: ranks of one node have room for different numbers of experts.
+    """
+    nodes = nodes_of(seats)
+    node_of = tuple(nodes.index(seat.node) for seat in seats)
+    ranks = [[r for r, node in enumerate(node_of) if node == n] for n in range(len(nodes))]
+    for of in ranks:
+        _check_alike(seats, of)
+    cluster = Cluster(
+        np.array([sum(seats[r].slots for r in of) for of in ranks], dtype=np.int64),
+        tuple(seats[of[0]].domain for of in ranks),
+        tuple(map(len, ranks)),
+    )
+    allocation = allocate(loads_LE, cluster, threshold)
+    plan = place(allocation, loads_LE, cluster, max_straggler=max_straggler)
+    placement = plan.placement
+    # Of shards the weights of all replicas are sent anew: no placement is nearer than another.
+    if chosen is not None and not chosen.shards:
+        held = Placement(chosen.experts_LNE.astype(np.int32))
+        placement = map_nodes(placement, held, cluster, chosen.expert_bytes_LE).apply(placement)
+    replicas_LRE = _on_ranks(placement, cluster, loads_LE, node_of)
+    handover = None
+    if chosen is not None:
+        handover = plan_handover(chosen, layers, replicas_LRE, node_of, numels)
+    where = "the job begins" if chosen is None else f"goes on from {chosen.reason}"
+    return WorldPlan(
+        number,
+        0 if chosen is None else chosen.iteration,
+        nodes,
+        node_of,
+        cluster,
+        placement,
+        replicas_LRE,
+        straggler_factor(placement, loads_LE, cluster),
+        handover,
+        f"{where}; {len(seats)} ranks on {len(nodes)} nodes, {allocation.reason}",
+    )
+
+
+def replicas_by_load(
+    plan: WorldPlan, loads_LE: Loads, *, threshold: int, max_straggler: float | None
+) -> NDArray[np.int64]:
+    """``[L, R, E]``: where the experts would be placed on this world's ranks for these loads, whatever has to be sent for it."""
+    allocation = allocate(loads_LE, plan.cluster, threshold)
+    placed = place(allocation, loads_LE, plan.cluster, max_straggler=max_straggler)
+    return _on_ranks(placed.placement, plan.cluster, loads_LE, plan.node_of)
+
+
+def placement_of(plan: WorldPlan, replicas_LRE: Sequence[NDArray[np.int64]]) -> Placement:
+    """What the nodes of a world hold where its ranks hold these replicas."""
+    on_ranks = np.stack(replicas_LRE)
+    counts_LNE = np.zeros((len(on_ranks), len(plan.nodes), on_ranks.shape[2]), dtype=np.int32)
+    for rank, node in enumerate(plan.node_of):
+        counts_LNE[:, node] += on_ranks[:, rank].astype(np.int32)
+    return Placement(counts_LNE)
+
+
+def _on_ranks(
+    placement: Placement, cluster: Cluster, loads_LE: Loads, node_of: Sequence[int]
+) -> NDArray[np.int64]:
+    """``[L, R, E]``: what the nodes hold, split over their ranks, wherever these stand."""
+    by_node = split_over_ranks(placement, cluster, loads_LE)
+    order = sorted(range(len(node_of)), key=lambda rank: (node_of[rank], rank))
+    replicas_LRE = np.zeros(by_node.shape, dtype=np.int64)
+    replicas_LRE[:, order] = by_node
+    return replicas_LRE

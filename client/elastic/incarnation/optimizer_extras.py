@@ -1,0 +1,218 @@
+"""What optimizers keep beside their tensors, where a world has other ranks than the one that recorded it.
+
+`KeptState` gathers it (``ckptd.client.optimizers.optimizer_audit``): attributes, entries of ``state`` that are of no parameter, nested values per parameter. What is
+of one parameter travels with that parameter. The rest a rank gets from the rank of its number, and a rank that joins from the lowest one that
+there was. That is exact for what does not depend on which parameters a rank has. An optimizer that updates experts, of which each rank has
+others in each world, may keep lists and tensors by the position of a parameter: they are refused, by their path, as soon as they are seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+from torch import Tensor
+
+from ckptd.client import values
+from ckptd.client.model.live_state import Binding, local
+from ckptd.client.optimizers.value_trees import Refused
+from ckptd.client.ranks.collectives import Exchange
+from ckptd.core.elastic.incarnations import ExpertLayers
+
+__all__ = ["KeptApart", "check_alike"]
+
+Node = Any
+_BY_POSITION = "it may go by the position of a parameter, and ranks have other experts after a change of the world"
+
+
+class KeptApart:
+    """The rules for the optimizers of one rank; made before anything is loaded into them.
+
+    Args:
+        binding: of an `ElasticJob`'s model, whose optimizers are as the program makes them.
+    """
+
+    def __init__(self, binding: Binding, layers: ExpertLayers) -> None:
+        self._binding, self._layers = binding, layers
+        self._fresh = [dict(each) for each in binding.kept.tree()["attributes"]]
+        self._moving = {binding.owner[n][0] for n in binding.owner if self._moves(n)}
+
+    def _moves(self, name: str) -> bool:
+        """Whether only some ranks have this parameter or buffer, or each has another part of it."""
+        return self._layers.expert_of(name) is not None or self._layers.shard_of(name) is not None
+
+    def check(self, kept: Mapping[str, Any]) -> None:
+        """A snapshot with this can be loaded by a world of other ranks.
+
+        Raises:
+            Refused: it could not; by the path of what is in the way.
+        """
+        self.fitted(kept)
+
+    def fitted(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """The same for this rank: of lists that consist of parameters it has those of its own.
+
+        Raises:
+            Refused: something of it may be wrong here.
+        """
+        found = {part: list(kept[part]) for part in ("attributes", "groups", "foreign")}
+        for i in self._moving:
+            fresh = self._fresh[i]
+            found["attributes"][i] = [
+                [name, self._fit(node, fresh.get(name), name)]
+                for name, node in kept["attributes"][i]
+            ]
+            for group, key, node in kept["groups"][i]:
+                self._fit(node, None, f"param_groups[{group}][{key!r}]")
+            for key, node in kept["foreign"][i]:
+                self._fit_key(key, "state")
+                self._fit(node, None, f"state[{_told(key)}]")
+        for name, pairs in kept["entries"].items():
+            for key, node in pairs:
+                self._check_entry(node, name, f"state[{name}][{key!r}]")
+        return {**kept, **found}
+
+    def _fit(self, node: Node, fresh: Node, path: str) -> Node:
+        if values.equal(node, fresh) or not isinstance(node, list):
+            if isinstance(node, np.ndarray) and node.size > 1 and not values.equal(node, fresh):
+                raise Refused(path, f"an array; {_BY_POSITION}")
+            return node
+        tag = node[0]
+        if tag == "k" and self._moves(_name_in(node)):
+            raise Refused(path, f"a tensor of {_name_in(node)}, which not all ranks have")
+        if tag in ("x", "w") and (tag == "w" or _size(node[1]) > 1):
+            raise Refused(path, f"a tensor; {_BY_POSITION}")
+        if tag in ("l", "q", "s"):
+            return self._list(node, fresh, path)
+        if tag == "t":
+            return ["t", [self._fit(part, None, f"{path}[{i}]") for i, part in enumerate(node[1])]]
+        if tag == "o":
+            made = dict(fresh[1]) if _is_a("o", fresh) else {}
+            return [
+                "o",
+                [
+                    [name, self._fit(part, made.get(name), f"{path}.{name}")]
+                    for name, part in node[1]
+                ],
+            ]
+        if tag == "d":
+            return ["d", [self._pair(key, part, fresh, path) for key, part in node[1]]]
+        return node
+
+    def _pair(self, key: Node, node: Node, fresh: Node, path: str) -> Node:
+        self._fit_key(key, path)
+        before = next((v for k, v in fresh[1] if values.equal(k, key)), None) if _is_a("d", fresh) else None  # fmt: skip
+        return [key, self._fit(node, before, f"{path}[{_told(key)}]")]
+
+    def _fit_key(self, key: Node, path: str) -> None:
+        parts = key[1] if key[0] == "T" else [key]
+        for part in parts:
+            if part[0] in ("k", "n", "a") and self._moves(_name_in(part)):
+                raise Refused(f"{path}[{_name_in(part)}]", "not all ranks have this parameter")
+
+    def _list(self, node: Node, fresh: Node, path: str) -> Node:
+        """Parameters, as the optimizer's constructor puts them together, are this rank's own; nothing else can be known to fit."""
+        theirs, own = self._common(node), self._common(fresh)
+        if theirs is not None and values.equal(theirs, own):
+            return fresh
+        raise Refused(path, f"a {'set' if node[0] == 's' else 'list'}; {_BY_POSITION}")
+
+    def _common(self, node: Node) -> list[Node] | None:
+        """Of a list of nothing but parameters those that all ranks have; None of anything else."""
+        if not _is_a("l", node) or not all(_is_a("k", part) for part in node[1]):
+            return None
+        return [part for part in node[1] if not self._moves(_name_in(part))]
+
+    def _check_entry(self, node: Node, name: str, path: str) -> None:
+        for part in _nodes(node):
+            if part[0] == "k" and _name_in(part) != name and self._moves(_name_in(part)):
+                raise Refused(path, f"a tensor of {_name_in(part)}, which not all ranks have")
+            if part[0] == "x" and not self._of_its_own(part[1], name):
+                raise Refused(path, f"a tensor of shape {list(part[1].shape)}; {_BY_POSITION}")
+
+    def _of_its_own(self, tensor: Tensor, name: str) -> bool:
+        """Whether a tensor in the state of a parameter can be of that one alone: by its shape, where the optimizer may mix parameters."""
+        if self._binding.owner[name][0] not in self._moving or tensor.numel() <= 1:
+            return True
+        probe = self._binding.probe(name)
+        held = local(self._binding.held(name))
+        return (probe is not None and probe.independent) or {1, held.numel(), *held.shape}.issuperset(tensor.shape)  # fmt: skip
+
+    def digests(self, kept: Mapping[str, Any]) -> dict[str, str]:
+        """Of each attribute, by its path: equal on two ranks where it has nothing of a rank in it; of generators nothing is compared."""
+        found = {}
+        for i, who in enumerate(self._binding.kept.names):
+            for name, node in kept["attributes"][i]:
+                packed = values.pack(self._without_ranks(node), name)
+                found[f"{name} of optimizer {who}"] = xxhash.xxh3_128_hexdigest(packed)
+            packed = values.pack(kept["foreign"][i], "state")
+            found[f"state of optimizer {who}"] = xxhash.xxh3_128_hexdigest(packed)
+        return found
+
+    def _without_ranks(self, node: Node) -> Node:
+        if not isinstance(node, list) or not node:
+            return node
+        if node[0] == "g":
+            return ["g"]
+        return [
+            self._without_ranks(part)
+            for part in node
+            if not (_is_a("k", part) and self._moves(_name_in(part)))
+        ]
+
+
+def check_alike(digests: Mapping[str, str], whose: int, rank: int, meet: Exchange) -> None:
+    """Where a rank joins, all ranks have recorded the same of what it is given; a collective call.
+
+    Args:
+        digests: of what this rank was given (`KeptApart.digests`).
+        whose: the rank that recorded it.
+    Raises:
+        ValueError: on all ranks: names what differs.
+    """
+    told = [
+        msgspec.msgpack.decode(said, type=tuple[int, dict[str, str]])
+        for said in meet(msgspec.msgpack.encode((whose, dict(digests))))
+    ]
+    joins = [r for r, (recorded_by, _) in enumerate(told) if recorded_by != r]
+    if not joins:
+        return
+    first, common = told[0]
+    for other, found in told[1:]:
+        unlike = sorted(k for k in common.keys() | found.keys() if common.get(k) != found.get(k))
+        if unlike:
+            raise ValueError(
+                f"{unlike[0]} was not the same on ranks {first} and {other}, which recorded it, and rank {joins[0]} joins: nobody knows what "
+                "it should have there. Start as many ranks as before, or pass run= a new name to begin anew; an optimizer of an elastic job "
+                "should keep the same on all ranks"
+            )
+
+
+def _is_a(tag: str, node: Node) -> bool:
+    return isinstance(node, list) and bool(node) and node[0] == tag
+
+
+def _nodes(node: Node) -> Sequence[Node]:
+    """It, and all below it that are nodes with a tag."""
+    if not isinstance(node, list):
+        return []
+    below = [found for part in node for found in _nodes(part)]
+    return [node, *below] if node and isinstance(node[0], str) else below
+
+
+def _name_in(node: Node) -> str:
+    """The parameter or buffer of a reference: ``k`` or ``n``, kind, name …; ``a``, distance, kind, name; with ``data`` before the kind."""
+    rest = node[2:] if node[0] == "a" else node[1:]
+    name = rest[2] if rest[0] == "data" else rest[1]
+    return str(name)
+
+
+def _told(key: Node) -> str:
+    return repr(key[1]) if key[0] == "v" else _name_in(key) if key[0] != "T" else "(...)"
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel()

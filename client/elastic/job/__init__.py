@@ -1,0 +1,6 @@
+"""Elastic jobs: a world of ranks and experts ends, the next one goes on from what its nodes hold."""
+
+from ckptd.client.elastic.job.elastic_job import ElasticJob
+from ckptd.client.elastic.job.global_batch import GlobalBatches, share_of
+
+__all__ = ["ElasticJob", "GlobalBatches", "share_of"]

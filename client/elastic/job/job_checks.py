@@ -1,0 +1,114 @@
+"""What users pass to an elastic job, looked at before anything is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch.distributed as dist
+from torch import nn
+
+from ckptd.client.elastic import ElasticExperts
+from ckptd.client.identity import Identity, identify
+from ckptd.client.model.parameter_names import named_modules
+from ckptd.client.ranks.collectives import Exchange
+from ckptd.core.elastic.incarnations import ExpertLayers
+
+__all__ = ["check_options", "identify_anyway", "layers_of", "same_total", "wrong_arguments"]
+
+_MAX_RUN = 50  # a world's number follows it, and a run's name has 64 characters at most
+_GIVEN = frozenset(
+    {
+        "job",
+        "run",
+        "rank",
+        "world_size",
+        "daemon",
+        "policy",
+        "window",
+        "park",
+        "replicated",
+        "start_from",
+        "topology",
+    }
+)
+
+
+def identify_anyway(
+    job: str | None, run: str | None, rank: int | None, world_size: int | None
+) -> tuple[Identity, str]:
+    """Who this rank is, and why it cannot be called so; its place in the process group then, so that it can tell the others."""
+    try:
+        return identify(job, run, rank, world_size), ""
+    except ValueError as error:
+        there = dist.is_available() and dist.is_initialized()
+        place = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
+        return Identity("elastic", "nameless", *place), str(error)
+
+
+def wrong_arguments(
+    layers: object, slots: object, threshold: object, max_straggler: object, run: str
+) -> str:
+    """What cannot be used; empty if nothing."""
+    if not isinstance(layers, Mapping):
+        return f"layers={layers!r}: a dict from the name of each mixture layer to its number of experts"
+    counts = set(layers.values())
+    if not layers or len(counts) != 1 or not _is_count(next(iter(counts))):
+        return f"layers={dict(layers)!r}: name the mixture layers, each with its number of experts, which is the same for all"
+    if not _is_count(slots):
+        return f"slots={slots!r}: a rank has room for one expert of each layer at least, and for whole ones"
+    if not _is_count(threshold):
+        return f"threshold={threshold!r}: so many replicas every expert should have, a whole number from 1 on"
+    number = isinstance(max_straggler, int | float) and not isinstance(max_straggler, bool)
+    if max_straggler is not None and not number:
+        return f"max_straggler={max_straggler!r}: a number from 1 on, or None"
+    if len(run) > _MAX_RUN:
+        return f"run={run!r} has more than {_MAX_RUN} characters"
+    return ""
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def check_options(options: Iterable[str]) -> None:
+    """No option of the checkpointer is passed that the job sets.
+
+    Raises:
+        ValueError: names one that is.
+    """
+    if wrong := sorted(_GIVEN.intersection(options)):
+        raise ValueError(f"{wrong[0]}= is the ElasticJob's own: leave it out")
+
+
+def layers_of(
+    model: nn.Module, layers: ExpertLayers, made: Mapping[str, ElasticExperts]
+) -> list[ElasticExperts]:
+    """The model's mixture layers, in the order of ``layers``.
+
+    Args:
+        made: those that the job has made, by name.
+    Raises:
+        ValueError: the model has others.
+    """
+    found = {name: m for name, m in named_modules(model) if isinstance(m, ElasticExperts)}
+    if found.keys() != set(layers.names):
+        raise ValueError(
+            f"the model has the mixture layers {sorted(found)}, and layers= named {sorted(layers.names)}"
+        )
+    for name, layer in made.items():
+        if found[name] is not layer:
+            raise ValueError(f"the model's layer {name} is not the one that layer({name!r}) made")
+    return [found[name] for name in layers.names]
+
+
+def same_total(meet: Exchange, total: int) -> None:
+    """A collective call: all ranks are to do as many steps.
+
+    Raises:
+        ValueError: on all ranks: they were given other totals.
+    """
+    totals = [said.decode() for said in meet(str(total).encode())]
+    if any(other != totals[0] for other in totals):
+        raise ValueError(
+            f"the ranks were given other totals, [{', '.join(totals)}]: pass the same to steps() on all"
+        )

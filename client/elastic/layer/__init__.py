@@ -1,0 +1,1 @@
+"""The mixture layer: experts with any number of replicas on any ranks."""

@@ -1,0 +1,235 @@
+"""The mixture blocks of a model, made elastic where they stand.
+
+A block has a gate, which stays, and experts, which become an ``ElasticExperts`` with those of this rank. So what a model makes of the gate's logits (an auxiliary
+loss) is as before. Blocks of transformers 5 are found by the form of their experts (``fused``); of others one tells how they are made
+(``HandWritten``).
+
+All is checked before anything is changed, on all ranks; experts are copied out of the tensors of all experts one layer at a time.
+
+Shapes: ``L`` blocks, ``R`` ranks, ``E`` experts of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Literal
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+from torch import nn
+
+from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
+from ckptd.client.elastic.layer.fused_experts import FusedExpert, fused_problem, has_fused_names
+from ckptd.client.elastic.layer.layer_check import check_replicas_RE, shapes_of
+from ckptd.client.ranks.collective_check import agree_on
+
+__all__ = ["HandWritten", "elastic_layers", "replace_moe_blocks"]
+
+
+@dataclass(frozen=True, slots=True)
+class HandWritten:
+    """How blocks of one class are made.
+
+    Args:
+        experts: the attribute of the block that holds its experts; becomes the ``ElasticExperts``.
+        take: ``(what is in that attribute, expert) -> module``, which maps ``[n, H]`` to ``[n, H]`` and shares no parameter with the others; left out:
+            ``experts[expert]``, as of a ``ModuleList``.
+        forward: ``(block, *arguments) -> output``, used instead of the block's own: calls the attribute with ``(tokens [T, H], experts [T, K],
+            weights [T, K])``. Left out where the block calls it so already.
+    """
+
+    experts: str = "experts"
+    take: Callable[[Any, int], nn.Module] | None = None
+    forward: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block that was found; ``how`` is None where its experts are fused."""
+
+    name: str
+    block: nn.Module
+    attribute: str
+    how: HandWritten | None
+
+    @property
+    def path(self) -> str:
+        """Of its experts."""
+        return f"{self.name}.{self.attribute}" if self.name else self.attribute
+
+    @property
+    def container(self) -> Any:
+        return getattr(self.block, self.attribute)
+
+    def take(self, expert: int) -> nn.Module:
+        if self.how is None:
+            return FusedExpert(self.container, expert)
+        module = self.how.take(self.container, expert) if self.how.take else self.container[expert]
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"expert {expert} of {self.path!r} is a {type(module).__name__}, not a module"
+            )
+        return module
+
+    def install(self, layer: ElasticExperts) -> None:
+        if self.how is None:
+            for module in layer.held_experts().values():
+                assert isinstance(module, FusedExpert), "taken as such"
+                module.own_rows()
+            layer.fused = True
+        setattr(self.block, self.attribute, layer)
+        if self.how is not None and self.how.forward is not None:
+            self.block.forward = MethodType(self.how.forward, self.block)
+        layer.train(self.block.training)
+
+
+def replace_moe_blocks(
+    model: nn.Module,
+    replicas_LRE: Sequence[ArrayLike] | NDArray[Any],
+    *,
+    group: Any = None,
+    nodes: ArrayLike | None = None,
+    reduce: Literal["mean", "sum"] = "mean",
+    blocks: Mapping[type[Any], HandWritten] | None = None,
+) -> dict[str, ElasticExperts]:
+    """Replace the experts of every mixture block by an ``ElasticExperts``; a collective call.
+
+    The model has all of its weights, the same on all ranks, and no optimizer yet, nor DDP, nor shards. Afterwards a rank has the parameters of
+    its own experts only.
+
+    Args:
+        replicas_LRE: the placement of each block, in the order of ``model.named_modules()``: what ``split_over_ranks`` gives.
+        group, nodes, reduce: as for ``ElasticExperts``.
+        blocks: how blocks of classes of one's own are made.
+    Returns:
+        The layers by the name of what they replaced, such as ``model.layers.0.mlp.experts``.
+    Raises:
+        ValueError: on all ranks and before the model is changed: it has no block that is known, or one that is not; the placement does not fit;
+            ranks have other models or weights.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("no process group: call init_process_group() before replace_moe_blocks")
+    found: list[_Block] = []
+    experts: list[dict[int, nn.Module]] = []
+
+    def say() -> bytes:
+        found.extend(_find(model, blocks or {}))
+        placements = _placements(found, replicas_LRE, group)
+        rank = dist.get_rank(group)
+        for block, replicas_RE in zip(found, placements, strict=True):
+            held = np.nonzero(replicas_RE[rank])[0].tolist()
+            experts.append({expert: block.take(expert) for expert in held})
+        described = [f"{one.path} {type(one.block).__name__}" for one in found]
+        return "\n".join([*described, *(repr(each.tolist()) for each in placements)]).encode()
+
+    agree_on(
+        say,
+        group,
+        what="the mixture blocks were not replaced",
+        other="another model or placement than rank 0",
+    )
+    layers = [
+        ElasticExperts(held, replicas_RE, group=group, nodes=nodes, reduce=reduce)
+        for held, replicas_RE in zip(experts, replicas_LRE, strict=True)
+    ]
+    experts.clear()
+    for block, layer in zip(found, layers, strict=True):
+        block.install(layer)
+    return {block.path: layer for block, layer in zip(found, layers, strict=True)}
+
+
+def elastic_layers(model: nn.Module) -> dict[str, ElasticExperts]:
+    """The elastic layers of a model by name, in its order."""
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, ElasticExperts)
+    }
+
+
+# -- what there is -----------------------------------------------------------------------------------
+
+
+def _find(model: nn.Module, known: Mapping[type[Any], HandWritten]) -> list[_Block]:
+    if there := elastic_layers(model):
+        raise ValueError(f"{next(iter(there))!r} is elastic already")
+    found: list[_Block] = []
+    for name, module in model.named_modules():
+        how = next((known[kind] for kind in type(module).__mro__ if kind in known), None)
+        if how is not None:
+            if not hasattr(module, how.experts):
+                raise ValueError(
+                    f"{name!r} ({type(module).__name__}) has no attribute {how.experts!r}: tell where its experts are in HandWritten(experts=)"
+                )
+            found.append(_Block(name, module, how.experts, how))
+    told = [one.path for one in found]
+    for name, module in model.named_modules():
+        if not any(name == path or name.startswith(path + ".") for path in told):
+            found += _fused_block(model, name, module)
+    if not found:
+        raise ValueError(
+            f"no mixture block was found in {type(model).__name__}: pass blocks={{class: HandWritten(...)}} that tells how its blocks are made"
+        )
+    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    return sorted(found, key=lambda one: order[one.name])
+
+
+def _fused_block(model: nn.Module, name: str, module: nn.Module) -> list[_Block]:
+    """The block whose experts this module is, if it is such; refused if it looks like experts and is none that is known."""
+    leaf = name.rpartition(".")[2]
+    if has_fused_names(module) and name:
+        if problem := fused_problem(module):
+            raise _unknown(name, module, problem)
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            raise ValueError(
+                f"{name!r} has hooks, which would be lost: replace the blocks before anything hooks them (a Checkpointer does)"
+            )
+        parent = name.rpartition(".")[0]
+        return [_Block(parent, model.get_submodule(parent), leaf, None)]
+    near = [part.lower() for part in name.split(".")[-2:]]
+    if any("expert" in part and "shared" not in part for part in near) and _looks_like_experts(
+        module
+    ):
+        raise _unknown(name, module, "its form is not one that is known")
+    return []
+
+
+def _looks_like_experts(module: nn.Module) -> bool:
+    """Several modules of one form, or tensors of three dimensions; a shared expert is neither."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        forms = [shapes_of(child) for child in module.children()]
+        return len(forms) > 1 and bool(forms[0]) and all(form == forms[0] for form in forms)
+    return any(param.ndim == 3 for param in module.parameters(recurse=False))
+
+
+def _unknown(name: str, module: nn.Module, problem: str) -> ValueError:
+    return ValueError(
+        f"{name!r} ({type(module).__name__}) cannot be made elastic by itself: {problem}. "
+        "Pass blocks={class of the block around it: HandWritten(...)} that tells how one expert is taken and called"
+    )
+
+
+def _placements(
+    found: Sequence[_Block], replicas_LRE: Sequence[ArrayLike] | NDArray[Any], group: Any
+) -> list[NDArray[np.int64]]:
+    if len(replicas_LRE) != len(found):
+        raise ValueError(
+            f"replicas_LRE places {len(replicas_LRE)} layers, and the model has {len(found)} mixture blocks, from {found[0].path!r} on"
+        )
+    placements = []
+    for block, each in zip(found, replicas_LRE, strict=True):
+        replicas_RE = check_replicas_RE(each, dist.get_world_size(group))
+        count = _num_experts(block)
+        if count is not None and count != replicas_RE.shape[1]:
+            raise ValueError(
+                f"the placement of {block.path!r} is of {replicas_RE.shape[1]} experts, and it has {count}"
+            )
+        placements.append(replicas_RE)
+    return placements
+
+
+def _num_experts(block: _Block) -> int | None:
+    if block.how is None:
+        return int(block.container.down_proj.shape[0])
+    return len(block.container) if isinstance(block.container, nn.ModuleList) else None

@@ -1,0 +1,204 @@
+"""The gradient of an expert, summed over the ranks that hold replicas of it: exactly once, and the same bits on each.
+
+After a backward a holder has the part of the gradient that came from the tokens it computed. The whole is the sum over the holders, taken for all
+experts together over the process group that the tokens travel on (``holders``). There are no process groups for sets of holders: asymmetric
+placements have up to as many sets as experts, other ones after each new placement, and an all-reduce promises no order of additions.
+
+A replica that computed no token may have no gradient. Which parameters have one on any rank is told first: these are summed, and the
+others stay without, as they would in a model that is not replicated.
+
+This is a call of its own, not a hook of backward: only the loop knows which backward is the last before the optimizer's step, and hooks of
+parameters that got no gradient would not run.
+
+Shapes: ``R`` ranks, ``E`` experts, ``P`` parameters of the expert that has most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ckptd.client.elastic.layer.expert_tensors import Piece, pieces_of, rounds
+from ckptd.client.elastic.layer.holder_sums import sum_over_holders
+from ckptd.client.elastic.layer.layer_check import Agreed
+from ckptd.client.elastic.layer.layer_inputs import DTYPES
+from ckptd.client.elastic.layer.shard_exchange import sums_to_owners
+
+__all__ = ["ReplicaGradients"]
+
+
+_Params: TypeAlias = dict[int, list[nn.Parameter]]
+
+
+class ReplicaGradients:
+    """The gradients of the experts that this rank holds.
+
+    Args:
+        experts: by number; the modules of this rank.
+        agreed: placement and parameters, the same on all ranks.
+        mean: gradients of the mean of the ranks' losses instead of their sum.
+        group: the process group.
+    """
+
+    def __init__(
+        self, experts: Mapping[int, nn.Module], agreed: Agreed, *, mean: bool, group: Any
+    ) -> None:
+        self._experts = dict(experts)
+        self._agreed = agreed
+        self._ranks = len(agreed.replicas_RE)
+        self._divisor = self._ranks if mean else 1
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._unsummed = False
+        self._must_be_zero = False
+        self._version = 0
+        self._pieces = pieces_of(agreed)
+
+    @property
+    def trained(self) -> bool:
+        """Whether a parameter of this rank's experts needs a gradient."""
+        return any(param.requires_grad for param in self._all())
+
+    @property
+    def changed_unsummed(self) -> bool:
+        """Whether weights were changed after a backward whose gradients were not summed."""
+        return self._unsummed and self._version != self._versions()
+
+    def backward_begins(self) -> None:
+        """A backward has come to the layer: there will be gradients to sum, on all ranks.
+
+        Raises:
+            ValueError: there still are those that were summed before: they would be summed again.
+        """
+        if not self._unsummed:
+            self._unsummed, self._version = True, self._versions()
+        if self._must_be_zero:
+            self._must_be_zero = False
+            self._check_zero()
+
+    def sum(self, device: torch.device) -> None:
+        """Sum what backwards have added since the last time; a collective call. Without any, nothing happens.
+
+        Args:
+            device: of the layer's tokens.
+        """
+        if not self._unsummed:
+            return
+        with torch.no_grad():
+            # Asked anew each time: a layer that is moved or converted may have other parameters.
+            params = self._params()
+            for dtype, present in self._present(params, device).items():
+                for piece in present:
+                    self._alone(piece, params)
+                shared = [piece for piece in present if len(piece.held.holders) > 1]
+                for pieces in rounds(shared, self._ranks, dtype.itemsize):
+                    self._sum_round(pieces, params, dtype, device)
+        self._unsummed, self._must_be_zero = False, True
+
+    def to_owners(self, device: torch.device) -> dict[tuple[int, int], Tensor]:
+        """Instead of ``sum``: this rank's shard of the sum of every parameter of the layer that has a gradient on any rank; a collective call.
+
+        By expert and index of the parameter; the shard is as in ``shard_exchange``. Each element has the bits that ``sum`` gives it. What backwards
+        have left on the replicas is gone afterwards. Without any backward since the last time, there is nothing.
+        """
+        sums: dict[tuple[int, int], Tensor] = {}
+        if not self._unsummed:
+            return sums
+        with torch.no_grad():
+            params = self._params()
+            for dtype, present in self._present(params, device).items():
+                for pieces in rounds(present, self._ranks, dtype.itemsize):
+                    mine = [piece for piece in pieces if self._rank in piece.held.holders]
+                    own = [params[piece.expert][piece.index] for piece in mine]
+                    flats = [_gradient_of(param).to(dtype).reshape(-1) for param in own]
+                    parts = sums_to_owners(
+                        [piece.held for piece in pieces],
+                        flats,
+                        divisor=self._divisor,
+                        dtype=dtype,
+                        device=device,
+                        group=self._group,
+                    )
+                    keys = [(piece.expert, piece.index) for piece in pieces]
+                    sums.update(zip(keys, parts, strict=True))
+            for param in self._all():
+                param.grad = None
+        self._unsummed = False
+        return sums
+
+    def _params(self) -> _Params:
+        return {expert: list(module.parameters()) for expert, module in self._experts.items()}
+
+    def _all(self) -> Iterator[nn.Parameter]:
+        for module in self._experts.values():
+            yield from module.parameters()
+
+    def _versions(self) -> int:
+        return sum(param._version for param in self._all())
+
+    def _check_zero(self) -> None:
+        for expert, module in self._experts.items():
+            for param in module.parameters():
+                if param.grad is not None and bool(param.grad.count_nonzero()):
+                    raise ValueError(
+                        f"expert {expert} still has the gradient that sync_gradients() summed, and the next one would sum it again: "
+                        "call zero_grad() before the next backward, and sync_gradients() after the last one of a step"
+                    )
+
+    def _present(self, params: _Params, device: torch.device) -> dict[torch.dtype, list[Piece]]:
+        """Those that have a gradient on any rank, by its dtype; the same on all ranks."""
+        most = max(len(shapes) for shapes in self._agreed.shapes_E)
+        mine_EP = torch.zeros((len(self._agreed.shapes_E), most), dtype=torch.uint8)
+        for expert, own in params.items():
+            for index, param in enumerate(own):
+                mine_EP[expert, index] = 0 if param.grad is None else _code_of(param.grad)
+        row = mine_EP.reshape(-1).to(device)
+        rows = row.new_empty((len(self._agreed.replicas_RE), len(row)))
+        dist.all_gather(list(rows.unbind()), row, group=self._group)
+        code_EP = rows.amax(dim=0).view(mine_EP.shape).tolist()
+        found: dict[torch.dtype, list[Piece]] = {dtype: [] for dtype in DTYPES}
+        for piece in self._pieces:
+            if code := code_EP[piece.expert][piece.index]:
+                found[DTYPES[code - 1]].append(piece)
+        return found
+
+    def _alone(self, piece: Piece, params: _Params) -> None:
+        """The only holder has the sum already."""
+        if piece.held.holders == (self._rank,) and self._divisor > 1:
+            grad = params[piece.expert][piece.index].grad
+            assert grad is not None, "present, and on no other rank"
+            grad.div_(self._divisor)
+
+    def _sum_round(
+        self, pieces: Sequence[Piece], params: _Params, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        mine = [piece for piece in pieces if self._rank in piece.held.holders]
+        own = [params[piece.expert][piece.index] for piece in mine]
+        grads = [_gradient_of(param) for param in own]
+        # In place where a gradient is contiguous, else a copy.
+        flats = [grad.to(dtype).reshape(-1) for grad in grads]
+        sum_over_holders(
+            [piece.held for piece in mine],
+            flats,
+            divisor=self._divisor,
+            dtype=dtype,
+            device=device,
+            group=self._group,
+        )
+        for param, grad, flat in zip(own, grads, flats, strict=True):
+            if flat.data_ptr() != grad.data_ptr():
+                grad.copy_(flat.view(grad.shape))
+            if param.requires_grad:
+                param.grad = grad
+
+
+def _gradient_of(param: nn.Parameter) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def _code_of(grad: Tensor) -> int:
+    return DTYPES.index(grad.dtype) + 1

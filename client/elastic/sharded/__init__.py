@@ -1,0 +1,1 @@
+"""Optimizer state of experts in shards of its own."""

@@ -1,0 +1,409 @@
+"""Optimizer state of experts apart from where they are: each rank keeps a shard of every expert, wherever its replicas are (SwiftMoE).
+
+The other strategy, an optimizer on each replica (Lazarus), moves the state when an expert moves. Here it never moves. In a step
+
+1. the gradients of an expert's replicas are summed at the ranks that own its shards, all ranks, an equal part each;
+2. each rank updates its shards, with any optimizer that updates element by element;
+3. the new weights are sent to the ranks that hold the expert. Which ranks those are may change in every step at no cost: what is sent is as
+   many weights as there are replicas, the same under the old placement and the new.
+
+What is trained is the shards, so the replicas are no longer parameters of the model.
+
+Source: SwiftMoE (arXiv 2504.19925), its abstract: optimizers partitioned statically over all nodes, placement adjusted by the weight updates.
+
+Shapes: ``L`` layers, ``R`` ranks, ``E`` experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+from torch import nn
+
+from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
+from ckptd.client.elastic.layer.expert_moves import MakeExpert, Move, PlacementState, plan_moves
+from ckptd.client.elastic.layer.expert_tensors import Held, Piece, by_dtype, pieces_of, rounds
+from ckptd.client.elastic.layer.layer_check import check_replicas_RE
+from ckptd.client.elastic.layer.layer_devices import common_device
+from ckptd.client.elastic.layer.shard_exchange import shards_to_holders, sums_to_owners
+from ckptd.client.optimizers.optimizer_probe import probe_optimizer
+from ckptd.client.ranks.collective_check import agree_on
+
+__all__ = ["ExpertShards", "Placements"]
+
+Placements: TypeAlias = ArrayLike | Sequence[ArrayLike] | Mapping[str, ArrayLike]
+"""``[L, R, E]`` in the order of the layers, or ``[R, E]`` by the name of a layer; those not named stay."""
+
+_Shards: TypeAlias = list[tuple[str, nn.Parameter]]
+_WHAT = "ExpertShards cannot be made"
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """A layer, and this rank's shard of each parameter of its experts, by expert and index."""
+
+    name: str
+    layer: ElasticExperts
+    shards: dict[tuple[int, int], nn.Parameter]
+
+
+class ExpertShards(nn.Module):
+    """This rank's shards of all experts of some layers, and their optimizer; making it is a collective call.
+
+    The layers' experts leave the model's parameters for it. It is called nowhere: its parameters are the shards, named
+    ``shards.<layer>.<expert>.<parameter>``, flat, and ``ceil(numel / R)`` long, padded with zeros.
+
+    Args:
+        layers: by name, as ``replace_moe_blocks`` returns them, or one. All of one process group.
+        make_optimizer: makes the optimizer of the shards that it is given, ``[(name, shard), ...]``; such as
+            ``lambda shards: torch.optim.AdamW(shards, lr=1e-3)``. The same on all ranks.
+        masters: the dtype of the shards where it is not that of the weights: float32 under weights of 16 bits. Begins with their values.
+        make_expert: ``(layer, expert) -> module``: what a rank that gets an expert puts the weights into. Left out, it is the module of an
+            expert that the rank gives away, or a copy of one that it keeps.
+    Raises:
+        ValueError: on all ranks, if any of them: replicas differ; ranks name other layers; experts have buffers, which would not travel; there are
+            gradients that were not used; the optimizer is not one of single elements.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, ElasticExperts] | ElasticExperts,
+        make_optimizer: Callable[[_Shards], torch.optim.Optimizer],
+        *,
+        masters: torch.dtype | None = None,
+        make_expert: MakeExpert | None = None,
+    ) -> None:
+        super().__init__()
+        named = {"experts": layers} if isinstance(layers, ElasticExperts) else dict(layers)
+        if not all(isinstance(layer, ElasticExperts) for layer in named.values()) or not named:
+            raise ValueError(
+                "layers must be an ElasticExperts or a dict of them, such as replace_moe_blocks() returns"
+            )
+        self._group = next(iter(named.values())).group
+        self._ranks, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self._make_expert = make_expert
+        self.placed = PlacementState(named)
+        agree_on(
+            lambda: _described(named, masters, self._group),
+            self._group,
+            what=_WHAT,
+            other="other layers or masters than rank 0",
+        )
+        self._device = common_device(named.values(), self._group, what=_WHAT)
+        anew = [layer.agree_anew() for layer in named.values()]
+        for layer, agreed in zip(named.values(), anew, strict=True):
+            layer.hide_experts(agreed)
+        try:
+            self._make(named, masters, make_optimizer)
+        except BaseException:
+            for layer in named.values():
+                layer.show_experts()
+            raise
+
+    @property
+    def layers(self) -> dict[str, ElasticExperts]:
+        """By name."""
+        return {owned.name: owned.layer for owned in self._owned}
+
+    @property
+    def placements(self) -> dict[str, NDArray[np.int64]]:
+        """``[R, E]`` by the name of the layer, as they are now."""
+        return {owned.name: owned.layer.replicas_RE for owned in self._owned}
+
+    def step(self, placements: Placements | None = None) -> None:
+        """One step of the optimizer, after which the experts are placed anew if so asked; a collective call.
+
+        It is ``reduce_gradients``, ``optimizer.step``, ``send_weights`` and ``optimizer.zero_grad``.
+
+        Raises:
+            ValueError: on all ranks and before anything is changed: placements that cannot be, or are not the same on all ranks.
+        """
+        moves = self._agreed_moves(placements)
+        self.reduce_gradients()
+        self.optimizer.step()
+        self._send(moves)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def reduce_gradients(self) -> None:
+        """Sum what backwards have left on the replicas into the shards' ``grad``; a collective call. Without any, nothing happens.
+
+        For loops that look at gradients before the step: every element of every expert is in the shards of one rank, and once, so the
+        square of the global norm is the sum over the ranks. A shard without a gradient on any rank has none.
+        """
+        for owned in self._owned:
+            for key, part in owned.layer.reduce_to_owners(self._device).items():
+                shard = owned.shards[key]
+                part = part.to(shard.dtype)
+                shard.grad = part if shard.grad is None else shard.grad + part
+
+    def send_weights(self, placements: Placements | None = None) -> None:
+        """Give every replica the weights of the shards, under another placement if so asked; a collective call.
+
+        For loops that do the parts of ``step`` themselves, and after shards were loaded. Without ``placements`` it is that which ``placed`` has
+        loaded since, if any.
+
+        Raises:
+            ValueError: as ``step``.
+        """
+        self._send(self._agreed_moves(placements))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What ``recut`` needs to know: the ranks, the lengths of the whole tensors, and each shard's place in the optimizer."""
+        places = {
+            id(param): index
+            for index, param in enumerate(
+                param for group in self.optimizer.param_groups for param in group["params"]
+            )
+        }
+        return {
+            "ranks": self._ranks,
+            "rank": self._rank,
+            "numels": {
+                name: owned.layer.agreed.shapes_E[expert][index].numel
+                for owned in self._owned
+                for (expert, index), name in self._names(owned).items()
+            },
+            "places": {name: places.get(id(param), -1) for name, param in self.named_parameters()},
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Refuse shards that are not this rank's.
+
+        Raises:
+            ValueError: they were cut for another number of ranks, or are another rank's.
+        """
+        if state["ranks"] != self._ranks:
+            raise ValueError(
+                f"these shards were cut for {state['ranks']} ranks, and there are {self._ranks}: recut() them from the states of all ranks"
+            )
+        if state["rank"] != self._rank:
+            raise ValueError(f"these are the shards of rank {state['rank']}, not of {self._rank}")
+
+    # -- making ------------------------------------------------------------------------------------------
+
+    def _make(
+        self,
+        layers: Mapping[str, ElasticExperts],
+        masters: torch.dtype | None,
+        make_optimizer: Callable[[_Shards], torch.optim.Optimizer],
+    ) -> None:
+        with torch.no_grad():
+            self._owned = [
+                _Owned(name, layer, self._first_shards(layer, masters))
+                for name, layer in layers.items()
+            ]
+        self.shards = nn.Module()
+        for owned in self._owned:
+            self._name(owned)
+        self.optimizer: torch.optim.Optimizer
+        agree_on(
+            lambda: self._set_up(make_optimizer),
+            self._group,
+            what=_WHAT,
+            other="other options of the optimizer than rank 0",
+        )
+
+    def _first_shards(
+        self, layer: ElasticExperts, masters: torch.dtype | None
+    ) -> dict[tuple[int, int], nn.Parameter]:
+        """From the first holder of each expert."""
+        params = _params(layer)
+        first = [
+            replace(piece, held=Held(piece.held.numel, piece.held.holders[:1]))
+            for piece in pieces_of(layer.agreed)
+        ]
+        found: dict[tuple[int, int], nn.Parameter] = {}
+        for dtype, of_dtype in by_dtype(first, layer.agreed).items():
+            for pieces in rounds(of_dtype, self._ranks, dtype.itemsize):
+                mine = [piece for piece in pieces if self._rank in piece.held.holders]
+                parts = sums_to_owners(
+                    [piece.held for piece in pieces],
+                    [params[piece.expert][piece.index].reshape(-1) for piece in mine],
+                    divisor=1,
+                    dtype=dtype,
+                    device=self._device,
+                    group=self._group,
+                )
+                for piece, part in zip(pieces, parts, strict=True):
+                    # A part may be a view of all that was received.
+                    shard = part.to(masters or dtype, copy=True)
+                    found[piece.expert, piece.index] = nn.Parameter(shard)
+        return {key: found[key] for key in sorted(found)}
+
+    def _names(self, owned: _Owned) -> dict[tuple[int, int], str]:
+        shapes_E = owned.layer.agreed.shapes_E
+        return {
+            (expert, index): f"shards.{owned.name}.{expert}.{shapes_E[expert][index].name}"
+            for expert, index in owned.shards
+        }
+
+    def _name(self, owned: _Owned) -> None:
+        """Put the shards into the module tree, the experts of a layer into a ``ModuleDict``."""
+        shapes_E = owned.layer.agreed.shapes_E
+        experts = nn.ModuleDict({str(expert): nn.Module() for expert in range(len(shapes_E))})
+        _put(self.shards, owned.name, experts)
+        for (expert, index), shard in owned.shards.items():
+            _put(experts[str(expert)], shapes_E[expert][index].name, shard)
+
+    def _set_up(self, make_optimizer: Callable[[_Shards], torch.optim.Optimizer]) -> bytes:
+        self.optimizer = make_optimizer(list(self.shards.named_parameters()))
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"make_optimizer returned a {type(self.optimizer).__name__}, not a torch.optim.Optimizer"
+            )
+        own = {id(shard) for owned in self._owned for shard in owned.shards.values()}
+        for group in self.optimizer.param_groups:
+            if strange := [p for p in group["params"] if id(p) not in own]:
+                raise ValueError(
+                    f"the optimizer of the shards holds {len(strange)} other parameters: give these an optimizer of their own"
+                )
+        for ndim in sorted({1} | self._ndims()):
+            self._check_elementwise(ndim)
+        said = [
+            {key: repr(value) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        counts = [len(group["params"]) for group in self.optimizer.param_groups]
+        return f"{type(self.optimizer).__name__} {counts} {said}".encode()
+
+    def _ndims(self) -> set[int]:
+        return {
+            len(shape.size)
+            for owned in self._owned
+            for shapes in owned.layer.agreed.shapes_E
+            for shape in shapes
+            if shape.size
+        }
+
+    def _check_elementwise(self, ndim: int) -> None:
+        """A shard is updated apart from the rest of its tensor, as if it were one of a single dimension."""
+        shard = next(self.parameters())
+        for group in self.optimizer.param_groups:
+            found = probe_optimizer(
+                self.optimizer, group, ndim=ndim, dtype=shard.dtype, device=shard.device
+            )
+            if not (found.independent and found.rowwise):
+                raise ValueError(
+                    f"the optimizer must update each element by itself, and does not: {found.reason}"
+                )
+
+    # -- a step ------------------------------------------------------------------------------------------
+
+    def _agreed_moves(self, placements: Placements | None) -> list[Move]:
+        moves: list[Move] = []
+
+        def say() -> bytes:
+            moves.extend(
+                plan_moves(
+                    self._wanted(placements),
+                    self.layers,
+                    self._rank,
+                    self._device,
+                    self._make_expert,
+                )
+            )
+            return b"".join(
+                [move.name.encode() + move.replicas_RE.tobytes() + b"\0" for move in moves]
+            )
+
+        agree_on(
+            say,
+            self._group,
+            what="the experts were not placed anew, and nothing was updated",
+            other="other placements than rank 0",
+        )
+        return moves
+
+    def _wanted(self, placements: Placements | None) -> dict[str, NDArray[np.int64]]:
+        if placements is None:
+            placements = self.placed.loaded()
+        names = [owned.name for owned in self._owned]
+        if not isinstance(placements, Mapping):
+            each: Any = placements
+            if len(each) != len(names):
+                raise ValueError(f"placements of {len(each)} layers, and there are {len(names)}")
+            placements = dict(zip(names, each, strict=True))
+        if strange := [name for name in placements if name not in names]:
+            raise ValueError(f"there is no layer {strange[0]!r}; names are like {names[0]!r}")
+        return {
+            name: check_replicas_RE(placements[name], self._ranks)
+            for name in names
+            if name in placements
+        }
+
+    @torch.no_grad()
+    def _send(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self.layers[move.name].adopt(move.experts, move.replicas_RE)
+        self.placed.forget()
+        for owned in self._owned:
+            agreed, params = owned.layer.agreed, _params(owned.layer)
+            for dtype, of_dtype in by_dtype(pieces_of(agreed), agreed).items():
+                for pieces in rounds(of_dtype, self._ranks, dtype.itemsize):
+                    self._send_round(pieces, owned, params, dtype)
+
+    def _send_round(
+        self,
+        pieces: Sequence[Piece],
+        owned: _Owned,
+        params: Mapping[int, Sequence[nn.Parameter]],
+        dtype: torch.dtype,
+    ) -> None:
+        flats = shards_to_holders(
+            [piece.held for piece in pieces],
+            [owned.shards[piece.expert, piece.index].to(dtype) for piece in pieces],
+            dtype=dtype,
+            device=self._device,
+            group=self._group,
+        )
+        mine = [piece for piece in pieces if self._rank in piece.held.holders]
+        for piece, flat in zip(mine, flats, strict=True):
+            param = params[piece.expert][piece.index]
+            param.copy_(flat.view(param.shape))
+
+
+def _params(layer: ElasticExperts) -> dict[int, list[nn.Parameter]]:
+    return {expert: list(one.parameters()) for expert, one in layer.held_experts().items()}
+
+
+def _put(module: nn.Module, name: str, value: Any) -> None:
+    """Under a dotted name."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    setattr(module, leaf, value)
+
+
+def _described(
+    layers: Mapping[str, ElasticExperts], masters: torch.dtype | None, group: Any
+) -> bytes:
+    """What all ranks bring alike, after a look at what this one brings."""
+    for name, layer in layers.items():
+        if layer.group is not group:
+            raise ValueError(f"layer {name!r} is of another process group than the first one")
+        if layer.is_sharded:
+            raise ValueError(f"layer {name!r} has ExpertShards already")
+        for expert, module in layer.held_experts().items():
+            if any(True for _ in module.buffers()):
+                raise ValueError(
+                    f"expert {expert} of {name!r} has buffers, which have no optimizer and would not move with it: "
+                    "use sync_gradients() and an optimizer on each replica"
+                )
+            for param in module.parameters():
+                if param.is_meta:
+                    raise ValueError(
+                        f"expert {expert} of {name!r} has no weights yet (meta device)"
+                    )
+                if param.grad is not None and bool(param.grad.count_nonzero()):
+                    raise ValueError(
+                        f"expert {expert} of {name!r} has a gradient: call zero_grad() before"
+                    )
+    return "\n".join([str(masters), *layers]).encode()

@@ -1,0 +1,267 @@
+"""A run that has nothing to resume from begins at a given model: ``Checkpointer(start_from=…)``.
+
+The source is a set of safetensors files (``ckptd.storage.model_set``): a folder of Hugging Face, a single file, or what ``ckptctl
+import`` made, in a folder or a store. Tensors are matched by the model's own names. Everything is compared before anything is
+loaded, and what does not fit is listed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import torch
+from torch import Tensor, nn
+
+from ckptd.client.model.host_bytes import DTYPES, buffer_of
+from ckptd.client.model.live_state import Binding
+from ckptd.client.model.parameter_names import named_buffers, named_modules, named_parameters
+from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
+from ckptd.storage.model_set import (
+    FolderFiles,
+    ModelSet,
+    SetError,
+    SetTensor,
+    StoreFiles,
+    open_set,
+    plain_names,
+)
+from ckptd.storage.stores.objects import ObjectStore, StoreError
+from ckptd.storage.stores.open_store import open_store
+from ckptd.storage.stores.store_base import public_url
+
+__all__ = ["StartMismatch", "load_start", "start_unprotected"]
+
+_TOLD = 8
+_STATE, _MASTER = "state.", "master."
+
+
+class StartMismatch(ValueError):
+    """The model at ``start_from`` is not this one; lists what differs."""
+
+
+def load_start(binding: Binding, source: str | os.PathLike[str]) -> str:
+    """Load parameters and buffers, and optimizer state where the source has it; what was done, in words.
+
+    Raises:
+        StartMismatch: names, shapes or dtypes differ; nothing was loaded.
+        ValueError: there is no such source, or it is damaged.
+    """
+    shown = public_url(str(source))
+    try:
+        with _Opened(source) as found:
+            start = _Start(binding, found, shown)
+            start.check()
+            start.load()
+    except (SetError, StoreError) as error:
+        raise ValueError(f"start_from={shown!r}: {error}") from error
+    return start.summary
+
+
+def start_unprotected(
+    model: nn.Module,
+    optimizer: Any,
+    masters: Mapping[str, Tensor] | None,
+    source: str | os.PathLike[str],
+) -> str:
+    """`load_start` for a run without a daemon: a switched-off ``Checkpointer`` begins at the same model."""
+    listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    return load_start(Binding(model, [unwrap_optimizer(o) for o in listed], masters), source)
+
+
+class _Opened:
+    """The set at a path or URL; a store is closed with the block."""
+
+    def __init__(self, source: str | os.PathLike[str]) -> None:
+        self._source = os.fspath(source)
+        self._store: ObjectStore | None = None
+
+    def __enter__(self) -> ModelSet:
+        parts = urlsplit(self._source)
+        if "://" in self._source and parts.scheme not in ("file", "local"):
+            self._store = open_store(self._source)
+            return open_set(StoreFiles(self._store, "", public_url(self._source)), complete=True)
+        path = Path(unquote(parts.path) if "://" in self._source else self._source).expanduser()
+        if not path.exists():
+            raise SetError(f"{path} is not there")
+        if path.is_file():
+            return open_set(FolderFiles(path.parent), single=path.name)
+        return open_set(FolderFiles(path))
+
+    def __exit__(self, *exception: object) -> None:
+        if self._store is not None:
+            self._store.close()
+
+
+class _Start:
+    """One model and the set that it begins with."""
+
+    def __init__(self, binding: Binding, found: ModelSet, shown: str) -> None:
+        self._binding, self._set, self._shown = binding, found, shown
+        self.summary = ""
+        live = dict(_named_tensors(binding.model))
+        plain = plain_names(live)
+        self._live = {plain[name]: tensor for name, tensor in live.items()}
+        self._transient = {plain[name] for name in live if name in _transient(binding.model)}
+        self._params = {plain[name]: name for name in binding.params if name in plain}
+        stored = plain_names(found.model)
+        self._stored = {stored[name]: tensor for name, tensor in found.model.items()}
+
+    def check(self) -> None:
+        """Everything fits.
+
+        Raises:
+            StartMismatch: it does not.
+        """
+        loaded = {id(self._live[name]) for name in self._stored if name in self._live}
+        problems = []
+        for name, tensor in self._live.items():
+            # A tied parameter has several names, of which one is enough.
+            if id(tensor) not in loaded and name not in self._transient:
+                problems.append(f"missing: {name}")
+                loaded.add(id(tensor))
+        problems += [f"unexpected: {name}" for name in self._stored if name not in self._live]
+        for name, stored in self._stored.items():
+            if name in self._live:
+                problems += _differences(name, stored, self._live[name])
+        problems += self._optimizer_problems()
+        if problems:
+            more = f"; and {len(problems) - _TOLD} more" if len(problems) > _TOLD else ""
+            raise StartMismatch(
+                f"start_from={self._shown!r} does not fit this model: {'; '.join(problems[:_TOLD])}{more}"
+            )
+
+    def load(self) -> None:
+        """Load all of it; `check` found nothing."""
+        binding = self._binding
+        with torch.no_grad():
+            for name, stored in self._stored.items():
+                _put(self._live[name], self._read(stored))
+            for plain, name in self._params.items():
+                if name in binding.masters:
+                    stored_master = self._set.optimizer.get(_MASTER + plain)
+                    master = binding.masters[name]
+                    if stored_master is None:
+                        master.copy_(binding.params[name])
+                    else:
+                        _put(master, self._read(stored_master))
+            count = self._load_state()
+        self._apply_options()
+        self.summary = f"starting from {self._shown}: {len(self._stored)} tensors of the model" + (
+            f", {count} of the optimizer's state" if count else ""
+        )
+
+    def _read(self, stored: SetTensor) -> Tensor:
+        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        self._set.read(stored, buffer_of(tensor))
+        return tensor
+
+    # -- the optimizer's state -------------------------------------------------------------------
+
+    def _optimizer_problems(self) -> list[str]:
+        problems = []
+        binding = self._binding
+        for stored in self._set.optimizer.values():
+            name, key = self._whose(stored.name)
+            if not key:
+                if name not in binding.masters:
+                    problems.append(f"unexpected: {stored.name}")
+                else:
+                    problems += _differences(stored.name, stored, binding.masters[name])
+                continue
+            known = {s.key: s for s in binding.specs(name)} if name in binding.owner else {}
+            if key not in known:
+                problems.append(f"unexpected: optimizer state {stored.name}")
+            elif known[key].kind == "like" and stored.shape != tuple(binding.held(name).shape):
+                problems.append(
+                    f"shape of {stored.name}: {list(stored.shape)} there, {list(binding.held(name).shape)} here"
+                )
+            elif known[key].dtype not in (None, DTYPES.get(stored.dtype)):
+                problems.append(
+                    f"dtype of {stored.name}: {DTYPES.get(stored.dtype)} there, {known[key].dtype} here"
+                )
+        return problems
+
+    def _whose(self, stored: str) -> tuple[str, str]:
+        """The parameter (empty: none of this model), and which state of it (empty: its master)."""
+        if stored.startswith(_MASTER):
+            return self._params.get(stored.removeprefix(_MASTER), ""), ""
+        plain, _, key = stored.removeprefix(_STATE).rpartition(".")
+        return self._params.get(plain, ""), key
+
+    def _load_state(self) -> int:
+        binding = self._binding
+        count = 0
+        for stored in self._set.optimizer.values():
+            name, key = self._whose(stored.name)
+            if key and name not in binding.elsewhere:
+                held = binding.held(name)
+                state = binding.keeper(name).state[held]
+                group = binding.group(name)
+                tensor = self._read(stored)
+                if tensor.ndim or group.get("capturable") or group.get("fused"):
+                    state[key] = _placed(tensor, held)
+                else:
+                    state[key] = tensor  # counters stay on the host, as the optimizer makes them
+                count += 1
+        return count
+
+    def _apply_options(self) -> None:
+        """Options of the parameter groups, as far as these optimizers have them."""
+        for plain, options in self._set.groups.items():
+            name = self._params.get(plain, "")
+            if name not in self._binding.owner:
+                continue
+            group = self._binding.group(name)
+            for key, value in options.items():
+                live = group.get(key)
+                if isinstance(live, Tensor):
+                    live.fill_(value)
+                elif key in group:
+                    group[key] = tuple(value) if isinstance(live, tuple) else value
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under every name that they have."""
+    yield from named_parameters(model, remove_duplicate=False)
+    yield from named_buffers(model, remove_duplicate=False)
+
+
+def _transient(model: nn.Module) -> set[str]:
+    """The names of buffers that a state dict leaves out: they need not be there."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in named_modules(model)
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def _differences(name: str, stored: SetTensor, live: Tensor) -> list[str]:
+    found = []
+    if stored.shape != tuple(live.shape):
+        found.append(f"shape of {name}: {list(stored.shape)} there, {list(live.shape)} here")
+    if DTYPES.get(stored.dtype) is not live.dtype:
+        found.append(f"dtype of {name}: {_dtype_text(stored.dtype)} there, {live.dtype} here")
+    return found
+
+
+def _dtype_text(dtype: str) -> str:
+    return str(DTYPES.get(dtype, dtype))
+
+
+def _put(live: Tensor, full: Tensor) -> None:
+    live.copy_(_placed(full, live))
+
+
+def _placed(full: Tensor, like: Tensor) -> Tensor:
+    """The tensor on the device of another; of a sharded one this rank's shard, without asking other ranks."""
+    placements = getattr(like, "placements", None)
+    if placements is None:
+        return full.to(like.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh: Any = like.device_mesh  # type: ignore[attr-defined]
+    return distribute_tensor(full.to(like.device), mesh, placements, src_data_rank=None)

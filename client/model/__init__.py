@@ -1,0 +1,1 @@
+"""What is trained, as a snapshot sees it: operators, names, optimizers, replicated and sharded tensors."""

@@ -1,0 +1,298 @@
+"""The live training state by name: parameters, master weights, optimizer state, buffers.
+
+``Binding`` is the only place that knows where a tensor lives. A parameter's *held* tensor is what the optimizer updates:
+the parameter itself, or its separately kept fp32 master. Parameters that an optimizer holds and the model does not know
+appear as ``extra/<optimizer>.<group>.<index>``.
+
+A ``ZeroRedundancyOptimizer`` updates a part of the parameters here and gets the others from the ranks that update those. The
+others are in ``elsewhere``: this rank keeps no state for them and cannot recompute their update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptd.client.model.parameter_names import (
+    named_buffers,
+    named_modules,
+    named_parameters,
+    names_with_wrappers,
+)
+from ckptd.client.optimizers.optimizer_audit import KeptState
+from ckptd.client.optimizers.optimizer_probe import (
+    ProbeResult,
+    StateSpec,
+    observe_state,
+    probe_optimizer,
+    state_keeper,
+    state_specs,
+)
+
+__all__ = ["Binding", "find_masters", "local"]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The plain tensor behind a DTensor (its local shard), without autograd."""
+    to_local = getattr(tensor, "to_local", None)
+    return (to_local() if to_local is not None else tensor).detach()
+
+
+class Binding:
+    """Names for everything that a bit-exact repeat needs, resolved afresh each time (state dicts may be replaced).
+
+    Args:
+        model: its parameters and buffers are captured.
+        optimizers: torch optimizers that together update the parameters.
+        masters: ``{parameter name: fp32 master tensor}``; None finds them by value.
+        given: the optimizers as the user has them, wrappers included; None if there are no wrappers.
+    Raises:
+        ValueError: a master's name or shape is wrong, a parameter is updated by two optimizers, or one keeps what cannot be captured.
+
+    Attributes:
+        kept: what the optimizers keep beside the tensors per parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        masters: Mapping[str, Tensor] | None,
+        given: Sequence[Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizers = list(optimizers)
+        # What holds the state of each: another object where the state is spread over ranks.
+        self.keepers = [state_keeper(o) for o in self.optimizers]
+        self.params: dict[str, Tensor] = dict(named_parameters(model))
+        owner = self._owners()
+        self.masters = (
+            find_masters(self.params, owner.values())
+            if masters is None
+            else _by_plain_name(masters, model)
+        )
+        self._check_masters(masters is not None, {id(t) for t, _, _ in owner.values()})
+        self._recorded: dict[str, tuple[StateSpec, ...]] = {}
+        self._bind(owner)
+        self.kept = KeptState(self, self.optimizers if given is None else given)
+
+    def group_key(self) -> tuple[int, ...]:
+        """Changes when parameters are added to (or taken from) the optimizers' groups."""
+        return tuple(len(g["params"]) for o in self.optimizers for g in o.param_groups)
+
+    def refresh(self) -> None:
+        """Look at the optimizers' groups again (``add_param_group`` was called).
+
+        Raises:
+            ValueError: a parameter is in two groups.
+        """
+        self._bind(self._owners())
+
+    def _bind(self, owner: dict[int, tuple[Tensor, int, tuple[int, int]]]) -> None:
+        claimed = {id(p) for p in self.params.values()} | {id(m) for m in self.masters.values()}
+        for tensor, oi, (gi, pi) in list(owner.values()):
+            if id(tensor) not in claimed:
+                self.params.setdefault(f"extra/{oi}.{gi}.{pi}", tensor)
+        self.owner: dict[str, tuple[int, int]] = {}
+        for name in self.params:
+            found = owner.get(id(self.held(name)))
+            if found is not None:
+                self.owner[name] = (found[1], found[2][0])
+        kept = {id(t) for k in self.keepers for g in k.param_groups for t in g["params"]}
+        self.elsewhere = frozenset(n for n in self.owner if id(self.held(n)) not in kept)
+        self._probes: dict[tuple[object, ...], ProbeResult] = {}
+        self._inseparable: frozenset[str] | None = None
+        self._observed: dict[str, tuple[StateSpec, ...]] = {}
+
+    def _owners(self) -> dict[int, tuple[Tensor, int, tuple[int, int]]]:
+        owner: dict[int, tuple[Tensor, int, tuple[int, int]]] = {}
+        for oi, optimizer in enumerate(self.optimizers):
+            for gi, group in enumerate(optimizer.param_groups):
+                for pi, tensor in enumerate(group["params"]):
+                    if id(tensor) in owner:
+                        raise ValueError(
+                            f"a parameter of shape {tuple(tensor.shape)} is held by two optimizers or groups"
+                        )
+                    owner[id(tensor)] = (tensor, oi, (gi, pi))
+        return owner
+
+    def _check_masters(self, given: bool, owned: set[int]) -> None:
+        for name, master in self.masters.items():
+            if name not in self.params:
+                raise ValueError(
+                    f"masters[{name!r}]: the model has no such parameter; names look like {next(iter(self.params))!r}"
+                )
+            if master.shape != self.params[name].shape:
+                raise ValueError(
+                    f"masters[{name!r}] has shape {tuple(master.shape)}, the parameter {tuple(self.params[name].shape)}"
+                )
+            if given and id(master) not in owned:
+                raise ValueError(
+                    f"masters[{name!r}] is in no optimizer's param_groups; pass the tensor that the optimizer updates"
+                )
+
+    def num_rows(self, name: str) -> int:
+        """How many rows of this parameter are here; 1 where it has none."""
+        shape = local(self.params[name]).shape
+        return int(shape[0]) if shape else 1
+
+    def held(self, name: str) -> Tensor:
+        """What the optimizer updates for this parameter."""
+        return self.masters.get(name, self.params[name])
+
+    def state(self, name: str) -> dict[str, Any]:
+        """The live optimizer state of this parameter; empty before its first update."""
+        owner = self.owner.get(name)
+        if owner is None:
+            return {}
+        state = self.keepers[owner[0]].state
+        held = self.held(name)
+        found: dict[str, Any] = state.get(held, {})
+        return found
+
+    def keeper(self, name: str) -> torch.optim.Optimizer:
+        """The optimizer in whose ``state`` this parameter's is."""
+        return self.keepers[self.owner[name][0]]
+
+    def group(self, name: str) -> dict[str, Any]:
+        oi, gi = self.owner[name]
+        group: dict[str, Any] = self.optimizers[oi].param_groups[gi]
+        return group
+
+    def probe(self, name: str) -> ProbeResult | None:
+        """How the optimizer treats this parameter; None where no optimizer holds it."""
+        owner = self.owner.get(name)
+        if owner is None:
+            return None
+        held = local(self.held(name))
+        key = (*owner, held.ndim, held.dtype, held.device)
+        if key not in self._probes:
+            self._probes[key] = probe_optimizer(
+                self.keepers[owner[0]],
+                self.group(name),
+                ndim=held.ndim,
+                dtype=held.dtype,
+                device=held.device,
+            )
+        return self._probes[key]
+
+    def rows_allowed(self, name: str) -> bool:
+        """Whether rows of this parameter can be captured and replayed apart from each other."""
+        probe = self.probe(name)
+        if self.params[name].ndim == 0 or not (probe is None or probe.rowwise):
+            return False
+        # What there is counts more than what the probe saw of small tensors: 8-bit state has scales for blocks of many rows.
+        state = {k: _local_value(v) for k, v in self.state(name).items()}
+        live = state_specs(local(self.held(name)), state)
+        return all(s.kind != "tensor" and not isinstance(state[s.key], list | dict) for s in live)
+
+    @property
+    def inseparable(self) -> frozenset[str]:
+        """Sharded parameters whose update is not one of single rows: it needs all shards, and communicates within ``step()``.
+
+        Ranks freeze operators at different iterations, so one rank's update would lack another's state, or wait for it. They
+        are anchored in every snapshot, and never frozen.
+        """
+        if self._inseparable is None:
+            self._inseparable = frozenset(
+                n
+                for n in self.owner
+                if hasattr(self.held(n), "to_local") and not self.rows_allowed(n)
+            )
+        return self._inseparable
+
+    def dependent(self) -> list[str]:
+        """Why parts of the model cannot be captured at different iterations; empty if they can."""
+        reasons = {
+            p.reason: None
+            for name in self.params
+            if (p := self.probe(name)) is not None and not p.independent
+        }
+        reasons.update(dict.fromkeys(self.kept.wrappers()))
+        return list(reasons)
+
+    def specs(self, name: str) -> tuple[StateSpec, ...]:
+        """The optimizer state to keep for this parameter: what is there; before there is any, what was recorded, or what the probe saw."""
+        if name not in self.owner or name in self.elsewhere:
+            return ()
+        live = state_specs(
+            local(self.held(name)), {k: _local_value(v) for k, v in self.state(name).items()}
+        )
+        if any(s.is_tensor for s in live):
+            if all(s.kind != "none" for s in live):
+                return live
+            later = {s.key: s for s in self._expected(name)}
+            return tuple(later.get(s.key, s) if s.kind == "none" else s for s in live)
+        return live or self._expected(name)
+
+    def recall(self, recorded: Mapping[str, tuple[StateSpec, ...]]) -> None:
+        """The state that was recorded for each parameter: it says more than a probe of what there will be."""
+        self._recorded = dict(recorded)
+
+    def _expected(self, name: str) -> tuple[StateSpec, ...]:
+        probe = self.probe(name)
+        assert probe is not None
+        known = {s.key: s for s in probe.state}
+        if name in self._recorded:
+            found = {s.key: s for s in self._recorded[name]}
+            found.update({k: s for k, s in known.items() if not s.is_tensor and k not in found})
+            found.update({k: s for k, s in known.items() if s.kind == "scalar" and k not in found})
+            return tuple(found.values())
+        if any(s.kind == "tensor" for s in probe.state):
+            if name not in self._observed:
+                self._observed[name] = observe_state(
+                    self.keeper(name), self.group(name), local(self.held(name)), probe.state
+                )
+            known.update({s.key: s for s in self._observed[name]})
+        return tuple(known.values())
+
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers that hold data, persistent or not."""
+        return dict(named_buffers(self.model))
+
+    def buffer_places(self) -> dict[str, tuple[Mapping[str, Tensor | None], str]]:
+        """The dictionary that holds each buffer, and its key there: another tensor may take its place."""
+        return {
+            f"{path}.{leaf}" if path else leaf: (module._buffers, leaf)
+            for path, module in named_modules(self.model)
+            for leaf in module._buffers
+        }
+
+    def named_held(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.owner:
+            yield name, self.held(name)
+
+
+def _local_value(value: Any) -> Any:
+    return local(value) if isinstance(value, Tensor) else value
+
+
+def _by_plain_name(masters: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Masters are given by the names of ``model.named_parameters()``, or by those without wrappers."""
+    plain = names_with_wrappers(model)
+    return {plain.get(name, name): master for name, master in masters.items()}
+
+
+def find_masters(params: Mapping[str, Tensor], owned: Any) -> dict[str, Tensor]:
+    """Pair low-precision parameters that no optimizer holds with fp32 tensors that one does, by shape, order and value.
+
+    A pair is made only if the master, rounded to the parameter's dtype, equals the parameter to the bit.
+    """
+    tensors = [t for t, _, _ in owned]
+    held_ids = {id(t) for t in tensors}
+    known = {id(p) for p in params.values()}
+    free = [t for t in tensors if id(t) not in known and t.dtype is torch.float32]
+    pairs: dict[str, Tensor] = {}
+    for name, param in params.items():
+        if id(param) in held_ids or param.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        for i, master in enumerate(free):
+            if master.shape == param.shape and torch.equal(
+                local(master).to(param.dtype), local(param)
+            ):
+                pairs[name] = free.pop(i)
+                break
+    return pairs

@@ -1,0 +1,306 @@
+"""From operators and their levels to an image: which tensors, in which order, from where.
+
+One ``PhasePlan`` per phase of the schedule is static: the same names, dtypes, shapes and offsets in every snapshot of that
+phase. Adjacent rows of a fused tensor at the same level share one entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ckptd.client import values
+from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.operators import Member, Operator
+from ckptd.client.optimizers.optimizer_probe import StateSpec
+from ckptd.storage.images.image_format import TensorEntry
+from ckptd.storage.images.image_layout import ImageLayout
+
+__all__ = [
+    "SAFETENSORS_DTYPES",
+    "PhasePlan",
+    "Source",
+    "StateTable",
+    "build_phase",
+    "entry_name",
+    "member_bytes",
+    "parse_entry_name",
+]
+
+SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.int32: "I32",
+    torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+SCALARS = "ckptd.scalars"
+# What a fresh process must know to rebuild optimizer state, the same in every image of a plan.
+STATIC = "ckptd.optim_layout"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an entry's bytes come from: ``kind`` is param, master, optim, buffer, or packed (0-dimensional state)."""
+
+    kind: str
+    name: str
+    key: str = ""
+    start: int | None = None
+    stop: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def tensor_name(self) -> str:
+        """Of the live tensor: that of the parameter or buffer itself, ``master/…`` and ``optim/…`` of what belongs to it."""
+        whole = replace(self, start=None, stop=None)
+        return self.name if self.kind in ("param", "buffer") else entry_name(whole)
+
+    def range(self, total: int) -> tuple[int, int]:
+        """Its rows, where the whole has ``total``."""
+        return (0, total) if self.start is None or self.stop is None else (self.start, self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePlan:
+    """The layout of one phase's image and the source of each of its entries (same order as ``layout.entries``)."""
+
+    phase: int
+    anchored: frozenset[int]
+    layout: ImageLayout
+    sources: tuple[Source | None, ...]
+    offsets: tuple[int, ...]
+    scalars_offset: int
+    scalars_capacity: int
+    static_offset: int
+    static: bytes
+    # (parameter, key) of each element of the packed 0-dimensional state, by dtype.
+    packed: Mapping[torch.dtype, list[tuple[str, str]]]
+    # What the optimizer was known to keep for each parameter when this was planned.
+    state_keys: dict[str, frozenset[str]]
+
+
+def entry_name(source: Source) -> str:
+    rows = "" if source.start is None else f"[{source.start}:{source.stop}]"
+    if source.kind == "optim":
+        return f"optim/{source.key}/{source.name}{rows}"
+    prefix = {
+        "param": "",
+        "master": "master/",
+        "buffer": "buffer/",
+        "packed": "ckptd.optim_scalars/",
+    }[source.kind]
+    return f"{prefix}{source.name}{rows}"
+
+
+def parse_entry_name(name: str, dtype: torch.dtype) -> Source:
+    """The inverse of ``entry_name``."""
+    kind, key = "param", ""
+    for prefix, found in (
+        ("master/", "master"),
+        ("buffer/", "buffer"),
+        ("ckptd.optim_scalars/", "packed"),
+        ("optim/", "optim"),
+    ):
+        if name.startswith(prefix):
+            kind, name = found, name[len(prefix) :]
+            break
+    if kind == "optim":
+        key, _, name = name.partition("/")
+    start = stop = None
+    if name.endswith("]") and kind != "buffer":
+        name, _, rows = name[:-1].rpartition("[")
+        start, stop = map(int, rows.split(":"))
+    return Source(kind, name, key, start, stop, dtype)
+
+
+def member_bytes(
+    binding: Binding, member: Member, compute_dtypes: Mapping[str, torch.dtype], *, anchored: bool
+) -> int:
+    """Bytes that this member takes in a snapshot at this level."""
+    tensor = local(binding.params[member.param])
+    anchored = anchored or member.param in binding.elsewhere | binding.inseparable
+    share = 1.0 if member.start is None else (member.stop - member.start) / max(tensor.shape[0], 1)  # type: ignore[operator]
+    if not anchored:
+        return (
+            round(tensor.numel() * share) * compute_dtypes.get(member.param, tensor.dtype).itemsize
+        )
+    total = tensor.numel() * tensor.dtype.itemsize
+    if member.param in binding.masters:
+        total += tensor.numel() * binding.masters[member.param].dtype.itemsize
+    for spec in binding.specs(member.param):
+        if spec.kind == "like" and spec.dtype is not None:
+            total += tensor.numel() * spec.dtype.itemsize
+        elif spec.kind == "tensor" and spec.dtype is not None and spec.shape is not None:
+            total += int(torch.Size(spec.shape).numel()) * spec.dtype.itemsize
+    return round(total * share)
+
+
+@dataclass(frozen=True, slots=True)
+class StateTable:
+    """The optimizer state there is: the part of a plan that its phases have in common."""
+
+    specs: Mapping[str, tuple[StateSpec, ...]]
+    packed: Mapping[torch.dtype, list[tuple[str, str]]]
+    static: bytes
+
+    @classmethod
+    def of(cls, binding: Binding) -> StateTable:
+        specs = {name: binding.specs(name) for name in binding.owner}
+        packed = _packed_scalars(specs)
+        return cls(specs, packed, values.pack(_state_layout(specs, packed), STATIC))
+
+
+def build_phase(
+    binding: Binding,
+    operators: Sequence[Operator],
+    *,
+    state: StateTable,
+    phase: int,
+    anchored: Iterable[int],
+    compute: Iterable[int],
+    compute_dtypes: Mapping[str, torch.dtype],
+    identity: Mapping[str, str],
+    scalars_capacity: int,
+    left_out: frozenset[int] = frozenset(),
+) -> PhasePlan:
+    """The plan of a snapshot that anchors some operators and holds the compute weights of others.
+
+    Args:
+        left_out: operators that another rank captures at the same levels (``ckptd.client.model.replicated_params``).
+    """
+    levels: dict[str, list[tuple[int, int, bool]]] = {}
+    anchored = frozenset(anchored)
+    for index in (*anchored, *compute):
+        for m in operators[index].members if index not in left_out else ():
+            rows = m.range(binding.num_rows(m.param))
+            levels.setdefault(m.param, []).append((rows[0], rows[1], index in anchored))
+    # What another rank updates, or only all ranks together, cannot be recomputed from an older anchor here: all of it is in
+    # every snapshot.
+    always = binding.elsewhere | binding.inseparable
+    levels.update({n: [(0, binding.num_rows(n), True)] for n in always})
+    pairs: list[tuple[TensorEntry, Source | None]] = []
+    for name in (n for n in binding.params if n in levels):
+        for start, stop, full in _merge(levels[name]):
+            pairs += _entries_of(binding, state, name, start, stop, full, compute_dtypes)
+    for name, buffer in binding.buffers().items():
+        data = local(buffer)
+        pairs.append(
+            (
+                _entry(f"buffer/{name}", data.dtype, data.shape),
+                Source("buffer", name, dtype=data.dtype),
+            )
+        )
+    for dtype, names in state.packed.items():
+        key = SAFETENSORS_DTYPES[dtype]
+        pairs.append(
+            (
+                _entry(f"ckptd.optim_scalars/{key}", dtype, (len(names),)),
+                Source("packed", key, dtype=dtype),
+            )
+        )
+    pairs.append((TensorEntry(SCALARS, "U8", (scalars_capacity,)), None))
+    pairs.append((TensorEntry(STATIC, "U8", (len(state.static),)), None))
+    mask = sum(1 << i for i in anchored)
+    layout = ImageLayout.build(
+        [e for e, _ in pairs], identity=identity, num_operators=len(operators), anchors=mask
+    )
+    by_name = {e.name: s for e, s in pairs}
+    return PhasePlan(
+        phase=phase,
+        anchored=anchored,
+        layout=layout,
+        sources=tuple(by_name[e.name] for e in layout.entries),
+        offsets=tuple(layout.offset_of(e.name) for e in layout.entries),
+        scalars_offset=layout.offset_of(SCALARS),
+        scalars_capacity=scalars_capacity,
+        static_offset=layout.offset_of(STATIC),
+        static=state.static,
+        packed=state.packed,
+        state_keys={
+            n: frozenset(s.key for s in specs if s.is_tensor) for n, specs in state.specs.items()
+        },
+    )
+
+
+def _state_layout(
+    specs_of: Mapping[str, tuple[StateSpec, ...]],
+    packed_of: Mapping[torch.dtype, list[tuple[str, str]]],
+) -> dict[str, Any]:
+    """The order of keys in each parameter's optimizer state, and of the packed 0-dimensional tensors."""
+    keys, scalars = {}, {}
+    for name, specs in specs_of.items():
+        keys[name] = [s.key for s in specs]
+        scalars[name] = {
+            s.key: [SAFETENSORS_DTYPES[s.dtype], s.on_host]
+            for s in specs
+            if s.kind == "scalar" and s.dtype is not None
+        }
+    packed = {
+        SAFETENSORS_DTYPES[d]: [list(pair) for pair in pairs] for d, pairs in packed_of.items()
+    }
+    return {"keys": keys, "scalars": scalars, "packed": packed}
+
+
+def _packed_scalars(
+    specs_of: Mapping[str, tuple[StateSpec, ...]],
+) -> dict[torch.dtype, list[tuple[str, str]]]:
+    """(parameter, key) of every 0-dimensional optimizer state tensor, by dtype, in a stable order."""
+    packed: dict[torch.dtype, list[tuple[str, str]]] = {}
+    for name, specs in specs_of.items():
+        for spec in specs:
+            if spec.kind == "scalar" and spec.dtype is not None:
+                packed.setdefault(spec.dtype, []).append((name, spec.key))
+    return packed
+
+
+def _merge(ranges: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
+    merged: list[tuple[int, int, bool]] = []
+    for start, stop, full in sorted(ranges):
+        if merged and merged[-1][1] == start and merged[-1][2] == full:
+            merged[-1] = (merged[-1][0], stop, full)
+        else:
+            merged.append((start, stop, full))
+    return merged
+
+
+def _entries_of(
+    binding: Binding,
+    state: StateTable,
+    name: str,
+    start: int,
+    stop: int,
+    full: bool,
+    compute_dtypes: Mapping[str, torch.dtype],
+) -> list[tuple[TensorEntry, Source | None]]:
+    param = local(binding.params[name])
+    whole = param.ndim == 0 or (start == 0 and stop == param.shape[0])
+    if not (whole or 0 <= start < stop <= param.shape[0]):
+        # What is copied by address must lie within the tensor, with `python -O` too.
+        raise ValueError(f"{name}[{start}:{stop}] is not in a tensor of {tuple(param.shape)}")
+    a, b = (None, None) if whole else (start, stop)
+    shape = tuple(param.shape) if whole else (stop - start, *param.shape[1:])
+    dtype = param.dtype if full else compute_dtypes.get(name, param.dtype)
+    sources = [(Source("param", name, "", a, b, dtype), shape)]
+    if full:
+        if name in binding.masters:
+            sources.append((Source("master", name, "", a, b, binding.masters[name].dtype), shape))
+        for spec in state.specs.get(name, ()):
+            if spec.kind == "like" and spec.dtype is not None:
+                sources.append((Source("optim", name, spec.key, a, b, spec.dtype), shape))
+            elif spec.kind == "tensor" and spec.dtype is not None and spec.shape is not None:
+                assert whole, f"{name}: rows of a parameter whose optimizer state is not per row"
+                sources.append(
+                    (Source("optim", name, spec.key, None, None, spec.dtype), spec.shape)
+                )
+    return [(_entry(entry_name(s), s.dtype, sh), s) for s, sh in sources]
+
+
+def _entry(name: str, dtype: torch.dtype, shape: Iterable[int]) -> TensorEntry:
+    if dtype not in SAFETENSORS_DTYPES:
+        raise ValueError(
+            f"{name} has dtype {dtype}, which an image cannot hold; supported: {', '.join(map(str, SAFETENSORS_DTYPES))}"
+        )
+    return TensorEntry(name, SAFETENSORS_DTYPES[dtype], tuple(int(n) for n in shape))

@@ -1,0 +1,1 @@
+"""The whole state of a step, put aside before a process ends."""

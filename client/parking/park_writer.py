@@ -1,0 +1,260 @@
+"""One parked image in the making: the live tensors of a moment, copied to a slot, and sealed by whoever comes first, us or the daemon."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ckptd.client import values
+from ckptd.client.capture.live_tensors import LiveSources, PackedState
+from ckptd.client.capture.slot_writer import CopySplit, some, write_image, zero_missing
+from ckptd.client.daemon_link.mapped_segment import MappedSegment
+from ckptd.client.model.live_state import Binding
+from ckptd.client.model.snapshot_layout import PhasePlan
+from ckptd.client.parking.park_memory import ParkMemory
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SlotHeader
+from ckptd.cuda.engine import CopyEngine, CopyItem
+from ckptd.cuda.samples import Samples
+
+__all__ = ["CopyFailed", "ParkCopy", "ParkFill"]
+
+# A device that does not deliver within this time hangs; what it may still write to is not used again.
+_COPY_S = 60.0
+
+
+class CopyFailed(RuntimeError):
+    """It could not be parked; says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopTensors:
+    """The live tensors at the top of a step, and how to tell later that nothing has written to them since.
+
+    ``versions``: of what is copied, in the order of ``split``. ``errors``: what went wrong when they were sampled.
+    """
+
+    sources: LiveSources
+    split: CopySplit
+    packed: Sequence[PackedState]
+    absent: list[str]
+    missing: Sequence[int]
+    versions: list[int]
+    samples: Samples
+    errors: list[BaseException] = field(default_factory=list)
+
+    @property
+    def layout(self) -> PhasePlan:
+        return self.sources.plan
+
+    def changed(self) -> set[str]:
+        """What does not hold what it held, by its version or by samples that were read again."""
+        pairs = zip(self.split.watched, self.versions, strict=True)
+        counted = {name for (tensor, name), version in pairs if tensor._version != version}
+        return counted | self.split.names_of(self.samples.changed())[0]
+
+    def unlike(self, segment: MappedSegment, index: int) -> set[str]:
+        """Of what the copy in this slot is not what was there at the top."""
+        numbers = self.samples.unlike(segment.memory.words, segment.slot_base(index))
+        return self.split.names_of(numbers)[0]
+
+
+class TopState(Protocol):
+    """What is needed of the moment that is parked (see ``parking.Moment``)."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def phase(self) -> int: ...
+    @property
+    def scalars(self) -> Mapping[str, Any]: ...
+    @property
+    def buffers(self) -> Mapping[str, Tensor]: ...
+    @property
+    def tensors(self) -> TopTensors | None: ...
+    @property
+    def ready(self) -> torch.cuda.Event | None: ...
+    def changed(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ParkFill:
+    """A slot with all tensors in their places; nothing counts before `seal`."""
+
+    segment: MappedSegment
+    index: int
+    header: SlotHeader
+    layout: PhasePlan
+    packed: bytes
+
+    def seal(self) -> None:
+        """Complete the image and seal it. A process that dies between the two leaves the sealing to the daemon.
+
+        Raises:
+            CopyFailed: it is no image; the slot is free again.
+        """
+        write_image(self.segment, self.index, self.layout, self.header, self.packed)
+        self.segment.seal(self.index)
+        header = self.segment.header(self.index)
+        if header is None or header.state is not SlotState.SEALED:
+            raise CopyFailed("what was copied is no image")
+
+
+class ParkCopy:
+    """Copies moments into slots."""
+
+    def __init__(
+        self, binding: Binding, engine: CopyEngine, slots: ParkMemory, device: torch.device
+    ) -> None:
+        self._binding, self._engine, self._slots = binding, engine, slots
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._sources: LiveSources | None = None
+        self._split: CopySplit | None = None
+        self._hangs = False
+
+    def look(self, step: int) -> TopTensors | None:
+        """The top of a step (training thread): what is parked is what is there now. None while nothing can be parked."""
+        layout = self._slots.layout
+        if layout is None:
+            return None
+        if self._sources is None or self._sources.plan is not layout:
+            self._sources, self._split = LiveSources(self._binding, layout), None
+        sources, split = self._sources, self._split
+        items, packed = sources.items(), sources.packed_now()
+        if split is None or not split.is_of(items, packed, set()):
+            split = self._split = CopySplit(sources, items, packed, set())
+        versions = [tensor._version for tensor, _ in split.watched]
+        samples = split.sample(step, self._engine)
+        absent, missing = sources.absent, sources.missing()
+        found = TopTensors(sources, split, packed, absent, missing, versions, samples)
+        self._engine.read(samples, lambda error: found.errors.append(error) if error else None)
+        return found
+
+    @contextmanager
+    def of(self, moment: TopState, rng_forward: dict[str, Any] | None) -> Iterator[ParkFill]:
+        """A slot into which everything of ``moment`` has been copied; free again if the body does not seal it.
+
+        Raises:
+            CopyFailed: there is no room, something changed while it was copied, or the device does not answer.
+        """
+        layout = self._slots.layout
+        claimed = "an earlier copy never ended" if self._hangs else self._claim(moment)
+        if isinstance(claimed, str):
+            raise CopyFailed(claimed)
+        assert layout is not None
+        segment, index, header = claimed
+        try:
+            packed = self._fill(moment, layout, segment, index, rng_forward)
+            yield ParkFill(segment, index, header, layout, packed)
+        finally:
+            if not self._hangs:
+                now = segment.header(index)
+                if now is not None and now.state is SlotState.FILLING:
+                    segment.set_state(index, SlotState.FREE)
+                segment.unlock_slot(index)
+
+    def _claim(self, moment: TopState) -> tuple[MappedSegment, int, SlotHeader] | str:
+        return self._slots.claim(moment.step, moment.phase)
+
+    def _fill(
+        self,
+        moment: TopState,
+        layout: PhasePlan,
+        segment: MappedSegment,
+        index: int,
+        rng_forward: dict[str, Any] | None,
+    ) -> bytes:
+        """Copy all tensors; the packed step scalars."""
+        tensors = moment.tensors
+        if tensors is None or tensors.layout is not layout:
+            raise CopyFailed("another copy was under way at the top of this step")
+        items = self._from_the_top(tensors.split.steady, layout, moment.buffers)
+        packed = self._pack(moment, layout, tensors.absent, rng_forward)
+        zero_missing(segment, index, layout, tensors.missing)
+        self._copy(moment, segment, index, items, tensors)
+        written = tensors.changed() - moment.buffers.keys() | tensors.unlike(segment, index)
+        changed = moment.changed() or some(written)
+        if changed:
+            raise CopyFailed(f"{changed} changed since the top of step {moment.step}")
+        return packed
+
+    def _copy(
+        self,
+        moment: TopState,
+        segment: MappedSegment,
+        index: int,
+        items: list[CopyItem],
+        tensors: TopTensors,
+    ) -> None:
+        """Copy, and read the samples again; both must come."""
+        awaited, errors = threading.Semaphore(0), tensors.errors
+
+        def done(error: BaseException | None) -> None:
+            if error is not None:
+                errors.append(error)
+            awaited.release()
+
+        # Not after what the device was given since: that may wait for a rank that is gone.
+        beside = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with beside:
+            if self._stream is not None and moment.ready is not None:
+                self._stream.wait_event(moment.ready)
+            base = segment.slot_base(index)
+            packed = tensors.packed
+            self._engine.begin(
+                items, segment.memory, base, done, lambda: tensors.sources.packed_items(packed)
+            )
+            self._engine.wait()
+            self._engine.read(tensors.samples, done)
+        deadline = time.monotonic() + _COPY_S
+        for _ in range(2):
+            if not awaited.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                self._hangs = True
+                raise CopyFailed(f"the device has not delivered it within {_COPY_S:g} s")
+        if errors:
+            raise CopyFailed(f"copying failed: {errors[0]}")
+
+    def _pack(
+        self,
+        moment: TopState,
+        layout: PhasePlan,
+        absent: list[str],
+        rng_forward: dict[str, Any] | None,
+    ) -> bytes:
+        scalars = {**moment.scalars, "absent": absent}
+        if rng_forward is not None:
+            scalars["rng_forward"] = rng_forward
+        packed = values.pack(scalars, "step scalars")
+        if len(packed) > layout.scalars_capacity:
+            raise CopyFailed(
+                f"step scalars grew to {len(packed)} bytes, {layout.scalars_capacity} are reserved"
+            )
+        return packed
+
+    @staticmethod
+    def _from_the_top(
+        items: Sequence[CopyItem], layout: PhasePlan, kept: Mapping[str, Tensor]
+    ) -> list[CopyItem]:
+        """The same copies, but of buffers as they were at the top."""
+        offsets = {
+            layout.offsets[i]: (kept[s.name], layout.layout.entries[i].nbytes)
+            for i, s in enumerate(layout.sources)
+            if s is not None
+            and s.kind == "buffer"
+            and s.name in kept
+            and layout.layout.entries[i].nbytes
+        }
+        for tensor, nbytes in offsets.values():
+            if tensor.numel() * tensor.element_size() != nbytes:
+                raise CopyFailed("a buffer has another size than when this was planned")
+        return [
+            replace(i, tensor=offsets[i.offset][0]) if i.nbytes and i.offset in offsets else i
+            for i in items
+        ]

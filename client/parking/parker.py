@@ -1,0 +1,418 @@
+"""Parking: this rank's whole state of the iteration that runs, copied beside the training thread (DESIGN §8; MoEvement §3.4).
+
+A rank whose job is being torn down is not lost: what it is at the top of iteration T goes to its daemon's memory, as a dense image, and
+the next life goes on at T with no replay. The state of the top of T is there until the first optimizer's step in T: parameters,
+masters and optimizer state do not change before; step scalars are kept from the top, and so are the buffers that a forward may change.
+This *moment* opens at the top and closes at the optimizer's pre-hook, which waits for a copy that is under way. If that takes
+too long, or something was written to nevertheless, the copy is thrown away: a torn image is never sealed.
+
+Who asks: SIGTERM (`park_signals`), a loop that is left in the middle of a step, a step that lasts too long, and ``ckptctl park``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptd.client.capture.slot_writer import SMALL_BUFFER_BYTES
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.log_lines import get_logger
+from ckptd.client.model.live_state import Binding, local
+from ckptd.client.parking.park_memory import ParkMemory
+from ckptd.client.parking.park_writer import CopyFailed, ParkCopy, TopTensors
+from ckptd.client.rng_state import capture_rng
+from ckptd.client.schedule.describe import human
+from ckptd.client.schedule.snapshot_plan import Plan
+from ckptd.client.stats import Stats
+from ckptd.cuda.engine import CopyEngine
+
+__all__ = ["PATIENCE_S", "Moment", "Parked", "Parking"]
+
+logger = get_logger(__name__)
+
+_LOOK_S = 0.25
+_REQUESTS = 16
+_TELL_S = 2.0
+# How long who asks from outside waits for the next top, where the optimizer is stepping.
+PATIENCE_S = 20.0
+# How long the optimizer's step waits for a copy, before that is thrown away: 100 GB at 4 GB/s.
+_UPDATE_WAIT_S = 25.0
+# A step counts as hanging when it lasts longer than both: an evaluation or a save within the body must not look like it.
+_LEAST_LIMIT_S = 30.0
+_STEPS_OF_LIMIT = 20
+_KNOWN_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """What came of a wish to park: the iteration, or -1 and why not."""
+
+    iteration: int
+    reason: str = ""
+    again: bool = False  # it was parked before it was asked for
+
+
+@dataclass(slots=True, eq=False)
+class Moment:
+    """The state at the top of a step, as far as it has to be kept apart; the rest is what is live.
+
+    ``recorded``: the dictionary that the step's snapshot is written from, to which the first forward adds. ``marks``: what must not
+    change, where it is found, and its version. ``tensors``: all that is copied, with samples of it. ``ready``: the device has come so far.
+    """
+
+    step: int
+    phase: int
+    scalars: dict[str, Any]
+    recorded: Mapping[str, Any]
+    buffers: dict[str, Tensor]
+    marks: list[tuple[Mapping[str, Any], str, Tensor, int]]
+    tensors: TopTensors | None
+    ready: torch.cuda.Event | None
+    begun_s: float = field(default_factory=time.monotonic)
+    rng_forward: dict[str, Any] | None = None
+    parked: bool = False
+    late: bool = False
+
+    def changed(self) -> str:
+        """The name of something that was written to or replaced since the top; empty if nothing was."""
+        for place, key, tensor, version in self.marks:
+            if place.get(key) is not tensor or tensor._version != version:
+                return key
+        return ""
+
+
+class Parking:
+    """Parks one rank.
+
+    Args:
+        memory: this rank's memory, which has a session with the daemon.
+        engine: copies of its own: they do not wait for a snapshot's.
+        restless: names of large buffers that are known to change before the optimizer's step; added to.
+        park_after_s: a step that lasts longer is parked; None: derived from how long steps last.
+    """
+
+    def __init__(
+        self,
+        memory: RankMemory,
+        binding: Binding,
+        engine: CopyEngine,
+        stats: Stats,
+        *,
+        device: torch.device,
+        restless: set[str],
+        park_after_s: float | None = None,
+        update_wait_s: float = _UPDATE_WAIT_S,
+    ) -> None:
+        self._memory, self._binding, self._engine, self._stats = memory, binding, engine, stats
+        self._device, self._restless = device, restless
+        self._park_after_s, self._update_wait_s = park_after_s, update_wait_s
+        self._slots = ParkMemory(memory, binding, engine, stats)
+        self._copy = ParkCopy(binding, engine, self._slots, device)
+        self._places: list[tuple[str, Mapping[str, Tensor | None], str]] = []
+        self._placed_for: Plan | None = None
+        # Whether random numbers are drawn between the top and the first forward; None: not seen yet.
+        self._draws_first: bool | None = None
+        self._durations: deque[float] = deque(maxlen=_STEPS_OF_LIMIT)
+        self._top_at = 0.0
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._tops = threading.Condition(self._lock)
+        self._moment: Moment | None = None
+        self._why_not = "no step has begun whose state can be parked: the first ones are measured, and a replay is none"
+        self._soon = False  # the next top is not far
+        self._copying: threading.Event | None = None  # set when the copy that is under way is over
+        self._abandoned = False
+        self._one_at_a_time = threading.Lock()
+        self._requests: queue.Queue[tuple[str, Callable[[Parked], None]] | None] = queue.Queue(
+            _REQUESTS
+        )
+        self._thread = threading.Thread(target=self._serve, name="ckptd-park", daemon=True)
+        self._thread.start()
+        memory.session.on_park = self._asked_by_the_daemon
+
+    # -- the life of a step (training thread) -----------------------------------------------------
+
+    def top(self, step: int, plan: Plan, phase: int, scalars: dict[str, Any]) -> None:
+        """The top of ``step``: from here on its state can be parked. Never raises.
+
+        Args:
+            phase: the place of the step in the schedule.
+            scalars: the step scalars; the snapshot of the step, if there is one, is written from this dictionary.
+        """
+        try:
+            self._note_duration()
+            if not self.copying:
+                self._slots.tidy()
+                self._slots.fit(plan, step)
+            moment = self._moment_of(step, plan, phase, scalars)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            if why != self._why_not:  # said once, not at every step
+                logger.error("step %d cannot be parked", step, exc_info=error)
+            self.closed_because(why)
+            return
+        with self._tops:
+            self._moment, self._soon = moment, False
+            self._tops.notify_all()
+
+    def again(self) -> None:
+        """The top of a further step of an accumulation: the weights are those of the top before."""
+        if self._moment is not None:
+            self._moment.begun_s = time.monotonic()
+
+    def first_forward(self) -> None:
+        """The step's first forward of the model is about to run: random state that a resumed step must have there."""
+        moment = self._moment
+        if moment is None or moment.rng_forward is not None:
+            return
+        found: dict[str, Any] = moment.recorded.get("rng_forward") or capture_rng()
+        if not self._draws_first:
+            self._draws_first = found != moment.scalars["rng"]
+        moment.rng_forward = found
+
+    def before_update(self) -> None:
+        """An optimizer is about to step: the moment is over, and a copy that is under way is waited for."""
+        with self._lock:
+            self._moment, self._why_not = None, "an optimizer is stepping"
+            self._soon = True
+            copying = None if self._abandoned else self._copying
+        if copying is not None and not copying.wait(self._update_wait_s):
+            with self._lock:
+                self._abandoned = self._copying is not None
+
+    def closed_because(self, why: str) -> None:
+        """There is no state to park until the next top."""
+        with self._tops:
+            self._moment, self._soon, self._why_not = None, False, why
+            self._tops.notify_all()
+
+    def leave(self, why: str) -> None:
+        """The loop is left; in the middle of a step, whose state is parked first. Never raises."""
+        if os.getpid() != self._pid:
+            return
+        if self._moment is not None:
+            self.park(why)
+        self.closed_because("the loop is not running")
+
+    # -- parking (any thread) --------------------------------------------------------------------
+
+    @property
+    def copying(self) -> bool:
+        """Whether a copy is under way."""
+        return self._copying is not None
+
+    @property
+    def locked(self) -> bool:
+        """Whether some thread is in the middle of opening or closing a moment."""
+        return self._lock.locked()
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is a state that can be parked right now."""
+        return self._moment is not None
+
+    def park(self, why: str, patience_s: float = 0.0) -> Parked:
+        """Park the step that runs; never raises.
+
+        Args:
+            why: for the log.
+            patience_s: how long to wait for the next top where the optimizer is stepping.
+        """
+        started = time.perf_counter()
+        try:
+            outcome = self._park(patience_s)
+        except CopyFailed as error:
+            outcome = Parked(-1, str(error))
+        except Exception as error:  # whoever asks must get an answer, and training must go on
+            logger.error("parking failed", exc_info=error)
+            outcome = Parked(-1, f"{type(error).__name__}: {error}")
+        self._tell(why, outcome, time.perf_counter() - started)
+        return outcome
+
+    def ask(self, why: str, then: Callable[[Parked], None]) -> bool:
+        """Park beside the calling thread, with patience; ``then`` hears what came of it. False if too many wait for that."""
+        try:
+            self._requests.put_nowait((why, then))
+        except queue.Full:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Park no more; what was parked stays. Never raises."""
+        self._memory.session.on_park = None
+        self.closed_because("the checkpointer is closed")
+        with contextlib.suppress(queue.Full):
+            self._requests.put_nowait(None)
+        self._thread.join(timeout=_TELL_S)
+        self._engine.close()
+
+    def describe(self) -> str:
+        """One line: how large it is, or why there is none."""
+        newest, limit_s = self._slots.newest, self.limit_s
+        if newest is None:
+            return f"parking: no memory yet{f' ({self._slots.refused})' if self._slots.refused else ''}"
+        after = f"; a step of more than {limit_s:.0f} s is parked" if limit_s else ""
+        total, each = human(self._stats.park_memory_bytes), human(newest.geometry.slot_bytes)
+        return f"parking: {total} for 2 states of at most {each}{after}"
+
+    @property
+    def limit_s(self) -> float:
+        """How long a step may last before it is parked; 0: not known yet."""
+        if self._park_after_s is not None:
+            return self._park_after_s
+        known = sorted(self._durations)
+        if len(known) < _KNOWN_STEPS:
+            return 0.0
+        return max(_LEAST_LIMIT_S, _STEPS_OF_LIMIT * statistics.median(known))
+
+    def _park(self, patience_s: float) -> Parked:
+        moment = self._await_moment(patience_s)
+        if moment is None:
+            return Parked(-1, self._why_not)
+        with self._one_at_a_time:
+            if moment.parked:
+                return Parked(moment.step, again=True)
+            over = threading.Event()
+            with self._lock:
+                if self._moment is not moment:
+                    return Parked(-1, self._why_not)
+                self._copying, self._abandoned = over, False
+            try:
+                with self._copy.of(moment, self._rng_forward(moment)) as fill:
+                    with self._lock:  # from here on the optimizer may step
+                        self._copying, abandoned = None, self._abandoned
+                    over.set()
+                    if abandoned:
+                        raise CopyFailed(self._gone_on)
+                    fill.seal()
+            except CopyFailed as error:
+                if self._abandoned:  # whatever has changed then, it may have been the optimizer
+                    raise CopyFailed(self._gone_on) from error
+                raise
+            finally:
+                with self._lock:
+                    self._copying, self._abandoned = None, False
+                over.set()
+            moment.parked = True
+            return Parked(moment.step)
+
+    @property
+    def _gone_on(self) -> str:
+        return f"the optimizer's step waited {self._update_wait_s:g} s for it, and went on"
+
+    def _await_moment(self, patience_s: float) -> Moment | None:
+        with self._tops:
+            self._tops.wait_for(lambda: self._moment is not None or not self._soon, patience_s)
+            return self._moment
+
+    def _rng_forward(self, moment: Moment) -> dict[str, Any] | None:
+        """Random state at the first forward. Before it was reached: as at the top, if nothing is drawn in between."""
+        if moment.rng_forward is not None:
+            return moment.rng_forward
+        found: dict[str, Any] = moment.scalars["rng"]
+        return found if self._draws_first is False else None
+
+    def _tell(self, why: str, outcome: Parked, took_s: float) -> None:
+        stats, session = self._stats, self._memory.session
+        if outcome.again:
+            return
+        if outcome.iteration < 0:
+            stats.park_refused += 1
+            logger.warning("not parked (%s): %s", why, outcome.reason)
+            return
+        stats.parked += 1
+        stats.parked_iteration, stats.park_ms = outcome.iteration, took_s * 1e3
+        text = f"parked at iteration {outcome.iteration} in {took_s:.3f} s: {why}"
+        # A warning, so that it is seen without any logging set-up: the process may be about to end.
+        logger.warning("%s", text)
+        if not session.tell("info", "parked", text, _TELL_S):
+            logger.info("parked all the same: what is sealed needs no daemon")
+
+    # -- moments ---------------------------------------------------------------------------------
+
+    def _moment_of(self, step: int, plan: Plan, phase: int, scalars: dict[str, Any]) -> Moment:
+        if plan is not self._placed_for:
+            self._placed_for = plan
+            known = self._binding.buffers().keys()
+            places = self._binding.buffer_places()
+            self._places = [(name, *place) for name, place in places.items() if name in known]
+        marks: list[tuple[Mapping[str, Any], str, Tensor, int]] = [
+            (tensors, name, tensor, tensor._version)
+            for tensors in (self._binding.params, self._binding.masters)
+            for name, tensor in tensors.items()
+        ]
+        kept: dict[str, Tensor] = {}
+        for name, place, key in self._places:
+            buffer = place.get(key)
+            if not isinstance(buffer, Tensor):
+                continue
+            size = buffer.numel() * buffer.element_size()
+            if size <= SMALL_BUFFER_BYTES or name in self._restless:
+                kept[name] = local(buffer).detach().clone()
+            else:
+                marks.append((place, key, buffer, buffer._version))
+        # Where a copy was given up by the optimizer's step, its thread may use what is looked at here.
+        tensors = None if self.copying else self._copy.look(step)
+        ready = None
+        if self._device.type == "cuda":
+            ready = torch.cuda.current_stream(self._device).record_event()
+        return Moment(step, phase, dict(scalars), scalars, kept, marks, tensors, ready)
+
+    def _note_duration(self) -> None:
+        now, before = time.monotonic(), self._top_at
+        if before:
+            self._durations.append(now - before)
+        self._top_at = now
+
+    # -- on the thread ---------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        for why, then in self._wishes():
+            outcome = self.park(why, PATIENCE_S)
+            try:
+                then(outcome)
+            except Exception:
+                logger.exception("after parking")  # the thread must live: SIGTERM may come
+
+    def _wishes(self) -> Iterator[tuple[str, Callable[[Parked], None]]]:
+        while True:
+            try:
+                wish = self._requests.get(timeout=_LOOK_S)
+            except queue.Empty:
+                try:
+                    self._look()
+                except Exception:
+                    logger.exception("looking whether a step lasts too long")  # as above
+                continue
+            if wish is None:
+                return
+            yield wish
+
+    def _look(self) -> None:
+        """Whether the step that runs lasts too long."""
+        moment, limit_s = self._moment, self.limit_s
+        if moment is None or moment.late or moment.parked or not limit_s:
+            return
+        if time.monotonic() - moment.begun_s > limit_s:
+            moment.late = True
+            self.park(f"step {moment.step} lasts longer than {limit_s:g} s; training goes on")
+
+    def _asked_by_the_daemon(self, number: int) -> None:
+        session = self._memory.session
+
+        def answer(outcome: Parked) -> None:
+            session.park_outcome(number, outcome.iteration, outcome.reason)
+
+        if not self.ask("ckptctl park", answer):
+            answer(Parked(-1, "too many wishes to park wait already"))

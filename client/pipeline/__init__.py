@@ -1,0 +1,1 @@
+"""Boundary logs of pipeline stages, and stages that replay by themselves."""

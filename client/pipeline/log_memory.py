@@ -1,0 +1,320 @@
+"""Where a rank's boundary log lies: its segments, asked of the daemon once it is known how much an iteration sends.
+
+States: nothing (not asked for, or refused: training goes on without), coming, there. A further generation is asked for when
+iterations outgrow the slots, or windows the number of them; two at most exist at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ckptd.client.daemon_link.auxiliary_segments import RETRY_STEPS, BesideMemory
+from ckptd.client.daemon_link.communication_facts import (
+    LogFacts,
+    data_offset_of,
+    facts_of,
+    log_payload,
+)
+from ckptd.client.daemon_link.mapped_segment import MappedSegment, SlotTable
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.log_lines import get_logger
+from ckptd.client.pipeline.log_writer import Room, header_room
+from ckptd.client.schedule.describe import human
+from ckptd.client.schedule.snapshot_plan import Plan
+from ckptd.client.stats import Stats
+from ckptd.core.slots.boundary import choose_log_slot, logged_iterations, needed_from, slots_for_log
+from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.segment_format import SlotHeader
+from ckptd.cuda.engine import CopyEngine
+from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.storage.images.image import ImageView, verify
+from ckptd.storage.images.image_format import ImageError
+
+__all__ = ["LogMemory", "LogSize"]
+
+logger = get_logger(__name__)
+
+# A log that was outgrown once may be outgrown again, little by little.
+_GROWTH = 1.25
+# Digesting so much takes the training thread about 4 ms.
+_QUICKLY_SEALED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LogSize:
+    """How large a log is to be."""
+
+    num_slots: int
+    room: Room
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_slots * self.room.slot_bytes
+
+    def __str__(self) -> str:
+        """For logs and ``describe()``."""
+        each = f"{self.num_slots} iterations of at most {human(self.room.slot_bytes)}"
+        return f"{human(self.total_bytes)} ({each}, {self.room.num_records} records)"
+
+
+class LogMemory(BesideMemory):
+    """The segments of this rank's log.
+
+    Args:
+        memory: the rank's memory; segments of an earlier trainer are in its ``logs``.
+        engine: copies into them.
+        limit_bytes: what all slots together may take; None leaves it to the daemon's quota.
+        replicate: whether what is asked for is to have replicas on other nodes.
+    """
+
+    def __init__(
+        self,
+        memory: RankMemory,
+        engine: CopyEngine,
+        stats: Stats,
+        limit_bytes: int | None,
+        *,
+        replicate: bool = False,
+    ) -> None:
+        super().__init__(memory, memory.logs, engine)
+        self._stats, self._limit_bytes, self._replicate = stats, limit_bytes, replicate
+        self._asked = LogSize(0, Room())
+        self._facts: LogFacts | None = None  # what is asked for tells them
+        self._misleading = False  # what is there tells less, and nothing else is to be had
+        for segment in memory.logs:
+            try:
+                self._register(segment)
+            except RuntimeError as error:
+                logger.warning("the boundary log of an earlier trainer is given up: %s", error)
+        self._tell()
+
+    @property
+    def data_offset(self) -> int:
+        """Where records begin in its slots."""
+        assert self.newest is not None
+        return data_offset_of(self.newest.descriptor.client)
+
+    # -- size ------------------------------------------------------------------------------------
+
+    def fit(self, plan: Plan, room: Room, step: int, facts: LogFacts | None = None) -> None:
+        """Ask for a log in which ``room`` fits, as many times as ``plan`` may have to replay, and which tells ``facts``.
+
+        Where it is there, nothing is done.
+        """
+        if self._misleading:
+            self._drop_all()
+        busy = self._coming is not None or self._full
+        if busy or not room.num_records or step < self._retry_at:
+            return
+        num_slots = self._slots_for(plan)
+        newest = self.newest
+        if newest is not None:
+            holds = self._holds(newest, room)
+            enough = holds and newest.geometry.num_slots >= num_slots
+            as_asked = newest.descriptor.replicated == self._replicate
+            if enough and as_asked and not self._behind(facts):
+                return
+            if not holds:
+                room = Room(int(_GROWTH * room.num_records), int(_GROWTH * room.data_bytes))
+        size = LogSize(num_slots, room)
+        if self._limit_bytes is not None and size.total_bytes > self._limit_bytes:
+            self._refuse(
+                f"it needs {size}, limit_bytes allows {human(self._limit_bytes)}: raise it, or use smaller windows"
+            )
+            self._retry_at = step + RETRY_STEPS
+            self._misleading = self._behind(facts)
+            return
+        self._asked = size
+        payload = log_payload(header_room(room.num_records), facts)
+        self._facts = facts
+        try:
+            self._coming = self._memory.reserve_beside(
+                "log", room.slot_bytes, num_slots, payload, replicated=self._replicate
+            )
+        except DaemonUnavailable as error:
+            self._not_reserved(step, error)
+
+    def collect(self, step: int) -> None:
+        """Go over to what was asked for, if it is there."""
+        try:
+            if self._collect_segment() is None:
+                return
+        except (AttachRefused, DaemonUnavailable, RuntimeError) as error:
+            self._misleading = isinstance(error, AttachRefused) and self._behind(self._facts)
+            self._not_reserved(step, error)
+            return
+        self.refused = ""
+        self._tell()
+        logger.info("boundary log: %s", self._asked)
+
+    def drop_older(self, first_needed: int | None) -> None:
+        """Give generations back that hold nothing which counts and is needed."""
+        older = list(self._memory.logs)[:-1]
+        if not older:
+            return
+        counts = logged_iterations(self.records(), self._memory.table.epochs).values()
+        for segment in older:
+            held = [r.iteration for r in counts if r.generation == segment.generation]
+            if not held or (first_needed is not None and max(held) < first_needed):
+                self._give_back(segment)
+                self._tell()
+
+    def _behind(self, facts: LogFacts | None) -> bool:
+        """Whether the newest log tells less than ``facts``: ranks would be taken to recover apart that cannot."""
+        if self.newest is None or facts is None:
+            return False
+        told = facts_of(self.newest.descriptor.client)
+        return told is None or not told.same_as(facts)
+
+    def _drop_all(self) -> None:
+        """Rather no log than one whose facts are wrong; another attempt will find its memory free."""
+        if any(r.state is SlotState.FILLING for r in self.records()):
+            return  # copies are under way: at the top of the next step
+        self._misleading = False
+        for segment in list(self._memory.logs):
+            self._give_back(segment)
+        self._tell()
+
+    def _slots_for(self, plan: Plan) -> int:
+        """As many as there are snapshots to go back to, and what lies between them."""
+        span = max(plan.schedule.window, self._memory.table.ring_hint.span)
+        every = plan.every if plan.policy_name == "dense" else 1
+        return max(slots_for_log(span, every, plan.slack), plan.num_slots - plan.upload_slots)
+
+    def _holds(self, segment: MappedSegment, room: Room) -> bool:
+        header = header_room(room.num_records)
+        fits = header <= self.data_offset
+        return fits and self.data_offset + room.data_bytes <= segment.geometry.slot_bytes
+
+    def _not_reserved(self, step: int, error: Exception) -> None:
+        self._put_off(step, error)
+        self._refuse(f"no memory for {self._asked}: {error}; trying again at step {self._retry_at}")
+
+    def _refuse(self, why: str) -> None:
+        """Boundaries are not logged (or the log stays as it is). Said once for each reason."""
+        kind = why.split(":", 1)[0]
+        if kind != self.refused.split(":", 1)[0]:
+            logger.warning("boundary log: %s; training goes on without", why)
+            self._memory.session.notice("warning", "boundaries_not_logged", why)
+        self.refused = why
+
+    def _tell(self) -> None:
+        segments = list(self._memory.logs)
+        self._stats.log_slots = segments[-1].geometry.num_slots if segments else 0
+        self._stats.log_memory_bytes = self._total_bytes
+
+    # -- slots -----------------------------------------------------------------------------------
+
+    def records(self) -> list[SlotRecord]:
+        """Every slot of every generation."""
+        return [
+            SlotRecord(segment.generation, index, SlotState.FREE)
+            if (header := segment.header(index)) is None
+            else _record(segment.generation, index, header)
+            for segment in self._memory.logs
+            for index in range(segment.geometry.num_slots)
+        ]
+
+    def first_needed(self, *, promised: bool = True) -> int | None:
+        """The first iteration that a recovery of this run may have to replay; or this rank's own, by its newest suffix."""
+        table: SlotTable = self._memory.table
+        records, operators = table.records(), self._memory.num_operators
+        if not operators:
+            return None
+        kept = table.promised(records, operators) if promised else ()
+        return needed_from(records, operators, promised=kept, epochs=table.epochs)
+
+    def verified(self, iteration: int) -> ImageView | None:
+        """The complete log of an iteration, if there is one; a damaged one is put in quarantine."""
+        found = logged_iterations(self.records(), self._memory.table.epochs).get(iteration)
+        if found is None:
+            return None
+        segment = self._memory.logs.of(found)
+        segment.seal(found.index)  # if it is only filled; verified is what is sealed
+        header = segment.header(found.index)
+        if header is None or header.state is not SlotState.SEALED:
+            return None
+        image = segment.slot(found.index)[: header.image_len]
+        try:
+            verify(image, header.header_digest)
+            return ImageView(image)
+        except ImageError as error:
+            logger.error("the log of iteration %d is damaged: %s", iteration, error)
+            segment.set_state(found.index, SlotState.QUARANTINED)
+            return None
+
+    def claim(self, iteration: int) -> tuple[int, SlotHeader] | str:
+        """A locked slot of the newest generation that is being filled now, and its header; or why there is none."""
+        while True:
+            first_needed = self.first_needed()
+            self.drop_older(first_needed)
+            claimed = self._claim(iteration, first_needed)
+            if isinstance(claimed, str):
+                # A gap now would be there for as long as the promise is behind; where logs are missing all ranks go back, and nothing is lost.
+                claimed = self._claim(iteration, self.first_needed(promised=False))
+                self._stats.log_overrides += not isinstance(claimed, str)
+            if not isinstance(claimed, str) or not self._seal_a_snapshot():
+                return claimed
+
+    def _seal_a_snapshot(self) -> bool:
+        """Whether a snapshot could be sealed here: steps may be quicker than the daemon, and what is not sealed frees nothing."""
+        table = self._memory.table
+        waiting = [
+            r
+            for r in table.records()
+            if r.state is SlotState.FILLED and r.image_len <= _QUICKLY_SEALED_BYTES
+        ]
+        if not waiting:
+            return False
+        oldest = min(waiting, key=lambda r: r.sequence)
+        table.segment(oldest.generation).seal(oldest.index)
+        self._stats.sealed_here += 1
+        return True
+
+    def _claim(self, iteration: int, first_needed: int | None) -> tuple[int, SlotHeader] | str:
+        segment, table = self.newest, self._memory.table
+        assert segment is not None
+        records, busy = self.records(), set[tuple[int, int]]()
+        while True:
+            choice = choose_log_slot(
+                records,
+                segment.generation,
+                needed_from=first_needed,
+                busy=busy,
+                epochs=table.epochs,
+            )
+            if choice.record is None:
+                return choice.reason
+            index = choice.record.index
+            if segment.try_lock_slot(index):
+                break
+            busy.add(choice.record.key)
+        if choice.record.state is SlotState.FILLED:
+            segment.set_state(index, SlotState.FREE)  # what nobody needs is not sealed either
+        header = SlotHeader(
+            state=SlotState.FILLING,
+            iteration=iteration,
+            sequence=1 + max(r.sequence for r in records),
+            writer_pid=os.getpid(),
+            epoch=table.epoch,
+            epoch_start=table.epoch_start,
+        )
+        segment.begin_filling(index, header)
+        return index, header
+
+
+def _record(generation: int, index: int, header: SlotHeader) -> SlotRecord:
+    return SlotRecord(
+        generation=generation,
+        index=index,
+        state=header.state,
+        iteration=header.iteration,
+        previous=header.previous,
+        sequence=header.sequence,
+        image_len=header.image_len,
+        layout_id=header.layout_id,
+        epoch=header.epoch,
+        epoch_start=header.epoch_start,
+        header_digest=header.header_digest,
+    )

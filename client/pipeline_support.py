@@ -1,0 +1,174 @@
+"""What a `Checkpointer` does for the stages of a pipeline: log their boundaries, and run apart after a localized restart.
+
+In every other job nothing of this is there, and each call returns at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckptd.client.capture.comparison import Differences
+from ckptd.client.capture.stage_shapes import StageShapes
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.identity import Identity
+from ckptd.client.log_lines import get_logger
+from ckptd.client.model.communication import Communication
+from ckptd.client.pipeline.boundary_log import BoundaryLog
+from ckptd.client.pipeline.isolated_stage import Apart
+from ckptd.client.pipeline.stage_hooks import listen
+from ckptd.client.recovery.localized_recovery import ApartStart, come_together
+from ckptd.client.stats import Stats
+from ckptd.cuda.select import make_engine
+from ckptd.errors import DaemonUnavailable
+
+__all__ = ["PipelinePart"]
+
+logger = get_logger(__name__)
+
+
+class PipelinePart:
+    """The boundary log of this rank, and who is there in which iteration.
+
+    Attributes:
+        log: None as long as nothing is logged.
+        start: after a localized restart, what came of the plan, until all ranks run together again.
+    """
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+        self._apart: Apart | None = None
+        self._logged: frozenset[int] = frozenset()
+        self.log: BoundaryLog | None = None
+        self.start: ApartStart | None = None
+
+    # -- setting up ------------------------------------------------------------------------------
+
+    def open_log(self, memory: RankMemory, device: torch.device, **options: Any) -> BoundaryLog:
+        """Begin to log; ``options`` are those of `BoundaryLog`."""
+        self.log = BoundaryLog(
+            memory,
+            make_engine(device, inline=True),
+            self._stats,
+            communication=_watch_communication(memory.identity),
+            **options,
+        )
+        self.log.apart = self._apart
+        return self.log
+
+    def listen_to(self, stages: list[Any], log: BoundaryLog) -> contextlib.ExitStack:
+        """Have what these stages send logged, and, where ranks run apart, have them fed; closing the result undoes it.
+
+        Raises:
+            ValueError: some are logged already.
+        """
+        if twice := self._logged & {id(stage) for stage in stages}:
+            raise ValueError(f"{len(twice)} of these stages are logged already")
+        self._logged |= {id(stage) for stage in stages}
+        undo = contextlib.ExitStack()
+        undo.enter_context(listen(stages, log))
+        if self._apart is not None:
+            # After the log, which is to see what is dropped.
+            self._apart.stand_in_for(stages)
+        return undo
+
+    def run_apart(
+        self, rank: int, start: ApartStart, stages: Mapping[int, StageShapes | None]
+    ) -> dict[int, StageShapes]:
+        """Some ranks begin before others.
+
+        Args:
+            rank: this one.
+            stages: what each of this rank's stages had found out.
+        Returns:
+            What of that is known.
+        Raises:
+            DaemonUnavailable: something is not, and this rank runs without its neighbours: its schedule would ask them.
+        """
+        shapes = {int(index): found for index, found in stages.items() if found is not None}
+        if start.mine.feeds and len(shapes) < len(stages):
+            raise DaemonUnavailable(
+                "what a stage sends is not known (DTensors?): it would ask its neighbours, which are not there",
+                operation="run apart",
+                hint="the third start in a row recovers all ranks together",
+            )
+        self.start = start
+        self._apart = Apart(
+            (),
+            rank,
+            start.plan.bases,
+            start.plan.together,
+            start.feeds,
+            shapes=shapes,
+            shared=start.values,
+        )
+        return shapes
+
+    # -- at the boundaries of steps --------------------------------------------------------------
+
+    def begin(self, step: int, *, replaying: bool) -> None:
+        """The body of a step is about to run."""
+        if self.log is not None:
+            self.log.begin(step, replaying=replaying)
+
+    def end(self) -> Differences:
+        """It is over; what a replayed one sent otherwise than before."""
+        return Differences() if self.log is None else self.log.end()
+
+    def abandon(self) -> None:
+        """It was left before its update."""
+        if self.log is not None:
+            self.log.abandon()
+
+    def come_together(self, step: int, memory: RankMemory, wait: Callable[[], object]) -> None:
+        """The top of a step. At the first one after a localized restart that all ranks run, ``wait`` is called: all come there.
+
+        Raises:
+            ValueError: there is nobody to feed this rank: boundaries are not logged in this life.
+            DaemonUnavailable: not all ranks came there in time.
+        """
+        start = self.start
+        if start is None:
+            return
+        if step < start.plan.resume:
+            if start.mine.feeds and self.log is None:
+                raise ValueError(
+                    f"this rank runs iterations {start.mine.start} to {start.plan.resume - 1} without its neighbours, but their logs have "
+                    "nowhere to go: call ckpt.log_boundaries(schedule) or ckpt.boundary_log() before the loop, as in the run before"
+                )
+            return
+        self.start = None
+        wait()
+        come_together(memory, start)
+        text = f"all ranks run together again from iteration {start.plan.resume} on"
+        logger.info("%s", text)
+        if memory.identity.rank == 0:
+            memory.session.notice("info", "together", text)
+
+    def aside(self) -> contextlib.AbstractContextManager[object]:
+        """What is sent in the body is no part of a step."""
+        return contextlib.nullcontext() if self.log is None else self.log.aside()
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def describe(self) -> list[str]:
+        """Lines for ``Checkpointer.describe``."""
+        return [] if self.log is None else [self.log.describe(), *self.log.describe_domain()]
+
+    def close(self) -> None:
+        """Log no more."""
+        if self.log is not None:
+            self.log.close()
+            self.log = None
+
+
+def _watch_communication(identity: Identity) -> Communication | None:
+    """None where ranks are not those of the process group: what is seen could not be told in our numbers."""
+    if identity.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return None
+    here = (identity.rank, identity.world_size)
+    return Communication() if here == (dist.get_rank(), dist.get_world_size()) else None

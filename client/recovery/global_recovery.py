@@ -1,0 +1,324 @@
+"""The recovery of all ranks together: the newest suffix that every rank can have, from here or from other nodes.
+
+What one rank lacks changes the plan of all, so a plan counts when every rank has what it needs. A run that got somewhere does not begin
+anew because a node is late: what is missing may lie there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.daemon_link.retrieval import Attempt
+from ckptd.client.daemon_link.run_inventory import RunView
+from ckptd.client.daemon_link.snapshot_image import SnapshotImage
+from ckptd.client.log_lines import get_logger
+from ckptd.client.ranks.collectives import Exchange, all_or_none, vote
+from ckptd.client.recovery.verification import Replayed
+from ckptd.core.recovery.global_plan import (
+    NoRecovery,
+    RecoveryPlan,
+    complete_suffixes,
+    plan_recovery,
+)
+from ckptd.core.recovery.held import STORE_NODE
+from ckptd.core.recovery.quarantine import (
+    describe_failure,
+    open_failures,
+    quarantined_failures,
+    snapshots_used,
+    spans_told,
+)
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
+from ckptd.errors import CorruptionError, DaemonUnavailable
+
+__all__ = ["Recovered", "least", "recover_together"]
+
+logger = get_logger(__name__)
+
+_PLANS = 7  # nodes may come and go while a plan is made
+_VERIFIED_PLANS = (
+    2  # of these the first: what is only for comparing must not keep the run from coming back
+)
+_NODES_TOLD = 8
+_FAILURES_TOLD = 3
+_BESIDE = "To go on from them, stop this trainer and pass their job= and run=; to free their memory, `ckptctl forget JOB RUN`"
+
+
+class Recovered(NamedTuple):
+    """What this rank begins with, oldest first, how it was chosen, and what is replayed for it.
+
+    ``unverified``: why nothing is replayed by which what is loaded last could be compared; "" where it is. ``dense``: all ranks begin
+    with everything, so nothing is frozen anywhere.
+    """
+
+    images: list[SnapshotImage]
+    reason: str
+    replayed: Replayed
+    unverified: str = ""
+    dense: bool = False
+
+
+def recover_together(
+    memory: RankMemory, exchange: Exchange, at: int | None = None, *, verify_iterations: int = 0
+) -> Recovered | str:
+    """The newest suffix that every rank can have, and how it was chosen; or why there is none.
+
+    What lies here is verified before use: a slot that fails its digests is quarantined and reported, and the ranks plan
+    anew without it. What lies elsewhere is being brought here when this returns; its images are waited for when needed.
+    A collective call: it returns on all ranks, or raises on all.
+
+    Args:
+        at: go back to this iteration, from memory or storage; what is newer is given up.
+        verify_iterations: how many iterations more than necessary may be replayed, to compare what is loaded; the least of all ranks'
+            counts.
+    Raises:
+        ValueError: iteration ``at`` cannot be had; nothing was given up.
+        AttachRefused: there is no memory for what must be brought here, or the run was recovered again meanwhile.
+        DaemonUnavailable: a daemon is away, or so was refused on another rank, or nodes are missing without which the
+            run would have to begin anew.
+        CorruptionError: all that is left is quarantined, or cannot be compared after a replay that did not reproduce; on every rank.
+    """
+    recoverable_before = storage = False
+    wanted = least(exchange, verify_iterations)
+    for attempts in range(_PLANS):
+        verified = wanted if attempts < _VERIFIED_PLANS else 0
+        view, plan = _plan(memory, exchange, storage, at, verified)
+        # A world of an elastic job is a new run. What is durable of those before was looked at when it was planned.
+        if isinstance(plan, NoRecovery) and not storage and memory.topology != WORLD_TOPOLOGY:
+            # Every rank comes to the same conclusion, whether or not its own node has a store.
+            storage = True
+            view, plan = _plan(memory, exchange, storage, at, verified)
+        if isinstance(plan, NoRecovery):
+            if at is not None:
+                raise ValueError(f"resume_at={at}: {plan.reason}. Nothing was changed")
+            _refuse_what_is_quarantined(memory, plan, view)
+            _refuse_to_forget(memory, plan, view, recoverable_before)
+            _tell_start(memory, plan, view)
+            with all_or_none(exchange, memory.session.node_id):
+                memory.begin_epoch_after(view, plan.epoch, -1)
+            return plan.reason
+        if wanted and not verified:
+            plan = replace(plan, unverified="the snapshots for it could not be had")
+        if wanted:
+            _refuse_what_cannot_be_compared(memory, plan, view)
+        recoverable_before = True  # it may be no more, when what is damaged here is quarantined
+        pieces = plan.per_rank[memory.identity.rank]
+        attempt = memory.attempt(pieces, view)
+        if attempt.fatal is not None and plan.start < plan.needed:
+            # There may be memory for what the run needs, and none for what is to be compared with it.
+            attempt.again, attempt.fatal = True, None
+        if not _again(memory, exchange, attempt):
+            with all_or_none(exchange, memory.session.node_id):
+                images = memory.resume(pieces, attempt, view, epoch=plan.epoch, end=plan.end)
+            replayed = _replayed(plan, memory.identity.rank)
+            return Recovered(images, _why(plan, view), replayed, plan.unverified, plan.dense)
+    # Every rank comes here together. Starting over would free what the others hold safely.
+    raise DaemonUnavailable(
+        f"no plan for the recovery held after {_PLANS} attempts",
+        hint="a node cannot reach the holders of its ranks' snapshots (`ckptctl peers`, `ckptctl events`); nothing was "
+        "lost: start again when it can, or `ckptctl forget` the run to begin anew",
+    )
+
+
+def least(exchange: Exchange, count: int) -> int:
+    """The least of all ranks' counts. A collective call."""
+    told = exchange(msgspec.msgpack.encode(count))
+    return min(msgspec.msgpack.decode(each, type=int) for each in told)
+
+
+def _plan(
+    memory: RankMemory,
+    exchange: Exchange,
+    storage: bool,
+    at: int | None,
+    verify_iterations: int,
+) -> tuple[RunView, RecoveryPlan | NoRecovery]:
+    view = memory.see(exchange, storage=storage)
+    with memory.planning():
+        plan = plan_recovery(
+            view.usable,
+            memory.identity.world_size,
+            homes=view.homes,
+            epochs=view.epochs,
+            at=at,
+            verify_iterations=verify_iterations,
+        )
+    return view, plan
+
+
+def _replayed(plan: RecoveryPlan, rank: int) -> Replayed:
+    """All ranks have the same boundaries where they have snapshots of the same iterations."""
+    iterations = {
+        tuple(piece.record.iteration for piece in pieces) for pieces in plan.per_rank.values()
+    }
+    return Replayed(snapshots_used(plan.per_rank[rank]), len(iterations) == 1)
+
+
+def _why(plan: RecoveryPlan, view: RunView) -> str:
+    quarantined = quarantined_failures(view.failures)
+    if not quarantined:
+        return plan.reason
+    return (
+        f"{plan.reason}; {spans_told(quarantined)} are quarantined, since no replay reproduced them"
+    )
+
+
+def _refuse_what_is_quarantined(memory: RankMemory, plan: NoRecovery, view: RunView) -> None:
+    """Raise where nothing is left but what no replay reproduces: somebody has to decide.
+
+    Raises:
+        CorruptionError: so it is; every rank decides this from the same data.
+    """
+    quarantined = quarantined_failures(view.failures)
+    if not quarantined:
+        return
+    job, run = memory.identity.job, memory.identity.run
+    away = f"; {_nodes(view.silent)} did not answer" if view.silent else ""
+    told = "; ".join(describe_failure(failure) for failure in quarantined[-_FAILURES_TOLD:])
+    raise CorruptionError(
+        f"there is no state left that a replay reproduces. Quarantined are {spans_told(quarantined)}, because two replays of each "
+        f"came to the same result and not to what was recorded ({told}). Memory, peers and storage hold nothing else: "
+        f"{plan.reason}{away}",
+        operation="recover",
+        ids={"job": job, "run": run},
+        hint=f"Nothing was deleted: `ckptctl snapshots` shows it. If the program or the machine has changed since, start it as it was "
+        f"after `ckptctl unquarantine {job} {run}` on every node. To train on from what was recorded all the same, do that and pass "
+        f'on_mismatch="warn". To begin anew, `ckptctl forget {job} {run}` on every node, or pass run= a new name',
+    )
+
+
+def _refuse_what_cannot_be_compared(memory: RankMemory, plan: RecoveryPlan, view: RunView) -> None:
+    """Raise where a replay did not reproduce, and what is left would be trained on without any.
+
+    Raises:
+        CorruptionError: so it is; every rank decides this from the same data.
+    """
+    failures = open_failures(view.failures)
+    if not failures or plan.start < plan.end:
+        return
+    job, run = memory.identity.job, memory.identity.run
+    told = "; ".join(describe_failure(failure) for failure in failures[-_FAILURES_TOLD:])
+    raise CorruptionError(
+        f"the only state left is that of iteration {plan.end}, and no replay can show whether a job that goes on from there is exact: "
+        f"{plan.unverified}. Replays of this run did not reproduce what was recorded ({told})",
+        operation="recover",
+        ids={"job": job, "run": run},
+        hint="Most often the program keeps something that no snapshot holds: data that is not in state=, an optimizer that counts in an "
+        f"attribute. Nothing was deleted: `ckptctl snapshots` shows it. When the program is as it should be, `ckptctl unquarantine {job} {run}` "
+        "on every node brings back what was quarantined. To go on from that iteration without a comparison, pass verify_iterations=0. "
+        f"To begin anew, `ckptctl forget {job} {run}` on every node, or pass run= a new name",
+    )
+
+
+def _refuse_to_forget(
+    memory: RankMemory, plan: NoRecovery, view: RunView, recoverable_before: bool
+) -> None:
+    """Raise where what is missing may be had later.
+
+    Raises:
+        DaemonUnavailable: so it is; every rank decides this from the same data.
+    """
+    job, run = memory.identity.job, memory.identity.run
+    if plan.apart:
+        raise DaemonUnavailable(
+            plan.reason,
+            operation="recover",
+            ids={"job": job, "run": run},
+            hint="Nothing was lost, but no replay of it would be exact. Were the ranks of this run started with different "
+            f"versions of ckptd? `ckptctl forget {job} {run}` on every node, or pass run= a new name, to begin anew",
+        )
+    if STORE_NODE in view.silent:
+        raise DaemonUnavailable(
+            f"{plan.reason}; and the store did not answer, or nothing that it holds of this run can be used",
+            operation="recover",
+            ids={"job": job, "run": run},
+            hint="`ckptctl events` says which. Start again when the store answers. What is damaged is named by "
+            "`ckptctl checkpoints verify`; to begin anew remove it with `ckptctl checkpoints rm`, or pass run= a new name",
+        )
+    if why := _would_be_lost(view, recoverable_before):
+        raise DaemonUnavailable(
+            f"{plan.reason}; {why}",
+            operation="recover",
+            ids={"job": job, "run": run},
+            hint=_how_to_go_on(job, run, view),
+        )
+
+
+def _would_be_lost(view: RunView, recoverable_before: bool) -> str:
+    """What beginning anew would give up, or may; "" if there is nothing.
+
+    A complete suffix of one rank counts, although it resumes nothing by itself: a person may know where the rest is.
+    """
+    complete = complete_suffixes(view.held)
+    was = recoverable_before or view.was_recoverable(complete)
+    if was is False:
+        return ""
+    there = [f"of rank {rank} there are {text}" for rank, text in complete.items()]
+    told = "; ".join(there[:_NODES_TOLD]) + ("; …" if len(there) > _NODES_TOLD else "")
+    missing = ""
+    # A configured peer that does not answer means nothing to a run of which nobody has heard.
+    if view.silent and (was or there or view.is_known):
+        missing = f"{_nodes(view.silent)} took part in the run before and did not answer"
+    elif not view.is_known and any(record.lost for record in view.records):
+        lost = [record.node for record in view.records if record.lost]
+        missing = f"the record of who took part is damaged on {_nodes(lost)}, and nobody else knows"
+    elif told:
+        missing = "no node is missing, and neither memory nor storage has a state from which all ranks can resume"
+    return "; ".join(text for text in (told, missing) if text)
+
+
+def _how_to_go_on(job: str, run: str, view: RunView) -> str:
+    where = _nodes([record.node for record in view.records if record.holds])
+    if not view.silent and not any(record.lost for record in view.records):
+        return (
+            f"Nothing was deleted, and waiting changes nothing. To begin anew, run `ckptctl forget {job} {run}` on {where} and "
+            "start again, or pass run= a new name"
+        )
+    first = "What is there stays"
+    if view.silent:
+        first = "Nothing was lost: start again when they are back. If they will not be"
+    return (
+        f"{first}, `ckptctl forget {job} {run}` on {where}, or pass run= a new name, to begin anew. A node that "
+        f"refuses this job's nodes (event peer_refused) lets them in by `ckptctl admit {job} {run} NODE`"
+    )
+
+
+def _tell_start(memory: RankMemory, plan: NoRecovery, view: RunView) -> None:
+    """Normal for a new run, worth a word for one of which something was held, an error where there is damage."""
+    damaged = sum(r.state is SlotState.QUARANTINED for r in memory.table.records())
+    if not damaged and memory.descriptor is None and not view.held:
+        # One rank speaks for all; a warning, so that it is seen without any logging set-up.
+        level = logging.INFO if memory.identity.rank else logging.WARNING
+        logger.log(level, "%s: nothing to resume from was found; a new run begins", memory.identity)
+        for note in memory.session.notes:
+            logger.log(level, "A NEW RUN BEGINS BESIDE OTHER SNAPSHOTS: %s. %s", note, _BESIDE)
+        return
+    why = f"{damaged} slots are damaged; {plan.reason}" if damaged else plan.reason
+    if view.silent:
+        why += f" ({_nodes(view.silent)} did not answer)"
+    text = f"{memory.identity}: starting over from the beginning: {why}"
+    logger.log(logging.ERROR if damaged else logging.WARNING, "%s", text)
+    memory.session.notice("error" if damaged else "warning", "starting_over", text)
+
+
+def _again(memory: RankMemory, exchange: Exchange, attempt: Attempt) -> bool:
+    """Whether all ranks must plan anew: what one rank lacks changes the plan of all."""
+    again = True
+    try:
+        again = vote(exchange, memory.session.node_id, again=attempt.again, fatal=attempt.fatal)
+    finally:
+        if again:
+            memory.forsake(attempt)
+    return again
+
+
+def _nodes(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NODES_TOLD]) + (", …" if len(names) > _NODES_TOLD else "")
+    return f"node {shown}" if len(names) == 1 else f"nodes {shown}"

@@ -1,0 +1,261 @@
+"""What happens at a start: find the run's snapshots, check that they are this model's, and prepare their replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import torch
+
+from ckptd.client import values
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.daemon_link.snapshot_image import SnapshotImage
+from ckptd.client.log_lines import get_logger
+from ckptd.client.model.freezing import Tape
+from ckptd.client.model.replicated_params import Sharing
+from ckptd.client.model.signature import signature, signature_difference
+from ckptd.client.ranks.collectives import Exchange, all_or_none
+from ckptd.client.ranks.rank_exchange import exchange
+from ckptd.client.recovery.global_recovery import recover_together
+from ckptd.client.recovery.localized_recovery import ApartStart, begin_apart, recovered_apart
+from ckptd.client.recovery.mismatch_causes import likely_causes
+from ckptd.client.recovery.replay import Replay
+from ckptd.client.recovery.replica_broadcast import Handing, arrange
+from ckptd.client.recovery.verification import Verification
+from ckptd.client.schedule.snapshot_plan import Plan, captured_once, plan_from_payload
+from ckptd.client.training_state import Subject
+from ckptd.core.slots.ring import NoSuffix, Suffix, find_suffix
+from ckptd.core.slots.segment_hints import HINT_DROP_GRADIENTS
+from ckptd.cuda.engine import CopyEngine
+from ckptd.errors import AttachRefused
+
+__all__ = ["Recovery", "Resumption", "newest_window"]
+
+logger = get_logger(__name__)
+
+_SEAL_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A run that can go on: how to replay it, under which plan, the phase of its newest snapshot, and who shares what by structure."""
+
+    replay: Replay
+    plan: Plan
+    phase: int
+    reason: str
+    sharing: Sharing
+    verification: Verification
+    unverified: str  # why the newest snapshot is loaded and not compared; "" where it is compared
+    apart: ApartStart | None = None  # after a localized recovery: who begins where
+
+
+def newest_window(memory: RankMemory, meet: Exchange) -> Suffix:
+    """The newest complete suffix that every rank's ring holds; a collective call.
+
+    Raises:
+        ValueError: there is none; on every rank.
+    """
+    records = memory.table.records()
+    newest = find_suffix(records, memory.num_operators)
+    ends = _told(newest, meet)
+    if min(end for _, end in ends) >= 0:
+        # A rank may be a snapshot ahead of the others.
+        newest = find_suffix(records, memory.num_operators, end=min(end for _, end in ends))
+    starts = {start for start, _ in _told(newest, meet)}
+    if isinstance(newest, NoSuffix):
+        raise ValueError(f"there is no complete window to verify yet: {newest.reason}")  # noqa: TRY004 - a state, not a type
+    if len(starts) > 1:
+        raise ValueError(
+            f"the ranks hold no window in common yet: theirs begin at {sorted(starts)} (-1: none)"
+        )
+    return newest
+
+
+def _told(suffix: Suffix | NoSuffix, meet: Exchange) -> list[tuple[int, int]]:
+    """Start and end of each rank's suffix; -1 where there is none."""
+    mine = (-1, -1) if isinstance(suffix, NoSuffix) else (suffix.start, suffix.end)
+    return [
+        msgspec.msgpack.decode(data, type=tuple[int, int])
+        for data in meet(msgspec.msgpack.encode(mine))
+    ]
+
+
+class Recovery:
+    """Makes replays of this rank's snapshots.
+
+    Args:
+        subject: as it is built now. What several ranks have alike is given to all of them by a replay, whether or not they have
+            the same values now. Its freezing falls back to ``drop`` where an earlier trainer left that hint.
+        on_mismatch: ``raise`` or ``warn``.
+        at: the iteration to go back to; None: the newest.
+        verify_iterations: how many iterations more than necessary may be replayed, to compare the newest snapshot.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        engine: CopyEngine,
+        tape: Tape,
+        *,
+        on_mismatch: str,
+        at: int | None = None,
+        verify_iterations: int = 0,
+    ) -> None:
+        self._at = at
+        self._binding, self._engine, self._identity = subject.binding, engine, subject.identity
+        self._stateful, self._tape, self._on_mismatch = subject.stateful, tape, on_mismatch
+        self._operators, self._sharing = subject.operators, subject.sharing
+        self._device = subject.device
+        self._verify_iterations = verify_iterations
+        self.freezing, self.freezing_reason = subject.freezing
+
+    def find(self, memory: RankMemory) -> Resumption | None:
+        """The newest state that every rank can be brought back to; None to start from the beginning. A collective call.
+
+        Raises:
+            ValueError: the iteration to go back to cannot be had.
+            AttachRefused: the snapshots are of another model, or it is refused by the daemon; nothing was lost.
+            DaemonUnavailable: a daemon is away, or another rank cannot go on.
+        """
+
+        def meet(payload: bytes) -> list[bytes]:
+            return exchange(self._identity, payload)
+
+        with all_or_none(meet, memory.session.node_id):
+            memory.settle_filled(_SEAL_WAIT_S)
+        # What is parked is newer than what was asked for.
+        apart = None if self._at is not None else self._apart(memory, meet)
+        found = (
+            recover_together(memory, meet, self._at, verify_iterations=self._verify_iterations)
+            if apart is None
+            else recovered_apart(apart)
+        )
+        if isinstance(found, str):
+            memory.forget_everything()
+            return None
+        with ExitStack() as undo:
+            if apart is not None:
+                undo.callback(apart.close)
+            self._heed(meet(bytes([memory.hint])))
+            with all_or_none(meet, memory.session.node_id):
+                plan = self._plan_of(memory)
+                changed = self._changed_since(memory)
+            images = found.images
+            with all_or_none(meet, memory.session.node_id):
+                alone = apart is not None and not apart.replays
+                replay = self.replay_of(images, plan, meet, alone=alone, dense=found.dense)
+                # What is loaded first must have arrived. The rest is waited for in replay.
+                _ = images[0].view
+            undo.pop_all()
+        verification = Verification(
+            memory,
+            meet,
+            found.replayed,
+            on_mismatch=self._on_mismatch,
+            changed=changed,
+            causes=partial(
+                likely_causes, changed=changed, stateful=self._stateful, device=self._device
+            ),
+        )
+        return Resumption(
+            replay,
+            plan,
+            images[-1].phase,
+            found.reason,
+            self._sharing,
+            verification,
+            found.unverified,
+            apart,
+        )
+
+    def _apart(self, memory: RankMemory, meet: Exchange) -> ApartStart | None:
+        """A collective call."""
+        if self._identity.world_size == 1:
+            return None
+        alike = self._sharing.alike(self._operators, self._identity.rank)
+        if memory.descriptor is not None and not captured_once(memory.descriptor.client):
+            alike = ()  # by their wrappers they are, but values were not compared, or differed
+        return begin_apart(memory, meet, alike, verify_iterations=self._verify_iterations)
+
+    def _heed(self, hints: Sequence[bytes]) -> None:
+        """Freeze otherwise if any rank left the hint: what one computes from all gradients, it computes from the others', too."""
+        if any(hint[0] & HINT_DROP_GRADIENTS for hint in hints) and self.freezing == "inputs":
+            self.freezing = "drop"
+            self.freezing_reason = (
+                "an earlier replay with 'inputs' did not reproduce what was recorded"
+            )
+
+    def _plan_of(self, memory: RankMemory) -> Plan:
+        newest = memory.table.segments[-1]
+        self._check_signature(newest.descriptor.client)
+        return plan_from_payload(
+            self._binding,
+            newest.descriptor.client,
+            self._identity.metadata(),
+            newest.geometry,
+            self._sharing,
+        )
+
+    def replay_of(
+        self,
+        images: Sequence[SnapshotImage],
+        plan: Plan,
+        meet: Exchange,
+        *,
+        alone: bool = False,
+        dense: bool = False,
+    ) -> Replay:
+        """A replay of these snapshots, oldest first; a collective call if there are several ranks.
+
+        Args:
+            alone: the images have everything that this rank has; nobody hands it anything.
+            dense: the oldest one anchors everything, on all ranks.
+        Raises:
+            ValueError: what this rank shares with others was recorded by none that it can reach now.
+        """
+        handing: Handing | None = None
+        if self._identity.world_size > 1:
+            handing = arrange(self._sharing, plan.operators, plan.owners, self._identity.rank, meet)
+            if alone:
+                handing = None
+        return Replay(
+            self._binding,
+            plan.operators,
+            self._engine,
+            images,
+            stateful=self._stateful,
+            tape=self._tape,
+            freezing=self.freezing,
+            handing=handing,
+            begins_dense=dense,
+        )
+
+    def _check_signature(self, payload: bytes) -> None:
+        told = values.unpack(payload)
+        job, run = self._identity.job, self._identity.run
+        difference = signature_difference(told["signature"], signature(self._binding))
+        if difference:
+            raise AttachRefused(
+                "model_changed",
+                f"the snapshots of job {job}, run {run} are of another model: {difference}",
+                f"pass run= a new name, or `ckptctl forget {job} {run}`",
+            )
+
+    def _changed_since(self, memory: RankMemory) -> str:
+        """How this machine differs from the one that took the newest snapshots, in what can change bits."""
+        told = values.unpack(memory.table.segments[-1].descriptor.client)
+        changed = [
+            f"{what}: {before} when the snapshots were taken, {now} now"
+            for what, before, now in (
+                ("torch", told["torch"], str(torch.__version__)),
+                ("intra-op threads", told["threads"], torch.get_num_threads()),
+            )
+            if before != now
+        ]
+        for text in changed:
+            logger.warning("%s; this can change bits (replay verifies itself)", text)
+        return "; ".join(changed)

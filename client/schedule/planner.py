@@ -1,0 +1,185 @@
+"""Makes this rank's plans: from the user's options, what was measured in the first steps, and what the ranks agreed on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd.client import values
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.log_lines import get_logger
+from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.operators import Operator
+from ckptd.client.model.precision import PrecisionProbe
+from ckptd.client.model.replicated_params import Sharing
+from ckptd.client.schedule.expert_popularity import TokenCounter
+from ckptd.client.schedule.planning import TrainingSpeed, make_plan, most_pieces, plan_alike
+from ckptd.client.schedule.snapshot_plan import Plan
+from ckptd.client.schedule.step_timing import Pace
+from ckptd.client.stats import Stats
+from ckptd.core.schedules.schedule import Ordering
+from ckptd.cuda.engine import measure_bandwidth
+
+__all__ = ["MIN_SCALARS", "Options", "Planner", "note_prepared"]
+
+logger = get_logger(__name__)
+
+MIN_SCALARS = 64 << 10
+# What one rank has sealed the others hear of a little later: slots for the meantime, where no peers ask for some anyway.
+_RANKS_SLACK = 2
+_NUMBER_BYTES = 5  # msgpack's longest for an operator's number
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user may set about cadence and size."""
+
+    policy: str = "sliding"
+    window: int | None = None
+    every: int = 1
+    ordering: Ordering = Ordering.HARD
+    capacities: Mapping[str, float] | None = None
+    # On CPU, copies take the trainer's own cores: at most this share of an iteration may go into them.
+    max_overhead: float = 0.01
+    nan_check_every: int = 16
+    # Copy in the training thread (True), beside it (False), or whichever is measured to be faster (None); CPU only.
+    inline_copy: bool | None = None
+
+
+class Planner:
+    """Makes plans, and asks for nothing.
+
+    Args:
+        scalars_sample: step scalars of the size that they will have.
+
+    Attributes:
+        policy: that of the next plan.
+        sharing: what is captured once; as it was told in an earlier life, where plans of that life are gone on with.
+        limits: bytes per step and bytes of memory, as several ranks agreed on them before their first plan; None: as measured here.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        operators: Sequence[Operator],
+        memory: RankMemory,
+        *,
+        stats: Stats,
+        options: Options,
+        counter: TokenCounter,
+        precision: PrecisionProbe,
+        pace: Pace,
+        sharing: Sharing,
+        scalars_sample: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._binding, self._operators, self._memory = binding, list(operators), memory
+        self._stats, self._options, self._counter = stats, options, counter
+        self._precision, self._pace, self._scalars_sample = precision, pace, scalars_sample
+        self._alone = memory.identity.world_size == 1
+        self.policy, self.sharing = options.policy, sharing
+        self.limits: tuple[int, int] | None = None
+
+    @property
+    def dense(self) -> bool:
+        """Whether the next plan is one of dense snapshots."""
+        return self.policy == "dense"
+
+    def speed(self) -> TrainingSpeed:
+        """Medians of what was measured so far."""
+        tensors = [local(p) for p in self._binding.params.values()]
+        return TrainingSpeed(
+            copy_window_s=self._pace.copy_window_s,
+            iteration_s=self._pace.iteration_s,
+            bandwidth=measure_bandwidth(tensors),
+        )
+
+    def measured(self) -> tuple[int, int, int]:
+        """What this rank can copy per step and the memory that it can have, in bytes; and how many operators it has."""
+        budget, available = self._measured_budget(), self._memory.session.available_bytes
+        return budget, available, len(self._operators)
+
+    def make(self, before: Plan | None, *, window: int | None = None, policy: str = "") -> Plan:
+        """A plan.
+
+        Args:
+            before: the one that is in use.
+            window: as the user wants it, if not given.
+            policy: of this plan only.
+        Raises:
+            ValueError: there can be none.
+        """
+        started = time.perf_counter()
+        options = self._options
+        budget, available = self._limits(before)
+        plan = make_plan(
+            self._binding,
+            self._operators,
+            policy=policy or self.policy,
+            window=None if "dense" in (policy, self.policy) else window or options.window,
+            every=options.every,
+            budget_bytes=budget,
+            available_bytes=available,
+            # Each rank counts its own tokens, and all must have one order.
+            popularity=self._counter.popularity(self._operators) if self._alone else None,
+            ordering=options.ordering,
+            compute_dtypes=self._precision.sufficient(),
+            identity=self._memory.identity.metadata(),
+            scalars_capacity=self._scalars_capacity(),
+            slack=max(self._memory.slack, 0 if self._alone else _RANKS_SLACK),
+            sharing=self.sharing,
+            before=before,
+        )
+        if self._memory.persists:
+            plan.make_room_for_uploads(available)
+        logger.info(
+            "window W=%d, %d slots of %.1f MiB (dense %.1f MiB); %.1f MiB may be copied per step; %s",
+            plan.schedule.window,
+            plan.num_slots,
+            plan.slot_bytes / 2**20,
+            plan.schedule.dense_bytes / 2**20,
+            budget / 2**20,
+            plan.schedule.reason,
+        )
+        note_prepared(self._pace, self._stats, started)
+        return plan
+
+    def make_alike(self, plan: Plan, orders: Sequence[Sequence[Sequence[int]]]) -> Plan:
+        """A plan by the schedule of another one, for what this rank has to capture now.
+
+        Args:
+            orders: other schedules that its slots must be large enough for.
+        """
+        alike = plan_alike(plan, self._binding, self._scalars_capacity(), orders, self.sharing)
+        if self._memory.persists:
+            alike.make_room_for_uploads(self._memory.session.available_bytes)
+        return alike
+
+    def _limits(self, before: Plan | None) -> tuple[int, int]:
+        """The most that may be copied per step, and the memory that there is."""
+        available = self._memory.session.available_bytes
+        budget: int | None = None
+        if self.limits is not None:
+            budget = self.limits[0]
+            available = available if before is not None else min(available, self.limits[1])
+        elif before is not None and not self._alone:
+            budget = before.budget_bytes  # agreed on in an earlier life
+        return self._measured_budget() if budget is None else budget, available
+
+    def _measured_budget(self) -> int:
+        on_cpu = all(local(p).device.type == "cpu" for p in self._binding.params.values())
+        return self.speed().budget_bytes(self._options.max_overhead if on_cpu else None)
+
+    def _scalars_capacity(self) -> int:
+        """Room for step scalars. Each operator's number is in them, of what is shared that of each piece."""
+        packed = len(values.pack(self._scalars_sample(), "step scalars"))
+        pieces = most_pieces(self.sharing, self._operators)
+        return max(MIN_SCALARS, 2 * packed + _NUMBER_BYTES * pieces)
+
+
+def note_prepared(pace: Pace, stats: Stats, started_s: float) -> None:
+    """Planning or reserving began then (by the performance counter) and is over: it is no part of a step's usual length."""
+    took = time.perf_counter() - started_s
+    pace.prepared(took)
+    stats.prepare_ms += took * 1e3

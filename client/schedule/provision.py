@@ -1,0 +1,382 @@
+"""What the recorder takes snapshots with: the plan, and the generations of slots that it needs; made once enough was measured.
+
+Planning and reserving happen in the training thread and take milliseconds; memory is made by the daemon meanwhile, and is used
+from the boundary on at which it is there (``NewSlots``). Several ranks first agree on what their plans follow from (see
+``FirstPlan``), so that all have one window, and change it together (``Changes``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.log_lines import get_logger
+from ckptd.client.model.live_state import Binding
+from ckptd.client.model.operators import Operator
+from ckptd.client.model.precision import PrecisionProbe
+from ckptd.client.model.replicated_params import Sharing
+from ckptd.client.schedule.expert_popularity import TokenCounter
+from ckptd.client.schedule.first_plan import FirstPlan
+from ckptd.client.schedule.planner import Options, Planner
+from ckptd.client.schedule.planning import MAX_WINDOW
+from ckptd.client.schedule.schedule_change import Changes
+from ckptd.client.schedule.slot_reservation import RETRY_STEPS, NewSlots
+from ckptd.client.schedule.snapshot_plan import Plan
+from ckptd.client.schedule.step_timing import Pace
+from ckptd.client.stats import Stats
+from ckptd.core.schedules.switching import Change
+from ckptd.core.slots.ring import most_slots
+from ckptd.cuda.engine import CopyEngine
+
+__all__ = ["Provision"]
+
+logger = get_logger(__name__)
+
+_MEASURED_STEPS = 3
+# Where much of each step is lost, the next look comes sooner, and the window grows by as much as that asks for, but by this factor at most.
+_SEVERE_STEPS = 8
+_MOST_WIDER = 8.0
+_REORDER_STEPS = 50
+_MORE_SLOTS = 2
+# A peer that is behind by more than a window that often in a row, RETRY_STEPS apart, cannot keep up.
+_LAGGING_LOOKS = 2
+# A median stall above this share of a step is not noise.
+_TOLERATED_STALL = 0.05
+
+
+class Provision:
+    """Decides when to plan, and when to ask for slots.
+
+    Args:
+        scalars_sample: step scalars of the size that they will have.
+        switched: called when a further generation is in use; told whether its plan is another than before.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        operators: Sequence[Operator],
+        memory: RankMemory,
+        engine: CopyEngine,
+        *,
+        stats: Stats,
+        options: Options,
+        counter: TokenCounter,
+        precision: PrecisionProbe,
+        pace: Pace,
+        sharing: Sharing,
+        scalars_sample: Callable[[], dict[str, Any]],
+        switched: Callable[[bool], None],
+    ) -> None:
+        self._binding, self._memory = binding, memory
+        self._stats, self._options, self._counter = stats, options, counter
+        self._pace, self._switched = pace, switched
+        self.plan: Plan | None = None
+        self._planner = Planner(
+            binding,
+            operators,
+            memory,
+            stats=stats,
+            options=options,
+            counter=counter,
+            precision=precision,
+            pace=pace,
+            sharing=sharing,
+            scalars_sample=scalars_sample,
+        )
+        self._slots = NewSlots(
+            binding,
+            memory,
+            engine,
+            pace=pace,
+            stats=stats,
+            in_use=lambda: self.plan,
+            use=self._use,
+        )
+        self._first = FirstPlan(binding, memory, self._planner, self._slots)
+        # Several ranks change their schedule together, or not at all; one by itself, whenever it wants to.
+        self.changes = (
+            None
+            if memory.identity.world_size == 1
+            else Changes(self, binding, memory, engine, counter=counter, pace=pace, stats=stats)
+        )
+        self._widen_at = self._severe_at = 0
+        self._uncaptured = self._announced = ""
+        self._group_key = binding.group_key()
+        self._lagging = 0
+
+    def resume(self, plan: Plan, sharing: Sharing) -> None:
+        """Go on with the plan of an earlier life.
+
+        Args:
+            sharing: as it was told then. Were operators cut in another way from now on, other ranks would look in vain for
+                what they leave to this one.
+        """
+        self.plan = plan
+        if plan.shares:
+            self._planner.sharing = sharing
+
+    def close(self) -> None:
+        """Stop waiting for other ranks."""
+        self._first.close()
+        if self.changes is not None:
+            self.changes.close()
+
+    # -- the first plan --------------------------------------------------------------------------
+
+    def prepare(self, step: int, *, stepped: bool, most_updates: int, draws: bool = False) -> bool:
+        """Choose the window and reserve the ring, once enough was measured; True if snapshots can be taken.
+
+        Args:
+            stepped: there was an update in the last step.
+            most_updates: how often one optimizer updated within it.
+            draws: an optimizer draws random numbers.
+        """
+        if stepped:
+            self._first.look(draws=draws)
+        fixed = self._options.window is not None or self._options.policy == "dense"
+        if most_updates > 1:
+            # Between two updates in a step, frozen operators would have to change.
+            self._planner.policy = "dense"
+        if (
+            self._pace.steps <= (1 if fixed else _MEASURED_STEPS)
+            or step < self._slots.retry_at
+            # After the first update the state that the optimizer keeps is there (plain SGD keeps none).
+            or not (stepped or any(self._binding.state(n) for n in self._binding.owner))
+            or not self._first.looked
+        ):
+            return False
+        if not self._slots.coming:
+            plan = self._first_plan(step, "no ring yet")
+            if plan is None:
+                return False
+            self._slots.ask(plan, step, "no ring yet")
+        return self.plan is not None
+
+    def _first_plan(self, step: int, why: str) -> Plan | None:
+        def make(window: int | None) -> Plan | None:
+            return self._try_plan(why, step, window=window)
+
+        return (
+            make(None) if self.changes is None else self._first.find(step, why, self.changes, make)
+        )
+
+    # -- plans -----------------------------------------------------------------------------------
+
+    def _try_plan(self, why: str, step: int, *, window: int | None) -> Plan | None:
+        if step < self._slots.retry_at or not self._memory.session.connected:
+            return None
+        try:
+            return self._planner.make(self.plan, window=window)
+        except ValueError as error:
+            self._slots.failed(step, why, error)
+            return None
+
+    def maybe_reorder(self) -> None:
+        """Where a window begins: go one step closer to today's popularity."""
+        plan = self.plan
+        if plan is None or plan.schedule.window == 1 or plan.policy_name == "dense":
+            return
+        if self.changes is not None:
+            self.changes.wish_for_order(every=_REORDER_STEPS)
+            return
+        schedule = self._counter.reordered(plan, plan.slot_bytes, every=_REORDER_STEPS)
+        if schedule is not None:
+            plan.use(schedule)
+            self._stats.reorders += 1
+
+    def maybe_widen(self, step: int) -> None:
+        """A wider window makes snapshots smaller: where copies stall the trainer, or peers cannot keep up (DESIGN 5.3)."""
+        plan = self.plan
+        if plan is None or self._options.window is not None or plan.policy_name == "dense":
+            return
+        soon = self._pace.stalls_severely and step >= self._severe_at
+        if not (soon or step >= self._widen_at):
+            return
+        if self._slots.coming or self._slots.pending:
+            return
+        self._severe_at = step + _SEVERE_STEPS
+        self._widen_at = step + RETRY_STEPS
+        wide = self._worth_widening(plan)
+        if wide is None:
+            self._severe_at = self._widen_at  # to plan again soon would find the same
+            return
+        if self.changes is not None:
+            why = f"copies take too long: window {plan.schedule.window} -> {wide.schedule.window}"
+            self.changes.wish(Change(why, window=wide.schedule.window))
+        else:
+            logger.info("window %d -> %d", plan.schedule.window, wide.schedule.window)
+            self._pace.forget_stalls()
+            self._slots.ask(wide, step, "a wider window", optional=True)
+
+    def _worth_widening(self, plan: Plan) -> Plan | None:
+        """The plan of a wider window, if there is a reason for one, and it helps."""
+        behind = self._memory.table.ring_hint.behind
+        self._lagging = self._lagging + 1 if behind > plan.schedule.window else 0
+        share = self._pace.stall_share
+        if share > _TOLERATED_STALL:
+            why = f"snapshots hold training up for {share:.1%} of a step"
+        elif self._lagging >= _LAGGING_LOOKS:
+            why = f"a peer is {behind} iterations behind, and was when last looked at"
+        else:
+            return None
+        # What is lost of a step is lost by bytes: as many times fewer of them would do.
+        factor = min(_MOST_WIDER, 1.0 / (1.0 - min(share, 0.99)))
+        window = plan.schedule.window
+        wider = max(window + max(1, window // 2), math.ceil(window * factor))
+        try:
+            longest = min(MAX_WINDOW, self._first.longest)
+            wide = self._planner.make(plan, window=min(wider, longest))
+        except ValueError as error:
+            logger.warning("%s, but the window stays: %s", why, error)
+            return None
+        if wide.schedule.window <= window or wide.slot_bytes >= plan.slot_bytes:
+            return None
+        logger.info("%s: a wider window would help", why)
+        self._lagging = 0
+        return wide
+
+    def captures_everything(
+        self, step: int, *, unknown: str, outgrown: int, most_updates: int
+    ) -> bool:
+        """Whether the plan knows all state there is; plans anew where an optimizer began to keep or to update more.
+
+        False while that is not possible: an inexact snapshot is worse than none.
+
+        Args:
+            unknown: optimizer state that no plan captures.
+            outgrown: the size of step scalars that no longer fit, or 0.
+            most_updates: how often one optimizer updated within the last step.
+        """
+        assert self.plan is not None
+        key = self._binding.group_key()
+        found = (
+            self._uncaptured or unknown or (f"step scalars of {outgrown} bytes" if outgrown else "")
+        )
+        if key != self._group_key:
+            found = "a parameter group"
+            self._binding.refresh()
+        if not self._planner.dense and most_updates > 1:
+            # Frozen operators would need the weights between the two updates, which no snapshot holds.
+            found = (
+                "a second update by one optimizer within a step (only dense snapshots can be exact)"
+            )
+            self._planner.policy = "dense"
+        if not found:
+            return True
+        if found != self._announced:
+            self._announced = found
+            self._slots.forget()  # what is on its way was planned without it
+            logger.warning("found %s after the snapshots were planned: planning anew", found)
+        self._uncaptured, self._group_key = found, key
+        if self.changes is not None:
+            self._replan_alike(found, step)
+        elif not self._slots.coming:
+            window = None if self._planner.dense else self.plan.schedule.window
+            plan = self._try_plan(found, step, window=window)
+            if plan is not None:
+                self._slots.ask(plan, step, found)
+        return not self._uncaptured
+
+    def _replan_alike(self, why: str, step: int) -> None:
+        """Plan anew by the schedule that all ranks have; to dense snapshots they go over together."""
+        plan, changes = self.plan, self.changes
+        assert plan is not None
+        assert changes is not None
+        if self._planner.dense and plan.policy_name != "dense":
+            changes.wish(Change(why, dense=True))
+            return
+        if changes.open:
+            changes.unable(f"a rank must plan anew: {why}")
+            return
+        slots = self._slots
+        if not slots.coming and step >= slots.retry_at and self._memory.session.connected:
+            slots.ask(self._planner.make_alike(plan, changes.calendar.orders), step, why)
+
+    # -- together with the other ranks (see `ckptd.client.schedule.schedule_change.Plans`) --------------------------
+
+    def reserves(self) -> bool:
+        """Whether memory for something else is on its way."""
+        return self._slots.coming
+
+    def plan_for(self, change: Change) -> Plan:
+        """A plan with another window, or of dense snapshots.
+
+        Raises:
+            ValueError: there can be none.
+        """
+        policy = "dense" if change.dense else ""
+        return self._planner.make(self.plan, window=change.window or None, policy=policy)
+
+    def adopt(self, plan: Plan) -> None:
+        """All ranks go over to this plan; its memory is the newest generation."""
+        self.plan, self._planner.policy = plan, plan.policy_name
+        self._slots.forget()
+        self._uncaptured = self._announced = ""
+        self._pace.forget_stalls()
+        self._switched(True)
+
+    def only_dense(self, why: str) -> None:
+        """From the next plan on: no sparse snapshot could be exact."""
+        if not self._planner.dense:
+            self._planner.policy, self._uncaptured = "dense", why
+
+    # -- generations -----------------------------------------------------------------------------
+
+    def missed(self, step: int, reason: str) -> None:
+        """No slot was free. With a new generation the old suffix can stay while a new one is built."""
+        slots = self._slots
+        if slots.coming or self._making_room() or slots.pending or step < slots.retry_at:
+            return
+        assert self.plan is not None
+        slots.ask(self.plan, step, reason)
+
+    def maybe_grow(self, step: int, *, crowded: bool) -> None:
+        """More slots, before there are too few, where this ring must hold more than its own suffix.
+
+        That is so while another rank lags behind, and where another rank's window is longer: all ranks replay from one
+        start (docs/replication.md §6).
+
+        Args:
+            crowded: the ring is full of what the other ranks need.
+        """
+        plan = self.plan
+        if (
+            plan is None
+            or step < self._slots.optional_at
+            or plan.policy_name == "dense"
+            or self.changes is None
+        ):
+            return
+        table = self._memory.table
+        span = table.ring_hint.span
+        needed = span + 2 + plan.slack
+        longer = needed > table.segments[-1].geometry.num_slots
+        if not (longer or crowded) or self._slots.coming or self._making_room():
+            return
+        if self._slots.pending:
+            return
+        most = most_slots(plan.schedule.window, span, plan.slack, returned=table.returned)
+        more = max(plan.num_slots, min(plan.num_slots + _MORE_SLOTS, most))
+        slots = needed if longer else more
+        why = "another rank's window is longer" if longer else "another rank lags behind"
+        logger.info("%s: a ring of %d slots", why, slots)
+        self._stats.grown += 1
+        self._slots.ask(plan, step, why, slots=slots, optional=True)
+
+    def collect(self, step: int) -> None:
+        """Go over to the generation that was asked for, if it is there."""
+        self._slots.collect(step)
+
+    def _use(self, plan: Plan) -> None:
+        """A generation of this plan is there."""
+        other = plan is not self.plan
+        self.plan = plan
+        self._uncaptured = self._announced = ""
+        self._switched(other)
+
+    def _making_room(self) -> bool:
+        """Whether memory for a change of the schedule is on its way: one request at a time."""
+        return self.changes is not None and self.changes.reserving

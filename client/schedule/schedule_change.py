@@ -1,0 +1,332 @@
+"""What a rank among several does for a change of the schedule that all have agreed on: plan, memory, and going over to it.
+
+Which phase an iteration has follows from its number and from what was agreed on (``ckptd.core.schedules.calendar``); when something
+changes, from ``ckptd.core.schedules.switching``. Memory for a change is made before this rank says that it is ready, so that going
+over cannot fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import xxhash
+
+from ckptd.client.daemon_link.mapped_segment import MappedSegment
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.log_lines import get_logger
+from ckptd.client.model.live_state import Binding
+from ckptd.client.ranks.store_agreement import job_store
+from ckptd.client.schedule.expert_popularity import TokenCounter
+from ckptd.client.schedule.schedule_agreement import Switches
+from ckptd.client.schedule.snapshot_plan import Plan
+from ckptd.client.schedule.step_timing import Pace
+from ckptd.client.stats import Stats
+from ckptd.core.schedules.calendar import Calendar, Strides
+from ckptd.core.schedules.schedule import OperatorCost, Schedule, reorder
+from ckptd.core.schedules.switching import Apply, Change, Discard, Effect, Prepare
+from ckptd.cuda.engine import CopyEngine
+from ckptd.errors import AttachRefused, DaemonUnavailable
+
+__all__ = ["Changes", "Plans", "orders_towards"]
+
+logger = get_logger(__name__)
+
+Phases = tuple[tuple[int, ...], ...]
+
+_ORDER_TRIES = 5
+
+
+class Plans(Protocol):
+    """Who makes plans, as far as it is asked here."""
+
+    plan: Plan | None
+
+    def plan_for(self, change: Change) -> Plan:
+        """Another plan for this rank.
+
+        Raises:
+            ValueError: there can be none.
+        """
+
+    def reserves(self) -> bool:
+        """Whether memory for something else is on its way."""
+
+    def adopt(self, plan: Plan) -> None:
+        """Snapshots go by this plan from now on, into the newest generation."""
+
+
+@dataclass(slots=True)
+class _Ready:
+    """What was prepared for an attempt."""
+
+    number: int
+    plan: Plan | None = None
+    segment: MappedSegment | None = None
+    orders: tuple[Phases, ...] = ()
+
+
+class Changes:
+    """One rank's part; nothing here waits."""
+
+    def __init__(
+        self,
+        plans: Plans,
+        binding: Binding,
+        memory: RankMemory,
+        engine: CopyEngine,
+        *,
+        counter: TokenCounter,
+        pace: Pace,
+        stats: Stats,
+    ) -> None:
+        self._plans, self._binding, self._memory, self._engine = plans, binding, memory, engine
+        self._counter, self._pace, self._stats = counter, pace, stats
+        self.calendar = Calendar()
+        self.strides = Strides()
+        self._switches: Switches | None = None
+        self._ready: _Ready | None = None
+        self._open = 0  # the attempt for which this rank prepares or has prepared; 0: none
+        self._order: tuple[int, ...] = ()  # to be proposed, and how often still
+        self._order_tries = 0
+
+    def close(self) -> None:
+        """Take part no more, and give back what was prepared."""
+        if self._switches is not None:
+            self._switches.close()
+        self._give_back()
+
+    def resume(self, last: int, phase: int, stride: int) -> None:
+        """Go on after snapshot ``last``, which has this phase."""
+        self.calendar = Calendar().from_here(last, phase=phase, stride=stride)
+        self.strides.forget()
+
+    # -- at the top of a step ------------------------------------------------------------------------
+
+    def boundary(self, step: int) -> bool:
+        """Do what is to be done at this boundary; False if this step must not be captured: by which schedule is not known."""
+        for effect in self._agreed().boundary(step, iteration_s=self._pace.iteration_s):
+            self._perform(effect, step)
+        self._follow_calendar(step)
+        knows = self._agreed().knows(step)
+        self._stats.undecided += not knows
+        return knows
+
+    def wish(self, change: Change) -> bool:
+        """Propose it to the other ranks; False if it must be tried again later."""
+        return self._agreed().wish(change)
+
+    @property
+    def open(self) -> bool:
+        """Whether this rank prepares, or has prepared, a change."""
+        return bool(self._open)
+
+    @property
+    def reserving(self) -> bool:
+        """Whether memory for a change is on its way: there can be one request at a time."""
+        ready = self._ready
+        return ready is not None and ready.plan is not None and ready.segment is None
+
+    def unable(self, why: str) -> None:
+        """Whatever was prepared is of no use any more."""
+        if self._open:
+            self._agreed().unable(self._open, why)
+
+    def _agreed(self) -> Switches:
+        if self._switches is None:
+            identity = self._memory.identity
+            prefix = f"ckptd/{identity.job}/{identity.run}/{self._memory.epoch}/switch"
+            self._switches = Switches(job_store, prefix=prefix, world_size=identity.world_size)
+        return self._switches
+
+    def _perform(self, effect: Effect, step: int) -> None:
+        match effect:
+            case Prepare():
+                self._open = effect.number
+                self._prepare(effect.number, effect.change)
+            case Apply():
+                self._apply(effect, step)
+            case Discard():
+                logger.info("the schedule stays (%s): %s", effect.change.why, effect.why)
+                self._give_back()
+
+    def _follow_calendar(self, step: int) -> None:
+        """Where a window begins the order may be another one, a step closer to what was agreed on."""
+        plan = self._plans.plan
+        assert plan is not None
+        phases = self.calendar.phases(step, plan.schedule.window)
+        if phases is not None and phases != plan.schedule.phases:
+            plan.use_phases(phases)
+            self._stats.reorders += 1
+
+    # -- preparing -----------------------------------------------------------------------------------
+
+    def _prepare(self, number: int, change: Change) -> None:
+        plan = self._plans.plan
+        assert plan is not None
+        if self._ready is None or self._ready.number != number:
+            if (change.window or change.dense) and self._plans.reserves():
+                return  # later: one thing at a time
+            self._give_back()
+            self._open = number
+            try:
+                self._ready = self._made_ready(number, change, plan)
+            except ValueError as error:
+                self._refuse(number, str(error))
+                return
+        ready = self._ready
+        if ready.plan is not None and ready.segment is None and not self._reserve(ready):
+            return
+        self._agreed().prepared(number)
+
+    def _made_ready(self, number: int, change: Change, plan: Plan) -> _Ready:
+        if change.order:
+            if change.table != table_digest(plan):
+                raise ValueError("this rank has other operators, sizes or slots")
+            orders = _orders(plan, change.order)
+            if any(plan.takes(self._binding, phases) > plan.slot_bytes for phases in orders):
+                raise ValueError("its slots are too small for that order")
+            return _Ready(number, orders=orders)
+        if not (change.window or change.dense):
+            return _Ready(number)
+        if not self._memory.session.connected:
+            raise ValueError("the daemon is away")
+        other = self._plans.plan_for(change)
+        wanted = 1 if change.dense else change.window
+        if other.schedule.window != wanted:
+            raise ValueError(f"it can only have a window of {other.schedule.window}")
+        return _Ready(number, plan=other)
+
+    def _reserve(self, ready: _Ready) -> bool:
+        """Have its memory made; False while it is on its way, or there is none."""
+        assert ready.plan is not None
+        if self._memory.session.reserving:
+            return False
+        try:
+            ready.segment = self._memory.reserve(
+                ready.plan.slot_bytes,
+                ready.plan.num_slots,
+                window=ready.plan.schedule.window,
+                num_operators=len(ready.plan.operators),
+                payload=ready.plan.payload(self._binding),
+                patient=False,
+                ahead=True,
+            )
+        except TimeoutError:
+            return False
+        except AttachRefused as error:
+            if ready.plan.upload_slots:
+                ready.plan.leave_no_room_for_uploads()
+                return False
+            self._refuse(ready.number, str(error))
+            return False
+        except DaemonUnavailable as error:
+            self._refuse(ready.number, str(error))
+            return False
+        self._engine.register(ready.segment.memory, ready.segment.regions())
+        return True
+
+    def _refuse(self, number: int, why: str) -> None:
+        identity = self._memory.identity
+        logger.info("this rank cannot change its schedule: %s", why)
+        self._agreed().unable(number, f"rank {identity.rank} cannot: {why}")
+
+    def _give_back(self) -> None:
+        ready, self._ready, self._open = self._ready, None, 0
+        if ready is not None and ready.segment is not None:
+            self._engine.release(ready.segment.memory)
+            self._memory.give_back(ready.segment)
+
+    # -- going over ----------------------------------------------------------------------------------
+
+    def _apply(self, effect: Apply, step: int) -> None:
+        ready, change = self._ready, effect.change
+        assert ready is not None
+        assert ready.number == effect.number
+        self._ready, self._open = None, 0
+        text = f"from iteration {effect.at} on another schedule on all ranks: {change.why}"
+        logger.info("%s", text)
+        self._memory.session.notice("info", "schedule_changed", text)
+        self._stats.switches += 1
+        if ready.plan is not None:
+            assert ready.segment is not None
+            self._order = ()  # it was one of other operators
+            self._memory.install(ready.segment)
+            self.calendar = self.calendar.from_here(effect.at)
+            self._plans.adopt(ready.plan)
+        elif change.stride:
+            plan = self._plans.plan
+            assert plan is not None
+            phase = self.calendar.ordinal(effect.at) % plan.span
+            self.calendar = self.calendar.from_here(effect.at, phase=phase, stride=change.stride)
+        else:
+            self._order = ()
+            self.calendar = self.calendar.ordered(ready.orders, effect.at)
+
+    # -- wishes of rank 0 ----------------------------------------------------------------------------
+
+    def wish_for_order(self, *, every: int) -> None:
+        """Where a window begins: propose an order by today's popularity, as this rank has counted it."""
+        plan = self._plans.plan
+        assert plan is not None
+        if self._memory.identity.rank != 0 or plan.schedule.window == 1:
+            return
+        order = self._counter.new_order(plan, every=every)
+        if order:
+            self._order, self._order_tries = order if _orders(plan, order) else (), _ORDER_TRIES
+        going = self.calendar.orders and self.calendar.orders[-1] != plan.schedule.phases
+        if not self._order or self.open or going:
+            return
+        change = Change("experts by popularity", order=self._order, table=table_digest(plan))
+        if self.wish(change):
+            # Messages may be late. Where ranks have other operators they cannot agree, however often they are asked.
+            self._order_tries -= 1
+            self._order = self._order if self._order_tries else ()
+
+    def wish_for_stride(self) -> None:
+        """Propose to count in other strides, once they have settled."""
+        settled = self.strides.settled()
+        if self._memory.identity.rank == 0 and settled not in (0, self.calendar.stride):
+            change = Change(f"a snapshot can be taken every {settled} iterations", stride=settled)
+            if self.wish(change):
+                self.strides.forget()
+
+
+def table_digest(plan: Plan) -> str:
+    """What the steps towards another order follow from: equal on ranks that take the same ones."""
+    told = [
+        [(c.name, c.anchor_bytes, c.compute_bytes) for c in plan.costs],
+        plan.schedule.phases,
+        plan.order_capacity,
+        plan.owners,
+    ]
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(told))
+
+
+def _orders(plan: Plan, order: Sequence[int]) -> tuple[Phases, ...]:
+    if plan.policy_name == "dense":
+        raise ValueError("its snapshots are dense")
+    return orders_towards(plan.schedule, plan.costs, order, capacity_bytes=plan.order_capacity)
+
+
+def orders_towards(
+    schedule: Schedule, costs: Sequence[OperatorCost], order: Sequence[int], *, capacity_bytes: int
+) -> tuple[Phases, ...]:
+    """The schedules by which an order is reached, one for each following window; none if it cannot come closer.
+
+    Raises:
+        ValueError: the order is not one of these operators.
+    """
+    if sorted(order) != list(range(len(costs))):
+        raise ValueError(f"an order of {len(order)} operators, there are {len(costs)}")
+    found: list[Phases] = []
+    # Each pass brings an operator at least one phase closer, as bubble sort does.
+    for _ in range(2 * schedule.window):
+        after = reorder(schedule, costs, order, capacity_bytes=capacity_bytes)
+        if after.phases == schedule.phases:
+            break
+        found.append(after.phases)
+        schedule = after
+    return tuple(found)

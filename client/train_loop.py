@@ -1,0 +1,310 @@
+"""Our side of the user's loop: what is done at the top of each step, before its first forward, and around the optimizer's step.
+
+The top is the snapshot boundary. A loop that is not protected (any more) has all of this too, and only its steps are counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptd.client.capture.recorder import Recorder
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.data import BatchLedger
+from ckptd.client.log_lines import get_logger
+from ckptd.client.model.freezing import Tape, clip_norm_tap, scaler_tap
+from ckptd.client.model.live_state import Binding
+from ckptd.client.model.module_hooks import ModuleHook
+from ckptd.client.model.precision import PrecisionProbe
+from ckptd.client.optimizers.step_closures import before_update
+from ckptd.client.parking.parker import Parking
+from ckptd.client.pipeline.stage_rehearsal import callables_of, rehearsal_tap, without_trace
+from ckptd.client.pipeline_support import PipelinePart
+from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.recovery.replay import Replay
+from ckptd.client.recovery.replay_support import ReplayPart
+from ckptd.client.recovery.start import Resumption
+from ckptd.client.schedule.expert_popularity import TokenCounter
+from ckptd.client.stats import Stats
+from ckptd.client.step_guard import Guard
+from ckptd.client.training_state import Subject
+
+__all__ = ["SEAL_WAIT_S", "LoopSide"]
+
+logger = get_logger(__name__)
+
+SEAL_WAIT_S = 5.0
+
+
+class LoopSide:
+    """Follows the loop.
+
+    Attributes:
+        step: the one that runs, or the next one.
+        stepping: whether the body of a recorded step runs.
+        ledger: what batches the steps have.
+        recorder: None where snapshots were given up, or nothing is protected (any more).
+        parking: None where nothing is parked.
+        resumed: what a resume has replayed and compared, in words; "" before, and where none was.
+        silent: whether what runs is no step: a rehearsal of a pipeline's schedule, or a verification.
+    """
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+        self._guard: Guard | None = None
+        self._memory: RankMemory | None = None
+        self._owner: object = None
+        self._updated = False
+        self._rehearses = self._verifies = False
+        self.tape = Tape()
+        self.ledger = BatchLedger()
+        self.pipeline = PipelinePart(stats)
+        self.replaying = ReplayPart(stats)
+        self.recorder: Recorder | None = None
+        self.parking: Parking | None = None
+        # Changes the state once it is exact, before its iteration is run: no suffix spans that.
+        self.when_exact: Callable[[], None] | None = None
+        self.step = 0
+        self.stepping = False
+        self.resumed = ""
+
+    def protect(
+        self,
+        subject: Subject,
+        memory: RankMemory,
+        recorder: Recorder,
+        *,
+        counter: TokenCounter,
+        precision: PrecisionProbe,
+        meet: Exchange,
+    ) -> None:
+        """From here on the loop is protected, by these."""
+        self._binding: Binding = subject.binding
+        self._stateful = subject.stateful
+        self._memory, self.recorder = memory, recorder
+        self._counter, self._precision, self._meet = counter, precision, meet
+        self._guard = Guard(memory.session, self._stats)
+
+    def resume(self, found: Resumption) -> None:
+        """What was found is loaded: the loop begins with its replay, and the snapshots go on from there."""
+        assert self.recorder is not None
+        self.replaying.resume(found)
+        self._counter.enabled = False
+        self.recorder.resume(
+            found.plan, last=found.replay.end, phase=found.phase, sharing=found.sharing
+        )
+
+    def install(self, model: nn.Module, keep: contextlib.ExitStack, owner: object) -> None:
+        """Put hooks and taps in; closing ``keep`` undoes it.
+
+        Args:
+            owner: lives as long as the hooks, though the user may have dropped it: it is to be closed at the interpreter's end.
+        """
+        self._owner = owner
+        for optimizer in self._binding.optimizers:
+            keep.callback(optimizer.register_step_pre_hook(self._before_optimizer_step).remove)
+            keep.callback(optimizer.register_step_post_hook(self._after_optimizer_step).remove)
+        begins, ended = ModuleHook(self.forward_begins), ModuleHook(self.forward_ended)
+        for module in callables_of(model):
+            keep.callback(module.register_forward_pre_hook(begins).remove)
+            keep.callback(module.register_forward_hook(ended, always_call=True).remove)
+        keep.enter_context(rehearsal_tap(self._rehearsing))
+        keep.enter_context(clip_norm_tap(self.tape))
+        for item in self._stateful.values():
+            if hasattr(item, "_unscale_grads_"):
+                keep.enter_context(scaler_tap(item, self.tape))
+
+    @property
+    def silent(self) -> bool:
+        return self._rehearses or self._verifies
+
+    # -- the steps -------------------------------------------------------------------------------
+
+    def run(self, steps: range) -> Iterator[int]:
+        """The steps of a protected loop, each after its top; the top that follows the last one is that of its snapshot."""
+        for step in self.bodies(steps):
+            self._top(step)
+            self.pipeline.begin(step, replaying=self.replaying.replay is not None)
+            yield step
+        self._top(self.step)
+        self._finish()
+
+    def bodies(self, steps: range) -> Iterator[int]:
+        """Count the steps whose body is over, also where the loop is left in the middle of one."""
+        for step in steps:
+            self.step, self._updated = step, False
+            self.ledger.begin(step)
+            try:
+                yield step
+            except GeneratorExit:
+                if self.parking is not None:
+                    self.parking.leave(f"the loop is left in the middle of step {step}")
+                # A body that has updated the weights counts as done: the next loop must not do it again.
+                self.step += self._updated or self._memory is None
+                done = self._updated and self.replaying.replay is None
+                (self.pipeline.end if done else self.pipeline.abandon)()
+                raise
+            self.step = step + 1
+
+    def _top(self, step: int) -> None:
+        self.replaying.check_whole()
+        sent = self.pipeline.end()
+        if self._memory is not None:
+            self.pipeline.come_together(step, self._memory, self._wait_for_all)
+        recorder = self.recorder
+        if self.replaying.top(step, sent):
+            if recorder is not None:
+                recorder.watch()
+            if not self.replaying.frozen:
+                self._recovered()
+        elif recorder is not None:
+            self.stepping = False
+            self._survive(recorder, recorder.top, step)
+            self.stepping = True
+        else:
+            self.tape.take()  # given up: what the taps still record is for nobody
+
+    def _wait_for_all(self) -> None:
+        if self.parking is not None:
+            # Who is told to end here is not to wait for a top that may be far; what was parked before stays.
+            self.parking.closed_because("not all ranks have come to where they run together")
+        self._meet(b"")
+
+    def _survive(self, recorder: Recorder, work: Callable[..., object], *args: object) -> None:
+        assert self._guard is not None
+        if not self._guard.run(recorder, self.step, work, *args):
+            self.recorder = None
+
+    def _recovered(self) -> None:
+        """The state is dense again."""
+        replay, recorder, stats = self.replaying.replay, self.recorder, self._stats
+        assert replay is not None
+        found = self.replaying.end()
+        if found is not None:
+            # Only now is the newest snapshot certain to be here: it may have come from another node meanwhile.
+            found.plan.use_phases(replay.newest_scalars["phases"])
+            if recorder is not None:
+                # Absent in what 0.4 recorded.
+                stride = replay.newest_scalars.get("stride", 1)
+                recorder.go_on(replay.end, found.phase, stride)
+        self._counter.enabled = True
+        if recorder is not None:
+            recorder.replayed()
+            if replay.mismatches:
+                recorder.break_chain()
+        if self.when_exact is not None:
+            self.when_exact()
+            self.when_exact = None
+            if recorder is not None:
+                recorder.break_chain()
+        if recorder is not None:
+            rng_forward = replay.newest_scalars.get("rng_forward")
+            self._survive(recorder, recorder.recovered, replay.end, rng_forward)
+        stats.replay_s = self.replaying.took_s
+        stats.verified_tensors += replay.compared
+        unverified = "" if found is None else found.unverified
+        text = (
+            f"resumed at iteration {replay.end}: replayed {_count(stats.replayed_steps, 'iteration')} in {stats.replay_s:.2f} s "
+            f"(freezing: {replay.freezing}), compared {_count(replay.compared, 'tensor')}, {len(replay.mismatches)} mismatches"
+            + (f" (of the newest snapshot not all: {unverified})" if unverified else "")
+        )
+        self.resumed = text
+        logger.info("%s", text)
+        if self._memory is not None:
+            self._memory.session.notice("info", "recovered", text)
+
+    def _finish(self) -> None:
+        self.stepping = False
+        if self.parking is not None:
+            self.parking.closed_because("the loop is over")
+        if self.recorder is not None:
+            self.recorder.finish()
+        if self._memory is not None:
+            # The last snapshot must not depend on how soon the process ends now.
+            if not self._memory.session.flush(SEAL_WAIT_S):
+                logger.warning("the last snapshot was not finished within %.0f s", SEAL_WAIT_S)
+            self._memory.session.report(self.step, self._stats.as_dict())
+
+    # -- in a step -------------------------------------------------------------------------------
+
+    def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        return before_update(args, kwargs, self._weights_are_about_to_change)
+
+    def _weights_are_about_to_change(self) -> None:
+        self.replaying.before_optimizer_step()
+        if self.recorder is not None:
+            self._survive(self.recorder, self.recorder.before_optimizer_step)
+        # In a replay there is no moment that could end, and the next top opens none: nobody is to wait for it.
+        if self.parking is not None and self.replaying.replay is None:
+            self.parking.before_update()
+
+    def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._updated = True
+        index = next(i for i, o in enumerate(self._binding.optimizers) if o is optimizer)
+        self.replaying.after_optimizer_step(index)
+        if self.recorder is not None:
+            self.recorder.after_optimizer_step(index)
+
+    def forward_begins(self, *called: Any) -> None:
+        """The model is called."""
+        if self._rehearses or torch._C._current_graph_task_id() != -1:
+            return  # no forward of a step; or recomputation inside a backward
+        if self.recorder is not None:
+            self._survive(self.recorder, self.recorder.first_forward)
+        self.replaying.first_forward()
+        if self.parking is not None:
+            self.parking.first_forward()
+        self._precision.enter()
+
+    def forward_ended(self, *called: Any) -> None:
+        """That call is over."""
+        self._precision.leave()
+
+    @contextlib.contextmanager
+    def _rehearsing(self) -> Iterator[None]:
+        """A pipeline's schedule runs its stages to learn their shapes, in the first step of every process."""
+        resumed = self.replaying.before_first_forward
+        self._rehearses = True
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self.pipeline.aside())
+                if resumed:
+                    stack.enter_context(without_trace(self._binding))
+                yield
+        finally:
+            self._rehearses = False
+
+    # -- beside the loop -------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def verifying(self, replay: Replay) -> Iterator[None]:
+        """The steps of the body are those of ``replay``; nothing in them is recorded."""
+        recorder, self.recorder = self.recorder, None
+        self._verifies, self._counter.enabled = True, False
+        try:
+            with self.replaying.instead(replay):
+                yield
+        finally:
+            self._counter.enabled = True
+            self.recorder = recorder
+            self._verifies = False
+
+    def close(self) -> None:
+        """The loop may go on unprotected, unless it is being replayed."""
+        if self.parking is not None:
+            self.parking.close()
+            self.parking = None
+        self.pipeline.close()
+        self.replaying.abandon()
+        if self.recorder is not None:
+            self.recorder.close()
+            self.recorder = None
+        self._memory = self._owner = None
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

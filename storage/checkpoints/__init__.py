@@ -1,0 +1,1 @@
+"""Checkpoints in a store: names, manifests, what may be deleted, whether it is whole."""

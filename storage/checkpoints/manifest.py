@@ -1,0 +1,381 @@
+"""What a rank says it stored for a checkpoint: written last, and all of it checked when it is read.
+
+``docs/format.md`` section 4 is the specification. A manifest is worth as much as what it refers to, so
+nothing in it is believed: numbers are bounded, keys lie below the run's own prefix and have the form of
+object keys, extents cover each image without gap or overlap and stay within their objects, the snapshots
+are an unbroken chain that anchors every operator. Whatever is read ends in a `RankManifest` of which all
+this holds, or in a `ManifestError`.
+
+`RankManifest.from_bytes` accepts only the one spelling that `to_bytes` writes.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Annotated
+
+import msgspec
+import xxhash
+from msgspec import Meta
+
+from ckptd.storage.checkpoints.manifest_snapshots import (
+    MAX_BYTES,
+    Extent,
+    StoredObject,
+    StoredSnapshot,
+)
+from ckptd.storage.checkpoints.names import (
+    MAX_ITERATION,
+    MAX_RANKS,
+    CheckpointId,
+    ManifestName,
+    run_prefix,
+)
+from ckptd.storage.checkpoints.run_identity import check_run
+from ckptd.storage.checkpoints.sealed_json import (
+    MAX_TEXT,
+    ManifestError,
+    decode_sealed,
+    from_base64,
+    head_of,
+    in_range,
+    seal_json,
+)
+from ckptd.storage.checkpoints.signing import SIGNER, ManifestSigner
+from ckptd.storage.images.strong_digest import STRONG_DIGEST
+
+__all__ = [
+    "MANIFEST_FORMAT",
+    "MAX_MANIFEST_BYTES",
+    "Extent",
+    "ManifestError",
+    "RankManifest",
+    "StoredObject",
+    "StoredSnapshot",
+    "agreement",
+]
+
+MANIFEST_FORMAT = "ckptd.manifest/2"
+_FORMATS = {1: "ckptd.manifest/1", 2: MANIFEST_FORMAT}
+MAX_MANIFEST_BYTES = 64 << 20
+_MAX_WINDOW = 2**32 - 1
+_MAX_SLOTS = 1 << 16
+_MAX_NUMBER = 2**63 - 1
+_SIGNATURE_BYTES = 64
+_MAX_DESCRIPTOR_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)  # no slots: `agreement` is computed once, and asked for with every key
+class RankManifest:
+    """Everything one rank has stored of a checkpoint.
+
+    Attributes:
+        every: iterations between checkpoints.
+        slot_bytes: how large the slots were: room for any image of this window.
+        num_slots: how many of them the ring had.
+        descriptor: the segment's descriptor, opaque to storage.
+        tool: name and version of what wrote it.
+        version: of the format. 1 has neither digests of images nor signatures; it is read, and not written any more.
+        signer: public key of who signed it (`ckptd.storage.checkpoints.signing`); "" if nobody did.
+        signature: 64 bytes over `signed_bytes`; empty if nobody signed.
+    """
+
+    job: str
+    run: str
+    run_id: str
+    rank: int
+    world_size: int
+    window: int
+    every: int
+    written_at_ns: int
+    slot_bytes: int
+    num_slots: int
+    descriptor: bytes
+    tool: str
+    snapshots: tuple[StoredSnapshot, ...]
+    version: int = 2
+    signer: str = ""
+    signature: bytes = b""
+
+    def __post_init__(self) -> None:
+        check_run(self.job, self.run, self.run_id, self.tool)
+        in_range("world_size", self.world_size, 1, MAX_RANKS)
+        in_range("rank", self.rank, 0, self.world_size - 1)
+        in_range("window", self.window, 1, _MAX_WINDOW)
+        in_range("every", self.every, 1, MAX_ITERATION)
+        in_range("written_at_ns", self.written_at_ns, 0, _MAX_NUMBER)
+        in_range("slot_bytes", self.slot_bytes, 1, MAX_BYTES)
+        in_range("num_slots", self.num_slots, 1, _MAX_SLOTS)
+        in_range("bytes of the descriptor", len(self.descriptor), 0, _MAX_DESCRIPTOR_BYTES)
+        _check_chain(self.snapshots)
+        self._check_version()
+        prefix = run_prefix(self.job, self.run)
+        for snapshot in self.snapshots:
+            if snapshot.image_len > self.slot_bytes:
+                raise ManifestError(f"the image of iteration {snapshot.iteration} fits no slot")
+            if not all(stored.key.startswith(prefix) for stored in snapshot.objects):
+                raise ManifestError(f"an object lies outside {prefix}")
+
+    def _check_version(self) -> None:
+        if self.version not in _FORMATS:
+            raise ManifestError(f"version {self.version} of the manifest is unsupported")
+        if (len(self.signature), bool(self.signer)) not in ((0, False), (_SIGNATURE_BYTES, True)):
+            raise ManifestError("a signature has 64 bytes and a signer, or there is neither")
+        if self.version == 1 and (self.signer or any(s.image_digest for s in self.snapshots)):
+            raise ManifestError("version 1 has no digests of images, and no signature")
+
+    @property
+    def start(self) -> int:
+        """The iteration of the oldest snapshot: where a replay begins."""
+        return self.snapshots[0].iteration
+
+    @property
+    def end(self) -> int:
+        """The iteration of the newest snapshot: where it is exact."""
+        return self.snapshots[-1].iteration
+
+    @cached_property
+    def checkpoint(self) -> CheckpointId:
+        """The checkpoint that this is a part of."""
+        last = self.snapshots[-1]
+        agreed = agreement(
+            job=self.job,
+            run=self.run,
+            run_id=self.run_id,
+            world_size=self.world_size,
+            epoch=last.epoch,
+            epoch_start=last.epoch_start,
+            phases=[(snapshot.iteration, snapshot.phase) for snapshot in self.snapshots],
+        )
+        return CheckpointId(self.end, last.epoch, last.epoch_start, agreed)
+
+    @property
+    def key(self) -> str:
+        """Where it belongs."""
+        name = ManifestName(self.job, self.run, self.checkpoint, self.rank, self.world_size)
+        return name.key
+
+    @property
+    def object_keys(self) -> frozenset[str]:
+        """Every object without which this manifest is worth nothing."""
+        return frozenset(stored.key for snapshot in self.snapshots for stored in snapshot.objects)
+
+    def to_bytes(self) -> bytes:
+        """As it is stored; ManifestError if that is more than `MAX_MANIFEST_BYTES`."""
+        body = self._body()
+        if self.version > 1:
+            body["signature"] = base64.b64encode(self.signature).decode("ascii")
+        data = seal_json(body)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise ManifestError(
+                f"the manifest has {len(data)} bytes, may have {MAX_MANIFEST_BYTES}"
+            )
+        return data
+
+    def signed_by(self, signer: ManifestSigner | None) -> RankManifest:
+        """The same, signed; None: unsigned."""
+        if signer is None:
+            return self
+        named = replace(self, signer=signer.public, signature=bytes(_SIGNATURE_BYTES))
+        return replace(named, signature=signer.sign(named.signed_bytes))
+
+    @property
+    def signed_bytes(self) -> bytes:
+        """What a signature covers: all of the manifest that stands before it."""
+        return head_of(self._body())
+
+    def _body(self) -> dict[str, object]:
+        body: dict[str, object] = {
+            "format": _FORMATS[self.version],
+            "job": self.job,
+            "run": self.run,
+            "run_id": self.run_id,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "start": self.start,
+            "end": self.end,
+            "window": self.window,
+            "every": self.every,
+            "written_at_ns": self.written_at_ns,
+            "slot_bytes": self.slot_bytes,
+            "num_slots": self.num_slots,
+            "descriptor": base64.b64encode(self.descriptor).decode("ascii"),
+            "tool": self.tool,
+            "snapshots": [_snapshot_fields(snapshot, self.version) for snapshot in self.snapshots],
+        }
+        if self.version > 1:
+            body["signer"] = self.signer
+        return body
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RankManifest:
+        """What `to_bytes` made ``data`` of; ManifestError if it did not."""
+        wire = decode_sealed(data, MAX_MANIFEST_BYTES, _manifest_decoder)
+        snapshots = tuple([_snapshot(told) for told in wire.snapshots])
+        manifest = cls(
+            wire.job,
+            wire.run,
+            wire.run_id,
+            wire.rank,
+            wire.world_size,
+            wire.window,
+            wire.every,
+            wire.written_at_ns,
+            wire.slot_bytes,
+            wire.num_slots,
+            from_base64("descriptor", wire.descriptor),
+            wire.tool,
+            snapshots,
+            2 if wire.format == MANIFEST_FORMAT else 1,
+            wire.signer,
+            from_base64("signature", wire.signature),
+        )
+        if manifest.to_bytes() != data:
+            raise ManifestError("the manifest is not spelled as this version writes it")
+        return manifest
+
+
+def agreement(
+    *,
+    job: str,
+    run: str,
+    run_id: str,
+    world_size: int,
+    epoch: int,
+    epoch_start: int,
+    phases: Sequence[tuple[int, int]],
+) -> str:
+    """A hash of all that must be equal on all ranks: whoever shares it takes part in one checkpoint.
+
+    Args:
+        phases: (iteration, phase) of each snapshot, from the start of the checkpoint to its end.
+    """
+    start, end = phases[0][0], phases[-1][0]
+    told = [job, run, run_id, world_size, start, end, epoch, epoch_start, [list(p) for p in phases]]
+    return xxhash.xxh3_128_hexdigest(json.dumps(told, separators=(",", ":")).encode("ascii"))
+
+
+_Natural = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
+_Number = Annotated[int, Meta(ge=-1, le=_MAX_NUMBER)]
+_Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+_Key = Annotated[str, Meta(max_length=1024)]
+
+
+class _WireObject(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    key: _Key
+    size: _Natural
+    etag: _Text
+
+
+class _WireSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    iteration: _Natural
+    previous: _Number
+    sequence: _Natural
+    phase: _Natural
+    epoch: _Natural
+    epoch_start: _Number
+    filled_at_ns: _Natural
+    header_digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    image_len: _Natural
+    layout_id: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+    num_operators: _Natural
+    anchors: str
+    objects: list[_WireObject]
+    extents: list[tuple[_Natural, _Natural, _Natural, _Natural]]
+    image_digest: Annotated[str, Meta(pattern=f"^({STRONG_DIGEST})?$")] = ""
+
+
+class _WireManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: Annotated[str, Meta(pattern=f"^({'|'.join(_FORMATS.values())})$")]
+    job: _Text
+    run: _Text
+    run_id: _Text
+    rank: _Natural
+    world_size: _Natural
+    start: _Natural
+    end: _Natural
+    window: _Natural
+    every: _Natural
+    written_at_ns: _Natural
+    slot_bytes: _Natural
+    num_slots: _Natural
+    descriptor: str
+    tool: _Text
+    snapshots: list[_WireSnapshot]
+    digest: str
+    signer: Annotated[str, Meta(pattern=f"^({SIGNER})?$")] = ""
+    signature: Annotated[str, Meta(max_length=88)] = ""
+
+
+_manifest_decoder = msgspec.json.Decoder(_WireManifest)
+
+
+def _snapshot_fields(snapshot: StoredSnapshot, version: int) -> dict[str, object]:
+    bitmap = snapshot.anchors.to_bytes((snapshot.num_operators + 7) // 8, "little")
+    fields: dict[str, object] = {
+        "iteration": snapshot.iteration,
+        "previous": snapshot.previous,
+        "sequence": snapshot.sequence,
+        "phase": snapshot.phase,
+        "epoch": snapshot.epoch,
+        "epoch_start": snapshot.epoch_start,
+        "filled_at_ns": snapshot.filled_at_ns,
+        "header_digest": snapshot.header_digest.hex(),
+        "image_len": snapshot.image_len,
+        "layout_id": f"{snapshot.layout_id:016x}",
+        "num_operators": snapshot.num_operators,
+        "anchors": base64.b64encode(bitmap).decode("ascii"),
+        "objects": [list(stored) for stored in snapshot.objects],
+        "extents": [list(extent) for extent in snapshot.extents],
+    }
+    if version > 1:
+        fields["image_digest"] = snapshot.image_digest
+    return fields
+
+
+def _snapshot(told: _WireSnapshot) -> StoredSnapshot:
+    bitmap = from_base64("anchors", told.anchors)
+    if len(bitmap) != (told.num_operators + 7) // 8:
+        raise ManifestError(
+            f"{len(bitmap)} bytes of anchors do not fit {told.num_operators} operators"
+        )
+    return StoredSnapshot(
+        told.iteration,
+        told.previous,
+        told.sequence,
+        told.phase,
+        told.epoch,
+        told.epoch_start,
+        told.filled_at_ns,
+        bytes.fromhex(told.header_digest),
+        told.image_len,
+        int(told.layout_id, 16),
+        told.num_operators,
+        int.from_bytes(bitmap, "little"),
+        tuple([StoredObject(stored.key, stored.size, stored.etag) for stored in told.objects]),
+        tuple([Extent(*extent) for extent in told.extents]),
+        told.image_digest,
+    )
+
+
+def _check_chain(snapshots: Sequence[StoredSnapshot]) -> None:
+    """Each snapshot follows the one before it, and together they anchor every operator."""
+    if not snapshots:
+        raise ManifestError("there is no snapshot")
+    for before, after in pairwise(snapshots):
+        if after.previous != before.iteration:
+            raise ManifestError(f"iteration {after.iteration} does not follow {before.iteration}")
+        if after.epoch < before.epoch:
+            raise ManifestError(f"iteration {after.iteration} belongs to an earlier history")
+        if after.num_operators != before.num_operators:
+            raise ManifestError("the number of operators changes")
+    anchored = 0
+    for snapshot in snapshots:
+        anchored |= snapshot.anchors
+    if anchored != (1 << snapshots[0].num_operators) - 1:
+        raise ManifestError("no snapshot anchors some of the operators")

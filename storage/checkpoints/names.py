@@ -1,0 +1,281 @@
+"""Keys of a store, to and from the facts that they carry. ``docs/format.md`` section 2 specifies them.
+
+Each fact has exactly one spelling: numbers are padded with zeros to a fixed width, or have no leading
+zero. So ``parse(name.key) == name``, and ``parse(key).key == key`` for whatever `parse` knows; what is
+spelled in another way is foreign, and left alone.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+from ckptd.storage.stores.objects import RESERVED
+
+__all__ = [
+    "MAX_EPOCH",
+    "MAX_ITERATION",
+    "MAX_RANKS",
+    "MAX_SEQUENCE",
+    "MAX_WORLD",
+    "CheckpointId",
+    "ManifestName",
+    "ObjectName",
+    "PinName",
+    "RunName",
+    "StoredName",
+    "WorldName",
+    "check_name",
+    "parse",
+    "run_of_world",
+    "run_prefix",
+    "world_of_run",
+    "worlds_prefix",
+]
+
+MAX_ITERATION = 10**12 - 1
+MAX_EPOCH = 2**32 - 1
+MAX_SEQUENCE = 2**63 - 1
+MAX_RANKS = 99_999
+MAX_WORLD = 10**12 - 1
+
+_LABEL = r"[A-Za-z0-9._-]{1,64}"
+_OURS = rf"(?!\.{{1,2}}/|{re.escape(RESERVED)})({_LABEL})"  # not a path, nor a store's own
+_COUNT = r"0|[1-9][0-9]{0,18}"
+_HASH = r"[0-9a-f]{32}"
+_TAG = r"[0-9a-f]{16}"
+_NAME = re.compile(_LABEL)
+_TAG_FORM = re.compile(_TAG)
+_HASH_FORM = re.compile(_HASH)
+_OBJECT = re.compile(
+    rf"{_OURS}/{_OURS}/([0-9]{{12}})/rank-([0-9]{{5}})/([0-9]{{10}})-({_COUNT})-({_TAG})"
+    r"\.safetensors"
+)
+_MANIFEST = re.compile(
+    rf"{_OURS}/{_OURS}/([0-9]{{12}})/commit-({_COUNT})\.(-1|{_COUNT})\.({_HASH})"
+    r"/rank-([0-9]{5})-of-([0-9]{5})\.json"
+)
+_PIN = re.compile(rf"{_OURS}/{_OURS}/pins/([0-9]{{12}})\.({_COUNT})\.({_HASH})")
+_RUN = re.compile(rf"{_OURS}/{_OURS}/run\.json")
+_WORLD = re.compile(rf"{_OURS}/{_OURS}/worlds/([0-9]{{12}})")
+_WORLD_RUN = re.compile(rf"({_LABEL})\.w([0-9]{{1,12}})")
+
+
+class CheckpointId(NamedTuple):
+    """Which checkpoint of a run: the state at the top of iteration ``end`` of one history."""
+
+    end: int
+    epoch: int
+    epoch_start: int
+    agreement: str
+
+    def __str__(self) -> str:
+        """As people read it."""
+        return f"iteration {self.end} (epoch {self.epoch}, agreement {self.agreement[:8]})"
+
+
+class RunName(NamedTuple):
+    """The identity of a run."""
+
+    job: str
+    run: str
+
+    @property
+    def key(self) -> str:
+        """Where it lies."""
+        return f"{run_prefix(self.job, self.run)}run.json"
+
+
+class ObjectName(NamedTuple):
+    """What one rank uploaded of one snapshot; ``tag`` is the xxh3_64 of the object's header.
+
+    The header holds the digests of all that follows, so a key never stands for two contents: an upload
+    that is repeated, even from another node or with another choice of what is new, damages nothing.
+    """
+
+    job: str
+    run: str
+    iteration: int
+    rank: int
+    epoch: int
+    sequence: int
+    tag: str
+
+    @property
+    def key(self) -> str:
+        """Where it lies; ValueError if a fact is out of its range."""
+        _check_range("iteration", self.iteration, MAX_ITERATION)
+        _check_range("rank", self.rank, MAX_RANKS - 1)
+        _check_range("epoch", self.epoch, MAX_EPOCH)
+        _check_range("sequence", self.sequence, MAX_SEQUENCE)
+        _check_form("tag", self.tag, _TAG_FORM)
+        return (
+            f"{run_prefix(self.job, self.run)}{self.iteration:012d}/rank-{self.rank:05d}/"
+            f"{self.epoch:010d}-{self.sequence}-{self.tag}.safetensors"
+        )
+
+
+class ManifestName(NamedTuple):
+    """The manifest of one rank in one checkpoint."""
+
+    job: str
+    run: str
+    checkpoint: CheckpointId
+    rank: int
+    world_size: int
+
+    @property
+    def key(self) -> str:
+        """Where it lies; ValueError if a fact is out of its range."""
+        end, epoch, epoch_start, agreement = self.checkpoint
+        _check_range("end", end, MAX_ITERATION)
+        _check_range("epoch", epoch, MAX_EPOCH)
+        _check_range("epoch_start", epoch_start, MAX_ITERATION, least=-1)
+        _check_form("agreement", agreement, _HASH_FORM)
+        _check_range("world_size", self.world_size, MAX_RANKS, least=1)
+        _check_range("rank", self.rank, self.world_size - 1)
+        return (
+            f"{run_prefix(self.job, self.run)}{end:012d}/commit-{epoch}.{epoch_start}.{agreement}/"
+            f"rank-{self.rank:05d}-of-{self.world_size:05d}.json"
+        )
+
+
+class PinName(NamedTuple):
+    """The mark of a checkpoint that retention leaves alone."""
+
+    job: str
+    run: str
+    end: int
+    epoch: int
+    agreement: str
+
+    @property
+    def key(self) -> str:
+        """Where it lies; ValueError if a fact is out of its range."""
+        _check_range("end", self.end, MAX_ITERATION)
+        _check_range("epoch", self.epoch, MAX_EPOCH)
+        _check_form("agreement", self.agreement, _HASH_FORM)
+        prefix = run_prefix(self.job, self.run)
+        return f"{prefix}pins/{self.end:012d}.{self.epoch}.{self.agreement}"
+
+
+class WorldName(NamedTuple):
+    """The mark of a world of an elastic run: that `run_of_world` of it is one, and not a run that happens to be called so."""
+
+    job: str
+    run: str
+    world: int
+
+    @property
+    def key(self) -> str:
+        """Where it lies; ValueError if a fact is out of its range."""
+        _check_range("world", self.world, MAX_WORLD)
+        return f"{worlds_prefix(self.job, self.run)}{self.world:012d}"
+
+
+StoredName = RunName | ObjectName | ManifestName | PinName | WorldName
+
+
+def parse(key: str) -> StoredName | None:
+    """What ``key`` names; None if it is not one of ours."""
+    if key.endswith(".safetensors"):
+        return _object(key)
+    if key.endswith("/run.json"):
+        return _run(key)
+    if key.endswith(".json"):
+        return _manifest(key)
+    return _pin(key) or _world(key)
+
+
+def run_prefix(job: str, run: str) -> str:
+    """Below which everything of a run lies; ValueError if one of them is no name."""
+    return f"{check_name(job, 'job')}/{check_name(run, 'run')}/"
+
+
+def worlds_prefix(job: str, run: str) -> str:
+    """Below which the marks of an elastic run's worlds lie."""
+    return f"{run_prefix(job, run)}worlds/"
+
+
+def run_of_world(run: str, world: int) -> str:
+    """The run under which the ranks of a world of an elastic run are attached, and stored."""
+    return f"{run}.w{world}"
+
+
+def world_of_run(name: str) -> tuple[str, int] | None:
+    """The elastic run and the number of the world, if this may be the name of one."""
+    found = _WORLD_RUN.fullmatch(name)
+    if found is None or run_of_world(found[1], int(found[2])) != name:
+        return None
+    return found[1], int(found[2])
+
+
+def check_name(name: str, what: str) -> str:
+    """``name`` itself, if a job or a run can be called so.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if _NAME.fullmatch(name) is None or name in (".", "..") or name.startswith(RESERVED):
+        raise ValueError(
+            f"{what} {name[:80]!r} must be 1 to 64 letters, digits, '.', '_' or '-', "
+            f"neither '.' nor '..', and not begin with {RESERVED!r}"
+        )
+    return name
+
+
+def _object(key: str) -> ObjectName | None:
+    found = _OBJECT.fullmatch(key)
+    if found is None:
+        return None
+    job, run, iteration, rank, epoch, sequence, tag = found.groups()
+    name = ObjectName(job, run, int(iteration), int(rank), int(epoch), int(sequence), tag)
+    fits = name.rank < MAX_RANKS and name.epoch <= MAX_EPOCH and name.sequence <= MAX_SEQUENCE
+    return name if fits else None
+
+
+def _manifest(key: str) -> ManifestName | None:
+    found = _MANIFEST.fullmatch(key)
+    if found is None:
+        return None
+    job, run, end, epoch, epoch_start, agreement, rank, world_size = found.groups()
+    checkpoint = _checkpoint(end, epoch, epoch_start, agreement)
+    if checkpoint is None or rank >= world_size:  # of equal width
+        return None
+    return ManifestName(job, run, checkpoint, int(rank), int(world_size))
+
+
+@lru_cache(maxsize=256)  # a folder has thousands of manifests
+def _checkpoint(end: str, epoch: str, epoch_start: str, agreement: str) -> CheckpointId | None:
+    name = CheckpointId(int(end), int(epoch), int(epoch_start), agreement)
+    return name if name.epoch <= MAX_EPOCH and name.epoch_start <= MAX_ITERATION else None
+
+
+def _pin(key: str) -> PinName | None:
+    found = _PIN.fullmatch(key)
+    if found is None:
+        return None
+    job, run, end, epoch, agreement = found.groups()
+    name = PinName(job, run, int(end), int(epoch), agreement)
+    return name if name.epoch <= MAX_EPOCH else None
+
+
+def _run(key: str) -> RunName | None:
+    found = _RUN.fullmatch(key)
+    return None if found is None else RunName(found[1], found[2])
+
+
+def _world(key: str) -> WorldName | None:
+    found = _WORLD.fullmatch(key)
+    return None if found is None else WorldName(found[1], found[2], int(found[3]))
+
+
+def _check_range(what: str, value: int, most: int, *, least: int = 0) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{what} must be from {least} to {most}, is {value}")
+
+
+def _check_form(what: str, text: str, form: re.Pattern[str]) -> None:
+    if form.fullmatch(text) is None:
+        raise ValueError(f"{what} {text[:80]!r} is not in lower-case hexadecimal digits")

@@ -1,0 +1,340 @@
+"""What of a run may be deleted. Pure: the result is a plan with reasons, and nothing is done here.
+
+A plan is carried out in its order: all manifests, and only when they are gone the objects. A death in
+between leaves a checkpoint incomplete and never damaged, and the next plan goes on from there.
+
+Invariants, whatever the policy and wherever the last plan was cut short:
+
+* a committed checkpoint goes only if a newer one is committed *and verified*, so the newest verified one
+  stays, and is whole; and only some time after that one was committed;
+* only a checkpoint of the same run replaces one: names stand for another run where ``run.json`` was removed, or
+  where somebody copied checkpoints to them. Which run it is of a manifest tells (``run_id``), and no listing;
+* an object goes only if no manifest that stays refers to it, of whichever run, and nobody can be about to write one
+  that does (``docs/format.md`` section 7). If a manifest that stays could not be read, no object goes.
+
+Time is the store's, as its listing tells it: nobody else's clock is compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptd.storage.checkpoints.catalog import (
+    Catalog,
+    CheckpointState,
+    ListedObject,
+    StoredCheckpoint,
+)
+from ckptd.storage.checkpoints.manifest import RankManifest
+from ckptd.storage.checkpoints.names import CheckpointId
+
+__all__ = [
+    "CheckpointChoice",
+    "Deletion",
+    "References",
+    "RetentionPlan",
+    "RetentionPolicy",
+    "choose_checkpoints",
+    "plan_retention",
+    "run_of",
+    "wanted_by",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """Which committed checkpoints stay although newer ones are there; any one reason is enough."""
+
+    keep_last: int = 2
+    """So many of the newest."""
+    keep_every: int = 0
+    """Of every so many iterations the first one; 0: none for this reason."""
+    keep_younger_than_ns: int = 0
+    """Those written within this time."""
+    grace_ns: int = 24 * 3600 * 10**9
+    """How long a writer may take for one checkpoint: what is younger and unfinished is left alone."""
+    settle_ns: int = 600 * 10**9
+    """How long a checkpoint must have been committed to replace others: readers may be at those, and
+    writers that have not heard of it yet may be about to refer to them."""
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, is {self.keep_last}")
+        times = (self.keep_younger_than_ns, self.grace_ns, self.settle_ns)
+        if min(self.keep_every, *times) < 0:
+            raise ValueError("keep_every and the times of a retention policy must not be negative")
+
+
+class References(NamedTuple):
+    """What retention must know of a manifest."""
+
+    start: int
+    objects: frozenset[str]
+    run_id: str
+
+    @classmethod
+    def of(cls, manifest: RankManifest) -> References:
+        """Of a manifest that was read."""
+        return cls(manifest.start, manifest.object_keys, manifest.run_id)
+
+
+class Deletion(NamedTuple):
+    """A key that may go, how many bytes that frees, and why."""
+
+    key: str
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointChoice:
+    """Which checkpoints stay and which go, with reasons; ``kept`` are those whose manifests count."""
+
+    kept: Mapping[CheckpointId, str]
+    doomed: Mapping[CheckpointId, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPlan:
+    """First all of ``manifests`` go, then ``objects``; ``notes`` say what could not be decided."""
+
+    manifests: tuple[Deletion, ...]
+    objects: tuple[Deletion, ...]
+    kept: Mapping[CheckpointId, str]
+    notes: tuple[str, ...]
+
+    @property
+    def freed_bytes(self) -> int:
+        """What carrying it out frees."""
+        return sum(deletion.size for deletion in (*self.manifests, *self.objects))
+
+
+def choose_checkpoints(
+    catalog: Catalog,
+    policy: RetentionPolicy,
+    *,
+    verified: Collection[CheckpointId],
+    now_ns: int,
+) -> CheckpointChoice:
+    """Which checkpoints of one run go, by the listing alone.
+
+    Args:
+        catalog: where several runs have used the names, of one of them only (`Catalog.only`).
+        verified: those that were read and found whole.
+        now_ns: by the store's clock.
+    """
+    committed = catalog.committed
+    settled = [c for c in committed if now_ns - c.modified_ns >= policy.settle_ns]
+    anchor = next((c for c in settled if c.id in verified), None)
+    wanted = wanted_by(policy, committed, now_ns, last=policy.keep_last)
+    kept: dict[CheckpointId, str] = {}
+    doomed: dict[CheckpointId, str] = {}
+    for checkpoint in catalog.checkpoints:
+        if checkpoint.pinned:
+            kept[checkpoint.id] = "pinned"
+        elif checkpoint.state is CheckpointState.COMMITTED:
+            goes, reason = _committed(checkpoint, anchor, wanted)
+            (doomed if goes else kept)[checkpoint.id] = reason
+        elif checkpoint.state is CheckpointState.STALE:
+            goes, reason = _stale(checkpoint, anchor, policy.grace_ns, now_ns)
+            (doomed if goes else kept)[checkpoint.id] = reason
+        else:
+            goes, reason = _incomplete(checkpoint, settled, policy.grace_ns, now_ns)
+            (doomed if goes else kept)[checkpoint.id] = reason
+    return CheckpointChoice(kept, doomed)
+
+
+def plan_retention(
+    catalog: Catalog,
+    policy: RetentionPolicy,
+    *,
+    verified: Collection[CheckpointId],
+    references: Mapping[str, References],
+    now_ns: int,
+) -> RetentionPlan:
+    """What goes.
+
+    Args:
+        verified: the checkpoints that were read and found whole.
+        references: by key what the manifests say: at least those of what `choose_checkpoints` keeps. Where they are of
+            several runs, a checkpoint none of whose manifests is known stays.
+        now_ns: by the store's clock.
+    """
+    runs, unknown = _apart(catalog, references)
+    choices = [choose_checkpoints(r, policy, verified=verified, now_ns=now_ns) for r in runs]
+    choice = _together(choices, unknown)
+    manifests = [
+        Deletion(info.key, info.size, choice.doomed[checkpoint.id])
+        for checkpoint in reversed(catalog.checkpoints)
+        if checkpoint.id in choice.doomed
+        for _, info in sorted(checkpoint.manifests.items())
+    ]
+    staying = [c for c in catalog.checkpoints if c.id in choice.kept]
+    unread = [
+        info.key for c in staying for info in c.manifests.values() if info.key not in references
+    ]
+    if unread:
+        note = (
+            f"no object is deleted: what {len(unread)} manifests refer to is not known "
+            f"({', '.join(sorted(unread)[:3])})"
+        )
+        return RetentionPlan(tuple(manifests), (), choice.kept, (note,))
+    used: set[str] = set()
+    for checkpoint in staying:
+        for info in checkpoint.manifests.values():
+            used |= references[info.key].objects
+    live = max(runs, key=_committed_ns)
+    objects = _orphans(live, used, _begin(live, references), policy.grace_ns, now_ns)
+    return RetentionPlan(tuple(manifests), tuple(objects), choice.kept, ())
+
+
+def run_of(
+    catalog: Catalog, checkpoint: CheckpointId, references: Mapping[str, References]
+) -> Catalog:
+    """The catalog with the checkpoints alone that are of the same run as this one; with all if that cannot be told."""
+    runs, unknown = _apart(catalog, references)
+    if checkpoint in unknown:
+        return catalog
+    return next(run for run in runs if any(c.id == checkpoint for c in run.checkpoints))
+
+
+def _apart(
+    catalog: Catalog, references: Mapping[str, References]
+) -> tuple[list[Catalog], Collection[CheckpointId]]:
+    """Run by run, and the checkpoints of which it is not known.
+
+    A folder's name is a hash of the run, too, so that all of its manifests are of one. If all that is known is of one run,
+    nothing speaks for another one: what cannot be read is taken for damaged, and goes when its time has come.
+    """
+    found: dict[str, set[CheckpointId]] = {}
+    unknown: set[CheckpointId] = set()
+    for checkpoint in catalog.checkpoints:
+        keys = [info.key for info in checkpoint.manifests.values()]
+        told = next((references[key].run_id for key in keys if key in references), None)
+        (unknown if told is None else found.setdefault(told, set())).add(checkpoint.id)
+    if len(found) <= 1:
+        return [catalog], ()
+    return [catalog.only(ids) for ids in found.values()], unknown
+
+
+def _together(
+    choices: Iterable[CheckpointChoice], unknown: Iterable[CheckpointId]
+) -> CheckpointChoice:
+    kept = dict.fromkeys(unknown, "of which run it is cannot be told")
+    doomed: dict[CheckpointId, str] = {}
+    for choice in choices:
+        kept |= choice.kept
+        doomed |= choice.doomed
+    return CheckpointChoice(kept, doomed)
+
+
+def _committed_ns(run: Catalog) -> int:
+    """When its newest checkpoint was; of several runs the one that is under way has the latest."""
+    return -1 if run.newest is None else run.newest.modified_ns
+
+
+def wanted_by(
+    policy: RetentionPolicy, committed: Iterable[StoredCheckpoint], now_ns: int, *, last: int
+) -> dict[CheckpointId, str]:
+    """The committed checkpoints that the policy names.
+
+    Args:
+        committed: newest first.
+        last: how many of the newest stay because they are.
+    """
+    wanted: dict[CheckpointId, str] = {}
+    firsts: dict[int, CheckpointId] = {}
+    for number, checkpoint in enumerate(committed):
+        if number < last:
+            wanted[checkpoint.id] = f"one of the last {policy.keep_last}"
+        elif now_ns - checkpoint.modified_ns < policy.keep_younger_than_ns:
+            wanted[checkpoint.id] = "young"
+        if policy.keep_every:  # newest first, so the first one of each group comes last
+            firsts[checkpoint.id.end // policy.keep_every] = checkpoint.id
+    for first in firsts.values():
+        wanted.setdefault(first, f"the first of {policy.keep_every} iterations")
+    return wanted
+
+
+def _committed(
+    checkpoint: StoredCheckpoint,
+    anchor: StoredCheckpoint | None,
+    wanted: Mapping[CheckpointId, str],
+) -> tuple[bool, str]:
+    if checkpoint.id in wanted:
+        return False, wanted[checkpoint.id]
+    if anchor is None:
+        return False, "no newer one is verified (long enough ago)"
+    if checkpoint.id == anchor.id:
+        return False, "the newest verified one"
+    if checkpoint.id.end >= anchor.id.end:
+        return False, "no newer one is verified (long enough ago)"
+    return True, f"replaced by {anchor.id}"
+
+
+def _stale(
+    checkpoint: StoredCheckpoint, anchor: StoredCheckpoint | None, grace_ns: int, now_ns: int
+) -> tuple[bool, str]:
+    """The other history must have been in the store for a while: writers have learned of it."""
+    if anchor is None or anchor.id.epoch <= checkpoint.id.epoch:
+        return False, f"stale ({checkpoint.reason}), but of no later history one is verified"
+    since = checkpoint.stale_since_ns
+    if since is None or now_ns - max(since, checkpoint.modified_ns) < grace_ns:
+        return False, f"stale ({checkpoint.reason}), within the grace time"
+    return True, f"stale: {checkpoint.reason}"
+
+
+def _incomplete(
+    checkpoint: StoredCheckpoint,
+    settled: Iterable[StoredCheckpoint],
+    grace_ns: int,
+    now_ns: int,
+) -> tuple[bool, str]:
+    newer = [
+        c for c in settled if c.id.end > checkpoint.id.end and c.id.epoch >= checkpoint.id.epoch
+    ]
+    if not newer:
+        return False, "incomplete, and no newer one is committed (long enough ago)"
+    if now_ns - checkpoint.modified_ns < grace_ns:
+        return False, "incomplete, within the grace time"
+    return True, f"incomplete ({checkpoint.reason}), and {newer[0].id} is committed"
+
+
+def _begin(catalog: Catalog, references: Mapping[str, References]) -> tuple[int, int]:
+    """Epoch and start of the newest committed checkpoint: of histories up to this epoch nobody needs what is older.
+
+    A later history, of which no checkpoint is there yet, may have begun before it.
+    """
+    newest = catalog.newest
+    if newest is None:
+        return -1, -1
+    return newest.id.epoch, min([references[info.key].start for info in newest.manifests.values()])
+
+
+def _orphans(
+    catalog: Catalog, used: Collection[str], begin: tuple[int, int], grace_ns: int, now_ns: int
+) -> list[Deletion]:
+    orphans: list[Deletion] = []
+    for listed in catalog.objects.values():
+        for found in listed:
+            if found.info.key in used or now_ns - found.info.modified_ns < grace_ns:
+                continue
+            reason = _useless(catalog, found, begin, grace_ns, now_ns)
+            if reason:
+                orphans.append(Deletion(found.info.key, found.info.size, reason))
+    return sorted(orphans)
+
+
+def _useless(
+    catalog: Catalog, found: ListedObject, begin: tuple[int, int], grace_ns: int, now_ns: int
+) -> str:
+    """Why nobody will refer to an object to which nobody does; "" if somebody may."""
+    epoch, start = begin
+    if found.name.epoch <= epoch and found.name.iteration < start:
+        return f"no manifest refers to it, and the newest checkpoint begins at {start}"
+    left = catalog.leaving(found.name.epoch, found.name.iteration)
+    if left is not None and left.since_ns is not None and now_ns - left.since_ns >= grace_ns:
+        return f"no manifest refers to it, and a later history began at {left.start}"
+    return ""

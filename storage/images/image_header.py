@@ -1,0 +1,263 @@
+"""Reading the header of an image: what it says, apart from its mutable fields; parsed once per layout id.
+
+Whatever is read is checked before it is used: a hostile header raises `ImageError` and costs no more than its own length.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import xxhash
+
+from ckptd.storage.images.image_format import (
+    AT_DIGESTS,
+    AT_ITERATION,
+    AT_PREVIOUS,
+    AT_SCALARS,
+    DATA_ALIGNMENT,
+    DIGEST_HEX,
+    DTYPE_SIZE,
+    FORMAT,
+    ITERATION_WIDTH,
+    LENGTH_BYTES,
+    MAX_DIMS,
+    MAX_HEADER_BYTES,
+    OWN_KEYS,
+    PREFIX,
+    SCALARS_WIDTH,
+    ImageError,
+    ImageTensor,
+)
+
+__all__ = ["Batch", "ParsedHeader", "find_data_offset", "parse_image_header", "read_number"]
+
+_BATCH_BYTES = 4 << 20  # below this a thread's hand-over costs more than it hashes (16 GB/s)
+_MAX_CACHED_LAYOUTS = 1024
+_MAX_CACHED_TENSORS = 500_000
+_NUMBER = re.compile(rb" *(-?[0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Neighbouring tensors that one call digests; ``order`` is its place in the image."""
+
+    order: int
+    tensors: tuple[ImageTensor, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedHeader:
+    """What a header says, apart from its mutable fields."""
+
+    tensors: tuple[ImageTensor, ...]
+    by_name: Mapping[str, ImageTensor]
+    batches: tuple[Batch, ...]  # largest first, so that a pool ends evenly
+    identity: Mapping[str, str]
+    num_operators: int
+    anchors: int
+    data_offset: int
+    image_len: int
+
+
+class _LayoutCache:
+    """The headers parsed last, by layout id; bounded in layouts and in tensors."""
+
+    def __init__(self, max_layouts: int, max_tensors: int) -> None:
+        self._max_layouts = max_layouts
+        self._max_tensors = max_tensors
+        self._lock = threading.Lock()
+        self._layouts: OrderedDict[int, ParsedHeader] = OrderedDict()
+        self._num_tensors = 0
+
+    def get(self, layout_id: int) -> ParsedHeader | None:
+        """The parsed header, which becomes the most recent one."""
+        with self._lock:
+            parsed = self._layouts.get(layout_id)
+            if parsed is not None:
+                self._layouts.move_to_end(layout_id)
+            return parsed
+
+    def put(self, layout_id: int, parsed: ParsedHeader) -> None:
+        """Keep ``parsed``, and as many of the others as the bounds allow."""
+        if len(parsed.tensors) > self._max_tensors:
+            return
+        with self._lock:
+            if layout_id in self._layouts:
+                return
+            self._layouts[layout_id] = parsed
+            self._num_tensors += len(parsed.tensors)
+            while len(self) > self._max_layouts or self._num_tensors > self._max_tensors:
+                _, oldest = self._layouts.popitem(last=False)
+                self._num_tensors -= len(oldest.tensors)
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+
+_parsed_layouts = _LayoutCache(_MAX_CACHED_LAYOUTS, _MAX_CACHED_TENSORS)
+
+
+def read_number(buf: memoryview, name: str, at: int, width: int) -> int:
+    """The number in a mutable field of the header; ImageError if there is none."""
+    text = bytes(buf[at : at + width])
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        raise ImageError(f"the image header has {text!r} for {name}")
+    return int(match[1])
+
+
+def find_data_offset(buf: memoryview) -> int:
+    """Where data begins, checked against the buffer and the limit."""
+    if len(buf) < LENGTH_BYTES:
+        raise ImageError(f"{len(buf)} bytes are too few for an image")
+    offset = LENGTH_BYTES + int.from_bytes(buf[:LENGTH_BYTES], "little")
+    if offset > min(len(buf), LENGTH_BYTES + MAX_HEADER_BYTES):
+        raise ImageError(f"the image header would end at {offset}, the buffer at {len(buf)}")
+    if offset % DATA_ALIGNMENT or offset < AT_DIGESTS:
+        raise ImageError(f"image data cannot begin at {offset}")
+    return offset
+
+
+def parse_image_header(buf: memoryview) -> tuple[ParsedHeader, int]:
+    """What the header says, and its layout id.
+
+    Raises:
+        ImageError: it is not the header of an image, or the buffer ends before the image does.
+    """
+    data_offset = find_data_offset(buf)
+    blanked, num_tensors = _blanked(buf, data_offset)
+    layout_id = xxhash.xxh3_64_intdigest(blanked)
+    parsed = _parsed_layouts.get(layout_id)
+    if parsed is None:
+        parsed = _parse_blanked(blanked, num_tensors)
+        _parsed_layouts.put(layout_id, parsed)
+    if parsed.image_len > len(buf):
+        raise ImageError(
+            f"the image is truncated: it has {parsed.image_len} bytes, the buffer {len(buf)}"
+        )
+    return parsed, layout_id
+
+
+def _blanked(buf: memoryview, data_offset: int) -> tuple[bytearray, int]:
+    """The header with its mutable fields blanked, and how many digests it holds."""
+    header = bytearray(buf[:data_offset])
+    end = header.find(b'"', AT_DIGESTS)
+    digits = header[AT_DIGESTS : max(end, AT_DIGESTS)]
+    if end < 0 or len(digits) % DIGEST_HEX or digits.strip(b"0123456789abcdef"):
+        raise ImageError("the digests field of the image header is damaged")
+    header[AT_ITERATION : AT_ITERATION + ITERATION_WIDTH] = b" " * ITERATION_WIDTH
+    header[AT_PREVIOUS : AT_PREVIOUS + ITERATION_WIDTH] = b" " * ITERATION_WIDTH
+    header[AT_SCALARS : AT_SCALARS + SCALARS_WIDTH] = b" " * SCALARS_WIDTH
+    header[AT_DIGESTS:end] = b"0" * len(digits)
+    if not header.startswith(PREFIX, LENGTH_BYTES):
+        raise ImageError(f"the header does not begin as one of format {FORMAT}")
+    return header, len(digits) // DIGEST_HEX
+
+
+def _parse_blanked(blanked: bytearray, num_tensors: int) -> ParsedHeader:
+    try:
+        text = blanked[LENGTH_BYTES:].decode("utf-8")
+        header = json.loads(text, object_pairs_hook=_unique)
+    except ImageError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ImageError(f"the image header is not JSON ({error})") from error
+    metadata = header.pop("__metadata__", None)  # it is an object: the prefix was checked
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ImageError("the metadata of the image header are not strings")
+    tensors = _tensors(cast("dict[str, object]", header), len(blanked))
+    if len(tensors) != num_tensors:
+        raise ImageError(f"the image has {len(tensors)} tensors and {num_tensors} digests")
+    num_operators, anchors = _operators(metadata)
+    last = tensors[-1] if tensors else None
+    return ParsedHeader(
+        tensors=tensors,
+        by_name={tensor.name: tensor for tensor in tensors},
+        batches=_batches(tensors),
+        identity={key: value for key, value in metadata.items() if key not in OWN_KEYS},
+        num_operators=num_operators,
+        anchors=anchors,
+        data_offset=len(blanked),
+        image_len=last.offset + last.nbytes if last else len(blanked),
+    )
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ImageError("the image header has a key twice")
+    return found
+
+
+def _operators(metadata: Mapping[str, str]) -> tuple[int, int]:
+    try:
+        count = metadata["num_operators"]
+        bitmap = base64.b64decode(metadata["anchors"], validate=True)
+    except (KeyError, ValueError) as error:
+        raise ImageError(f"the image header lacks its operators ({error!r})") from error
+    if not re.fullmatch("[0-9]{1,9}", count) or len(bitmap) != (int(count) + 7) // 8:
+        raise ImageError(f"{len(bitmap)} bytes of anchors do not fit {count[:20]} operators")
+    anchors = int.from_bytes(bitmap, "little")
+    if anchors >> int(count):
+        raise ImageError(f"the image anchors operators beyond the {count} there are")
+    return int(count), anchors
+
+
+def _tensors(header: Mapping[str, object], data_offset: int) -> tuple[ImageTensor, ...]:
+    found = sorted(
+        (_tensor(name, value, data_offset) for name, value in header.items()),
+        key=lambda tensor: (tensor.offset, tensor.nbytes),
+    )
+    end = data_offset
+    for tensor in found:
+        if tensor.offset != end:
+            raise ImageError(f"tensor {tensor.name!r} overlaps its neighbour or leaves a gap")
+        end += tensor.nbytes
+    return tuple(found)
+
+
+def _tensor(name: str, value: object, data_offset: int) -> ImageTensor:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ImageError(f"tensor {name!r} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_SIZE:
+        raise ImageError(f"tensor {name!r} has unknown dtype {str(dtype)[:20]!r}")
+    if not _naturals(shape) or len(shape) > MAX_DIMS:
+        raise ImageError(f"tensor {name!r} has a bad shape")
+    if not _naturals(offsets) or len(offsets) != 2:
+        raise ImageError(f"tensor {name!r} has bad offsets")
+    begin, end = offsets
+    if math.prod(shape) * DTYPE_SIZE[dtype] != end - begin:
+        raise ImageError(f"tensor {name!r} is {end - begin} bytes long, not as its shape says")
+    return ImageTensor(name, dtype, tuple(shape), data_offset + begin, end - begin)
+
+
+def _naturals(value: object) -> bool:
+    """Whether it is a list of integers from 0 to 2^63."""
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
+
+
+def _batches(tensors: Sequence[ImageTensor]) -> tuple[Batch, ...]:
+    """Neighbours together until they are worth a call, largest batch first."""
+    groups: list[list[ImageTensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not groups or tensor.nbytes > room:
+            groups.append([])
+            room = _BATCH_BYTES
+        groups[-1].append(tensor)
+        room -= tensor.nbytes
+    batches = [
+        Batch(order, tuple(group), sum(tensor.nbytes for tensor in group))
+        for order, group in enumerate(groups)
+    ]
+    return tuple(sorted(batches, key=lambda batch: -batch.nbytes))

@@ -1,0 +1,251 @@
+"""What of a snapshot must be uploaded, given what is stored already. ``docs/format.md`` section 5.
+
+Two shapes: *verbatim*, the object is the image; or a *part*, which holds the tensors that are new and the
+image's header, while the image's other bytes are found in older objects. Nothing is read or sent here;
+the image is looked at up to its data.
+
+Invariants: the extents of a plan cover the image without gap or overlap; what a part leaves out has, by
+digest and length, the same bytes where its extent points; an object's key says what its content is.
+
+What a plan refers to must be there for as long as the manifest that will name it. So the index of a rank
+is made of the manifest that it wrote last (and that is not stale) and of what has been stored for the same
+checkpoint since, by itself or, as told by their manifests, by other ranks: see ``docs/format.md`` section 7.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+from ckptd.storage.checkpoints.manifest import Extent, StoredObject, StoredSnapshot
+from ckptd.storage.checkpoints.names import ObjectName
+from ckptd.storage.images.image_format import FORMAT, LENGTH_BYTES, ImageTensor
+from ckptd.storage.images.stored_headers import (
+    HeaderError,
+    ObjectHeader,
+    data_offset_of,
+    parse_header,
+    render_header,
+    tag_of,
+)
+
+__all__ = [
+    "IMAGE_HEADER",
+    "MIN_SAVING",
+    "MIN_TENSOR_BYTES",
+    "PART_FORMAT",
+    "StoredIndex",
+    "UploadPlan",
+    "plan_upload",
+]
+
+PART_FORMAT = "ckptd.part/1"
+IMAGE_HEADER = "ckptd.image_header"
+MIN_TENSOR_BYTES = 64 << 10  # below this a request for it costs more than its bytes
+MIN_SAVING = 0.05  # of the image: below this a file that any tool reads is worth more
+_MAX_REUSED = (
+    32  # older objects that one image may be spread over, so that it is read in few requests
+)
+_OWN_METADATA = (
+    "scalars_len",
+    "num_operators",
+    "anchors",
+)  # in the image's header, which is inside
+
+
+class _Place(NamedTuple):
+    stored: StoredObject
+    offset: int
+
+
+class StoredIndex:
+    """Where the tensors lie that are stored already, by digest and length."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[bytes, int], _Place] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, header: bytes, snapshot: StoredSnapshot) -> None:
+        """Learn where the tensors of a stored snapshot lie; ``header`` is its image up to the data.
+
+        Raises:
+            HeaderError: it is not the header of that snapshot's image.
+        """
+        if xxhash.xxh3_128_digest(header) != snapshot.header_digest:
+            raise HeaderError(f"it is not the header of the image of {snapshot.iteration}")
+        parsed = parse_header(header)
+        starts = [extent.image_offset for extent in snapshot.extents]
+        for tensor, digest in zip(parsed.tensors, parsed.digests, strict=True):
+            extent = snapshot.extents[bisect_right(starts, tensor.offset) - 1]
+            inside = tensor.offset - extent.image_offset
+            if tensor.nbytes and inside + tensor.nbytes <= extent.length:
+                place = _Place(snapshot.objects[extent.object], extent.object_offset + inside)
+                self._places.setdefault((digest, tensor.nbytes), place)
+
+    def find(self, digest: bytes, nbytes: int) -> tuple[StoredObject, int] | None:
+        """The object that holds such a tensor, and where; None if there is none."""
+        return self._places.get((digest, nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class UploadPlan:
+    """What to put where, and what the image is made of then.
+
+    Attributes:
+        key: where the new object goes.
+        size: how long the new object is.
+        header: what the new object begins with; empty if it is the image itself.
+        ranges: (offset, length) of the image's bytes that follow, in order.
+        reused: the older objects that the extents refer to, as their numbers 1, 2, and so on.
+        extents: where the image's bytes lie; object 0 is the new one.
+        saved_bytes: what is not uploaded.
+        reason: why it is stored in this shape.
+    """
+
+    key: str
+    size: int
+    header: bytes
+    ranges: tuple[tuple[int, int], ...]
+    reused: tuple[StoredObject, ...]
+    extents: tuple[Extent, ...]
+    saved_bytes: int
+    reason: str
+
+    def parts(self, image: memoryview) -> list[memoryview]:
+        """What to put, without a copy; ``image`` is the one that was planned."""
+        head = [memoryview(self.header)] if self.header else []
+        return head + [image[at : at + length] for at, length in self.ranges]
+
+    def objects(self, etag: str) -> tuple[StoredObject, ...]:
+        """The snapshot's objects, once the new one is stored under ``etag``."""
+        return (StoredObject(self.key, self.size, etag), *self.reused)
+
+
+def plan_upload(
+    image: memoryview,
+    index: StoredIndex,
+    *,
+    job: str,
+    run: str,
+    rank: int,
+    epoch: int,
+    sequence: int,
+    min_tensor_bytes: int = MIN_TENSOR_BYTES,
+    min_saving: float = MIN_SAVING,
+) -> UploadPlan:
+    """What to upload of a sealed image; ``image`` may be longer than the image is, as a slot is.
+
+    Raises:
+        HeaderError: it is not an image, or not a whole one.
+    """
+    head = bytes(image[: data_offset_of(bytes(image[:LENGTH_BYTES]))])
+    parsed = parse_header(head)
+    if parsed.metadata.get("format") != FORMAT or parsed.size > len(image):
+        raise HeaderError(f"the buffer of {len(image)} bytes does not hold a whole image")
+    name = ObjectName(job, run, _iteration(parsed), rank, epoch, sequence, tag_of(head))
+    found = _found(parsed, index, min_tensor_bytes)
+    if not found:
+        return _verbatim(name.key, parsed.size, "nothing of it is stored already")
+    part = _part(name, head, parsed, found)
+    if part.saved_bytes < min_saving * parsed.size:
+        return _verbatim(name.key, parsed.size, f"a part would save {part.saved_bytes} bytes only")
+    return part
+
+
+def _iteration(parsed: ObjectHeader) -> int:
+    text = parsed.metadata.get("iteration", "").strip()
+    if not (text.isascii() and text.isdigit()):
+        raise HeaderError(f"the image tells {text[:20]!r} for its iteration")
+    return int(text)
+
+
+def _found(parsed: ObjectHeader, index: StoredIndex, min_tensor_bytes: int) -> dict[int, _Place]:
+    """By number of the tensor where it lies already, in as many objects as may be."""
+    if any(tensor.name == IMAGE_HEADER for tensor in parsed.tensors):
+        return {}  # the name that a part needs is taken
+    found: dict[int, _Place] = {}
+    per_object: Counter[str] = Counter()
+    for number, (tensor, digest) in enumerate(zip(parsed.tensors, parsed.digests, strict=True)):
+        place = index.find(digest, tensor.nbytes)
+        if place is not None and tensor.nbytes >= max(min_tensor_bytes, 1):
+            found[number] = _Place(*place)
+            per_object[place[0].key] += tensor.nbytes
+    worth = {key for key, _ in per_object.most_common(_MAX_REUSED)}
+    return {number: place for number, place in found.items() if place.stored.key in worth}
+
+
+def _verbatim(key: str, size: int, reason: str) -> UploadPlan:
+    return UploadPlan(key, size, b"", ((0, size),), (), (Extent(0, size, 0, 0),), 0, reason)
+
+
+def _part(
+    name: ObjectName, head: bytes, parsed: ObjectHeader, found: dict[int, _Place]
+) -> UploadPlan:
+    """The image's header and the tensors that were not found, as a safetensors file of their own."""
+    new = [tensor for number, tensor in enumerate(parsed.tensors) if number not in found]
+    digests = [digest for number, digest in enumerate(parsed.digests) if number not in found]
+    metadata = {key: value for key, value in parsed.metadata.items() if key not in _OWN_METADATA}
+    metadata |= {
+        "format": PART_FORMAT,
+        "iteration": str(name.iteration),
+        "previous": parsed.metadata.get("previous", "").strip(),
+        "image_len": str(parsed.size),
+        "image_digest": xxhash.xxh3_128_hexdigest(head),
+        "digests": b"".join([xxhash.xxh3_128_digest(head), *digests]).hex(),
+    }
+    whole = ImageTensor(IMAGE_HEADER, "U8", (len(head),), 0, len(head))
+    header = render_header(metadata, [whole, *new])
+    numbers: dict[StoredObject, int] = {}
+    spread = _Spread(len(header))
+    spread.add_new(len(head))
+    for number, tensor in enumerate(parsed.tensors):
+        if number in found:
+            stored, offset = found[number]
+            spread.add_old(tensor.nbytes, numbers.setdefault(stored, len(numbers) + 1), offset)
+        else:
+            spread.add_new(tensor.nbytes)
+    saved = parsed.size - spread.size
+    reason = f"{len(found)} of {len(parsed.tensors)} tensors are stored already"
+    key = name._replace(tag=tag_of(header)).key
+    reused, extents = tuple(numbers), tuple(spread.extents)
+    return UploadPlan(key, spread.size, header, _ranges(extents), reused, extents, saved, reason)
+
+
+class _Spread:
+    """Extents of an image, made from its first byte to its last; neighbours are merged."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size  # of the new object so far
+        self.extents: list[Extent] = []
+        self._at = 0
+
+    def add_new(self, length: int) -> None:
+        """The image's next bytes go to the end of the new object."""
+        self._add(length, 0, self.size)
+        self.size += length
+
+    def add_old(self, length: int, number: int, offset: int) -> None:
+        """The image's next bytes lie in an older object."""
+        self._add(length, number, offset)
+
+    def _add(self, length: int, number: int, offset: int) -> None:
+        if length == 0:
+            return
+        last = self.extents[-1] if self.extents else None
+        if last and last.object == number and last.object_offset + last.length == offset:
+            self.extents[-1] = last._replace(length=last.length + length)
+        else:
+            self.extents.append(Extent(self._at, length, number, offset))
+        self._at += length
+
+
+def _ranges(extents: Sequence[Extent]) -> tuple[tuple[int, int], ...]:
+    """What of the image is in the new object, in the order in which it lies there."""
+    return tuple([(e.image_offset, e.length) for e in extents if e.object == 0])

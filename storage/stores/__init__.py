@@ -1,0 +1,1 @@
+"""Stores: the interface, and one module for each kind."""

@@ -1,0 +1,165 @@
+"""Replicas by load: equation 1 on integers, its limits, and what is promised."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+from math import floor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptd.core.elastic.elastic_types import Cluster
+from ckptd.core.elastic.placement.allocation import allocate, reachable_threshold, useful_slots
+from ckptd.errors import ElasticError
+
+LOADS = st.lists(st.integers(0, 2**40) | st.integers(0, 50), min_size=1, max_size=12)
+CLUSTERS = st.lists(
+    st.tuples(st.integers(1, 6), st.integers(1, 3), st.sampled_from("abcd")),
+    min_size=1,
+    max_size=7,
+).map(
+    lambda nodes: Cluster(
+        np.array([slots for slots, _, _ in nodes]),
+        tuple(domain for _, _, domain in nodes),
+        tuple(ranks for _, ranks, _ in nodes),
+    )
+)
+
+
+def equation_1(loads: list[int], slots: int, threshold: int) -> list[int]:
+    """As the paper states it, with fractions."""
+    ascending = sorted(range(len(loads)), key=lambda e: (loads[e], e))
+    out = [0] * len(loads)
+    for index, expert in enumerate(ascending):
+        tokens = sum(loads[e] for e in ascending[index:])
+        left = slots - sum(out)
+        out[expert] = max(floor(Fraction(left * loads[expert], tokens)), threshold)
+    return out
+
+
+def test_the_paper_s_skew_on_many_nodes_is_equation_1() -> None:
+    loads = [3, 400, 7, 90, 90, 12, 5, 1]
+    wanted = equation_1(loads, 60 * 4, 2)
+    assert max(wanted) <= 200
+    assert allocate([loads], Cluster.uniform(60, 4, ranks=4), 2).replicas.tolist() == [wanted]
+
+
+@given(st.lists(LOADS, min_size=1, max_size=3), CLUSTERS, st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_what_always_holds(layers: list[list[int]], cluster: Cluster, threshold: int) -> None:
+    num_experts = min(len(row) for row in layers)
+    loads = [row[:num_experts] for row in layers]
+    if cluster.num_slots < num_experts:
+        return
+    got = allocate(loads, cluster, threshold)
+    for row, replicas in zip(loads, got.replicas.tolist(), strict=True):
+        assert sum(replicas) == useful_slots(cluster, num_experts) <= cluster.num_slots
+        assert min(replicas) >= got.node_threshold >= got.domain_threshold >= 1
+        assert max(replicas) <= cluster.num_ranks
+        pairs = sorted(zip(row, replicas, strict=True))
+        assert all(a[1] <= b[1] for a, b in pairwise(pairs) if a[0] < b[0])
+    assert got.node_threshold <= min(threshold, cluster.num_nodes, cluster.num_slots // num_experts)
+    assert got.domain_threshold <= cluster.num_domains
+
+
+def test_a_hot_expert_has_one_replica_a_rank_and_leaves_the_rest_to_the_others() -> None:
+    """By equation 1 alone it had 54 of 60 and no other more than two."""
+    got = allocate([[97, 1, 1, 1]], Cluster.uniform(10, 3), 2)
+    assert got.replicas.tolist() == [[10, 6, 7, 7]]
+
+
+@given(LOADS, CLUSTERS, st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_without_the_limit_it_is_equation_1_as_printed(
+    loads: list[int], cluster: Cluster, threshold: int
+) -> None:
+    if cluster.num_slots < len(loads) or sum(loads) == 0:
+        return
+    got = allocate([loads], cluster, threshold, limit=cluster.num_slots)
+    wanted = equation_1(loads, cluster.num_slots, got.node_threshold)
+    assert got.replicas.tolist() == [wanted]
+
+
+def test_a_limit_is_kept_and_cannot_break_the_threshold() -> None:
+    got = allocate([[97, 1, 1, 1]], Cluster.uniform(10, 3), 2, limit=4)
+    assert got.replicas.tolist() == [[4, 4, 4, 4]]
+    with pytest.raises(ValueError, match="limit is 1, below the 2 replicas"):
+        allocate([[97, 1, 1, 1]], Cluster.uniform(10, 3), 2, limit=1)
+
+
+def test_no_rank_has_an_expert_twice_where_it_could_have_all_of_them() -> None:
+    got = allocate([[97, 2, 1]], Cluster.uniform(2, 12, ranks=2), 1)
+    assert got.replicas.tolist() == [[4, 4, 4]]
+
+
+def test_zero_loads_share_evenly() -> None:
+    cluster = Cluster.uniform(5, 4)
+    assert allocate([[0, 0, 0]], Cluster.uniform(5, 2), 2).replicas.tolist() == [[3, 3, 4]]
+    assert allocate([[0, 0, 9, 0, 0, 0]], cluster, 2).replicas.tolist() == [[3, 3, 5, 3, 3, 3]]
+    assert allocate([[0, 0, 9, 0, 0, 0, 0]], cluster, 2).replicas.tolist() == [
+        [2, 2, 5, 2, 3, 3, 3]
+    ]
+
+
+def test_integers_are_exact_where_floats_are_not() -> None:
+    assert floor(44 * (15 / 44)) == 14
+    assert allocate([[15, 29]], Cluster.uniform(44, 1), 1).replicas.tolist() == [[15, 29]]
+
+
+def test_a_threshold_out_of_reach_is_lowered_and_said() -> None:
+    got = allocate([[1] * 7], Cluster.uniform(5, 4), 4)
+    assert (got.node_threshold, got.domain_threshold, got.met) == (2, 2, False)
+    assert got.reason == (
+        "asked for 4 replicas of every expert in distinct domains, the slots hold 2 "
+        "(on distinct nodes 2): any 1 node may be lost"
+    )
+
+
+def test_one_large_node_does_not_make_experts_safe() -> None:
+    """Slots for two replicas of each, but all but two of them on one node."""
+    got = allocate([[1] * 6], Cluster(np.array([10, 1, 1])), 2)
+    assert got.node_threshold == 1
+    assert "no node may be lost" in got.reason
+
+
+def test_domains_have_a_threshold_of_their_own() -> None:
+    cluster = Cluster.uniform(6, 4, ("a", "a", "a", "b", "b", "b"))
+    got = allocate([[1] * 8], cluster, 3)
+    assert (got.node_threshold, got.domain_threshold, got.met) == (3, 2, False)
+    assert "any 2 nodes may be lost, any 1 domain" in got.reason
+    one_rack = allocate([[1] * 8], Cluster.uniform(6, 4, ("a",) * 6), 2)
+    assert "any 1 node may be lost, but no domain" in one_rack.reason
+    fine = allocate([[1] * 8], cluster, 2)
+    assert fine.met
+    assert fine.reason == "every expert has 2 places to live: any 1 node may be lost"
+
+
+def test_one_node_holds_each_expert_once() -> None:
+    got = allocate([[5, 1, 0]], Cluster.uniform(1, 8), 2)
+    assert got.replicas.tolist() == [[1, 1, 1]]
+    assert (got.node_threshold, got.met) == (1, False)
+
+
+def test_fewer_slots_than_experts_are_refused() -> None:
+    with pytest.raises(ElasticError, match="6 slots on 3 nodes cannot hold 7 experts"):
+        allocate([[1] * 7], Cluster.uniform(3, 2), 1)
+
+
+def test_a_threshold_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        allocate([[1]], Cluster.uniform(3, 2), 0)
+
+
+def test_bad_loads_are_refused() -> None:
+    for loads in ([[1.5]], [[float("nan")]], [[-1]]):
+        with pytest.raises(ValueError, match="loads"):
+            allocate(loads, Cluster.uniform(3, 2), 1)
+
+
+def test_the_threshold_is_the_most_that_slots_can_hold() -> None:
+    assert reachable_threshold(np.array([10, 1, 1]), 6, 9) == 1  # 6 + 1 + 1 = 8 < 2 * 6
+    assert reachable_threshold(np.array([10, 3, 3]), 6, 9) == 2
+    assert reachable_threshold(np.array([6, 6, 6]), 6, 9) == 3

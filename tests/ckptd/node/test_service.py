@@ -1,0 +1,451 @@
+"""What the service tells the rest of the daemon, in one process and without a socket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ckptd.config.settings import DaemonConfig
+from ckptd.core.sessions import RankKey
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import (
+    SegmentDescriptor,
+    SlotHeader,
+    encode_descriptor,
+    pack_slot_header,
+    write_slot_header,
+)
+from ckptd.core.slots.segment_names import Kind
+from ckptd.ctl import render
+from ckptd.event_log import EventLog
+from ckptd.memory.housekeeping import Housekeeper
+from ckptd.memory.sealer import Verdict, seal_slot
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.node.peering import Peering
+from ckptd.node.service import Service
+from ckptd.transport.control import messages as m
+from ckptd.units import format_bytes
+from ckptd.workers import Workers
+from tests.ckptd.running import eventually, fill, state_of
+from tests.ckptd.snapshots import snapshot_of
+
+MIB = 1 << 20
+RANK = RankKey("job", "run", 0)
+
+TOKEN = b"of this process"
+
+
+class Watched(Peering):
+    """Remembers whose snapshots it was told to have changed, and how many generations there were then."""
+
+    store: SegmentStore
+    told: list[tuple[RankKey, int]]
+
+    def changed(self, key: RankKey) -> None:
+        self.told.append((key, len(self.store.of_rank(key))))
+        super().changed(key)
+
+
+class NoWatcher:
+    """Processes cannot be watched here."""
+
+    def watch(self, pid: int, ended: Callable[[], None]) -> bool:
+        return False
+
+    def has_ended(self, pid: int) -> bool:
+        return False
+
+    def forget(self, pid: int) -> None:
+        """There is nothing."""
+
+
+@dataclass
+class Setting:
+    service: Service
+    peering: Watched
+    store: SegmentStore
+    workers: Workers
+    housekeeper: Housekeeper
+    answers: list[m.Reply] = field(default_factory=list)
+
+    def ask(self, message: m.Message) -> m.Reply:
+        self.service.handle(b"t", message, self.answers.append)
+
+        def answered() -> bool:
+            self.workers.collect()
+            return bool(self.answers)
+
+        eventually(answered, "an answer")
+        return self.answers.pop()
+
+    def attach(self, needed_bytes: int = 8 * MIB) -> m.Reply:
+        self.ask(m.Hello("1", os.getpid()))
+        return self.ask(m.Attach("job", "run", 0, 1, "dp1", 1, needed_bytes, "2 slots", (), TOKEN))
+
+    def reserve(self, num_slots: int = 2) -> Segment:
+        descriptor = encode_descriptor(descriptor_of("job", "run"))
+        reply = self.ask(m.Reserve(MIB, num_slots, descriptor))
+        assert isinstance(reply, m.Reserved), reply
+        segment = self.store.get(RANK, reply.segment.generation)
+        assert segment is not None
+        return segment
+
+
+def descriptor_of(job: str, run: str) -> SegmentDescriptor:
+    return SegmentDescriptor(
+        job=job,
+        run=run,
+        rank=0,
+        world_size=1,
+        topology="dp1",
+        layout_version=1,
+        generation=0,
+        node_id="",
+        created_at_ns=0,
+        window=1,
+        num_operators=1,
+    )
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Iterator[Setting]:
+    config, events = DaemonConfig(), EventLog(100)
+    store = SegmentStore(tmp_path, 64 * MIB, "here", mlock="off", hugepages="off")
+    workers = Workers("test", 1, 100, lambda: None)
+    housekeeper = Housekeeper(config, store, events, workers, workers, None)
+    peering = Watched(
+        config, store, events, sealers=workers, slow=workers, pool=None, post=lambda work: work()
+    )
+    peering.store, peering.told = store, []
+    service = Service(config, store, events, housekeeper, workers, NoWatcher(), peering)
+    yield Setting(service, peering, store, workers, housekeeper)
+    peering.close()
+    workers.close(5.0)
+
+
+def test_a_generation_that_is_given_back_is_told_at_once(setting: Setting) -> None:
+    """Else a target is sent it until the next tick, and the floor believes in it."""
+    setting.attach()
+    setting.reserve()
+    dropped = setting.reserve()
+    assert isinstance(setting.ask(m.Drop(dropped.generation)), m.Done)
+    assert setting.peering.told == [(RANK, 1)]
+
+
+def test_a_join_of_an_older_epoch_is_refused_and_changes_nothing(setting: Setting) -> None:
+    setting.attach()
+    members = (m.Member(m.NodeCard("here"), (0,)),)
+    assert isinstance(setting.ask(m.Join(7, 3, members)), m.Done)
+    refused = setting.ask(m.Join(6, 1, members))
+    assert isinstance(refused, m.Refused)
+    assert refused.code is m.RefusalCode.STALE_EPOCH
+    assert "epoch 7 has begun here" in refused.message
+    assert refused.hint
+    assert setting.peering.holdings("job", "run").epoch == 7
+    assert setting.peering.holdings("job", "other").epoch == -1
+
+
+def test_what_is_promised_at_attach_is_kept_from_replicas(setting: Setting) -> None:
+    before = setting.peering.replicas.free_bytes
+    setting.attach(12 * MIB)
+    assert before - setting.peering.replicas.free_bytes == 12 * MIB
+    setting.reserve()
+    assert before - setting.peering.replicas.free_bytes == 12 * MIB, "it is a part of its promise"
+
+
+def test_a_rank_that_does_not_fit_beside_replicas_is_told_so(setting: Setting) -> None:
+    replicas = setting.peering.replicas
+    replicas.promise(setting.store.plan(descriptor_of("job", "other"), 30, MIB))
+    refused = setting.attach(40 * MIB)
+    assert isinstance(refused, m.Refused)
+    assert refused.code is m.RefusalCode.QUOTA
+    assert f"{format_bytes(replicas.used_bytes)} of it by replicas" in refused.message
+    assert isinstance(setting.attach(4 * MIB), m.Attached)
+    assert isinstance(setting.reserve(), Segment)
+    again = setting.ask(m.Reserve(MIB, 40, encode_descriptor(descriptor_of("job", "run"))))
+    assert isinstance(again, m.Refused)
+    assert again.code is m.RefusalCode.QUOTA
+
+
+def fetch_from(segment: Segment, header: SlotHeader) -> m.Fetch:
+    source = m.FetchSource("here", segment.path.name, 0)
+    return m.Fetch((m.FetchPiece(pack_slot_header(header), (source,)),))
+
+
+@pytest.mark.parametrize("image_len", [0, MIB + 1, (1 << 62) - 1])
+def test_an_image_that_no_slot_of_its_segment_can_hold_is_not_fetched(
+    setting: Setting, image_len: int
+) -> None:
+    """Headers come from other nodes. No memory is made for what cannot be."""
+    setting.attach()
+    segment = setting.reserve()
+    header = replace(snapshot_of(3).header, image_len=image_len)
+    refused = setting.ask(fetch_from(segment, header))
+    assert isinstance(refused, m.Refused)
+    assert refused.code is m.RefusalCode.BAD_MESSAGE
+    assert refused.hint
+    assert len(setting.store) == 1
+
+
+@pytest.mark.parametrize(("held", "made"), [(2, 3), (20, 20), (40, 3)])
+def test_a_fetch_gets_as_much_room_as_its_holder_has_or_as_little_as_will_do(
+    setting: Setting, held: int, made: int
+) -> None:
+    """64 MiB are not enough for twice 40 slots of 1 MiB; nobody is told of a refusal that was none."""
+    setting.attach()
+    segment, snapshot = setting.reserve(held), snapshot_of(3)
+    segment.image(0, snapshot.header)[:] = snapshot.image
+    write_slot_header(segment.buffer, segment.geometry, 0, snapshot.header)
+    reply = setting.ask(fetch_from(segment, snapshot.header))
+    assert isinstance(reply, m.Reserved), reply
+    assert reply.segment.num_slots == made
+    told = setting.peering._events.page(0, 100).events
+    assert not [event for event in told if event.kind.startswith("refused")]
+
+
+def test_a_copy_on_this_node_that_a_fetch_finds_damaged_is_verified(setting: Setting) -> None:
+    """And quarantined: the next plan must not want it again. No peer tells us of our own slots."""
+    setting.peering.scrub_with(setting.housekeeper.doubt)
+    setting.attach()
+    segment, snapshot = setting.reserve(), snapshot_of(3)
+    segment.image(0, snapshot.header)[:] = snapshot.image
+    segment.image(0, snapshot.header)[snapshot.header.image_len // 2] ^= 1
+    write_slot_header(segment.buffer, segment.geometry, 0, snapshot.header)
+    assert isinstance(setting.ask(fetch_from(segment, snapshot.header)), m.Reserved)
+
+    def quarantined() -> bool:
+        setting.workers.collect()
+        header = segment.header(0)
+        return header is not None and header.state is SlotState.QUARANTINED
+
+    eventually(quarantined, "the damaged slot is quarantined")
+
+
+def reserve_log(setting: Setting, num_slots: int = 3, kind: Kind = "log") -> Segment:
+    told = encode_descriptor(replace_kind(descriptor_of("job", "run"), kind))
+    reply = setting.ask(m.ReserveBeside(MIB, num_slots, told))
+    assert isinstance(reply, m.Reserved), reply
+    segment = setting.store.get(RANK, reply.segment.generation)
+    assert segment is not None
+    return segment
+
+
+def replace_kind(descriptor: SegmentDescriptor, kind: Kind = "log") -> SegmentDescriptor:
+    return msgspec.structs.replace(descriptor, kind=kind)
+
+
+def put(segment: Segment, index: int, iteration: int) -> None:
+    """A sealed slot that anchors everything: were it taken for a snapshot, it could be recovered from."""
+    fill(segment, index, iteration, anchors=1)
+    assert seal_slot(segment, index).verdict is Verdict.SEALED
+
+
+def test_a_log_is_asked_for_by_a_message_of_its_own(setting: Setting) -> None:
+    """A daemon that knows no logs ignores what it does not know of a descriptor, and would make a segment for snapshots."""
+    setting.attach()
+    told = descriptor_of("job", "run")
+    wrong = (
+        m.Reserve(MIB, 2, encode_descriptor(replace_kind(told))),
+        m.ReserveBeside(MIB, 2, encode_descriptor(told)),
+    )
+    for message in wrong:
+        refused = setting.ask(message)
+        assert isinstance(refused, m.Refused)
+        assert refused.code is m.RefusalCode.BAD_DESCRIPTOR
+    assert list(setting.store.everything()) == []
+
+
+def test_a_log_that_exceeds_the_quota_is_refused_with_numbers(setting: Setting) -> None:
+    setting.attach()
+    setting.reserve()
+    told = encode_descriptor(replace_kind(descriptor_of("job", "run")))
+    refused = setting.ask(m.ReserveBeside(MIB, 70, told))
+    assert isinstance(refused, m.Refused)
+    assert refused.code is m.RefusalCode.QUOTA
+    assert "70 slots of 1 MiB" in refused.message
+    assert "the quota is 64 MiB" in refused.message
+
+
+def test_a_trainer_is_told_of_its_log_apart_from_its_snapshots(setting: Setting) -> None:
+    setting.attach()
+    snapshots, log = setting.reserve(), reserve_log(setting)
+    fresh = setting.attach(0)
+    assert isinstance(fresh, m.Attached)
+    assert [info.generation for info in fresh.segments] == [snapshots.generation]
+    assert [info.generation for info in fresh.logs] == [log.generation]
+    assert fresh.available_bytes == 64 * MIB - log.file_bytes
+
+
+def test_parked_state_is_told_held_and_shown_apart_from_snapshots_and_logs(
+    setting: Setting,
+) -> None:
+    """It anchors everything, as a snapshot may: were it taken for one, the run would go back to it for ever."""
+    setting.attach()
+    snapshots, log = setting.reserve(), reserve_log(setting)
+    parked, told = reserve_log(setting, 2, "parked"), list[Segment]()
+    setting.housekeeper.sealed = told.append
+    put(snapshots, 0, 3)
+    fill(parked, 1, 7)
+    setting.service.handle(b"t", m.Filled(parked.generation, 1, 7), setting.answers.append)
+    eventually(lambda: _sealed_now(setting, parked, 1), "the parked state is sealed")
+    assert told == []  # nothing is replicated or stored because of it
+    fresh = setting.attach(0)
+    assert isinstance(fresh, m.Attached)
+    assert [info.generation for info in fresh.segments] == [snapshots.generation]
+    assert [info.generation for info in fresh.parked] == [parked.generation]
+    assert fresh.available_bytes == 64 * MIB - log.file_bytes - parked.file_bytes
+    holdings = setting.peering.holdings("job", "run")
+    assert [held.name for held in holdings.segments] == [snapshots.path.name]
+    assert holdings.logs == ()
+    assert [held.name for held in holdings.parked] == [parked.path.name]
+    shown = setting.ask(m.GetSnapshots())
+    assert isinstance(shown, m.Snapshots)
+    (rank,) = shown.ranks
+    assert rank.suffix == (3, 3)
+    assert "parked: iteration 7 (" in render.snapshots(shown, operators=False)
+    status = setting.ask(m.GetStatus())
+    assert isinstance(status, m.Status)
+    assert [segment.kind for segment in status.segments] == ["snapshots", "log", "parked"]
+
+
+def parked_events(setting: Setting) -> list[str]:
+    page = setting.ask(m.GetEvents(limit=100))
+    assert isinstance(page, m.Events)
+    return [event.message for event in page.events if event.kind == "parked"]
+
+
+def test_what_a_trainer_parked_and_had_no_time_to_tell_is_told_once(setting: Setting) -> None:
+    """By the daemon, when it is sealed. What the trainer has told, and what lay there before it came, is not told again."""
+    setting.attach()
+    parked = reserve_log(setting, 2, "parked")
+    put(parked, 0, 6)
+    setting.service.handle(
+        b"t", m.Notice("info", "parked", "parked at iteration 6"), setting.answers.append
+    )
+    fill(parked, 1, 7)  # and the process ends
+    session = setting.service.sessions.of_rank(RANK)
+    assert session is not None
+    setting.service.trainer_gone(session, "its process ended")
+    eventually(lambda: _sealed_now(setting, parked, 1), "the parked state is sealed")
+    setting.service.tick()
+    ours = f"parked at iteration 7: process {os.getpid()} ended before it could tell"
+    assert parked_events(setting) == ["parked at iteration 6", ours]
+    setting.attach(0)  # in a container the next process has the same number
+    setting.ask(m.Detach(final=False))
+    setting.service.tick()
+    assert parked_events(setting) == ["parked at iteration 6", ours]
+
+
+def test_what_was_parked_while_no_daemon_was_there_is_told_by_the_next_one(
+    setting: Setting,
+) -> None:
+    setting.attach()
+    parked = reserve_log(setting, 2, "parked")
+    put(parked, 0, 6)
+    held = (parked.generation,)
+    goes_on = m.Attach("job", "run", 0, 1, "dp1", 1, 0, "2 slots", held, TOKEN)
+    (session,) = setting.service.sessions
+    setting.service.sessions.remove(session)  # as a daemon that was restarted knows none
+    assert isinstance(setting.ask(goes_on), m.Attached)
+    assert isinstance(setting.ask(goes_on), m.Attached)
+    setting.ask(m.Detach(final=False))
+    assert parked_events(setting) == [
+        f"parked at iteration 6: process {os.getpid()} ended before it could tell"
+    ]
+
+
+def _sealed_now(setting: Setting, segment: Segment, index: int) -> bool:
+    setting.workers.collect()
+    return state_of(segment, index) is SlotState.SEALED
+
+
+def test_what_is_logged_is_held_and_shown_and_no_snapshot(setting: Setting) -> None:
+    setting.attach()
+    snapshots, log = setting.reserve(), reserve_log(setting)
+    put(snapshots, 0, 3)
+    put(log, 0, 7)
+    holdings = setting.peering.holdings("job", "run")
+    assert [held.name for held in holdings.segments] == [snapshots.path.name]
+    assert [held.name for held in holdings.logs] == [log.path.name]
+    shown = setting.ask(m.GetSnapshots())
+    assert isinstance(shown, m.Snapshots)
+    (rank,) = shown.ranks
+    assert {slot.iteration for slot in rank.slots if slot.state == "sealed"} == {3}
+    assert {slot.iteration for slot in rank.log if slot.state == "sealed"} == {7}
+    assert rank.suffix == (3, 3)
+    assert "boundary log: iterations 7, " in render.snapshots(shown, operators=False)
+    status = setting.ask(m.GetStatus())
+    assert isinstance(status, m.Status)
+    assert [segment.kind for segment in status.segments] == ["snapshots", "log"]
+    assert status.used_bytes == snapshots.file_bytes + log.file_bytes
+
+
+def test_a_log_is_sealed_on_announcement_and_nobody_takes_that_for_a_snapshot(
+    setting: Setting,
+) -> None:
+    setting.attach()
+    log, told = reserve_log(setting), list[Segment]()
+    setting.housekeeper.sealed = told.append
+    logs: list[Segment] = []
+    setting.housekeeper.log_sealed = logs.append
+    fill(log, 1, 4)
+    setting.service.handle(b"t", m.Filled(log.generation, 1, 4), setting.answers.append)
+
+    def sealed() -> bool:
+        setting.workers.collect()
+        return logs == [log]  # it may have to go to peers
+
+    eventually(sealed, "the logged iteration is sealed, and told of")
+    assert state_of(log, 1) is SlotState.SEALED
+    assert (told, setting.answers) == ([], [])
+
+
+@pytest.mark.parametrize("message", [m.Detach(final=True), m.Forget("job", "run")])
+def test_a_log_goes_with_its_run(setting: Setting, message: m.Message) -> None:
+    setting.attach()
+    log = reserve_log(setting)
+    if isinstance(message, m.Forget):
+        setting.ask(m.Detach())
+    assert isinstance(setting.ask(message), m.Done)
+    assert not log.path.exists()
+    assert setting.store.used_bytes == 0
+
+
+def test_a_dead_trainers_half_filled_log_is_freed(setting: Setting) -> None:
+    setting.attach()
+    log = reserve_log(setting)
+    fill(log, 0, 4, state=SlotState.FILLING)
+    (session,) = setting.service.sessions
+    setting.service.trainer_gone(session, "a test says so")
+    assert state_of(log, 0) is SlotState.FREE
+
+
+@pytest.mark.parametrize("message", [m.Detach(final=True), m.Forget("job", "run")])
+def test_a_told_placement_is_kept_while_its_run_is(setting: Setting, message: m.Message) -> None:
+    """A refused message changes nothing: neither a trainer's that is not attached, nor a request to forget a run that is."""
+    told = m.TellElastic(m.Elastic(((1,),), (m.ElasticNode("here", 1),)))
+    assert isinstance(setting.ask(told), m.Refused)
+    assert setting.ask(m.GetElastic()) == m.SeenElastic(())
+    setting.attach()
+    setting.reserve()
+    setting.service.handle(b"t", told, setting.answers.append)
+    assert not setting.answers, "it is not answered"
+    assert isinstance(setting.ask(m.Forget("job", "run")), m.Refused)
+
+    def seen() -> list[m.Elastic]:
+        reply = setting.ask(m.GetElastic("job", ""))
+        assert isinstance(reply, m.SeenElastic)
+        return [one.elastic for one in reply.told]
+
+    assert seen() == [told.elastic]
+    if isinstance(message, m.Forget):
+        setting.ask(m.Detach())
+        assert seen() == [told.elastic]
+    assert isinstance(setting.ask(message), m.Done)
+    assert seen() == []

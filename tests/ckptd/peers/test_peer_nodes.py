@@ -1,0 +1,242 @@
+"""Who is lost, back, or another than before: hellos and their answers, with the clock a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+import ckptd
+from ckptd.config.settings import DaemonConfig
+from ckptd.event_log import EventLog
+from ckptd.peers.peer_nodes import NeighbourEvents, Neighbours
+from ckptd.transport.control import peer_messages as p
+from ckptd.transport.control.messages import NodeCard
+from ckptd.transport.verbs import Answered, Fabric, Fault, PeerAddress
+
+DEADLINE_S = 5.0
+
+
+@dataclass
+class FakePeer:
+    """A connection whose hellos are answered when the test says so."""
+
+    address: PeerAddress
+    hellos: list[Answered] = field(default_factory=list)
+    closed: bool = False
+
+    def request(self, body: bytes, *, timeout_s: float, answered: Answered) -> None:
+        assert isinstance(p.decode_peer(body), p.PeerHello)
+        self.hellos.append(answered)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def answer(self, boot_id: str) -> None:
+        welcome = p.PeerWelcome(p.PEER_PROTOCOL_VERSION, ckptd.__version__, "b", boot_id)
+        self.hellos.pop(0)(p.encode_peer(welcome))
+
+    def fail(self, fault: Fault = Fault.DEADLINE) -> None:
+        self.hellos.pop(0)(fault)
+
+
+@dataclass
+class Setting:
+    told: list[tuple[str, ...]] = field(default_factory=list)
+    peers: dict[str, FakePeer] = field(default_factory=dict)
+    now_s: float = 100.0
+    in_runs: set[str] = field(default_factory=lambda: {"b"})
+
+    def __post_init__(self) -> None:
+        self.events = EventLog(100)
+        self.neighbours = Neighbours(
+            DaemonConfig(peer_deadline_s=DEADLINE_S),
+            "a",
+            "our boot",
+            cast("Fabric", self),
+            self.events,
+            NeighbourEvents(
+                lambda node, reason: self.told.append(("lost", node)),
+                lambda node: self.told.append(("back", node)),
+                lambda node, boot_id: self.told.append(("restarted", node, boot_id)),
+            ),
+            memory_bytes=1 << 30,
+            post=_at_once,
+            clock=lambda: self.now_s,
+        )
+        self.neighbours.needed = lambda: self.in_runs
+
+    def peer(self, address: PeerAddress) -> FakePeer:
+        """As the fabric."""
+        return self.peers.setdefault(address.endpoint, FakePeer(address))
+
+    def meet(self, endpoint: str, node: str = "b") -> FakePeer:
+        self.neighbours.meet([NodeCard(node, endpoint)])
+        return self.peers[endpoint]
+
+    @property
+    def known(self) -> list[str]:
+        return [status.node for status in self.neighbours.status(self.now_s)]
+
+    def later(self, seconds: float = 1.0) -> None:
+        self.now_s += seconds
+        self.neighbours.tick(self.now_s)
+
+    def heard(self) -> list[tuple[str, ...]]:
+        told, self.told = self.told, []
+        return told
+
+
+def _at_once(work: Callable[[], None]) -> None:
+    work()
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
+def test_a_neighbour_that_does_not_answer_is_lost_until_it_does(setting: Setting) -> None:
+    peer = setting.meet("tcp://1")
+    setting.later()
+    peer.answer("b1")
+    setting.later(DEADLINE_S)
+    assert setting.heard() == []
+    peer.fail()
+    setting.later()
+    assert setting.heard() == [("lost", "b")]
+    assert setting.neighbours.lost == ["b"]
+    setting.later()
+    peer.answer("b1")
+    assert setting.heard() == [("back", "b")]
+    assert setting.neighbours.lost == []
+
+
+def test_another_boot_is_told_also_of_one_that_was_lost(setting: Setting) -> None:
+    """Its old life may have begun something here after we took it for lost."""
+    peer = setting.meet("tcp://1")
+    setting.later()
+    peer.answer("b1")
+    setting.later()
+    peer.answer("b2")
+    assert setting.heard() == [("restarted", "b", "b2")]
+    setting.later(2 * DEADLINE_S)
+    assert setting.heard() == [("lost", "b")]
+    peer.answer("b3")
+    assert setting.heard() == [("restarted", "b", "b3"), ("back", "b")]
+
+
+def test_which_boot_lives_is_what_answered_last_and_is_asked_at_once(setting: Setting) -> None:
+    """Something came from a boot that has not answered yet: it may be the next one, or one that is over."""
+    peer = setting.meet("tcp://1")
+    assert setting.neighbours.boot_of("b") == ""
+    setting.later()
+    peer.answer("b1")
+    assert setting.neighbours.boot_of("b") == "b1"
+    for _ in range(3):
+        setting.neighbours.look_at("b")
+    assert len(peer.hellos) == 1, "one question at a time, so that answers have an order"
+    peer.answer("b2")
+    assert setting.neighbours.boot_of("b") == "b2"
+    assert setting.heard() == [("restarted", "b", "b2")]
+    setting.neighbours.look_at("nobody")
+
+
+def test_a_restart_is_noticed_across_a_change_of_address(setting: Setting) -> None:
+    old = setting.meet("tcp://1")
+    setting.later()
+    old.answer("b1")
+    setting.later()
+    new = setting.meet("tcp://2")
+    assert old.closed
+    old.answer("b1")  # late, of the address before
+    setting.later()
+    new.answer("b2")
+    assert setting.heard() == [("restarted", "b", "b2")]
+
+
+def test_a_lost_neighbour_gets_its_time_anew_at_another_address(setting: Setting) -> None:
+    setting.meet("tcp://1")
+    setting.later(2 * DEADLINE_S)
+    assert setting.heard() == [("lost", "b")]
+    setting.meet("tcp://2")
+    assert setting.heard() == [("back", "b")]
+    assert setting.neighbours.lost == []
+    setting.later(DEADLINE_S + 1)
+    assert setting.heard() == [("lost", "b")]
+
+
+def test_a_neighbour_of_another_protocol_version_is_lost_at_once(setting: Setting) -> None:
+    peer = setting.meet("tcp://1")
+    setting.later()
+    refused = p.PeerRefused("protocol", "another version")
+    peer.hellos.pop(0)(p.encode_peer(refused))
+    assert setting.heard() == [("lost", "b")]
+
+
+# -- who is forgotten ----------------------------------------------------------------------------
+
+
+def test_a_node_that_has_no_part_in_a_run_and_does_not_answer_is_forgotten(
+    setting: Setting,
+) -> None:
+    """Each node that a job had replaced was asked for ever, over a connection of its own with three descriptors."""
+    peer = setting.meet("tcp://1")
+    setting.later()
+    peer.answer("b1")
+    setting.in_runs.clear()  # its place was taken
+    setting.later(DEADLINE_S)
+    assert not peer.closed
+    peer.answer("b1")  # it lives, and may hold what somebody looks for
+    for _ in range(3):
+        setting.later(DEADLINE_S + 1)
+        assert setting.known == ["b"]
+    setting.later(DEADLINE_S)
+    assert (peer.closed, setting.known, setting.neighbours.lost) == (True, [], [])
+    assert setting.heard() == [("lost", "b")]
+    assert [e.kind for e in setting.events.page(0, 10).events] == ["peer_lost", "peer_forgotten"]
+
+
+def test_a_node_with_a_part_in_a_run_is_asked_for_ever(setting: Setting) -> None:
+    peer = setting.meet("tcp://1")
+    for _ in range(50):
+        setting.later(DEADLINE_S)
+    assert (peer.closed, setting.known) == (False, ["b"])
+
+
+def test_a_forgotten_node_is_met_again(setting: Setting) -> None:
+    setting.in_runs.clear()
+    old = setting.meet("tcp://1")
+    setting.later(10 * DEADLINE_S)
+    assert old.closed
+    setting.peers.clear()
+    new = setting.meet("tcp://1")
+    setting.later()
+    new.answer("b2")
+    assert setting.known == ["b"]
+    assert setting.neighbours.lost == []
+
+
+def test_no_more_nodes_are_known_than_there_are_descriptors_for(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (128 + 4 * 3, 1 << 20))
+    setting.in_runs = {"needed"}
+    setting.meet("tcp://needed", "needed")
+    for number in range(5):
+        setting.later()
+        setting.meet(f"tcp://{number}", f"spare{number}")
+    assert setting.known == ["needed", "spare3", "spare4"]
+    assert [setting.peers[f"tcp://{n}"].closed for n in range(5)] == [True] * 3 + [False] * 2
+    setting.in_runs |= {"spare3", "spare4"}
+    for _ in range(2):
+        setting.neighbours.meet([NodeCard("more", "tcp://more")])
+    assert "more" not in setting.known
+    told = [e for e in setting.events.page(0, 100).events if e.kind == "too_many_peers"]
+    assert [e.level for e in told] == ["error"]
+    assert "more is not connected: 3 nodes are" in told[0].message
+    setting.in_runs.discard("spare3")
+    setting.meet("tcp://more", "more")
+    assert setting.known == ["more", "needed", "spare4"]

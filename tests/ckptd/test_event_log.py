@@ -1,0 +1,59 @@
+"""The event log: numbered, bounded, paged."""
+
+from __future__ import annotations
+
+from ckptd.core.sessions import RankKey
+from ckptd.event_log import EventLog
+from ckptd.units import format_age, format_bytes, format_table
+
+
+def test_events_are_numbered_and_bounded() -> None:
+    log = EventLog(limit=3)
+    for number in range(5):
+        log.add("info", "kind", f"message {number}", RankKey("j", "r", number))
+    page = log.page(since=0, limit=10)
+    assert [event.seq for event in page.events] == [3, 4, 5]
+    assert (page.first_seq, page.last_seq) == (3, 5)
+    assert page.events[0].rank == 2
+    assert log.counters["event.kind"] == 5
+
+
+def test_pages_follow_each_other() -> None:
+    log = EventLog(limit=100)
+    for number in range(10):
+        log.add("info", "kind", str(number))
+    seen: list[str] = []
+    since = 0
+    while (page := log.page(since, limit=3)).events:
+        seen += [event.message for event in page.events]
+        since = page.events[-1].seq
+    assert seen == [str(number) for number in range(10)]
+    assert log.page(since=10, limit=3).events == ()
+    assert log.page(since=99, limit=3).events == ()
+    assert EventLog(limit=3).page(0, 3).events == ()
+
+
+def test_kinds_that_trainers_invent_do_not_fill_the_counters() -> None:
+    log = EventLog(limit=10)
+    for number in range(1000):
+        log.add("info", f"kind {number}", "x" * 10_000)
+    assert len(log.counters) <= 257
+    assert sum(log.counters.values()) == 1000
+    assert len(log.page(0, 1).events[0].message) == 4096
+
+
+def test_numbers_for_people() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1536, 5 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5 TiB",
+    ]
+    assert [format_age(s) for s in (1.5, 600, 5400, 864000)] == [
+        "1.5 s",
+        "10 min",
+        "90 min",
+        "10 d",
+    ]
+    assert format_table(("a", "n"), [("x", 5), ("yy", 10)]) == "a    n\nx    5\nyy  10"
+    assert format_table(("a",), []) == "a"

@@ -1,0 +1,118 @@
+"""Holdings as they come from a node: unpacked, checked, and refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from ckptd.core.recovery.global_plan import HeldRecords
+from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader, pack_slot_header
+from ckptd.errors import RemoteProtocolError
+from ckptd.holdings import held_from_segments, operators_id
+from ckptd.transport.control.messages import HeldSegment, HeldSlot
+
+HEADER = SlotHeader(
+    state=SlotState.SEALED,
+    iteration=41,
+    previous=40,
+    image_len=12345,
+    sequence=7,
+    layout_id=9,
+    filled_at_ns=11,
+    sealed_at_ns=12,
+    writer_pid=4321,
+    phase=3,
+    header_digest=bytes(range(16)),
+    digest_ns=99,
+    epoch_start=38,
+    epoch=6,
+)
+
+
+def segment(header: bytes, *, anchors: bytes = b"\x05") -> HeldSegment:
+    return HeldSegment(
+        name="job~run~r3~g2~0123456789abcdef.rep",
+        rank=3,
+        own=False,
+        origin="0123456789abcdef",
+        generation=2,
+        world_size=8,
+        window=4,
+        num_operators=3,
+        operators_id="table",
+        slot_bytes=16384,
+        num_slots=6,
+        slots=(HeldSlot(5, header, anchors),),
+    )
+
+
+def test_a_nodes_holdings_become_records() -> None:
+    record = SlotRecord(
+        generation=2,
+        index=5,
+        state=SlotState.SEALED,
+        iteration=41,
+        previous=40,
+        sequence=7,
+        image_len=12345,
+        layout_id=9,
+        anchors=0b101,
+        phase=3,
+        epoch=6,
+        epoch_start=38,
+        header_digest=bytes(range(16)),
+    )
+    name = "job~run~r3~g2~0123456789abcdef.rep"
+    assert held_from_segments("node-b", [segment(pack_slot_header(HEADER))]) == [
+        HeldRecords("node-b", name, False, 3, 3, "table", 16384, (record,))
+    ]
+    assert held_from_segments("node-b", []) == []
+
+
+@pytest.mark.parametrize(
+    ("header", "anchors", "message"),
+    [
+        (bytes(112), b"\x05", "its header is damaged"),
+        (pack_slot_header(HEADER)[:-1] + b"\xff", b"\x05", "its header is damaged"),
+        (pack_slot_header(replace(HEADER, state=SlotState.FILLED)), b"\x05", "it is filled"),
+        (pack_slot_header(HEADER), b"\x08", "anchors operators beyond the 3"),
+    ],
+)
+def test_what_cannot_be_is_the_nodes_error(header: bytes, anchors: bytes, message: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=message) as caught:
+        held_from_segments("node-b", [segment(header, anchors=anchors)])
+    assert "node=node-b segment=job~run~r3~g2~0123456789abcdef.rep slot=5" in str(caught.value)
+
+
+def descriptor(client: bytes) -> SegmentDescriptor:
+    return SegmentDescriptor(
+        job="job",
+        run="run",
+        rank=0,
+        world_size=1,
+        topology="dp1",
+        layout_version=1,
+        generation=0,
+        node_id="",
+        created_at_ns=0,
+        window=2,
+        num_operators=2,
+        client=client,
+    )
+
+
+def test_equal_operator_tables_have_equal_ids_whatever_else_the_trainer_says() -> None:
+    def told(**payload: object) -> str:
+        return operators_id(descriptor(msgspec.msgpack.encode(payload)))
+
+    assert told(operators=["a", "b"], phases=[1]) == told(phases=[2], operators=["a", "b"])
+    assert told(operators=["a", "b"]) != told(operators=["b", "a"])
+    assert len(told(operators=[])) == 32
+
+
+def test_a_table_of_another_form_equals_only_itself() -> None:
+    payloads = [b"", b"\xc1", msgspec.msgpack.encode({"x": 1}), msgspec.msgpack.encode([1])]
+    assert len({operators_id(descriptor(p)) for p in payloads}) == len(payloads)

@@ -1,0 +1,226 @@
+"""The trainer's ownership of its memory ends when it says so, and when it dies, whatever it forked meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ckptd.client.daemon_link.mapped_segment import MappedSegment, RankTaken, SlotTable
+from ckptd.client.daemon_link.slot_file import SlotFile
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import OWNER_LOCK_BYTE, encode_descriptor, slot_lock_byte
+from ckptd.core.slots.segment_hints import RingHint, write_ring_hint
+from ckptd.memory import locks
+from ckptd.memory.segment_file import Segment
+from ckptd.transport.control.messages import Attach, Attached, Hello, Reserve, Reserved
+from ckptd.transport.control.wire import ControlClient
+from tests.ckptd.running import MIB, descriptor, fill
+from tests.users import STRANGER, needs_users
+
+
+@pytest.fixture
+def path(endpoint: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A segment that the daemon has just made; its session stays open during the test."""
+    run = "".join(c if c.isalnum() else "-" for c in request.node.name)[:60]
+    with ControlClient(endpoint, timeout_s=20) as client:
+        client.request(Hello("test", os.getpid()))
+        client.ask(Attach("job", run, 0, 1, "dp1", 1, MIB, "for a test", ()), Attached)
+        wish = Reserve(MIB, 3, encode_descriptor(descriptor(run=run)))
+        yield client.ask(wish, Reserved).segment.path
+
+
+def owned(path: str) -> bool:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return locks.is_locked(fd, OWNER_LOCK_BYTE, True)
+    finally:
+        os.close(fd)
+
+
+def test_one_owner_at_a_time(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    with pytest.raises(RankTaken, match="two trainers must not share job, run and rank"):
+        MappedSegment(path, 1)
+    segment.close()
+    MappedSegment(path, 1).close()
+
+
+@needs_users
+def test_a_segment_of_another_user_is_not_mapped(path: str) -> None:
+    """He could read the model out of it, and put another one in."""
+    os.chown(path, STRANGER, STRANGER)
+    with pytest.raises(PermissionError, match=f"owner {STRANGER}, mode 0600.*expected user"):
+        MappedSegment(path, 1)
+    with pytest.raises(PermissionError, match=f"owner {STRANGER}"):
+        SlotFile(Path(path), "snapshots")
+
+
+def test_a_segment_that_everybody_may_write_to_is_not_mapped(path: str) -> None:
+    os.chmod(path, 0o666)
+    with pytest.raises(PermissionError, match="written to by everybody"):
+        MappedSegment(path, 1)
+
+
+def test_close_gives_up_ownership_while_views_live(path: str) -> None:
+    """``mmap`` keeps a duplicate of its descriptor as long as any tensor looks into it: locks on that description would
+    outlive ``close``, and a second Checkpointer in one process would be refused."""
+    segment = MappedSegment(path, 1)
+    view = segment.memory.tensor
+    assert owned(path)
+    segment.close()
+    assert not owned(path)
+    assert view.numel() > 0
+
+
+def test_a_forked_child_does_not_keep_ownership(path: str) -> None:
+    """A data loader's worker outlives a killed trainer by a moment: its copy of the descriptors must not count."""
+    segment = MappedSegment(path, 1)
+    assert segment.try_lock_slot(1)
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:  # the child does nothing but live
+        os.write(told, b"x")
+        signal.pause()
+        os._exit(0)
+    try:
+        assert os.read(ready, 1) == b"x"
+        assert owned(path)
+        segment.close()
+        assert not owned(path)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        assert not locks.is_locked(fd, slot_lock_byte(1), True)
+        os.close(fd)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(told)
+
+
+def test_slots_are_sealed_here_as_the_daemon_would(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    fill(_as_daemon(segment), 0, 7)
+    segment.seal(0)
+    header = segment.header(0)
+    assert header is not None
+    assert header.state is SlotState.SEALED
+    assert header.sealed_at_ns >= header.filled_at_ns
+    assert any(header.header_digest)
+    segment.seal(0)
+    assert segment.header(0) == header
+    segment.close()
+
+
+def test_a_free_slot_is_not_sealed(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    segment.seal(2)
+    header = segment.header(2)
+    assert header is None or header.state is SlotState.FREE
+    segment.close()
+
+
+def test_the_table_reads_the_truth_from_memory(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    table = SlotTable([segment])
+    assert [r.state for r in table.records()] == [SlotState.FREE] * 3
+    assert table.next_sequence() == 1
+    fill(_as_daemon(segment), 1, 7, anchors=2)
+    record = table.records()[1]
+    assert (record.iteration, record.previous, record.state, record.anchors) == (
+        7,
+        6,
+        SlotState.FILLED,
+        2,
+    )
+    assert table.next_sequence() == record.sequence + 1
+    segment.close()
+
+
+def test_records_tell_their_history_and_their_digest(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    fill(_as_daemon(segment), 1, 7)
+    header = segment.header(1)
+    assert header is not None
+    segment.write_header(1, replace(header, epoch=3, epoch_start=5))
+    segment.seal(1)
+    record = SlotTable([segment]).records()[1]
+    assert (record.state, record.epoch, record.epoch_start) == (SlotState.SEALED, 3, 5)
+    sealed = segment.header(1)
+    assert sealed is not None
+    assert any(record.header_digest)
+    assert record.header_digest == sealed.header_digest
+    segment.close()
+
+
+def test_what_the_daemon_asks_to_keep_is_read_at_once(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    table = SlotTable([segment], epoch=2, epoch_start=4)
+    assert (table.ring_hint, table.epochs) == (RingHint(), {2: 4})
+    for hint in (RingHint(5, 6, 3, sole=True), RingHint(0, span=1), RingHint()):
+        write_ring_hint(segment.buffer, hint)
+        assert segment.ring_hint == table.ring_hint == hint
+    assert SlotTable([]).ring_hint == RingHint()
+    segment.close()
+
+
+def test_what_a_run_went_back_to_stays_until_its_new_history_has_a_floor(path: str) -> None:
+    """Epoch 2 began at iteration 5. Two other nodes held the floor, 3, so the ring was soft; and what may be the floor next began with 9, since a chain of
+    another rank had broken. Iteration 5 was given away, and a job that died then had nothing in common with the others after 3, or nothing at all.
+    """
+    segment = MappedSegment(path, 1)
+    told = msgspec.structs.replace(segment.descriptor, world_size=2)
+    segment.descriptor = told
+    for slot, iteration in enumerate((5, 9)):
+        fill(_as_daemon(segment), slot, iteration, anchors=1)
+        segment.seal(slot)
+    header = segment.header(1)
+    assert header is not None
+    segment.write_header(1, replace(header, epoch=2, epoch_start=5))
+    table = SlotTable([segment], epoch=2, epoch_start=5)
+    first = SlotTable([segment], epoch=2, epoch_start=-1)
+
+    def kept(of: SlotTable) -> tuple[bool, set[int]]:
+        hard = of.is_hard(connected=True)
+        return hard, {index for _, index in of.promised(of.records(), 1, hard=hard)}
+
+    soft = RingHint(3, 9, 1, epoch=2, aim=9)
+    write_ring_hint(segment.buffer, soft)
+    assert kept(table) == (True, {0, 1})
+    assert kept(first) == (False, {1}), "a run that never went back"
+    write_ring_hint(segment.buffer, soft._replace(floor=7, epoch=1))
+    assert kept(table)[0], "a floor of the history that was left"
+    write_ring_hint(segment.buffer, soft._replace(floor=5))
+    assert kept(table) == (False, {0, 1}), "it is the floor itself"
+    write_ring_hint(segment.buffer, soft._replace(floor=9))
+    assert kept(table) == (False, {1})
+    segment.close()
+
+
+def test_a_damaged_header_counts_as_free(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    fill(_as_daemon(segment), 1, 7)
+    at = bytes(segment.buffer[: segment.geometry.slots_offset]).index(b"SLOT", 4096)
+    while bytes(segment.buffer[at + 8 : at + 16]) != (7).to_bytes(8, "little"):
+        at = bytes(segment.buffer[: segment.geometry.slots_offset]).index(b"SLOT", at + 1)
+    segment.buffer[at + 8] ^= 1
+    assert SlotTable([segment]).records()[1].state is SlotState.FREE
+    segment.close()
+
+
+def test_an_image_that_cannot_be_read_anchors_nothing(path: str) -> None:
+    segment = MappedSegment(path, 1)
+    fill(_as_daemon(segment), 1, 7, anchors=3)
+    segment.slot(1)[:8] = b"\xff" * 8
+    assert SlotTable([segment]).records()[1].anchors == 0
+    segment.close()
+
+
+def _as_daemon(segment: MappedSegment) -> Segment:
+    """What ``fill`` uses of a daemon's segment, our mapping has too."""
+    return segment  # type: ignore[return-value]

@@ -1,0 +1,156 @@
+"""In replay, who has recorded something hands it to the others: from whom, and the bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ckptd.client.model.operators import Member, Operator
+from ckptd.client.model.replicated_params import EVERY_RANK, Replicas, Sharing
+from ckptd.client.model.snapshot_layout import Source
+from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.recovery import replica_broadcast
+from ckptd.client.recovery.replica_broadcast import Handing, arrange
+from ckptd.core.schedules.schedule import OperatorKind
+from tests.client.gloo_ranks import run_in_ranks
+from tests.client.meeting import outcomes
+
+NAMES = ("a", "b", "c", "d")
+
+
+def operators(names: tuple[str, ...] = NAMES) -> list[Operator]:
+    return [Operator(n, OperatorKind.DENSE, (Member(n),)) for n in names]
+
+
+def shared(num_ranks: int, names: tuple[str, ...] = NAMES) -> Sharing:
+    return Sharing(dict.fromkeys(names, Replicas(tuple(range(num_ranks)), None)))
+
+
+def arranged(*owners: list[int], sharing: list[Sharing] | None = None) -> list[Any]:
+    """What each rank hands over, by what each has planned; or what it raises."""
+    sharings = sharing or [shared(len(owners))] * len(owners)
+
+    def work(rank: int, exchange: Exchange) -> Handing:
+        return arrange(sharings[rank], operators(), owners[rank], rank, exchange)
+
+    found = outcomes([lambda e, r=r: work(r, e) for r in range(len(owners))])  # type: ignore[misc]
+    return [f.sends() if isinstance(f, Handing) else f for f in found]
+
+
+class TestFromWhom:
+    def test_each_hands_over_what_it_owns(self) -> None:
+        assert arranged([0, 1, 1, 0], [0, 1, 1, 0]) == [{0, 3}, {1, 2}]
+
+    def test_where_all_have_everything_nothing_is_handed(self) -> None:
+        assert arranged([], [EVERY_RANK] * 4) == [frozenset(), frozenset()]
+
+    def test_where_all_have_everything_their_operators_may_differ(self) -> None:
+        """Told to be alike and found not to be, so that each captured its own, of another number: such a run must be able to resume."""
+        names = [NAMES, NAMES[:3]]
+
+        def work(rank: int, exchange: Exchange) -> Handing:
+            return arrange(shared(2), operators(names[rank]), [], rank, exchange)
+
+        found = outcomes([lambda e: work(0, e), lambda e: work(1, e)])
+        assert [isinstance(f, Handing) and f.sends() for f in found] == [frozenset(), frozenset()]
+
+    def test_of_several_who_have_it_the_first(self) -> None:
+        """Rank 1 captured everything (its plan differed); ranks 0 and 2 still rely on each other, and on it."""
+        alone = [EVERY_RANK] * 4
+        assert arranged([0, 1, 2, 0], alone, [0, 1, 2, 0]) == [{0, 3}, {1, 2}, frozenset()]
+
+    def test_what_nobody_recorded_is_told_on_every_rank(self) -> None:
+        for error in arranged([0, 1, 1, 1], [0, 1, 1, 0]):
+            assert isinstance(error, ValueError)
+            assert "no rank of [0, 1] has recorded d" in str(error)
+
+    def test_a_rank_without_such_operators_is_told(self) -> None:
+        for error in arranged([0, 1, 1, 0], [], sharing=[shared(2), shared(2, NAMES[:2])])[:1]:
+            assert isinstance(error, ValueError)
+            assert "rely on those of rank 1 for a and others" in str(error)
+
+    def test_without_a_group_there_is_nobody_to_ask(self) -> None:
+        """The run had a DDP wrapper, and has none now."""
+        first, second = arranged([0, 1, 1, 0], [0, 1, 1, 0], sharing=[Sharing(), Sharing()])
+        assert "b was captured on rank 1, with which this rank shares nothing now" in str(first)
+        assert "a was captured on rank 0" in str(second)
+
+
+BF16 = torch.arange(6, dtype=torch.float32).view(2, 3).to(torch.bfloat16)
+PARTS: dict[str, list[tuple[Source, Tensor]]] = {
+    "a": [(Source("param", "a", dtype=torch.bfloat16), BF16)],
+    "b": [
+        (Source("param", "b", "", 2, 4, torch.float32), torch.tensor([[1.5], [-0.0]])),
+        (Source("optim", "b", "exp_avg", None, None, torch.float64), torch.rand(3).double()),
+        (Source("master", "b", dtype=torch.float32), torch.tensor(7.25)),
+    ],
+    "c": [],
+    "d": [(Source("param", "d", dtype=torch.float32), torch.empty(0, 5))],
+}
+
+
+def handed(rank: int) -> None:
+    replica_broadcast._CHUNK_BYTES = 100  # several chunks, and a part that is larger than one
+    sharing = Sharing(dict.fromkeys(NAMES, Replicas((0, 1, 2), dist.group.WORLD)))
+
+    def meet(said: bytes) -> list[bytes]:
+        told: list[Any] = [None] * 3
+        dist.all_gather_object(told, said)
+        return told
+
+    owners = [1, 2, 1, 0]
+    found = arrange(sharing, operators(), owners, rank, meet)
+    torch.manual_seed(3)
+    parts = {n: [(s, torch.rand_like(t) if s.key else t) for s, t in p] for n, p in PARTS.items()}
+    got: list[tuple[Source, Tensor]] = []
+
+    def mine(of: frozenset[int]) -> tuple[list[tuple[Source, Tensor]], list[str]]:
+        return [p for i in sorted(of) for p in parts[NAMES[i]]], [NAMES[i] for i in of if i == 2]
+
+    absent = found.hand(mine, lambda source, data: got.append((source, data.clone())))
+    expected = [p for owner in (0, 1, 2) if owner != rank for p in _of(owner, owners, parts)]
+    assert [s for s, _ in got] == [s for s, _ in expected]
+    for (_, here), (_, there) in zip(got, expected, strict=True):
+        assert here.dtype == there.dtype
+        assert here.shape == there.shape
+        assert torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
+    assert absent == (set() if rank == 1 else {"c"})
+    assert (found.bytes_sent > 0) == (rank != 0)
+    got.clear()
+    found.hand(mine, lambda source, data: got.append((source, data)), among=frozenset({1, 3}))
+    assert {s.name for s, _ in got} == {0: {"b"}, 1: {"b", "d"}, 2: {"d"}}[rank]
+    # An optimizer of this rank's own has stepped: nobody else comes, and it must not wait.
+    if rank == 1:
+        assert found.hand(mine, lambda source, data: None, among=frozenset()) == set()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _of(owner: int, owners: list[int], parts: Any) -> list[tuple[Source, Tensor]]:
+    return [p for name, o in zip(NAMES, owners, strict=True) if o == owner for p in parts[name]]
+
+
+@pytest.mark.slow
+def test_bytes_arrive_as_they_were_sent(tmp_path: Path) -> None:
+    """Slices, other dtypes, a scalar, an empty tensor, a negative zero, nothing at all; on three real ranks."""
+    run_in_ranks(handed, 3, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("fake", "cpu"), ("cpu:fake,cuda:fake", "cpu"), ("cuda:fake", "cuda"), ("cpu:fake", "cpu")],
+)
+def test_the_device_is_one_that_the_group_can_reach(backend: str, device: str) -> None:
+    """Its name need not be "nccl" for a group to have nothing but GPUs."""
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=2)
+    try:
+        wire = replica_broadcast._Wire(Replicas((0, 1), dist.group.WORLD))
+        assert wire._device.type == device
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,181 @@
+"""The end of a start: what was found is looked at on every rank before any goes on."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ckptd.client.capture.step_state import Stateful
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.identity import Identity
+from ckptd.client.model.freezing import Tape
+from ckptd.client.model.live_state import Binding
+from ckptd.client.model.operators import discover_operators
+from ckptd.client.model.replicated_params import NOTHING_SHARED
+from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.recovery import start
+from ckptd.client.recovery.global_recovery import recover_together
+from ckptd.client.recovery.start import Recovery, Resumption
+from ckptd.client.schedule.planning import make_plan
+from ckptd.client.training_state import Subject
+from ckptd.core.schedules.schedule import Ordering
+from ckptd.core.slots.segment_hints import HINT_DROP_GRADIENTS
+from ckptd.cuda.engine import CopyEngine
+from ckptd.cuda.select import make_engine
+from ckptd.errors import AttachRefused, DaemonUnavailable
+from tests.ckptd.running import MIB
+from tests.client.daemon_link.test_rank_memory import attached, record
+from tests.client.meeting import outcomes
+
+NO_STATE: dict[str, Stateful] = {}
+
+
+def bound(width: int) -> Binding:
+    model = nn.Linear(width, 2)
+    return Binding(model, [torch.optim.SGD(model.parameters())], None)
+
+
+def payload(width: int) -> bytes:
+    """What a trainer of such a model writes into its descriptor."""
+    binding = bound(width)
+    plan = make_plan(
+        binding,
+        discover_operators(binding.model, rows_allowed=binding.rows_allowed),
+        policy="sliding",
+        window=2,
+        every=1,
+        budget_bytes=None,
+        available_bytes=None,
+        popularity=None,
+        ordering=Ordering.HARD,
+        compute_dtypes={},
+        identity={"rank": "0"},
+        scalars_capacity=4096,
+    )
+    return plan.payload(binding)
+
+
+@pytest.fixture
+def engine() -> Iterator[CopyEngine]:
+    found = make_engine(torch.device("cpu"), inline=False)
+    yield found
+    found.close()
+
+
+@contextmanager
+def two_ranks(endpoint: str, run: str) -> Iterator[list[RankMemory]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(attached(endpoint, run, rank, 2)) for rank in range(2)]
+
+
+@pytest.fixture
+def run(endpoint: str) -> str:
+    """A run of which both ranks have recorded a suffix."""
+    run = uuid.uuid4().hex[:8]
+    with two_ranks(endpoint, run) as memories:
+        outcomes([partial(recover_together, memory) for memory in memories])
+        for memory in memories:
+            memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
+            for iteration in (3, 4):
+                record(memory, iteration)
+    return run
+
+
+def find(
+    memories: list[RankMemory],
+    engine: CopyEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    widths: tuple[int, int],
+) -> list[Resumption | Exception | None]:
+    """What ranks with models of these widths find, or raise."""
+
+    exchanges: dict[int, Exchange] = {}
+
+    def work(rank: int, exchange: Exchange) -> Resumption | None:
+        exchanges[rank] = exchange
+        subject = Subject(
+            bound(widths[rank]),
+            NO_STATE,
+            Identity("job", "run", rank, 2),
+            ("inputs", ""),
+            [],
+            NOTHING_SHARED,
+        )
+        return Recovery(subject, engine, Tape(), on_mismatch="raise").find(memories[rank])
+
+    monkeypatch.setattr(start, "exchange", lambda identity, said: exchanges[identity.rank](said))
+    return outcomes([lambda e, r=r: work(r, e) for r in range(2)])  # type: ignore[misc]
+
+
+def test_both_find_the_same(
+    endpoint: str, run: str, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_ranks(endpoint, run) as memories:
+        first, second = find(memories, engine, monkeypatch, widths=(4, 4))
+        assert isinstance(first, Resumption), first
+        assert isinstance(second, Resumption), second
+        assert (first.replay.start, first.replay.end) == (3, 4)
+        assert (second.replay.start, second.replay.end) == (3, 4)
+        assert (first.replay.freezing, second.replay.freezing) == ("inputs", "inputs")
+
+
+def test_what_one_rank_has_learnt_about_freezing_all_heed(
+    endpoint: str, run: str, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the rank that noticed changed over. The others' part of a norm over all gradients stayed wrong, at each start."""
+    with two_ranks(endpoint, run) as memories:
+        memories[1].leave_hint(HINT_DROP_GRADIENTS)
+        for found in find(memories, engine, monkeypatch, widths=(4, 4)):
+            assert isinstance(found, Resumption), found
+            assert found.replay.freezing == "drop"
+
+
+def test_another_model_on_one_rank_stops_both(
+    endpoint: str, run: str, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 could go on, and would wait for rank 1 in its first step."""
+    with two_ranks(endpoint, run) as memories:
+        first, second = find(memories, engine, monkeypatch, widths=(4, 5))
+        assert isinstance(second, AttachRefused)
+        assert second.code == "model_changed"
+        assert isinstance(first, DaemonUnavailable)
+        assert "rank 1 on node" in str(first)
+        assert "are of another model" in str(first)
+    with two_ranks(endpoint, run) as memories:
+        found = find(memories, engine, monkeypatch, widths=(4, 4))
+        assert all(isinstance(one, Resumption) for one in found), "nothing was lost"
+
+
+def test_a_snapshot_that_does_not_arrive_on_one_rank_stops_both(
+    endpoint: str, run: str, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was damaged on the way, say: the other must not begin its replay alone."""
+    with two_ranks(endpoint, run) as memories:
+        together = recover_together
+
+        def without_the_first(
+            memory: RankMemory, exchange: Exchange, at: int | None, **options: int
+        ) -> object:
+            found = together(memory, exchange, at, **options)
+            if memory is not memories[1]:
+                return found
+            assert isinstance(found, tuple)
+
+            def gone() -> None:
+                raise DaemonUnavailable("iteration 3 could not be brought here", operation="fetch")
+
+            found[0][0]._view = gone  # type: ignore[assignment]
+            return found
+
+        monkeypatch.setattr(start, "recover_together", without_the_first)
+        found = find(memories, engine, monkeypatch, widths=(4, 4))
+        assert all(isinstance(error, DaemonUnavailable) for error in found), found
+        assert str(found[0]) == str(found[1])
+        assert "fetch: iteration 3 could not be brought here" in str(found[0])

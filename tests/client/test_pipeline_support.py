@@ -1,0 +1,38 @@
+"""What a rank is told before it runs without its neighbours. The rest of `PipelinePart` is played by whole jobs."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from ckptd.client.capture.stage_shapes import StageShapes
+from ckptd.client.pipeline.upstream_feed import FedLogs
+from ckptd.client.pipeline.value_logs import ValueLogs
+from ckptd.client.pipeline_support import PipelinePart
+from ckptd.client.recovery.localized_recovery import ApartStart
+from ckptd.client.stats import Stats
+from ckptd.core.recovery.localized_plan import Feed, LocalizedPlan, RankKind, RankPlan
+from ckptd.errors import DaemonUnavailable
+
+KNOWN: StageShapes = {"inputs": [], "outputs": []}
+
+
+def start(*feeds: Feed) -> ApartStart:
+    """Rank 1 replays from iteration 8 on, the others begin at 12."""
+    mine = RankPlan(RankKind.REPLAYS, 8, 11, (), feeds)
+    plan = LocalizedPlan(12, 0, {1: mine}, "", {})
+    nothing = cast(Any, None)
+    fed = FedLogs(nothing, {})
+    return ApartStart(plan, mine, [], fed, ValueLogs(nothing, mine, fed))
+
+
+def test_a_stage_that_would_ask_its_neighbours_is_not_run_without_them() -> None:
+    """It waited for ever: nobody answers while it rehearses alone."""
+    part = PipelinePart(Stats())
+    with pytest.raises(DaemonUnavailable, match="would ask its neighbours"):
+        part.run_apart(1, start(Feed(0, 8, 12, ())), {0: KNOWN, 1: None})
+
+
+def test_a_stage_that_asks_nobody_may_not_know() -> None:
+    assert PipelinePart(Stats()).run_apart(1, start(), {0: KNOWN, 1: None}) == {0: KNOWN}

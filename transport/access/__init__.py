@@ -1,0 +1,1 @@
+"""Who may connect, and stay connected."""

@@ -1,0 +1,402 @@
+"""Who stands at the door of a ROUTER: libzmq accepts by itself, so its connections are watched, and cut, from outside.
+
+A thread of its own reads the socket's monitor. An event only says that something happened at a descriptor, and may be heard late, when the
+number is another's already. So events are reasons to look: a connection is what has the number now (`Visitor`: its inode and both
+ends), it arrives when it is first seen there, by an event or because a message came over it, and it is gone when
+something else, or nothing, has its number. Who may not stay (`Admission`) has its connection shut down, after it was compared with the
+visitor; libzmq then closes its own.
+
+libzmq's I/O thread waits while nobody reads its events, so it cannot run ahead of this thread by more than `AHEAD` connections (the queue of
+the monitor). Nothing may call into the socket from here: its calls wait for that I/O thread.
+
+Connections over the network are measured as well: libzmq puts parts of one message, of which no end comes, into memory without a
+bound. What a node's connections have received and nobody has taken may not grow beyond `MAX_QUEUED_BYTES`, and what strangers of one address send
+not beyond `MAX_STRANGER_BYTES`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ckptd.transport.access.admission import (
+    Admission,
+    AdmissionLimits,
+    TurnedAway,
+    TurnReason,
+    source_of,
+)
+from ckptd.transport.access.pinned import Pin
+from ckptd.transport.access.refusals import RefusalLog
+
+__all__ = [
+    "AHEAD",
+    "MAX_QUEUED_BYTES",
+    "MAX_STRANGER_BYTES",
+    "TOLD",
+    "Doorkeeper",
+    "Visitor",
+    "fd_of_frame",
+    "source_of_frame",
+]
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_BYTES = (
+    256 << 20
+)  # more than the largest message and a full window of the largest chunks
+MAX_STRANGER_BYTES = 16 << 20  # a handshake and an `open` take less than a thousandth of it
+LOOK_S = 0.2  # between two looks at what is queued
+SOON_S = 0.02  # the same where much is queued: a fast sender brings tens of MiB meanwhile
+MUCH_BYTES = 16 << 20
+AHEAD = 1001  # libzmq's own 1,000, and one: a queue of 0 has no bound
+KEPT_ALIVE_BYTES = 64  # between two looks: more than heartbeats take
+TCP_INFO_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info
+EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+BATCH = 256  # events between two looks at the clock
+
+
+class Visitor(NamedTuple):
+    """A connection: its descriptor in this process, what tells it from all that had or will have the same, and what counts as one address."""
+
+    fd: int
+    inode: int
+    ends: tuple[Any, ...]
+    source: str
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What came in on a connection, and what of it was taken; the latter is written by the thread of the socket alone."""
+
+    node: str  # "": a stranger's
+    accounted: int
+    taken: int = 0
+    taken_before: int = 0  # at the last look
+
+    def waiting(self, received: int) -> int:
+        """Bytes that libzmq holds of a connection that has received so many; too few rather than too many."""
+        taken = self.taken
+        if self.node:
+            self.accounted += taken - self.taken_before + KEPT_ALIVE_BYTES
+        self.accounted = min(self.accounted, received)
+        self.taken_before = taken
+        return received - self.accounted
+
+
+class Doorkeeper:
+    """Made before the socket is bound, so that nothing is missed; works from `start` to `stop`."""
+
+    def __init__(
+        self, name: str, router: zmq.Socket[bytes], limits: AdmissionLimits, refusals: RefusalLog
+    ) -> None:
+        self._router = router
+        self._refusals = refusals
+        self._lock = threading.Lock()
+        self._admission = Admission(limits)
+        self._by_fd: dict[int, Visitor] = {}
+        self._suspects: set[int] = set()  # descriptors of which an end was told, that are open
+        self._ended: Counter[int] = Counter()  # ends that were told, and of whom is not known yet
+        self._untold: Counter[int] = Counter()  # ends that were seen before they were told
+        self._denied: Counter[str] = (
+            Counter()
+        )  # by address: keys refused, whose end is not heard of yet
+        self._queues: dict[int, _Queue] = {}
+        self._port = 0
+        self._look_at_s = 0.0
+        self._pin = Pin()
+        self._monitor = _monitor_of(router)
+        self._thread = threading.Thread(target=self._run, name=f"door-{name}", daemon=True)
+
+    def start(self, port: int) -> None:
+        """``port``: where the socket listens; 0 if that is no TCP port."""
+        self._port = port
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more. The thread that owns the socket calls this; the monitor is read until libzmq has stopped it."""
+        self._router.disable_monitor()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._monitor.close(linger=0)
+        self._pin.close()
+
+    # --- for the thread of the socket ---
+
+    def identified(self, fd: int, node: str, source: str) -> None:
+        """The connection with this descriptor has shown that it is of ``node``, in a message that came from ``source``."""
+        visitor = self._look(fd)
+        if visitor is None or (source and visitor.source != source):
+            return  # closed meanwhile
+        with self._lock:
+            turned = self._met(visitor)
+            if self._admission.is_stranger(visitor):
+                turned += self._identify(visitor, node)
+        self._turn(turned)
+
+    def denied(self, source: str) -> None:
+        """A key that came from this address was refused, and counted: the end of the connection is not counted again."""
+        with self._lock:
+            self._denied[source_of(source)] += 1
+
+    def cut(self, fd: int, why: str) -> None:
+        """End a connection that breaks the protocol."""
+        visitor = self._look(fd)
+        if visitor is not None:
+            self._refusals.refused("flood", visitor.source, why)
+            self._shut(visitor)
+
+    def cut_node(self, fd: int, node: str) -> None:
+        """End a connection of a node that is not trusted any more; one of another node with this descriptor stays."""
+        with self._lock:
+            visitor, queue = self._by_fd.get(fd), self._queues.get(fd)
+        if visitor is not None and queue is not None and queue.node == node:
+            self._shut(visitor)
+
+    def took(self, fd: int, size_bytes: int) -> None:
+        """So much of what this connection received was taken from the socket."""
+        queue = self._queues.get(fd)
+        if queue is not None:
+            queue.taken += size_bytes
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._monitor, zmq.POLLIN)
+        while True:
+            wait_s = min(LOOK_S, max(0.0, self._look_at_s - time.monotonic()))
+            poller.poll(math.ceil(wait_s * 1000))
+            try:
+                if not self._read_events():
+                    return
+                self._look_after(time.monotonic())
+            except Exception:  # the thread's main: libzmq stands still when nobody reads its events
+                logger.exception("watching the connections of a port failed")
+
+    def _look_after(self, now_s: float) -> None:
+        with self._lock:
+            turned = self._admission.overdue(now_s)
+        self._turn(turned)
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_S
+            self._look_at_suspects()
+            if self._look_at_queues() > MUCH_BYTES:
+                self._look_at_s = now_s + SOON_S
+            self._refusals.flush(now_s)
+
+    def _read_events(self) -> bool:
+        """False: there will be no more."""
+        for _ in range(BATCH):
+            try:
+                event = recv_monitor_message(self._monitor, zmq.DONTWAIT)
+            except zmq.Again:
+                return True
+            if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                return False
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._accepted(event["value"])
+            else:
+                self._disconnected(event["value"])
+        return True
+
+    def _accepted(self, fd: int) -> None:
+        """Somebody connected, who may be gone by now, or may have been met before."""
+        visitor = self._look(fd)
+        if visitor is None:
+            return
+        with self._lock:
+            turned = self._met(visitor)
+        self._turn(turned)
+
+    def _disconnected(self, fd: int) -> None:
+        """A connection with this descriptor ends: libzmq says so before it closes it. Another may have the number by now."""
+        with self._lock:
+            if self._untold[fd] > 0:
+                self._untold[fd] -= 1
+            else:
+                self._ended[fd] += 1
+            self._suspects.add(fd)
+        self._settle(fd)
+
+    def _settle(self, fd: int, *, late: bool = False) -> None:
+        """Compare who had a descriptor with who has it now. ``late``: an end that was told should be seen by now."""
+        now = self._look(fd)
+        with self._lock:
+            before = self._by_fd.get(fd)
+            if before is None or before != now:
+                self._suspects.discard(fd)
+                if before is not None:
+                    self._gone(before)
+            elif not late:
+                return
+            for _ in range(self._ended.pop(fd, 0)):  # they came and went between two looks
+                self._left("")
+
+    def _look_at_suspects(self) -> None:
+        with self._lock:
+            suspects = list(self._suspects)
+        for fd in suspects:
+            self._settle(fd, late=True)
+
+    # --- with the lock ---
+
+    def _met(self, visitor: Visitor) -> list[TurnedAway]:
+        """This connection exists. Who had its descriptor before is gone, whether that was told or not."""
+        before = self._by_fd.get(visitor.fd)
+        if before == visitor:
+            return []
+        if before is not None:
+            self._gone(before)
+        self._by_fd[visitor.fd] = visitor
+        self._measure(visitor, "")
+        return self._admission.arrived(visitor, visitor.source, now_s=time.monotonic())
+
+    def _gone(self, visitor: Visitor) -> None:
+        del self._by_fd[visitor.fd]
+        self._queues.pop(visitor.fd, None)
+        if self._ended[visitor.fd] > 0:
+            self._ended[visitor.fd] -= 1
+        else:
+            self._untold[visitor.fd] += 1
+        if self._admission.gone(visitor):
+            self._left(visitor.source)
+
+    def _left(self, source: str) -> None:
+        """A stranger that nobody had turned away has gone; "": its address was never seen."""
+        if not self._was_denied(source):
+            self._refusals.stranger("left", source, "it went without saying who it is")
+
+    def _was_denied(self, source: str) -> bool:
+        """Whether this end is that of a connection whose key was refused."""
+        found = source or next(iter(self._denied), "")
+        if self._denied[found] <= 0:
+            return False
+        self._denied[found] -= 1
+        self._denied = +self._denied
+        return True
+
+    def _identify(self, visitor: Visitor, node: str) -> list[TurnedAway]:
+        self._measure(visitor, node)
+        return self._admission.identified(visitor, node)
+
+    def _measure(self, visitor: Visitor, node: str) -> None:
+        self._queues[visitor.fd] = _Queue(node, self._received(visitor.fd) if node else 0)
+
+    # --- descriptors ---
+
+    def _turn(self, turned: list[TurnedAway]) -> None:
+        for each in turned:
+            self._refusals.stranger(each.reason, each.source, TOLD[each.reason])
+            assert isinstance(each.visitor, Visitor)
+            self._shut(each.visitor)
+
+    def _look(self, fd: int) -> Visitor | None:
+        """What has this number now, if it is a connection of ours."""
+        try:
+            with self._pin.hold(fd) as connection:
+                return self._visitor(fd, connection)
+        except OSError:
+            return None
+
+    def _visitor(self, fd: int, connection: socket.socket) -> Visitor | None:
+        """Who is connected by this socket; None if it is none of ours."""
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        here, there = connection.getsockname(), connection.getpeername()
+        if here[1] != self._port:
+            return None
+        inode = os.fstat(connection.fileno()).st_ino
+        return Visitor(fd, inode, (here, there), source_of(there[0]))
+
+    def _shut(self, visitor: Visitor) -> None:
+        with suppress(OSError), self._pin.hold(visitor.fd) as connection:
+            if self._visitor(visitor.fd, connection) == visitor:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    # --- what is queued ---
+
+    def _look_at_queues(self) -> int:
+        """Cut who sends without an end; returns the bytes that wait, all together."""
+        with self._lock:
+            queues = [
+                (fd, queue, visitor)
+                for fd, queue in self._queues.items()
+                if (visitor := self._by_fd.get(fd)) is not None
+            ]
+        waiting: Counter[tuple[bool, str]] = Counter()
+        largest: dict[tuple[bool, str], tuple[int, Visitor]] = {}
+        for fd, queue, visitor in queues:
+            size = queue.waiting(self._received(fd))
+            whose = (bool(queue.node), queue.node or visitor.source)
+            waiting[whose] += size
+            if whose not in largest or size > largest[whose][0]:
+                largest[whose] = (size, visitor)
+        for (known, name), size in waiting.items():
+            if size > (MAX_QUEUED_BYTES if known else MAX_STRANGER_BYTES):
+                what = "the end of their message" if known else "a word who they are of"
+                visitor = largest[known, name][1]
+                text = f"{size >> 20} MiB of {name} wait for {what}"
+                self._refusals.refused("flood", visitor.source, text)
+                self._shut(visitor)
+        return waiting.total()
+
+    def _received(self, fd: int) -> int:
+        """What the kernel has received on a connection since it began; 0 where it does not say (before Linux 4.1)."""
+        try:
+            with self._pin.hold(fd) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+        except OSError:
+            return 0
+        if len(info) < TCP_INFO_RECEIVED + 8:
+            return 0
+        return int(struct.unpack_from("=Q", info, TCP_INFO_RECEIVED)[0])
+
+
+def _monitor_of(router: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """As `zmq.Socket.get_monitor_socket`, with the shortest queue that libzmq can be given."""
+    endpoint = f"inproc://door-{id(router):x}"
+    router.monitor(endpoint, EVENTS)
+    monitor: zmq.Socket[bytes] = router.context.socket(zmq.PAIR)
+    monitor.linger = 0
+    monitor.rcvhwm = 1  # beside the 1,000 of the other end, which nobody can change
+    monitor.connect(endpoint)
+    return monitor
+
+
+TOLD = {
+    TurnReason.RATE: "connections come too fast from there",
+    TurnReason.ADDRESS: "too many connections from there have not said who they are",
+    TurnReason.STRANGERS: "too many connections have not said who they are",
+    TurnReason.SILENT: "it did not say in time who it is",
+    TurnReason.FULL: "no more connections are taken",
+    TurnReason.PEER: "its node has too many connections, of which the oldest was closed",
+}
+
+
+def fd_of_frame(frame: zmq.Frame) -> int:
+    """The descriptor that a message came over; -1 where libzmq does not say: whoever speaks its oldest protocol has none."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
+
+
+def source_of_frame(frame: zmq.Frame) -> str:
+    """The address that a message came from; "" where libzmq does not say."""
+    try:
+        return source_of(str(frame.get("Peer-Address")))
+    except zmq.ZMQError:
+        return ""

@@ -1,0 +1,1 @@
+"""The control protocol: messages and their framing."""

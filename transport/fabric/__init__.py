@@ -1,0 +1,1 @@
+"""One-sided transfers over registered memory, and the fabric that carries them over ZeroMQ."""

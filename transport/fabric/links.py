@@ -1,0 +1,426 @@
+"""One peer, as seen by the side that asks: its transfers and requests, and the connections that carry them.
+
+One connection is for control messages alone, so that they never wait behind data; chunks are dealt out to the others, to
+whichever has the most room; those that can take the short cut within this host need no connection at all. Connections are made when there is something to carry. All state belongs to the fabric's
+thread; the public methods hand over to it. A request is sent at most once: if its connection breaks it ends with
+``DEADLINE`` at once, and whether the peer acted on it is not known.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from ckptd.transport.access.refusals import RefusalLog
+from ckptd.transport.fabric import frames as f
+from ckptd.transport.fabric.chunks import Chunk, ChunkedTransfer
+from ckptd.transport.fabric.data_lanes import ChunkEvents, ChunkLane, ZmqChunkLane
+from ckptd.transport.fabric.lanes import Lane, LaneEvents, LaneState, Wiring
+from ckptd.transport.fabric.pacing import Pacer
+from ckptd.transport.fabric.payloads import MAX_FRAMES, Payload
+from ckptd.transport.fabric.requests import Request, Requests
+from ckptd.transport.fabric.short_cut_copies import Copier, CopyLane
+from ckptd.transport.fabric.transfers import DRAIN_POLL_S, Transfers
+from ckptd.transport.verbs import (
+    Answered,
+    Done,
+    FabricCounters,
+    Fault,
+    PeerAddress,
+    RegionKey,
+    Transfer,
+)
+
+__all__ = ["LinkParts", "PeerLink"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_REFUSED_S = 0.5
+LANE_RETRY_S = 1.0
+
+Frames = Sequence[zmq.Frame]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkParts:
+    """What a link needs of its fabric. ``call`` runs something on the fabric's thread; false if that has ended."""
+
+    wiring: Wiring
+    counters: FabricCounters
+    garbage: RefusalLog
+    pacer: Pacer
+    copier: Copier | None  # None: no short cuts
+    call: Callable[[Callable[[], None]], bool]
+    vouch: Callable[[PeerAddress], str]  # why this address is not to be trusted; empty if it is
+    chunk_bytes: int
+    connections: int
+    forget: Callable[[PeerLink], None]
+
+
+class PeerLink:
+    """Implements `Peer`."""
+
+    def __init__(self, parts: LinkParts, address: PeerAddress) -> None:
+        self._parts = parts
+        self._address = address
+        self._events = LaneEvents(self._lane_down, self._lane_refused, self._message)
+        self.chunk_events = ChunkEvents(
+            done=self._chunk_done,
+            lost=self._chunk_lost,
+            damaged=self._chunk_damaged,
+            failed=self._chunk_failed,
+            garbage=parts.garbage.seen,
+        )
+        self._control = self._make_lane(data=False)
+        self._chunk_lanes = [self._make_chunk_lane(index) for index in range(parts.connections)]
+        self._copies = CopyLane(
+            parts.wiring.node, parts.copier, parts.counters, parts.call, self._chunk_done
+        )
+        self._requests = Requests()
+        self._transfers = Transfers()
+        self._not_before = 0.0  # after a refusal
+        self._closed = False
+        self.closing = False  # the fabric makes another link for this address
+
+    @property
+    def address(self) -> PeerAddress:
+        return self._address
+
+    # --- any thread ---
+
+    def put(
+        self,
+        source: memoryview,
+        target: RegionKey,
+        *,
+        offset: int = 0,
+        deadline_s: float = 60.0,
+        done: Done | None = None,
+    ) -> Transfer:
+        """Copy ``source`` into the region, from ``offset`` bytes on. ``source`` must not change meanwhile.
+
+        Raises:
+            ValueError: ``source`` is not contiguous.
+        """
+        return self._begin(source, target, True, offset, deadline_s, done)
+
+    def get(
+        self,
+        source: RegionKey,
+        target: memoryview,
+        *,
+        offset: int = 0,
+        deadline_s: float = 60.0,
+        done: Done | None = None,
+    ) -> Transfer:
+        """Fill ``target`` from the region, from ``offset`` bytes on.
+
+        Raises:
+            ValueError: ``target`` is not contiguous or is read-only.
+        """
+        return self._begin(target, source, False, offset, deadline_s, done)
+
+    def _begin(
+        self,
+        buffer: memoryview,
+        key: RegionKey,
+        is_put: bool,
+        offset: int,
+        deadline_s: float,
+        done: Done | None,
+    ) -> ChunkedTransfer:
+        transfer = ChunkedTransfer(
+            buffer,
+            key,
+            is_put=is_put,
+            offset=offset,
+            chunk_bytes=self._parts.chunk_bytes,
+            deadline_s=deadline_s,
+            done=done,
+            on_cancel=self._cancel,
+        )
+        if not self._parts.call(lambda: self._accept(transfer, offset)):
+            transfer.end(Fault.CLOSED, "this fabric was closed")
+            transfer.complete()
+        return transfer
+
+    def request(self, body: bytes, *, timeout_s: float, answered: Answered) -> None:
+        """Send a control message; ``answered`` is called once, with the reply or a fault.
+
+        Raises:
+            ValueError: the body is larger than a control message may be.
+        """
+        if len(body) > f.MAX_BODY_BYTES:
+            raise ValueError(f"a request of {len(body)} bytes; at most {f.MAX_BODY_BYTES}")
+        request = Request(body, answered, time.monotonic() + timeout_s)
+        if not self._parts.call(lambda: self._accept_request(request)):
+            request.tell(Fault.CLOSED)
+
+    def close(self) -> None:
+        """Give up the connections; what is in flight completes with ``CLOSED``."""
+        self.closing = True
+        self._parts.call(self.shut)
+
+    def _cancel(self, transfer: ChunkedTransfer) -> None:
+        self._parts.call(lambda: transfer.end(Fault.CANCELLED, "cancelled"))
+
+    # --- the fabric's thread: what is asked of us ---
+
+    def _accept(self, transfer: ChunkedTransfer, offset: int) -> None:
+        refusal = self._refusal(transfer, offset)
+        if self._closed:
+            transfer.end(Fault.CLOSED, "this peer was closed")
+            transfer.complete()  # nobody pumps a link that was forgotten
+            return
+        if refusal is not None:
+            transfer.end(*refusal)
+        self._transfers.add(transfer)
+
+    def _refusal(self, transfer: ChunkedTransfer, offset: int) -> tuple[Fault, str] | None:
+        """What need not be sent at all, because no header can say it or the peer is not to be trusted."""
+        objection = self._parts.vouch(self._address)
+        if objection:
+            return Fault.REFUSED, objection
+        if not 0 <= transfer.key.region < f.MAX_NUMBER or len(transfer.key.token) != 16:
+            return Fault.REGION, "this is no key of a region"
+        if not 0 <= offset < f.MAX_NUMBER - len(transfer.buffer):
+            return Fault.BOUNDS, f"an offset of {offset}"
+        return None
+
+    def _accept_request(self, request: Request) -> None:
+        if self._closed:
+            request.tell(Fault.CLOSED)
+        elif self._parts.vouch(self._address):
+            request.tell(Fault.REFUSED)
+        else:
+            self._requests.add(request)
+
+    def check_trust(self) -> None:
+        """End what is under way with a peer that is not trusted any more."""
+        if self._closed or not (self._control.started or any(c.started for c in self._chunk_lanes)):
+            return
+        objection = self._parts.vouch(self._address)
+        if objection:
+            self._parts.counters.revoked += 1
+            self._refuse(objection)
+
+    def shut(self) -> None:
+        """End everything; what cannot complete at once is completed by later calls of `pump`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._transfers.end(Fault.CLOSED, "the peer was closed")
+        self._break_off()
+        self._requests.end(Fault.CLOSED)
+
+    def complete_all(self) -> None:
+        """The end, whatever the engine still holds."""
+        self._transfers.complete_all()
+
+    # --- the fabric's thread: the work ---
+
+    def pump(self, now_s: float) -> float:
+        """Send what may be sent, end what is due; seconds until it should be called again, without news."""
+        self._transfers.expire(now_s, self._states())
+        self._requests.expire(now_s)
+        if self._transfers.settle(now_s):
+            self._break_off_chunks()
+        due = [DRAIN_POLL_S if self._transfers.draining else float("inf")]
+        if self._closed:
+            if not self._transfers.draining:
+                self._parts.forget(self)
+            return due[0]
+        due.append(self._send_requests(now_s))
+        due.append(self._send_chunks(now_s))
+        if self._transfers.some_ended:
+            return 0.0
+        due += [lane.due_s(now_s) for lane in self._chunk_lanes]
+        due += [self._transfers.due_s(now_s), self._requests.due_s(now_s)]
+        return max(0.0, min(due))
+
+    def _states(self) -> str:
+        up = sum(lane.room > 0 for lane in self._chunk_lanes)
+        return f"{up} of {len(self._chunk_lanes)} connections take chunks"
+
+    def _send_requests(self, now_s: float) -> float:
+        if not self._requests.wait_for_a_connection:
+            return float("inf")
+        if not self._ensure(self._control, now_s):
+            return LANE_RETRY_S
+        if self._control.state is not LaneState.UP:
+            return float("inf")  # its answer wakes us
+        return self._requests.send(self._send_request)
+
+    def _send_request(self, number: int, body: bytes) -> bool:
+        return self._control.send(f.encode(f.Request(number)), body)
+
+    def _send_chunks(self, now_s: float) -> float:
+        while (transfer := self._transfers.next()) is not None:
+            if self._copies.takes(transfer):
+                if self._copies.room == 0:
+                    break  # the end of a copy wakes us
+                self._copies.send(transfer.next_chunk())
+                self._transfers.turn()
+                continue
+            if not all(self._ensure(lane, now_s) for lane in self._chunk_lanes):
+                return LANE_RETRY_S
+            lane = max(self._chunk_lanes, key=_room)
+            if lane.room == 0:
+                break  # an answer wakes us
+            if transfer.is_put:
+                delay_s = self._parts.pacer.delay_s(now_s)
+                if delay_s > 0:
+                    return delay_s if self._transfers.next_get() is None else 0.0
+            chunk = transfer.next_chunk()
+            if not lane.send(chunk):
+                transfer.give_back(chunk)
+                return 0.01
+            if transfer.is_put:
+                self._parts.pacer.spend(chunk.length)
+            self._transfers.turn()
+        return float("inf")
+
+    # --- connections ---
+
+    def _make_lane(self, *, data: bool) -> Lane:
+        return Lane(
+            self._parts.wiring,
+            self._events,
+            endpoint=self._address.endpoint,
+            target=self._address.node,
+            server_key=self._address.public_key,
+            data=data,
+        )
+
+    def _make_chunk_lane(self, index: int) -> ChunkLane:
+        return ZmqChunkLane(self._make_lane(data=True), self.chunk_events)
+
+    def _ensure(self, lane: Lane | ChunkLane, now_s: float) -> bool:
+        """Whether the connection is there, or being made."""
+        if lane.started:
+            return True
+        if now_s < self._not_before:
+            return False
+        try:
+            lane.start()
+        except ValueError as error:
+            self._not_before = now_s + LANE_RETRY_S
+            self._refuse(str(error))
+            return False
+        except OSError as error:  # not the peer's doing: what is asked of it waits, until it is due
+            self._not_before = now_s + LANE_RETRY_S
+            self._parts.garbage.refused("descriptors", "", f"a connection was not made: {error}")
+            return False
+        return True
+
+    def _chunk_lane_of(self, lane: Lane) -> ZmqChunkLane | None:
+        for candidate in self._chunk_lanes:
+            if isinstance(candidate, ZmqChunkLane) and candidate.lane is lane:
+                return candidate
+        return None
+
+    def _message(self, lane: Lane, frames: Frames) -> None:
+        try:
+            if len(frames) > MAX_FRAMES:
+                raise ValueError(f"{len(frames)} frames")
+            answer = f.decode_answer(frames[0].buffer)
+        except ValueError as error:
+            self._parts.garbage.seen(str(error))
+            return
+        payload = Payload(frames[1:]) if len(frames) > 1 else None
+        if isinstance(answer, f.Opened):
+            self._opened(lane, answer)
+        elif isinstance(answer, f.Refuse):
+            self._lane_refused(lane, answer.detail)
+        elif isinstance(answer, f.Reply):
+            if payload is not None:
+                self._requests.replied(answer.op, payload.join())
+        elif (chunk_lane := self._chunk_lane_of(lane)) is not None:
+            chunk_lane.answer(answer, payload)
+        elif isinstance(answer, f.FaultReply) and answer.fault == "open":
+            lane.reopen()
+            self._lane_down(lane)
+        elif not self._other_answer(answer):
+            self._parts.garbage.seen("chunks on a control connection")
+
+    def _other_answer(self, answer: f.Answer) -> bool:
+        """For fabrics that say more on the control connection; whether it was an answer of theirs."""
+        return False
+
+    def _opened(self, lane: Lane, answer: f.Opened) -> None:
+        if answer.protocol != f.PROTOCOL:
+            self._lane_refused(lane, f"version {answer.protocol} of the protocol")
+        elif self._address.node not in ("", answer.node):
+            self._lane_refused(lane, f"it is {answer.node}, not {self._address.node}")
+        else:
+            lane.opened()
+            self._parts.counters.reconnects += lane.opened_times > 1
+            chunk_lane = self._chunk_lane_of(lane)
+            if chunk_lane is not None:
+                chunk_lane.window = max(1, answer.window)
+
+    def _lane_down(self, lane: Lane) -> None:
+        chunk_lane = self._chunk_lane_of(lane)
+        if chunk_lane is not None:
+            chunk_lane.down()
+            return
+        self._requests.connection_lost()
+
+    def _lane_refused(self, lane: Lane, detail: str) -> None:
+        self._not_before = time.monotonic() + RETRY_REFUSED_S
+        self._refuse(detail)
+
+    def _refuse(self, detail: str) -> None:
+        logger.info(
+            "no connection with %s at %s: %s", self._address.node, self._address.endpoint, detail
+        )
+        self._transfers.end(Fault.REFUSED, detail)
+        self._requests.end(Fault.REFUSED)
+        self._break_off()
+
+    def _break_off(self) -> None:
+        self._control.stop()
+        self._break_off_chunks()
+
+    def _break_off_chunks(self) -> None:
+        for lane in self._chunk_lanes:
+            if lane.started:
+                lane.stop()
+
+    # --- what becomes of chunks and requests ---
+
+    def _chunk_done(self, chunk: Chunk) -> None:
+        transfer = chunk.transfer
+        if transfer.outcome is None:
+            if transfer.is_put:
+                self._parts.counters.put_bytes += chunk.length
+            else:
+                self._parts.counters.got_bytes += chunk.length
+        transfer.chunk_done()
+
+    def _chunk_lost(self, chunk: Chunk) -> None:
+        self._parts.counters.chunk_retries += chunk.transfer.outcome is None
+        chunk.transfer.lost(chunk)
+
+    def _chunk_damaged(self, chunk: Chunk) -> None:
+        self._parts.counters.chunk_retries += chunk.transfer.outcome is None
+        self._parts.counters.bad_digests += not chunk.transfer.is_put
+        chunk.transfer.damaged(chunk)
+
+    def _chunk_failed(self, chunk: Chunk, fault: str, detail: str) -> None:
+        if fault == Fault.DIGEST:
+            self._chunk_damaged(chunk)
+            return
+        try:
+            chunk.transfer.end(Fault(fault), detail)
+        except ValueError:
+            self._parts.garbage.seen(f"a fault named {fault!r}")
+            self._chunk_lost(chunk)
+
+
+def _room(lane: ChunkLane) -> int:
+    return lane.room

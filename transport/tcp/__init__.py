@@ -1,0 +1,1 @@
+"""Transfers over TCP streams of our own, encrypted."""

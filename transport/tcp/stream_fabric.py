@@ -1,0 +1,148 @@
+"""The verbs with chunks over TCP streams, and everything else over ZeroMQ.
+
+ZeroMQ costs about twice the processor time of TCP for each byte, and CURVE ten times what AES costs on a processor that has
+instructions for it; the training next to us needs that time. So the bytes of puts and gets go straight between the registered buffers
+and the socket, sealed by `ckptd.transport.tcp.sealing`; control messages, who a peer is, whom a stream belongs to, and the
+secrets that its keys come from stay on the control connections, which CURVE authenticates and encrypts.
+
+Plaintext streams are for whoever asks for them: both sides must, or have no keys at all. Their bytes are compared with xxh3 digests,
+which find damage and no forgery: whoever can read the network between the two nodes can read the snapshots, and whoever can change
+its packets can change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+import zmq
+
+from ckptd.transport.access.admission import AdmissionLimits
+from ckptd.transport.access.keys import Keys
+from ckptd.transport.fabric import frames as f
+from ckptd.transport.fabric.links import PeerLink
+from ckptd.transport.fabric.regions import Refusal
+from ckptd.transport.fabric.serving import Connection, ServerParts
+from ckptd.transport.fabric.zmq_fabric import DEFAULT_CREDITS, ZmqFabric
+from ckptd.transport.tcp.sealing import Cipher, common_cipher, offered_ciphers
+from ckptd.transport.tcp.stream_lanes import StreamLink
+from ckptd.transport.tcp.stream_server import LIMITS, DialGrant, StreamServer, StreamServerParts
+from ckptd.transport.verbs import Fault, PeerAddress, Serve
+
+__all__ = ["STREAM_CHUNK_BYTES", "StreamFabric"]
+
+# Larger than over ZeroMQ: nothing is copied or held per chunk, so a chunk costs the hand-overs between threads only.
+STREAM_CHUNK_BYTES = 4 << 20
+
+
+class StreamFabric(ZmqFabric):
+    """Implements `Fabric`. Peers without a data port are reached over ZeroMQ, and may reach us that way.
+
+    Args:
+        data_port: where streams come in, on the endpoint's address; 0 takes a free one.
+        data_limits: of the streams that others open.
+        plaintext: do not encrypt streams to and from peers that say the same. Without ``keys`` no stream is encrypted.
+
+    The others are those of `ZmqFabric`.
+
+    Raises:
+        ValueError: as `ZmqFabric`, or the library that encrypts is missing.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        endpoint: str,
+        *,
+        serve: Serve,
+        advertise: str | None = None,
+        keys: Keys | None = None,
+        allow_plain: bool = False,
+        connections_per_peer: int = 1,
+        chunk_bytes: int = STREAM_CHUNK_BYTES,
+        credits: int = DEFAULT_CREDITS,
+        rate_bytes_per_s: float | None = None,
+        gate: Callable[[], bool] | None = None,
+        short_cut: bool = True,
+        limits: AdmissionLimits | None = None,
+        tell: Callable[[str], None] | None = None,
+        data_port: int = 0,
+        data_limits: AdmissionLimits = LIMITS,
+        plaintext: bool = False,
+    ) -> None:
+        if not 0 <= data_port < 1 << 16:
+            raise ValueError(f"{data_port} is no port")
+        self._ciphers = (
+            (Cipher.PLAINTEXT,) if keys is None else offered_ciphers(plaintext=plaintext)
+        )
+        self._data_port = data_port
+        self._credits = credits
+        self._data_limits = data_limits
+        super().__init__(
+            node,
+            endpoint,
+            serve=serve,
+            advertise=advertise,
+            keys=keys,
+            allow_plain=allow_plain,
+            connections_per_peer=connections_per_peer,
+            chunk_bytes=chunk_bytes,
+            credits=credits,
+            rate_bytes_per_s=rate_bytes_per_s,
+            gate=gate,
+            short_cut=short_cut,
+            limits=limits,
+            tell=tell,
+        )
+
+    @property
+    def data_address(self) -> tuple[str, int]:
+        """Host and port that peers are told to connect streams to."""
+        return urlsplit(self.address.endpoint).hostname or "", self._streams.port
+
+    @property
+    def encryption(self) -> str:
+        return self._ciphers[0].title
+
+    def _listen_for_more(self) -> None:
+        bound = urlsplit(self._router.getsockopt_string(zmq.LAST_ENDPOINT)).hostname or ""
+        parts = StreamServerParts(
+            self.node,
+            self._regions,
+            self.counters,
+            self.refusals,
+            self._forgeries,
+            self._credits,
+            self._node_of,
+        )
+        self._streams = StreamServer(parts, bound, self._data_port, self._data_limits)
+
+    def _make_server_parts(self, serve: Serve, credits: int) -> ServerParts:
+        return replace(super()._make_server_parts(serve, credits), dial=self._dial)
+
+    def _dial(self, peer: Connection, ask: f.Dial, answer: Callable[[f.Ticket], None]) -> None:
+        cipher = common_cipher(ask.ciphers, self._ciphers)
+        if cipher is None:
+            ours = " or ".join(each.title for each in self._ciphers)
+            raise Refusal(
+                Fault.REFUSED, f"streams here are {ours}, which {peer.node} does not take"
+            )
+
+        def granted(ticket: bytes, secret: bytes) -> None:
+            host, port = self.data_address
+            answer(f.Ticket(ask.op, host, port, ticket, cipher, secret))
+
+        grant = DialGrant(peer.node, peer.key, ask.slot, cipher, ask.secret, granted, peer.source)
+        self._streams.grant(grant)
+
+    def _revoke_untrusted(self) -> None:
+        super()._revoke_untrusted()
+        self._streams.revoke_untrusted()
+
+    def _make_link(self, address: PeerAddress) -> PeerLink:
+        return StreamLink(self._link_parts, address, self._ciphers, self._forgeries)
+
+    def _stop_serving(self) -> None:
+        super()._stop_serving()
+        self._streams.close()

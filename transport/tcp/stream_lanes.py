@@ -1,0 +1,292 @@
+"""Chunks over streams: a lane keeps one stream, and a link to a peer has its lanes' tickets asked for on its control connection.
+
+A lane is IDLE → WANTED (something is to be sent) → ASKED (`Dial` sent) → DIALING (the ticket came) → UP. When a stream ends,
+what was not answered stays in LIMBO, not to be sent again before the peer has granted the next ticket: then the peer is
+done with the old stream, so nothing that was sent on it can arrive late. A stream ends with the control connection that
+it was granted on: that one's heartbeats find a peer that hangs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ckptd.transport.access.refusals import ForgeryLog
+from ckptd.transport.fabric import frames as f
+from ckptd.transport.fabric.chunks import Chunk
+from ckptd.transport.fabric.data_lanes import ChunkEvents, ChunkLane
+from ckptd.transport.fabric.lanes import Lane, LaneState
+from ckptd.transport.fabric.links import LinkParts, PeerLink
+from ckptd.transport.tcp.sealing import SECRET_BYTES, Cipher, RecordKey, stream_keys
+from ckptd.transport.tcp.stream_client import ClientStream, StreamEvents, Verdict
+from ckptd.transport.tcp.stream_frames import StreamAnswer
+from ckptd.transport.verbs import FabricCounters, PeerAddress
+
+__all__ = ["StreamLane", "StreamLink"]
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 5.0
+ASK_RETRY_S = 1.0
+REDIAL_S = 0.05  # doubled with each failure
+REDIAL_MAX_S = 1.0
+
+
+class State(StrEnum):
+    IDLE = "idle"
+    WANTED = "wanted"
+    ASKED = "asked"
+    DIALING = "dialing"
+    UP = "up"
+
+
+class StreamLane:
+    """Implements `ChunkLane`. ``ask`` sends a `Dial` for this lane; false if it could not be sent now."""
+
+    def __init__(
+        self,
+        events: ChunkEvents,
+        counters: FabricCounters,
+        call: Callable[[Callable[[], None]], bool],
+        ask: Callable[[StreamLane], bool],
+        forgeries: ForgeryLog,
+    ) -> None:
+        self.slot = secrets.token_bytes(16)
+        self.state = State.IDLE
+        self._events = events
+        self._counters = counters
+        self._ask = ask
+        self._window = 1
+        self._stream: ClientStream | None = None
+        self._ending: list[ClientStream] = []
+        self._limbo: list[Chunk] = []
+        self._asked_at = 0.0
+        self._not_before = 0.0
+        self._failures = 0
+        self._opened_times = 0
+        self._stream_events = StreamEvents(
+            call, self._is_up, self._answered, self._over, events.garbage, forgeries.seen
+        )
+
+    # --- ChunkLane ---
+
+    @property
+    def room(self) -> int:
+        if self.state is not State.UP or self._stream is None:
+            return 0
+        return max(0, self._window - len(self._stream.operations))
+
+    @property
+    def started(self) -> bool:
+        return self.state is not State.IDLE
+
+    def start(self) -> None:
+        self.state = State.WANTED
+
+    def stop(self) -> None:
+        """Break the stream off; what is unanswered then is sent again, if its transfer goes on."""
+        self.state = State.IDLE
+        if self._stream is not None:
+            self._stream.break_off()
+            self._ending.append(self._stream)
+            self._stream = None
+
+    def send(self, chunk: Chunk) -> bool:
+        if not self.room or self._stream is None:
+            return False
+        self._stream.send(chunk)
+        return True
+
+    def due_s(self, now_s: float) -> float:
+        self._limbo = [chunk for chunk in self._limbo if chunk.transfer.outcome is None]
+        if self._limbo and self.state is State.IDLE:
+            self.state = State.WANTED
+        if self.state is State.ASKED and now_s - self._asked_at >= ASK_TIMEOUT_S:
+            self.state = State.WANTED
+        if self.state is State.ASKED:
+            return self._asked_at + ASK_TIMEOUT_S - now_s
+        if self.state is not State.WANTED or self._ending:
+            return float("inf")  # the end of the old stream wakes us
+        if now_s < self._not_before:
+            return self._not_before - now_s
+        if not self._ask(self):
+            return ASK_RETRY_S
+        self.state, self._asked_at = State.ASKED, now_s
+        return ASK_TIMEOUT_S
+
+    # --- for the link ---
+
+    def granted(
+        self, ticket: f.Ticket, name: str, keys: tuple[RecordKey, RecordKey] | None
+    ) -> None:
+        """The peer is done with the stream before; connect the next one, with these keys if it is sealed."""
+        if self.state is not State.ASKED:
+            return  # given up meanwhile
+        self.release_limbo()
+        self.state = State.DIALING
+        try:
+            self._stream = ClientStream(self._stream_events, ticket, name, keys)
+        except RuntimeError as error:  # no more threads
+            logger.warning("no stream to %s: %s", name, error)
+            self._wait_to_dial()
+
+    def control_lost(self) -> None:
+        """The connection that tickets come over broke."""
+        if self.started:
+            self.stop()
+            self.state = State.WANTED
+
+    def release_limbo(self) -> None:
+        """Nothing of them can arrive any more: they may be sent again."""
+        chunks, self._limbo = self._limbo, []
+        for chunk in chunks:
+            self._events.lost(chunk)
+
+    # --- from streams ---
+
+    def _is_up(self, stream: ClientStream, window: int) -> None:
+        if stream is not self._stream:
+            return
+        self.state, self._window = State.UP, max(1, window)
+        self._opened_times += 1
+        self._counters.reconnects += self._opened_times > 1
+
+    def _answered(
+        self,
+        stream: ClientStream,
+        number: int,
+        verdict: Verdict,
+        answer: StreamAnswer | None,
+        detail: str,
+    ) -> None:
+        operation = stream.operations.pop(number, None)
+        if operation is None:
+            self._events.garbage("a second answer to an operation")
+            return
+        chunk = operation.chunk
+        if answer is not None:
+            self._window = max(1, answer.window)
+        if verdict is Verdict.DONE:
+            stream.was_useful = True
+            self._failures = 0
+            self._events.done(chunk)
+        elif verdict is Verdict.DAMAGED:
+            self._events.damaged(chunk)
+        elif verdict is Verdict.FAILED and answer is not None and answer.fault is not None:
+            self._events.failed(chunk, answer.fault.value, detail)
+
+    def _over(self, stream: ClientStream) -> None:
+        for operation in stream.operations.values():
+            operation.finish()
+            self._limbo.append(operation.chunk)
+        stream.operations.clear()
+        if stream in self._ending:
+            self._ending.remove(stream)
+            return
+        self._stream = None
+        self.state = State.WANTED
+        if (
+            not stream.was_useful
+        ):  # else somebody who breaks each one would have us dial without a pause
+            self._wait_to_dial()
+
+    def _wait_to_dial(self) -> None:
+        self.state = State.WANTED
+        self._failures = min(self._failures + 1, 10)
+        delay_s = min(REDIAL_MAX_S, REDIAL_S * 2.0**self._failures)
+        self._not_before = time.monotonic() + delay_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialled:
+    """What was asked of a peer: a stream for a lane, and our part of its keys."""
+
+    lane: StreamLane
+    secret: bytes
+
+
+class StreamLink(PeerLink):
+    """A link whose chunks go over streams; over ZeroMQ, encrypted as the control connection is, if the peer has none for us.
+
+    Args:
+        ciphers: what we take for them.
+    """
+
+    def __init__(
+        self,
+        parts: LinkParts,
+        address: PeerAddress,
+        ciphers: tuple[Cipher, ...],
+        forgeries: ForgeryLog,
+    ) -> None:
+        self._ciphers, self._forgeries = ciphers, forgeries
+        self._dials = itertools.count(1)
+        self._asked: dict[int, _Dialled] = {}
+        super().__init__(parts, address)
+
+    def _make_chunk_lane(self, index: int) -> ChunkLane:
+        parts = self._parts
+        return StreamLane(
+            self.chunk_events, parts.counters, parts.call, self._dial, self._forgeries
+        )
+
+    def _dial(self, lane: StreamLane) -> bool:
+        if not self._ensure(self._control, time.monotonic()):
+            return False
+        if self._control.state is not LaneState.UP:
+            return False
+        number, secret = next(self._dials), secrets.token_bytes(SECRET_BYTES)
+        if not self._control.send(f.encode(f.Dial(number, lane.slot, self._ciphers, secret))):
+            return False
+        for old in [op for op, other in self._asked.items() if other.lane is lane]:
+            del self._asked[old]
+        self._asked[number] = _Dialled(lane, secret)
+        return True
+
+    def _other_answer(self, answer: f.Answer) -> bool:
+        if isinstance(answer, f.Ticket):
+            dialled = self._asked.pop(answer.op, None)
+            if dialled is not None:
+                self._granted(dialled, answer)
+            return True
+        if isinstance(answer, f.FaultReply) and self._asked.pop(answer.op, None) is not None:
+            self._use_zmq(answer.detail)
+            return True
+        return False
+
+    def _granted(self, dialled: _Dialled, ticket: f.Ticket) -> None:
+        node = self.address.node
+        if ticket.cipher not in self._ciphers:
+            self._use_zmq(f"it chose cipher {ticket.cipher}, which was not offered")
+            return
+        cipher, keys = Cipher(ticket.cipher), None
+        if cipher is not Cipher.PLAINTEXT:
+            both = (dialled.secret, ticket.secret)
+            keys = stream_keys(cipher, ticket.ticket, both, (self._parts.wiring.node, node))
+        dialled.lane.granted(ticket, node, keys)
+
+    def _use_zmq(self, detail: str) -> None:
+        """The peer has no data port, or none for us."""
+        logger.warning("chunks for %s go over ZeroMQ: %s", self.address.node, detail)
+        lanes = self._chunk_lanes
+        self._chunk_lanes = [
+            super(StreamLink, self)._make_chunk_lane(index) for index in range(len(lanes))
+        ]
+        self._asked.clear()
+        for lane in lanes:
+            if isinstance(lane, StreamLane):
+                lane.stop()
+                lane.release_limbo()
+
+    def _lane_down(self, lane: Lane) -> None:
+        super()._lane_down(lane)
+        if lane is self._control:
+            self._asked.clear()
+            for chunk_lane in self._chunk_lanes:
+                if isinstance(chunk_lane, StreamLane):
+                    chunk_lane.control_lost()

@@ -1,0 +1,400 @@
+"""The data port: streams that peers open with a ticket, each served by a thread of its own.
+
+A stream is STRANGER (connected, no ticket yet) → SERVING → OVER. A ticket is valid once and for a few seconds, and its
+stream belongs to the peer that the control connection authenticated: who shows the ticket must have its keys, too, where the stream is
+sealed, and nothing that was not sealed with them is taken. Each stream has a slot, named by the peer: a new
+ticket for a slot is only given when the stream that had it is OVER, so that nothing sent before a connection broke can
+arrive after what was sent again.
+
+What is put is received directly into the region, after everything but its digest was checked. Damaged bytes lie there until
+the chunk comes again: the owner shows a region only after the transfer.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+
+from ckptd.transport.access.admission import AdmissionLimits
+from ckptd.transport.access.refusals import ForgeryLog, RefusalLog
+from ckptd.transport.fabric.regions import LocalRegion, Refusal, Regions
+from ckptd.transport.tcp import streams
+from ckptd.transport.tcp.lobby import Lobby, Visit
+from ckptd.transport.tcp.sealing import SECRET_BYTES, Cipher, Forged, RecordKey, stream_keys
+from ckptd.transport.tcp.stream_frames import (
+    ANSWER_BYTES,
+    ASK_BYTES,
+    PREAMBLE_BYTES,
+    Preamble,
+    StreamAnswer,
+    StreamAsk,
+    StreamKind,
+    decode_ask,
+    decode_preamble,
+    encode_answer,
+    encode_fault,
+)
+from ckptd.transport.verbs import Access, FabricCounters, Fault
+
+__all__ = ["LIMITS", "DialGrant", "StreamServer", "StreamServerParts"]
+
+logger = logging.getLogger(__name__)
+
+TICKET_S = 5.0
+MAX_TICKETS = 1024
+MAX_TICKETS_PER_NODE = 64
+MAX_WINDOW = 8  # chunks; more than fills the connection while an acknowledgement is on its way
+ENDING_S = 2.0
+
+# Streams are opened by who was given a ticket a moment before, and says so at once. Without one there is little room, and time.
+LIMITS = AdmissionLimits(
+    connections=1024, strangers=64, strangers_per_address=16, per_peer=64, patience_s=2.0
+)
+
+SlotKey = tuple[str, bytes]  # node, slot: nobody can end another's stream
+DirectionKeys = tuple[RecordKey | None, RecordKey | None]  # up, down; None: in plaintext
+
+
+@dataclass(frozen=True, slots=True)
+class StreamServerParts:
+    """What the data port needs of its fabric."""
+
+    name: str
+    regions: Regions
+    counters: FabricCounters
+    garbage: RefusalLog
+    forgeries: ForgeryLog
+    credits: int
+    node_of: Callable[[str], str | None] | None = None  # as in `ServerParts`
+
+
+@dataclass(frozen=True, slots=True)
+class DialGrant:
+    """A stream that a peer may open, while ``public_key`` is trusted as that node's ("" without keys).
+
+    ``answer`` is given a ticket and our part of the stream's keys, from any thread. ``source``: the address that asks, from which the
+    stream is expected.
+    """
+
+    node: str
+    public_key: str
+    slot: bytes
+    cipher: Cipher
+    secret: bytes
+    answer: Callable[[bytes, bytes], None]
+    source: str = ""
+
+    @property
+    def key(self) -> SlotKey:
+        return self.node, self.slot
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    grant: DialGrant
+    secret: bytes
+    valid_until: float
+
+
+class StreamServer:
+    """Listens at once.
+
+    Args:
+        host: numeric address to listen on.
+        port: 0 takes a free one (see ``port``).
+        limits: of the streams, with and without a ticket.
+    Raises:
+        OSError: cannot listen there.
+    """
+
+    def __init__(
+        self,
+        parts: StreamServerParts,
+        host: str,
+        port: int = 0,
+        limits: AdmissionLimits = LIMITS,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        both = host == "::" and socket.has_dualstack_ipv6()  # as ZeroMQ does
+        self._parts = parts
+        self._lock = threading.Lock()
+        self._tickets: dict[bytes, _Ticket] = {}
+        self._serving: dict[SlotKey, _ServedStream] = {}
+        self._expected: Counter[str] = Counter()  # tickets by the address that asked for them
+        self._closed = threading.Event()
+        listener = socket.create_server(
+            (host, port), family=family, backlog=64, dualstack_ipv6=both
+        )
+        self.port: int = listener.getsockname()[1]
+        self._lobby = Lobby(
+            listener,
+            limits,
+            parts.garbage,
+            first_bytes=PREAMBLE_BYTES,
+            expected=lambda source: self._expected[source],
+            enter=self._enter,
+        )
+        self._lobby.start()
+
+    def grant(self, grant: DialGrant) -> None:
+        """Give its node a ticket, when the stream that it had in this slot is over."""
+        with self._lock:
+            self._withdraw(grant.key)
+            old = self._serving.get(grant.key)
+            if old is not None:
+                old.successor = grant
+        if old is None:
+            self._issue(grant)
+        else:
+            old.break_off()
+
+    def revoke_untrusted(self) -> None:
+        """End the streams whose key is trusted no more, and forget their tickets."""
+        with self._lock:
+            streams_ = [
+                s for s in self._serving.values() if not self._trusted(s.key[0], s.public_key)
+            ]
+            for ticket, entry in list(self._tickets.items()):
+                if not self._trusted(entry.grant.node, entry.grant.public_key):
+                    self._take(ticket)
+        for stream in streams_:
+            self.count("revoked")
+            logger.warning("a stream of %s is over: its key is not trusted any more", stream.key[0])
+            stream.break_off()
+
+    def _trusted(self, node: str, public_key: str) -> bool:
+        return self._parts.node_of is None or self._parts.node_of(public_key) == node
+
+    def close(self) -> None:
+        """End all streams. Waits a moment for their threads; whoever still holds a region is waited for there."""
+        self._closed.set()
+        self._lobby.close()
+        with self._lock:
+            ours = list(self._serving.values())
+            self._tickets.clear()
+        for stream in ours:
+            stream.break_off()
+        give_up_at = time.monotonic() + ENDING_S
+        for thread in (stream.thread for stream in ours):
+            if thread is not threading.current_thread() and thread.is_alive():
+                thread.join(max(0.0, give_up_at - time.monotonic()))
+
+    # --- for streams, on their threads ---
+
+    def redeem(self, stream: _ServedStream, shown: Preamble) -> DirectionKeys | None:
+        """Let a stranger in, with the keys of its stream; None if the ticket is not valid (any more).
+
+        Raises:
+            Forged: it has no key for its ticket, which stays valid for who has.
+        """
+        with self._lock:
+            found = self._tickets.get(shown.ticket)
+            if found is None or found.valid_until < time.monotonic() or self._closed.is_set():
+                return None
+            grant = found.grant
+            if grant.key in self._serving:
+                return None
+            if not self._trusted(grant.node, grant.public_key):
+                return None
+            keys = self._proven(shown, found)
+            self._take(shown.ticket)
+            stream.key, stream.public_key = grant.key, grant.public_key
+            self._serving[grant.key] = stream
+            return keys
+
+    def _proven(self, shown: Preamble, ticket: _Ticket) -> DirectionKeys:
+        grant = ticket.grant
+        if grant.cipher is Cipher.PLAINTEXT:
+            return None, None
+        secrets_, ends = (grant.secret, ticket.secret), (grant.node, self._parts.name)
+        up, down = stream_keys(grant.cipher, shown.ticket, secrets_, ends)
+        up.open(memoryview(shown.proof), memoryview(bytearray()), shown.proven)
+        return up, down
+
+    def over(self, stream: _ServedStream) -> None:
+        """The thread ends, and touches no region any more."""
+        with self._lock:
+            if self._serving.get(stream.key) is stream:
+                del self._serving[stream.key]
+        self._lobby.gone(stream.visit)
+        if stream.successor is not None and not self._closed.is_set():
+            self._issue(stream.successor)
+
+    def window(self) -> int:
+        return max(1, min(MAX_WINDOW, self._parts.credits // max(1, len(self._serving))))
+
+    def count(self, counter: str, amount: int = 1) -> None:
+        """Streams count on threads of their own."""
+        with self._lock:
+            counters = self._parts.counters
+            setattr(counters, counter, getattr(counters, counter) + amount)
+
+    # --- tickets and strangers ---
+
+    def _issue(self, grant: DialGrant) -> None:
+        ticket, secret = secrets.token_bytes(32), secrets.token_bytes(SECRET_BYTES)
+        now = time.monotonic()
+        with self._lock:
+            self._withdraw(grant.key)
+            for old in [t for t, entry in self._tickets.items() if entry.valid_until < now]:
+                self._take(old)
+            of_node = [t for t, entry in self._tickets.items() if entry.grant.node == grant.node]
+            if len(of_node) >= MAX_TICKETS_PER_NODE:
+                self._take(of_node[0])
+            if len(self._tickets) >= MAX_TICKETS:
+                self._take(next(iter(self._tickets)))
+            self._tickets[ticket] = _Ticket(grant, secret, now + TICKET_S)
+            self._expected[grant.source] += 1
+        grant.answer(ticket, secret)
+
+    def _withdraw(self, key: SlotKey) -> None:
+        for old in [ticket for ticket, entry in self._tickets.items() if entry.grant.key == key]:
+            self._take(old)
+
+    def _take(self, ticket: bytes) -> _Ticket | None:
+        found = self._tickets.pop(ticket, None)
+        if found is not None:
+            self._expected[found.grant.source] -= 1
+            self._expected = +self._expected
+        return found
+
+    def _enter(self, visit: Visit) -> tuple[str, Callable[[], None]] | None:
+        """A stranger has said its first bytes, on the lobby's thread."""
+        stream = _ServedStream(self, self._parts, visit)
+        if not stream.enter():
+            visit.connection.close()
+            return None
+        return stream.key[0], stream.thread.start
+
+
+class _ServedStream:
+    """One stream, from the first byte on. Its thread owns the socket; `break_off` is for any thread."""
+
+    _sender: streams.StreamSender  # both once it was let in
+    _receiver: streams.StreamReceiver
+
+    def __init__(self, server: StreamServer, parts: StreamServerParts, visit: Visit) -> None:
+        self.key: SlotKey = ("", b"")
+        self.public_key = ""
+        self.successor: DialGrant | None = None  # who waits for our end
+        self._server = server
+        self._parts = parts
+        self.visit = visit
+        self._keys: DirectionKeys = (None, None)
+        self._connection = visit.connection
+        self._ending = False
+        self.thread = threading.Thread(target=self._run, name=f"stream-{parts.name}", daemon=True)
+
+    def break_off(self) -> None:
+        """End soon, whatever the peer does."""
+        self._ending = True
+        streams.shut(self._connection)
+
+    def _run(self) -> None:
+        try:
+            streams.configure(self._connection)
+            self._talk(*self._keys)
+        except OSError as error:
+            logger.debug("a stream of %s ended: %s", self.key[0], error)
+        except Forged as error:
+            self._parts.forgeries.seen(f"on a stream of {self.key[0]}: {error}")
+        except Exception:  # the thread's main: the peer must see the end, and its successor come in
+            logger.exception("a stream of %s failed", self.key[0])
+        finally:
+            self._connection.close()
+            self._server.over(self)
+
+    def enter(self) -> bool:
+        """Whether the stranger may come in: it has a ticket, and its keys. The thread is not started yet."""
+        try:
+            shown = decode_preamble(self.visit.said)
+            keys = self._server.redeem(self, shown)
+        except ValueError as error:
+            self._parts.garbage.seen(f"on the data port: {error}", self.visit.source)
+            return False
+        except Forged as error:
+            self._parts.forgeries.seen(f"on the data port: {error}")
+            return False
+        if keys is None:
+            text = "a stream with a ticket that is not valid"
+            self._parts.garbage.stranger("ticket", self.visit.source, text)
+            return False
+        self._keys = keys
+        return True
+
+    def _talk(self, up: RecordKey | None, down: RecordKey | None) -> None:
+        self._sender = streams.sender_of(self._connection, down)
+        self._receiver = streams.receiver_of(self._connection, up)
+        self._answer(StreamAnswer(StreamKind.WELCOME, 0, self._server.window()))
+        self._serve()
+
+    def _serve(self) -> None:
+        header = bytearray(ASK_BYTES)
+        view = memoryview(header)
+        while not self._ending and self._receiver.receive_header(view):
+            try:
+                ask = decode_ask(header)
+            except ValueError as error:
+                self._parts.garbage.seen(f"on a stream of {self.key[0]}: {error}")
+                return
+            if ask.kind is StreamKind.WRITE:
+                self._write(ask)
+            else:
+                self._read(ask)
+
+    def _write(self, ask: StreamAsk) -> None:
+        digest = streams.PayloadDigest(ask.region, ask.offset, ask.length)
+        try:
+            with self._use(ask, Access.WRITE) as (_, target), target:
+                good = self._receiver.receive_payload(target, digest)
+        except Refusal as refusal:
+            self._receiver.drain(ask.length)
+            self._refuse(ask, refusal)
+            return
+        except Forged:
+            with suppress(OSError):  # the peer finds out by itself
+                self._fault(ask, Fault.DIGEST, "a record that its key does not open")
+            raise
+        if not good:
+            self._server.count("bad_digests")
+            self._fault(ask, Fault.DIGEST, "the digest does not match")
+            return
+        self._server.count("received_bytes", ask.length)
+        window = self._server.window()
+        self._answer(StreamAnswer(StreamKind.ACK, ask.op, window, 0, digest.value))
+
+    def _read(self, ask: StreamAsk) -> None:
+        digest = streams.PayloadDigest(ask.region, ask.offset, ask.length)
+        head = StreamAnswer(StreamKind.DATA, ask.op, self._server.window(), ask.length)
+        try:
+            with self._use(ask, Access.READ) as (_, source), source:
+                self._sender.send_payload(encode_answer(head), source, digest)
+        except Refusal as refusal:
+            self._refuse(ask, refusal)
+            return
+        self._server.count("served_bytes", ask.length)
+
+    def _use(
+        self, ask: StreamAsk, access: Access
+    ) -> AbstractContextManager[tuple[LocalRegion, memoryview]]:
+        return self._parts.regions.use(
+            ask.region, ask.token, self.key[0], access, ask.offset, ask.length, self.break_off
+        )
+
+    def _refuse(self, ask: StreamAsk, refusal: Refusal) -> None:
+        self._server.count("refused")
+        self._fault(ask, refusal.fault, refusal.detail)
+
+    def _fault(self, ask: StreamAsk, fault: Fault, detail: str) -> None:
+        message = encode_fault(ask.op, self._server.window(), fault, detail)
+        self._sender.send(message[:ANSWER_BYTES], message[ANSWER_BYTES:])
+
+    def _answer(self, answer: StreamAnswer) -> None:
+        self._sender.send(encode_answer(answer))
