@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.common import Metric, clock_ms, emit, median, parser, table
-from ckptd.core.elastic.elastic_types import Cluster, Placement
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
 from ckptd.core.elastic.expert_transfers import plan_transfers
 from ckptd.core.elastic.mapping import held_now, map_nodes
 from ckptd.core.elastic.placement.allocation import allocate
@@ -194,7 +194,12 @@ def move_times(num_nodes: int, *, layers: int, rounds: int) -> dict[str, Metric]
 
 
 def _one_move(
-    name: str, plan: Placement, held: Placement, cluster: Cluster, bytes_LE: Ints, rounds: int
+    name: str,
+    plan: ExpertPlacement,
+    held: ExpertPlacement,
+    cluster: Cluster,
+    bytes_LE: Ints,
+    rounds: int,
 ) -> dict[str, Metric]:
     wanted = map_nodes(plan, held, cluster, bytes_LE).apply(plan)
     map_ms = _typical_ms(lambda: map_nodes(plan, held, cluster, bytes_LE), rounds)
@@ -212,22 +217,22 @@ def _some_loads(rng: np.random.Generator, layers: int) -> Ints:
     )
 
 
-def _at_random(rng: np.random.Generator, layers: int, num_nodes: int) -> Placement:
+def _at_random(rng: np.random.Generator, layers: int, num_nodes: int) -> ExpertPlacement:
     """Every slot holds some expert, and every expert is held."""
     fill = rng.integers(0, EXPERTS, size=(layers, num_nodes * SLOTS))
     fill[:, :EXPERTS] = np.arange(EXPERTS)
     return _dealt(fill, num_nodes)
 
 
-def _spread(loads: Ints, cluster: Cluster) -> Placement:
+def _spread(loads: Ints, cluster: Cluster) -> ExpertPlacement:
     return spread(allocate(loads, cluster, THRESHOLD), cluster)
 
 
-def _dealt(fill: Ints, num_nodes: int) -> Placement:
+def _dealt(fill: Ints, num_nodes: int) -> ExpertPlacement:
     layers, replicas = fill.shape
     counts = np.zeros((layers, num_nodes, int(fill.max()) + 1), dtype=np.int32)
     np.add.at(counts, (np.arange(layers)[:, None], np.arange(replicas) % num_nodes, fill), 1)
-    return Placement(counts)
+    return ExpertPlacement(counts)
 
 
 # --- how even it is --------------------------------------------------------------------------------------

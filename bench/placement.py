@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.common import clock_ms, emit, median, parser, table
-from ckptd.core.elastic.elastic_types import Cluster, Placement
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
 from ckptd.core.elastic.placement.allocation import Allocation, allocate
 from ckptd.core.elastic.placement.balance import straggler_factor
 from ckptd.core.elastic.placement.expert_placement import compact, place, spread
@@ -35,14 +35,14 @@ BOUNDS = (1.05, 1.2, 1.5)
 LARGE_NODES, LARGE_EXPERTS, LARGE_LAYERS, LARGE_SLOTS = 1024, 256, 64, 8
 
 
-def chances(placement: Placement) -> list[float]:
+def chances(placement: ExpertPlacement) -> list[float]:
     """Recovery probability with 1 … N - 1 nodes lost."""
     return [recovery_probability(placement, k).value for k in range(1, placement.num_nodes)]
 
 
 def by_placement(
     allocation: Allocation, loads_LE: NDArray[np.int64], cluster: Cluster
-) -> dict[str, Placement]:
+) -> dict[str, ExpertPlacement]:
     return {
         "mro": place(allocation, loads_LE, cluster).placement,
         "spread": spread(allocation, cluster),
@@ -51,7 +51,7 @@ def by_placement(
 
 
 def shown(
-    placements: Mapping[str, Placement], loads_LE: NDArray[np.int64], cluster: Cluster
+    placements: Mapping[str, ExpertPlacement], loads_LE: NDArray[np.int64], cluster: Cluster
 ) -> None:
     header = ["nodes lost", *(str(k) for k in range(1, cluster.num_nodes)), "straggler factor"]
     rows = [
@@ -71,7 +71,7 @@ def aligned_or_not(metrics: dict[str, float | int | str], cluster: Cluster) -> N
     loads_LE = np.stack([rng.permutation(SKEWED) for _ in range(LAYERS)])
     plan = place(allocate(loads_LE, cluster, THRESHOLD), loads_LE, cluster).placement
     shuffled = np.stack([layer[rng.permutation(NODES)] for layer in plan.counts])
-    placements = {"one order": plan, "an order for each layer": Placement(shuffled)}
+    placements = {"one order": plan, "an order for each layer": ExpertPlacement(shuffled)}
     shown(placements, loads_LE, cluster)
     metrics["layers_12_lost_4_one_order"] = chances(plan)[3]
     metrics["layers_12_lost_4_own_orders"] = chances(placements["an order for each layer"])[3]
@@ -88,7 +88,7 @@ def large_plan_ms(num_nodes: int, seed: int) -> tuple[float, float]:
     return allocating, clock_ms(lambda: place(kept[0], loads_LE, cluster))
 
 
-def plot(path: Path, placements: Mapping[str, Placement]) -> None:
+def plot(path: Path, placements: Mapping[str, ExpertPlacement]) -> None:
     """Recovery by number of lost nodes, as a PNG."""
     import matplotlib
 

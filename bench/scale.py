@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 
 from bench.common import clock_ms, emit, median, parser
-from ckptd.core.placement import NodeFacts, Placement, RankFacts, plan_placement
+from ckptd.core.placement import NodeFacts, PlacedRank, ReplicaPlacement, plan_placement
 from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
 from ckptd.core.recovery.held import HeldRecords, from_wire, to_wire
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized, plan_localized
@@ -30,7 +30,7 @@ STAGES = 16
 CLUSTERS = ("regular", "tight", "mixed_racks", "labels_missing")
 
 
-def cluster(kind: str, *, seed: int) -> tuple[list[NodeFacts], list[RankFacts]]:
+def cluster(kind: str, *, seed: int) -> tuple[list[NodeFacts], list[PlacedRank]]:
     """Nodes and ranks; ``tight``: capacities within 5 % of what is needed, different from node to node."""
     rng = random.Random(seed)
     needed = 2 * RANKS_PER_NODE * RING_BYTES
@@ -47,13 +47,13 @@ def cluster(kind: str, *, seed: int) -> tuple[list[NodeFacts], list[RankFacts]]:
         capacity = int(needed * rng.uniform(0.97, 1.08)) if kind == "tight" else None
         nodes.append(NodeFacts(f"node-{number:04}", labels, capacity))
     ranks = [
-        RankFacts(rank, nodes[rank // RANKS_PER_NODE].node, RING_BYTES)
+        PlacedRank(rank, nodes[rank // RANKS_PER_NODE].node, RING_BYTES)
         for rank in range(NODES * RANKS_PER_NODE)
     ]
     return nodes, ranks
 
 
-def holdings(placement: Placement, ranks: list[RankFacts]) -> list[HeldRecords]:
+def holdings(placement: ReplicaPlacement, ranks: list[PlacedRank]) -> list[HeldRecords]:
     """What all nodes hold after iteration 1,000."""
     records = tuple(
         SlotRecord(
@@ -92,7 +92,7 @@ def communication(num_ranks: int, *, replicated: bool) -> dict[int, Communicatio
 
 
 def beside(
-    ranks: list[RankFacts], kind: str, operators: int, iterations: range
+    ranks: list[PlacedRank], kind: str, operators: int, iterations: range
 ) -> list[HeldRecords]:
     """Parked states, or boundary logs, of every rank on its own node."""
     records = tuple(
@@ -106,7 +106,7 @@ def beside(
 
 
 def localized_s(
-    held: list[HeldRecords], ranks: list[RankFacts], lost: set[str], rounds: int
+    held: list[HeldRecords], ranks: list[PlacedRank], lost: set[str], rounds: int
 ) -> dict[str, float]:
     """Seconds to plan a localized recovery, and to read what all nodes tell of their ranks' communication."""
     newest = max(r.iteration for r in held[0].records)
@@ -141,12 +141,12 @@ def localized_s(
 def main() -> None:
     args = parser(__doc__).parse_args()
     metrics: dict[str, float | int | str] = {"ranks": NODES * RANKS_PER_NODE}
-    regular: Placement | None = None
+    regular: ReplicaPlacement | None = None
     for kind in CLUSTERS:
         took = []
         for seed in range(args.rounds):
             nodes, ranks = cluster(kind, seed=seed)
-            found: list[Placement] = []
+            found: list[ReplicaPlacement] = []
             took.append(clock_ms(lambda: found.append(plan_placement(nodes, ranks, replicas=2))))  # noqa: B023
             regular = regular or found[0]
         metrics[f"placement_s_{kind}"] = median(took) / 1e3

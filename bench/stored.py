@@ -169,7 +169,7 @@ class Keeper:
         left = set(numbers)
         while left:
             message = self._channel.receive()
-            if message is None or isinstance(message, w.Failed):
+            if message is None or isinstance(message, w.KeeperFailed):
                 raise RuntimeError(f"the store keeper has failed: {message}")
             left.discard(getattr(message, "id", 0))
 

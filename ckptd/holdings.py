@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 import xxhash
 
-from ckptd.core.recovery.global_plan import HeldRecords, Piece
+from ckptd.core.recovery.global_plan import HeldRecords, SnapshotToLoad
 from ckptd.core.recovery.histories import History, history_of
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import (
@@ -107,7 +107,7 @@ def header_record(header: SlotHeader, generation: int, index: int, anchors: byte
     )
 
 
-def fetch_piece(piece: Piece, *, sealed_at_ns: int) -> FetchPiece:
+def fetch_piece(piece: SnapshotToLoad, *, sealed_at_ns: int) -> FetchPiece:
     """What to ask a daemon for, to have a copy of this snapshot."""
     record = piece.record
     header = SlotHeader(

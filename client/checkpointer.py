@@ -58,7 +58,7 @@ from ckptd.client.resume import heed_program, restore
 from ckptd.client.schedule.describe import describe_table
 from ckptd.client.schedule.expert_popularity import TokenCounter
 from ckptd.client.schedule.planner import Options
-from ckptd.client.schedule.snapshot_plan import Plan, operator_costs
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, operator_costs
 from ckptd.client.stats import Stats
 from ckptd.client.train_loop import SEAL_WAIT_S, LoopSide
 from ckptd.client.training_state import examine
@@ -577,7 +577,7 @@ class Checkpointer:
         )
         self._cleanup.callback(park_on_sigterm(self._loop.parking))
 
-    def _plan(self) -> Plan | None:
+    def _plan(self) -> SnapshotPlan | None:
         recorder = self._loop.recorder
         return None if recorder is None else recorder.plan
 

@@ -11,9 +11,9 @@ from ckptd.client import values
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.data.loaders import advice_for_state, check_in_state
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import Binding
-from ckptd.client.model.operators import Grouping, Member, Operator, discover_operators
-from ckptd.client.model.replicated_params import Sharing
+from ckptd.client.model.live_state import LiveState
+from ckptd.client.model.operators import Grouping, Operator, ParameterRows, discover_operators
+from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.schedule.planner import MIN_SCALARS
 from ckptd.client.schedule.planning import MAX_WINDOW
 from ckptd.client.schedule.snapshot_plan import fixed_bytes, operator_costs
@@ -35,19 +35,23 @@ __all__ = [
 logger = get_logger(__name__)
 
 
-def all_operators(model: nn.Module, binding: Binding, grouping: Grouping | None) -> list[Operator]:
+def all_operators(
+    model: nn.Module, binding: LiveState, grouping: Grouping | None
+) -> list[Operator]:
     """The model's operators, and one for each parameter that only an optimizer knows."""
     found = discover_operators(model, rows_allowed=binding.rows_allowed, grouping=grouping)
     extras = [n for n in binding.params if n.startswith("extra/")]
-    return found + [Operator(n, OperatorKind.DENSE, (Member(n),), layer="extra") for n in extras]
+    return found + [
+        Operator(n, OperatorKind.DENSE, (ParameterRows(n),), layer="extra") for n in extras
+    ]
 
 
 def needed_memory(
-    binding: Binding,
+    binding: LiveState,
     operators: Sequence[Operator],
     policy: str,
     window: int | None,
-    sharing: Sharing,
+    sharing: ReplicatedParams,
 ) -> tuple[int, str]:
     """The least memory with which this rank can be protected, for the daemon to check at the attach, and how it comes about."""
     costs = sharing.mean_costs(operators, operator_costs(binding, operators, {}))
@@ -63,7 +67,7 @@ def needed_memory(
 
 
 def own_share_bytes(
-    sharing: Sharing, operators: Sequence[Operator], binding: Binding, policy: str
+    sharing: ReplicatedParams, operators: Sequence[Operator], binding: LiveState, policy: str
 ) -> int:
     """What every snapshot of this rank takes beside what it has in common with others."""
     shared = {i for indices in sharing.groups(operators).values() for i in indices}

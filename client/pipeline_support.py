@@ -19,7 +19,7 @@ from ckptd.client.identity import Identity
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.communication import Communication
 from ckptd.client.pipeline.boundary_log import BoundaryLog
-from ckptd.client.pipeline.isolated_stage import Apart
+from ckptd.client.pipeline.isolated_stage import IsolatedStage
 from ckptd.client.pipeline.stage_hooks import listen
 from ckptd.client.recovery.localized_recovery import ApartStart, come_together
 from ckptd.client.stats import Stats
@@ -41,7 +41,7 @@ class PipelinePart:
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
-        self._apart: Apart | None = None
+        self._apart: IsolatedStage | None = None
         self._logged: frozenset[int] = frozenset()
         self.log: BoundaryLog | None = None
         self.start: ApartStart | None = None
@@ -97,7 +97,7 @@ class PipelinePart:
                 hint="the third start in a row recovers all ranks together",
             )
         self.start = start
-        self._apart = Apart(
+        self._apart = IsolatedStage(
             (),
             rank,
             start.plan.bases,

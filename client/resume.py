@@ -14,7 +14,7 @@ from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.start import Resumption
 from ckptd.client.stats import Stats
 from ckptd.client.train_loop import LoopSide
-from ckptd.client.training_state import Subject
+from ckptd.client.training_state import TrainingState
 from ckptd.cuda.engine import CopyEngine
 
 __all__ = ["heed_program", "restore"]
@@ -64,7 +64,7 @@ def restore(
 
 
 def heed_program(
-    replay: Replay, here: Program, loop: LoopSide, subject: Subject, options: str
+    replay: Replay, here: Program, loop: LoopSide, subject: TrainingState, options: str
 ) -> None:
     """Say how this program differs from the one that began the run, and see to it that the right one's options count.
 

@@ -17,7 +17,7 @@ from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.data import BatchLedger
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape, clip_norm_tap, scaler_tap
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.module_hooks import ModuleHook
 from ckptd.client.model.precision import PrecisionProbe
 from ckptd.client.optimizers.step_closures import before_update
@@ -31,7 +31,7 @@ from ckptd.client.recovery.start import Resumption
 from ckptd.client.schedule.expert_popularity import TokenCounter
 from ckptd.client.stats import Stats
 from ckptd.client.step_guard import Guard
-from ckptd.client.training_state import Subject
+from ckptd.client.training_state import TrainingState
 
 __all__ = ["SEAL_WAIT_S", "LoopSide"]
 
@@ -74,7 +74,7 @@ class LoopSide:
 
     def protect(
         self,
-        subject: Subject,
+        subject: TrainingState,
         memory: RankMemory,
         recorder: Recorder,
         *,
@@ -83,7 +83,7 @@ class LoopSide:
         meet: Exchange,
     ) -> None:
         """From here on the loop is protected, by these."""
-        self._binding: Binding = subject.binding
+        self._binding: LiveState = subject.binding
         self._stateful = subject.stateful
         self._memory, self.recorder = memory, recorder
         self._counter, self._precision, self._meet = counter, precision, meet

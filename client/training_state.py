@@ -15,19 +15,19 @@ from ckptd.client.data import BatchLedger
 from ckptd.client.data.ledger import BATCHES
 from ckptd.client.identity import Identity, identify
 from ckptd.client.model.freezing import choose_freezing
-from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Grouping, Operator
-from ckptd.client.model.replicated_params import Sharing, find_replicas
+from ckptd.client.model.replicated_params import ReplicatedParams, find_replicas
 from ckptd.client.model.tensor_sharding import check_sharded
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.client.option_checks import all_operators, check_state
 from ckptd.client.ranks.agreed_names import agreed_identity
 
-__all__ = ["Subject", "examine"]
+__all__ = ["TrainingState", "examine"]
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class TrainingState:
     """A model, its optimizers and the user's objects, as this rank of the job has them.
 
     Attributes:
@@ -35,12 +35,12 @@ class Subject:
         sharing: what several ranks have alike. Told by structure, so the same on all ranks.
     """
 
-    binding: Binding
+    binding: LiveState
     stateful: Mapping[str, Stateful]
     identity: Identity
     freezing: tuple[str, str]
     operators: list[Operator]
-    sharing: Sharing
+    sharing: ReplicatedParams
 
     @property
     def device(self) -> torch.device:
@@ -61,7 +61,7 @@ def examine(
     operators: Grouping | None,
     replicated: Mapping[str, Any] | None,
     ledger: BatchLedger | None = None,
-) -> Subject:
+) -> TrainingState:
     """Look at the arguments of `Checkpointer`.
 
     Args:
@@ -74,7 +74,7 @@ def examine(
     if ledger is not None:
         stateful[BATCHES] = ledger
     listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    binding = Binding(model, [unwrap_optimizer(o) for o in listed], masters, listed)
+    binding = LiveState(model, [unwrap_optimizer(o) for o in listed], masters, listed)
     check_sharded(binding)
     if policy != "dense" and (reasons := binding.dependent()):
         raise ValueError(
@@ -90,7 +90,7 @@ def examine(
         spread=bool(binding.elsewhere),
     )
     found = all_operators(model, binding, operators)
-    sharing = Sharing()
+    sharing = ReplicatedParams()
     if identity.world_size > 1 and dist.is_available() and dist.is_initialized():
-        sharing = Sharing(find_replicas(binding, replicated, identity.rank))
-    return Subject(binding, stateful, identity, freezing, found, sharing)
+        sharing = ReplicatedParams(find_replicas(binding, replicated, identity.rank))
+    return TrainingState(binding, stateful, identity, freezing, found, sharing)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ckptd.cuda.engine import CopyItem
 
-__all__ = ["PACK_BYTES", "Pack", "Transfers", "plan_transfers"]
+__all__ = ["PACK_BYTES", "CopyTransfers", "Pack", "plan_transfers"]
 
 # What crosses the link at a stretch, a third of a millisecond at 50 GB/s, and the length of the pack. A copy engine goes on with one
 # stream while that has a copy that is ready, whatever its priority: the trainer's own small copies (the size of a `nonzero`, an `item`)
@@ -45,7 +45,7 @@ class Pack:
 
 
 @dataclass(slots=True)
-class Transfers:
+class CopyTransfers:
     """What is done with the items of one list, in any order.
 
     Args:
@@ -115,7 +115,7 @@ class _Piece:
 
 def plan_transfers(
     items: Sequence[CopyItem], pack: Tensor, *, small_bytes: int = SMALL_BYTES
-) -> Transfers:
+) -> CopyTransfers:
     """The transfers for ``items``, which do not overlap.
 
     Args:
@@ -125,7 +125,7 @@ def plan_transfers(
     Raises:
         RuntimeError, ValueError: an item's bytes do not fit its shape, or those of two dense ones overlap.
     """
-    found = Transfers(pack)
+    found = CopyTransfers(pack)
     run: list[tuple[_Piece, torch.dtype]] = []
     limit = pack.numel() - _ALIGNMENT
 

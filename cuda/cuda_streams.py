@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckptd.cuda.copy_transfers import PACK_BYTES, Transfers, plan_transfers
+from ckptd.cuda.copy_transfers import PACK_BYTES, CopyTransfers, plan_transfers
 from ckptd.cuda.engine import CopyItem, CopyList, HostMemory
 from ckptd.cuda.samples import Samples
 
@@ -75,7 +75,7 @@ class CudaEngine:
         self._last: torch.cuda.Event | None = None
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         # Weakly: what was prepared holds the tensors, and must not outlive a list whose tensors the trainer has replaced.
-        self._planned: dict[weakref.ref[CopyList], Transfers] = {}
+        self._planned: dict[weakref.ref[CopyList], CopyTransfers] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._registered: dict[int, list[int]] = {}
         self._thread = threading.Thread(target=self._watch, name="ckptd-copy", daemon=True)
@@ -203,7 +203,7 @@ class CudaEngine:
         self._jobs.put(None)
         self._thread.join(timeout=30)
 
-    def _transfers(self, items: Sequence[CopyItem]) -> Transfers:
+    def _transfers(self, items: Sequence[CopyItem]) -> CopyTransfers:
         """Planned once for a list that is handed over again, which it is as long as the tensors are the same ones."""
         if not isinstance(items, CopyList):
             return plan_transfers(items, self._pack)

@@ -32,7 +32,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.core.elastic.elastic_types import Cluster, Placement
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
 from ckptd.core.elastic.placement.allocation import allocate
 from ckptd.core.elastic.placement.balance import straggler_factor
 from ckptd.core.elastic.placement.expert_placement import place
@@ -133,7 +133,7 @@ def growing_part() -> float:
 
 
 @cache
-def placed(job: Job, nodes: int) -> tuple[Placement, float]:
+def placed(job: Job, nodes: int) -> tuple[ExpertPlacement, float]:
     """The placement on so many nodes, and its straggler factor."""
     cluster = Cluster.uniform(nodes, job.slots)
     allocation = allocate(job.loads_LE, cluster, THRESHOLD)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bench.spot.model import Job, fixed_straggler, placed
 from bench.spot.simulation import Halt, Mode, Switch, View
-from ckptd.core.elastic.elastic_types import Cluster, Placement
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
 from ckptd.core.elastic.expert_transfers import plan_transfers
 from ckptd.core.elastic.mapping import held_now, map_nodes
 
@@ -137,8 +137,8 @@ class Elastic(_Base):
         self.snapshots = snapshots
         self.from_snapshots = 0
         self._held_nodes: tuple[int, ...] = ()
-        self._held: Placement | None = None
-        self._next: Placement | None = None
+        self._held: ExpertPlacement | None = None
+        self._next: ExpertPlacement | None = None
 
     def gains(self, alive: frozenset[int]) -> bool:
         return len(alive) > len(self.nodes)
@@ -199,7 +199,7 @@ class Elastic(_Base):
         captured = holds_LNE & (np.cumsum(holds_LNE, axis=1) == 1)
         return np.asarray(np.roll(captured, holds_LNE.shape[1] // 2, axis=1))
 
-    def _move(self, plan: Placement, nodes: tuple[int, ...]) -> float:
+    def _move(self, plan: ExpertPlacement, nodes: tuple[int, ...]) -> float:
         """Seconds until all have what they are to hold."""
         assert self._held is not None
         was = [self._held_nodes.index(n) if n in self._held_nodes else -1 for n in nodes]

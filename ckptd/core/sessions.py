@@ -23,8 +23,8 @@ __all__ = [
     "RankKey",
     "Rejected",
     "SegmentFacts",
-    "Session",
     "SessionTable",
+    "TrainerSession",
     "decide_attach",
     "reject_if_too_large",
     "room_beside_ranks",
@@ -110,7 +110,7 @@ class Rejected:
 
 
 @dataclass(slots=True)
-class Session:
+class TrainerSession:
     """One attached trainer. `boot` facts come from its Hello and Attach; the rest moves.
 
     `pid` is the process as it is known here, `writer_pid` what it is in its own pid namespace and writes into slots.
@@ -135,28 +135,28 @@ class SessionTable:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._by_identity: dict[bytes, Session] = {}
+        self._by_identity: dict[bytes, TrainerSession] = {}
 
     def __len__(self) -> int:
         return len(self._by_identity)
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[TrainerSession]:
         return iter(list(self._by_identity.values()))
 
-    def of_identity(self, identity: bytes) -> Session | None:
+    def of_identity(self, identity: bytes) -> TrainerSession | None:
         """The session of this connection."""
         return self._by_identity.get(identity)
 
-    def of_rank(self, key: RankKey) -> Session | None:
+    def of_rank(self, key: RankKey) -> TrainerSession | None:
         """The session that owns this rank."""
         return next((s for s in self._by_identity.values() if s.key == key), None)
 
-    def add(self, session: Session) -> None:
+    def add(self, session: TrainerSession) -> None:
         """Enter a session; it replaces an earlier one of the same connection."""
         assert len(self) < self.limit or session.identity in self._by_identity
         self._by_identity[session.identity] = session
 
-    def remove(self, session: Session) -> None:
+    def remove(self, session: TrainerSession) -> None:
         """Forget a session; nothing happens if it is gone already."""
         if self._by_identity.get(session.identity) is session:
             del self._by_identity[session.identity]

@@ -1,6 +1,6 @@
 """What on this machine helps or hinders: `ckptctl doctor`, each finding with its fix.
 
-Every check returns one `Finding` and raises nothing. Nothing here changes the machine.
+Every check returns one `Diagnosis` and raises nothing. Nothing here changes the machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptd.transport.access.local_trust import own_users, user_name
 from ckptd.transport.tcp.sealing import Cipher, offered_ciphers
 from ckptd.units import format_bytes
 
-__all__ = ["Finding", "Grade", "as_rows", "diagnose"]
+__all__ = ["Diagnosis", "Grade", "as_rows", "diagnose"]
 
 _FIRST_LOGIN_USER = 1000  # systemd's SYS_UID_MAX, as nearly everybody builds it
 _SMALL_SHM_BYTES = 1 << 30
@@ -44,7 +44,7 @@ class Grade(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """One check's result; `fix` is empty where nothing needs fixing."""
 
     name: str
@@ -53,14 +53,14 @@ class Finding:
     fix: str = ""
 
 
-def diagnose(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[Finding]:
+def diagnose(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[Diagnosis]:
     """Every check, in the order in which they are worth reading.
 
     Raises:
         ConfigError: CKPTD_DAEMON_USER names nobody.
     """
     config, users = loaded.config, trusted_users(environ)
-    checks: tuple[Callable[[], Finding], ...] = (
+    checks: tuple[Callable[[], Diagnosis], ...] = (
         lambda: check_daemon(config.listen),
         lambda: check_settings(loaded.warnings),
         lambda: check_folder(
@@ -84,20 +84,20 @@ def diagnose(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[Finding]:
     return [check() for check in checks]
 
 
-def as_rows(findings: Iterable[Finding]) -> list[dict[str, str]]:
+def as_rows(findings: Iterable[Diagnosis]) -> list[dict[str, str]]:
     """For `--json`."""
     return [{key: str(value) for key, value in asdict(finding).items()} for finding in findings]
 
 
-def check_daemon(endpoint: str) -> Finding:
+def check_daemon(endpoint: str) -> Diagnosis:
     """Does a daemon answer?"""
     try:
         there = answers(endpoint)
     except DaemonUnavailable as error:
-        return Finding("daemon", Grade.FAIL, error.message, error.hint)
+        return Diagnosis("daemon", Grade.FAIL, error.message, error.hint)
     if there:
-        return Finding("daemon", Grade.OK, f"answers on {endpoint}")
-    return Finding(
+        return Diagnosis("daemon", Grade.OK, f"answers on {endpoint}")
+    return Diagnosis(
         "daemon",
         Grade.WARN,
         f"none answers on {endpoint}",
@@ -105,19 +105,19 @@ def check_daemon(endpoint: str) -> Finding:
     )
 
 
-def check_settings(warnings: Sequence[str]) -> Finding:
+def check_settings(warnings: Sequence[str]) -> Diagnosis:
     """Is something in the settings a slip, or within reach of others?"""
     if not warnings:
-        return Finding("settings", Grade.OK, "nothing to note")
+        return Diagnosis("settings", Grade.OK, "nothing to note")
     fixes = [text.partition(": run ")[2] for text in warnings if ": run " in text]
-    return Finding(
+    return Diagnosis(
         "settings", Grade.WARN, "; ".join(warnings), "run " + " and ".join(fixes) if fixes else ""
     )
 
 
 def check_folder(
     name: str, folder: Path, trainer_group: str = "", users: Collection[int] | None = None
-) -> Finding:
+) -> Diagnosis:
     """Is it the daemon's, and open to nobody but its trainers?
 
     Args:
@@ -130,14 +130,14 @@ def check_folder(
     except FileNotFoundError:
         return _folder_to_be_made(name, folder)
     except UnusableFolder as error:
-        return Finding(name, Grade.FAIL, str(error), "make the group, or name another one")
+        return Diagnosis(name, Grade.FAIL, str(error), "make the group, or name another one")
     except OSError as error:
-        return Finding(name, Grade.FAIL, f"{folder}: {error.strerror}", "choose another folder")
+        return Diagnosis(name, Grade.FAIL, f"{folder}: {error.strerror}", "choose another folder")
     mode = stat.S_IMODE(info.st_mode)
     if not stat.S_ISDIR(info.st_mode):
-        return Finding(name, Grade.FAIL, f"{folder} is not a folder", "remove it")
+        return Diagnosis(name, Grade.FAIL, f"{folder} is not a folder", "remove it")
     if info.st_uid not in (own_users() if users is None else users):
-        return Finding(
+        return Diagnosis(
             name,
             Grade.FAIL,
             f"{folder} belongs to user {info.st_uid}, this is user {os.geteuid()}",
@@ -146,53 +146,53 @@ def check_folder(
         )
     if mode & 0o022:
         fix = f"run `chmod go-w {folder}`"
-        return Finding(name, Grade.FAIL, f"{folder} has mode {mode:04o}", fix)
+        return Diagnosis(name, Grade.FAIL, f"{folder} has mode {mode:04o}", fix)
     if mode & 0o005:
         detail = f"{folder} has mode {mode:04o}: others may see the names of what is in it"
-        return Finding(name, Grade.WARN, detail, f"run `chmod o= {folder}`")
+        return Diagnosis(name, Grade.WARN, detail, f"run `chmod o= {folder}`")
     if info.st_uid != os.geteuid():
         return _folder_of_daemon_user(name, folder, info)
     return _folder_of_ours(name, folder, info, group)
 
 
-def _folder_of_ours(name: str, folder: Path, info: os.stat_result, group: int | None) -> Finding:
+def _folder_of_ours(name: str, folder: Path, info: os.stat_result, group: int | None) -> Diagnosis:
     """Ours and closed to others: the group is the trainers', or may nothing."""
     mode = stat.S_IMODE(info.st_mode)
     if group is None and mode & 0o050:
-        return Finding(
+        return Diagnosis(
             name,
             Grade.WARN,
             f"{folder} has mode {mode:04o}: group {info.st_gid} may see the names of what is in it",
             f"run `chmod 700 {folder}`; for trainers that are other users set trainer_group",
         )
     if group is None:
-        return Finding(name, Grade.OK, f"{folder} is private (mode {mode:04o})")
+        return Diagnosis(name, Grade.OK, f"{folder} is private (mode {mode:04o})")
     if info.st_gid != group or mode & 0o050 != 0o050:
-        return Finding(
+        return Diagnosis(
             name,
             Grade.WARN,
             f"{folder} has group {info.st_gid} and mode {mode:04o}: members of trainer_group {group} "
             "cannot attach",
             "restart the daemon, which gives the folder to trainer_group",
         )
-    return Finding(name, Grade.OK, f"{folder} is open to trainer_group {group} (mode {mode:04o})")
+    return Diagnosis(name, Grade.OK, f"{folder} is open to trainer_group {group} (mode {mode:04o})")
 
 
-def _folder_of_daemon_user(name: str, folder: Path, info: os.stat_result) -> Finding:
+def _folder_of_daemon_user(name: str, folder: Path, info: os.stat_result) -> Diagnosis:
     """That of a daemon that runs as another user whom this one trusts."""
     owner = f"{folder} belongs to the daemon's user {user_name(info.st_uid)}"
     if not os.access(folder, os.R_OK | os.X_OK):
-        return Finding(
+        return Diagnosis(
             name,
             Grade.FAIL,
             f"{owner}, and this user may not enter it (group {info.st_gid}, mode "
             f"{stat.S_IMODE(info.st_mode):04o})",
             "set trainer_group for the daemon, and make this user a member of that group",
         )
-    return Finding(name, Grade.OK, f"{owner}, and this user may enter it")
+    return Diagnosis(name, Grade.OK, f"{owner}, and this user may enter it")
 
 
-def check_segment_filesystem(config: DaemonConfig) -> Finding:
+def check_segment_filesystem(config: DaemonConfig) -> Diagnosis:
     """Is there memory under the segments, and how much of it may be used?"""
     name = "segment memory"
     folder = _nearest_existing(Path(config.segment_dir))
@@ -207,24 +207,24 @@ def check_segment_filesystem(config: DaemonConfig) -> Finding:
     )
     enlarge = "`mount -o remount,size=<bytes> /dev/shm`, `docker run --shm-size`, or an emptyDir"
     if not is_in_memory(kind) and not config.allow_disk_segments:
-        return Finding(name, Grade.FAIL, detail, "set CKPTD_SEGMENT_DIR to a folder on a tmpfs")
+        return Diagnosis(name, Grade.FAIL, detail, "set CKPTD_SEGMENT_DIR to a folder on a tmpfs")
     if quota > total:
-        return Finding(name, Grade.FAIL, detail, f"lower CKPTD_MEMORY, or enlarge it: {enlarge}")
+        return Diagnosis(name, Grade.FAIL, detail, f"lower CKPTD_MEMORY, or enlarge it: {enlarge}")
     if total < _SMALL_SHM_BYTES:
-        return Finding(name, Grade.WARN, detail, f"enlarge it: {enlarge}")
+        return Diagnosis(name, Grade.WARN, detail, f"enlarge it: {enlarge}")
     if total < physical_memory() // 4:
-        return Finding(name, Grade.WARN, detail, f"most memory is out of reach: {enlarge}")
-    return Finding(name, Grade.OK, detail)
+        return Diagnosis(name, Grade.WARN, detail, f"most memory is out of reach: {enlarge}")
+    return Diagnosis(name, Grade.OK, detail)
 
 
-def check_damaged_files(folder: Path) -> Finding:
+def check_damaged_files(folder: Path) -> Diagnosis:
     """Was a segment put aside?"""
     found = sorted(folder.glob("*.bad")) if folder.is_dir() else []
     if not found:
-        return Finding("damaged segments", Grade.OK, "none were put aside")
+        return Diagnosis("damaged segments", Grade.OK, "none were put aside")
     size = sum(path.stat().st_size for path in found)
     names = ", ".join(path.name for path in found[:4]) + (" …" if len(found) > 4 else "")
-    return Finding(
+    return Diagnosis(
         "damaged segments",
         Grade.WARN,
         f"{len(found)} files, {format_bytes(size)}: {names}",
@@ -232,7 +232,7 @@ def check_damaged_files(folder: Path) -> Finding:
     )
 
 
-def check_remove_ipc(folder: Path, *, root: Path = Path("/"), uid: int | None = None) -> Finding:
+def check_remove_ipc(folder: Path, *, root: Path = Path("/"), uid: int | None = None) -> Diagnosis:
     """Does logind remove the segments when their user's last login ends?
 
     Args:
@@ -242,17 +242,19 @@ def check_remove_ipc(folder: Path, *, root: Path = Path("/"), uid: int | None = 
     name = "logind"
     uid = os.geteuid() if uid is None else uid
     if not (root / "run/systemd/system").is_dir():
-        return Finding(name, Grade.OK, "systemd does not run this machine")
+        return Diagnosis(name, Grade.OK, "systemd does not run this machine")
     if uid < _FIRST_LOGIN_USER:
-        return Finding(name, Grade.OK, f"user {uid} is of the system: nothing of it is removed")
+        return Diagnosis(name, Grade.OK, f"user {uid} is of the system: nothing of it is removed")
     if (root / "var/lib/systemd/linger" / user_name(uid)).exists():
-        return Finding(name, Grade.OK, f"user {uid} lingers: nothing of it is removed at a logout")
+        return Diagnosis(
+            name, Grade.OK, f"user {uid} lingers: nothing of it is removed at a logout"
+        )
     setting, where = _remove_ipc(root)
     if setting in ("no", "false", "0", "off"):
-        return Finding(name, Grade.OK, f"RemoveIPC={setting} ({where})")
+        return Diagnosis(name, Grade.OK, f"RemoveIPC={setting} ({where})")
     if not folder.is_relative_to("/dev/shm"):
-        return Finding(name, Grade.OK, f"{folder} is not in /dev/shm, which logind clears")
-    return Finding(
+        return Diagnosis(name, Grade.OK, f"{folder} is not in /dev/shm, which logind clears")
+    return Diagnosis(
         name,
         Grade.WARN,
         f"RemoveIPC is {setting} ({where}): when the last login of user {uid} ends, all of it in /dev/shm is removed, {folder} too",
@@ -277,29 +279,31 @@ def _remove_ipc(root: Path) -> tuple[str, str]:
     return found, where
 
 
-def check_memlock(setting: str) -> Finding:
+def check_memlock(setting: str) -> Diagnosis:
     """May segments be locked in memory?"""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
     if soft == resource.RLIM_INFINITY or os.geteuid() == 0 or setting == "off":
         who = ", and root is not bound by it" if os.geteuid() == 0 else ""
-        return Finding("memlock", Grade.OK, f"limit {text}{who}; mlock = {setting}")
+        return Diagnosis("memlock", Grade.OK, f"limit {text}{who}; mlock = {setting}")
     swap = "no swap is on" if not _swap_is_on() else "swap is on"
     grade = Grade.FAIL if setting == "on" else Grade.WARN if _swap_is_on() else Grade.OK
     fix = "" if grade is Grade.OK else "LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited`"
-    return Finding("memlock", grade, f"limit {text} (hard {hard}), {swap}; mlock = {setting}", fix)
+    return Diagnosis(
+        "memlock", grade, f"limit {text} (hard {hard}), {swap}; mlock = {setting}", fix
+    )
 
 
-def check_hugepages(path: Path) -> Finding:
+def check_hugepages(path: Path) -> Diagnosis:
     """Can shared memory take huge pages?"""
     try:
         text = path.read_text(encoding="ascii")
     except OSError:
-        return Finding("huge pages", Grade.OK, "the kernel has none for shared memory")
+        return Diagnosis("huge pages", Grade.OK, "the kernel has none for shared memory")
     chosen = text[text.find("[") + 1 : text.find("]")]
     if chosen in ("always", "advise", "within_size", "force"):
-        return Finding("huge pages", Grade.OK, f"shmem_enabled is {chosen}")
-    return Finding(
+        return Diagnosis("huge pages", Grade.OK, f"shmem_enabled is {chosen}")
+    return Diagnosis(
         "huge pages",
         Grade.OK,
         f"shmem_enabled is {chosen}: attaching maps 4 KiB pages, which takes 50 to 80 ms per GiB",
@@ -308,56 +312,56 @@ def check_hugepages(path: Path) -> Finding:
     )
 
 
-def check_pidfd() -> Finding:
+def check_pidfd() -> Diagnosis:
     """Can the daemon see a trainer die at once?"""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
-        return Finding(
+        return Diagnosis(
             "pidfd",
             Grade.WARN,
             f"not available ({error.strerror}): dead trainers are noticed by their lock, within 1 s",
             "Linux 5.3 or newer, and a seccomp profile that allows pidfd_open",
         )
-    return Finding("pidfd", Grade.OK, "a trainer's death is noticed at once")
+    return Diagnosis("pidfd", Grade.OK, "a trainer's death is noticed at once")
 
 
-def check_ptrace(path: Path) -> Finding:
+def check_ptrace(path: Path) -> Diagnosis:
     """Informative: may processes of one user read each other's memory?"""
     try:
         scope = path.read_text(encoding="ascii").strip()
     except OSError:
-        return Finding("ptrace", Grade.OK, "no Yama: processes of one user may read each other")
-    return Finding("ptrace", Grade.OK, f"yama ptrace_scope is {scope}; nothing here needs ptrace")
+        return Diagnosis("ptrace", Grade.OK, "no Yama: processes of one user may read each other")
+    return Diagnosis("ptrace", Grade.OK, f"yama ptrace_scope is {scope}; nothing here needs ptrace")
 
 
-def check_clock() -> Finding:
+def check_clock() -> Diagnosis:
     """Does the clock of the slot times make sense? Says only what one machine can know."""
     boot_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     year = time.gmtime().tm_year
     drift = abs(_seconds_between(time.time, time.monotonic))
     if year < 2024 or boot_s < 0:
-        return Finding(
+        return Diagnosis(
             "clock", Grade.WARN, f"the clock says year {year}", "start a time service (chrony, ntp)"
         )
     if drift > 0.01:
-        return Finding(
+        return Diagnosis(
             "clock",
             Grade.WARN,
             f"the clock was stepped by {drift:.3f} s while looking",
             "let the time service slew instead of step",
         )
-    return Finding("clock", Grade.OK, "plausible and steady (other nodes are not compared)")
+    return Diagnosis("clock", Grade.OK, "plausible and steady (other nodes are not compared)")
 
 
-def check_copy_tunable(environ: Mapping[str, str]) -> Finding:
+def check_copy_tunable(environ: Mapping[str, str]) -> Diagnosis:
     """Would copies of mixed tensors run past the caches? Worth up to 1.6 times."""
     tunables = environ.get("GLIBC_TUNABLES", "")
     if _THRESHOLD_TUNABLE in tunables:
-        return Finding("copy speed", Grade.OK, f"GLIBC_TUNABLES={tunables}")
+        return Diagnosis("copy speed", Grade.OK, f"GLIBC_TUNABLES={tunables}")
     if platform.machine() not in ("x86_64", "AMD64"):
-        return Finding("copy speed", Grade.OK, f"nothing to set on {platform.machine()}")
-    return Finding(
+        return Diagnosis("copy speed", Grade.OK, f"nothing to set on {platform.machine()}")
+    return Diagnosis(
         "copy speed",
         Grade.OK,
         f"{_THRESHOLD_TUNABLE} is not set",
@@ -365,27 +369,29 @@ def check_copy_tunable(environ: Mapping[str, str]) -> Finding:
     )
 
 
-def check_peer_data(config: DaemonConfig) -> Finding:
+def check_peer_data(config: DaemonConfig) -> Diagnosis:
     """Are snapshots encrypted on their way to peers?"""
     name = "peer encryption"
     if not config.peer_listen:
-        return Finding(name, Grade.OK, "snapshots stay on this node")
+        return Diagnosis(name, Grade.OK, "snapshots stay on this node")
     if config.peer_security == "plain":
-        return Finding(
+        return Diagnosis(
             name, Grade.WARN, "peers are not authenticated", "set peer_security to curve"
         )
     if config.peer_data == "zmq":
-        return Finding(name, Grade.OK, "CURVE")
+        return Diagnosis(name, Grade.OK, "CURVE")
     try:
         first = offered_ciphers(plaintext=config.peer_data == "stream-plaintext")[0]
     except ValueError as error:
-        return Finding(name, Grade.FAIL, str(error), "pip install 'cryptography>=47'")
+        return Diagnosis(name, Grade.FAIL, str(error), "pip install 'cryptography>=47'")
     if first is Cipher.PLAINTEXT:
-        return Finding(name, Grade.WARN, "snapshots travel unencrypted", "set peer_data to stream")
-    return Finding(name, Grade.OK, first.title)
+        return Diagnosis(
+            name, Grade.WARN, "snapshots travel unencrypted", "set peer_data to stream"
+        )
+    return Diagnosis(name, Grade.OK, first.title)
 
 
-def check_versions() -> Finding:
+def check_versions() -> Diagnosis:
     """Which versions meet here; torch is asked by its metadata and never imported."""
     versions = [f"ckptd {ckptd.__version__}", f"python {platform.python_version()}"]
     missing = []
@@ -399,17 +405,17 @@ def check_versions() -> Finding:
     if missing:
         lacking = ", ".join(missing)
         grade = Grade.WARN if missing == ["torch"] else Grade.FAIL
-        return Finding(
+        return Diagnosis(
             "versions", grade, f"{detail}; not installed: {lacking}", f"pip install {lacking}"
         )
-    return Finding("versions", Grade.OK, detail)
+    return Diagnosis("versions", Grade.OK, detail)
 
 
-def _folder_to_be_made(name: str, folder: Path) -> Finding:
+def _folder_to_be_made(name: str, folder: Path) -> Diagnosis:
     parent = _nearest_existing(folder)
     if os.access(parent, os.W_OK):
-        return Finding(name, Grade.OK, f"{folder} will be made")
-    return Finding(
+        return Diagnosis(name, Grade.OK, f"{folder} will be made")
+    return Diagnosis(
         name, Grade.FAIL, f"{folder} cannot be made in {parent}", "choose a folder of your own"
     )
 

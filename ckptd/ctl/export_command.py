@@ -12,7 +12,7 @@ from ckptd.config.config_values import parse_bytes
 from ckptd.core.export.export_errors import ExportError
 from ckptd.core.export.wording import named_ranks
 from ckptd.ctl.progress import ProgressBar
-from ckptd.ctl.store.checkpoints import Outcome
+from ckptd.ctl.store.checkpoints import CommandOutcome
 from ckptd.ctl.store.store_access import configured_place, opened
 from ckptd.export.dcp import export_dcp
 from ckptd.export.exports import (
@@ -45,7 +45,7 @@ FORMATS = ("safetensors", "hf", "dcp")
 
 def run_export(
     args: argparse.Namespace, segment_dir: Callable[[], str], whereabouts: Whereabouts
-) -> Outcome:
+) -> CommandOutcome:
     """`ckptctl export`.
 
     Args:
@@ -59,10 +59,10 @@ def run_export(
         raise ExportError("--config is for --format hf: no other format has a place for it")
     with _source(args, segment_dir, whereabouts) as source:
         report = _write(args, source)
-    return Outcome(report, _export_text(report))
+    return CommandOutcome(report, _export_text(report))
 
 
-def run_import(args: argparse.Namespace) -> Outcome:
+def run_import(args: argparse.Namespace) -> CommandOutcome:
     """`ckptctl import`.
 
     Raises:
@@ -89,7 +89,7 @@ def run_import(args: argparse.Namespace) -> Outcome:
                     force=args.force,
                     watch=_watch(args),
                 )
-    return Outcome(report, _import_text(report))
+    return CommandOutcome(report, _import_text(report))
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ from ckptd.ctl.peers_command import (
     run_drill,
 )
 from ckptd.ctl.store.checkpoints import (
-    Outcome,
+    CommandOutcome,
     add_checkpoints_commands,
     add_verify_arguments,
     run_checkpoints,
@@ -272,7 +272,7 @@ def _verify(args: argparse.Namespace) -> int:
     return _show_outcome(args, run_verify(args))
 
 
-def _show_outcome(args: argparse.Namespace, outcome: Outcome) -> int:
+def _show_outcome(args: argparse.Namespace, outcome: CommandOutcome) -> int:
     _show(args, outcome.answer, lambda: outcome.text)
     return outcome.code
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.core.recovery.quarantine import describe_failure
-from ckptd.ctl.doctor import Finding
+from ckptd.ctl.doctor import Diagnosis
 from ckptd.saved import SavedIteration
 from ckptd.transport.control import messages as m
 from ckptd.units import format_age, format_bytes, format_table
@@ -97,7 +97,7 @@ def parks(answer: m.Parks) -> str:
     )
 
 
-def findings(found: Sequence[Finding]) -> str:
+def findings(found: Sequence[Diagnosis]) -> str:
     """One line per check, and its fix under it."""
     lines = []
     width = max(len(finding.name) for finding in found)

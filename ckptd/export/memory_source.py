@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.joining import Joined, RankImage, join, lacking
+from ckptd.core.export.joining import JoinedSnapshot, RankImage, join, lacking
 from ckptd.core.export.wording import ranges
 from ckptd.export.held_slots import (
     SealedSlot,
@@ -39,7 +39,9 @@ class SlotSource:
         views: the images in which its tensors lie, by rank.
     """
 
-    def __init__(self, origin: Origin, joined: Joined, views: Mapping[int, ImageView]) -> None:
+    def __init__(
+        self, origin: Origin, joined: JoinedSnapshot, views: Mapping[int, ImageView]
+    ) -> None:
         self.origin, self.facts = origin, joined.facts
         self.tensors: Sequence[ImageTensor] = joined.tensors
         self.scalars_len = views[origin.rank].scalars_len

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.export_plan import Share
+from ckptd.core.export.export_plan import SharedRows
 from ckptd.core.export.wording import first_of, named_ranks, ranges
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import SlotHeader
@@ -39,7 +39,7 @@ class SharesMissing(Exception):
     def __init__(
         self,
         slot: SealedSlot,
-        shares: Mapping[int, Sequence[Share]],
+        shares: Mapping[int, Sequence[SharedRows]],
         here: Mapping[int, Sequence[int]],
     ) -> None:
         super().__init__(slot, shares, here)
@@ -72,7 +72,7 @@ class RanksHere:
         return self._of_rank[key]
 
     def copies(
-        self, slot: SealedSlot, lacks: Mapping[int, Sequence[Share]]
+        self, slot: SealedSlot, lacks: Mapping[int, Sequence[SharedRows]]
     ) -> dict[int, list[SealedSlot]]:
         """The copies here of what other ranks captured at the iteration (and in the epoch) of ``slot``, by rank.
 

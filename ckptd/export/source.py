@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.export_plan import Share, SnapshotFacts
+from ckptd.core.export.export_plan import SharedRows, SnapshotFacts
 from ckptd.storage.images.image_format import ImageTensor
 from ckptd.unpacking import unpack
 
@@ -121,7 +121,7 @@ def _rows(operators: Iterable[Any]) -> dict[str, int]:
     return rows
 
 
-def _shares(told: _Told, rank: int) -> tuple[Share, ...]:
+def _shares(told: _Told, rank: int) -> tuple[SharedRows, ...]:
     """What other ranks capture, member by member."""
     if not told.owners:
         return ()
@@ -131,7 +131,7 @@ def _shares(told: _Told, rank: int) -> tuple[Share, ...]:
             "its descriptor was written by another version; export with the version that trained"
         )
     return tuple(
-        Share(name, None if start is None else (start, stop), owner)
+        SharedRows(name, None if start is None else (start, stop), owner)
         for operator, owner in zip(told.operators, told.owners, strict=True)
         if owner >= 0 and owner != rank
         for name, start, stop in _members(operator)

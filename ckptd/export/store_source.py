@@ -9,7 +9,7 @@ import xxhash
 from blake3 import blake3
 
 from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.joining import Joined, join, lacking
+from ckptd.core.export.joining import JoinedSnapshot, join, lacking
 from ckptd.core.slots.segment_format import decode_descriptor
 from ckptd.errors import SegmentError
 from ckptd.export.read_ahead import ReadAhead
@@ -37,7 +37,7 @@ class StoredSource:
         self,
         store: ObjectStore,
         origin: Origin,
-        joined: Joined,
+        joined: JoinedSnapshot,
         images: Mapping[int, StoredImage],
     ) -> None:
         self.origin, self.facts = origin, joined.facts

@@ -21,7 +21,7 @@ from ckptd.errors import SegmentError
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.adoption import Adopted, tell_adopted
-from ckptd.memory.sealer import Outcome, Verdict, scrub_slot, seal_slot
+from ckptd.memory.sealer import SealOutcome, SealVerdict, scrub_slot, seal_slot
 from ckptd.memory.segment_file import Segment, settle
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.units import format_age, format_bytes
@@ -177,17 +177,17 @@ class Housekeeper:
         )
         self._slow.submit(segment.close, _nothing, self._slow_failed)
 
-    def _sealed(self, segment: Segment, index: int, outcome: Outcome) -> None:
+    def _sealed(self, segment: Segment, index: int, outcome: SealOutcome) -> None:
         self._sealing.discard((segment, index))
         self._events.count(f"seal.{outcome.verdict}")
-        if outcome.verdict is Verdict.SEALED:
+        if outcome.verdict is SealVerdict.SEALED:
             self._events.count("sealed_bytes", outcome.image_len)
             self._events.count("digest_ns", outcome.digest_ns)
             if segment.holds_snapshots:
                 self.sealed(segment)
             elif segment.is_log:
                 self.log_sealed(segment)
-        elif outcome.verdict is Verdict.DAMAGED:
+        elif outcome.verdict is SealVerdict.DAMAGED:
             self._events.add(
                 "error",
                 "slot_damaged",
@@ -328,10 +328,10 @@ class Housekeeper:
             if header.state is SlotState.SEALED and not before <= header.sealed_at_ns <= now_ns
         ]
 
-    def _scrubbed(self, segment: Segment, index: int, outcome: Outcome) -> None:
+    def _scrubbed(self, segment: Segment, index: int, outcome: SealOutcome) -> None:
         self._scrubbing = False
         self._events.count(f"scrub.{outcome.verdict}")
-        if outcome.verdict is Verdict.DAMAGED:
+        if outcome.verdict is SealVerdict.DAMAGED:
             self.damaged(segment)
             self._events.add(
                 "error",

@@ -16,7 +16,7 @@ from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
-from ckptd.storage.images.image import MapFunction, verify
+from ckptd.storage.images.image import DigestMap, verify
 from ckptd.storage.images.image_format import ImageError
 from ckptd.storage.images.strong_digest import strong_digest
 from ckptd.workers import Workers
@@ -45,7 +45,7 @@ class ImageDigests:
     """
 
     def __init__(
-        self, workers: Workers, events: EventLog, *, threads: int, map_fn: MapFunction | None
+        self, workers: Workers, events: EventLog, *, threads: int, map_fn: DigestMap | None
     ) -> None:
         self._workers, self._events = workers, events
         self._threads, self._map = threads, map_fn
@@ -91,7 +91,7 @@ class ImageDigests:
 
 
 def digest_slot(
-    segment: Segment, index: int, header: SlotHeader, threads: int, map_fn: MapFunction | None
+    segment: Segment, index: int, header: SlotHeader, threads: int, map_fn: DigestMap | None
 ) -> tuple[str, int]:
     """The digest of a sealed slot, which is kept from then on, and the nanoseconds that it took (0: it was kept already).
 

@@ -20,17 +20,17 @@ from ckptd.core.slots.segment_format import (
 )
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
-from ckptd.storage.images.image import DigestMismatch, MapFunction, seal, verify
+from ckptd.storage.images.image import DigestMap, DigestMismatch, seal, verify
 from ckptd.storage.images.image_format import ImageError
 from ckptd.storage.images.strong_digest import matches
 
-__all__ = ["Outcome", "Verdict", "scrub_slot", "seal_slot"]
+__all__ = ["SealOutcome", "SealVerdict", "scrub_slot", "seal_slot"]
 
 _LOCK_TRIES = 50  # the writer may send Filled a moment before it releases its lock
 _LOCK_PAUSE_S = 0.02
 
 
-class Verdict(StrEnum):
+class SealVerdict(StrEnum):
     """How sealing or scrubbing a slot ended."""
 
     SEALED = "sealed"
@@ -41,25 +41,25 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SealOutcome:
     """What became of a slot, and why."""
 
-    verdict: Verdict
+    verdict: SealVerdict
     iteration: int = -1
     reason: str = ""
     digest_ns: int = 0
     image_len: int = 0
 
 
-def seal_slot(segment: Segment, index: int, map_fn: MapFunction | None = None) -> Outcome:
+def seal_slot(segment: Segment, index: int, map_fn: DigestMap | None = None) -> SealOutcome:
     """Digest a filled slot and mark it sealed; a slot that holds no image is freed."""
     fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if not _lock_soon(fd, slot_lock_byte(index)):
-            return Outcome(Verdict.BUSY)
+            return SealOutcome(SealVerdict.BUSY)
         header = segment.header(index)
         if header is None or header.state is not SlotState.FILLED:
-            return Outcome(Verdict.CHANGED)
+            return SealOutcome(SealVerdict.CHANGED)
         return _seal(segment, index, header, map_fn)
     finally:
         os.close(fd)
@@ -69,11 +69,11 @@ def scrub_slot(
     segment: Segment,
     index: int,
     sequence: int,
-    map_fn: MapFunction | None = None,
+    map_fn: DigestMap | None = None,
     *,
     strong: bool = False,
     threads: int = 1,
-) -> Outcome:
+) -> SealOutcome:
     """Verify a sealed slot against its digests; a damaged one is quarantined.
 
     Args:
@@ -83,9 +83,9 @@ def scrub_slot(
     with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=False) as taken:
         header = segment.header(index)
         if not taken:
-            return Outcome(Verdict.BUSY)
+            return SealOutcome(SealVerdict.BUSY)
         if header is None or header.state is not SlotState.SEALED or header.sequence != sequence:
-            return Outcome(Verdict.CHANGED)
+            return SealOutcome(SealVerdict.CHANGED)
         try:
             image = segment.image(index, header)
             verify(image, header.header_digest, map_fn=map_fn)
@@ -94,22 +94,24 @@ def scrub_slot(
                 raise ImageError("its xxh3 digests match, and its cryptographic digest does not")
         except ImageError as error:
             if segment.header(index) != header:
-                return Outcome(Verdict.CHANGED)
+                return SealOutcome(SealVerdict.CHANGED)
             set_slot_state(segment.buffer, segment.geometry, index, SlotState.QUARANTINED)
-            return Outcome(Verdict.DAMAGED, header.iteration, _why(error))
-        return Outcome(Verdict.INTACT, header.iteration)
+            return SealOutcome(SealVerdict.DAMAGED, header.iteration, _why(error))
+        return SealOutcome(SealVerdict.INTACT, header.iteration)
 
 
-def _seal(segment: Segment, index: int, header: SlotHeader, map_fn: MapFunction | None) -> Outcome:
+def _seal(
+    segment: Segment, index: int, header: SlotHeader, map_fn: DigestMap | None
+) -> SealOutcome:
     started = time.perf_counter_ns()
     try:
         digest = seal(segment.image(index, header), map_fn=map_fn)
     except ImageError as error:
         set_slot_state(segment.buffer, segment.geometry, index, SlotState.FREE)
-        return Outcome(Verdict.DAMAGED, header.iteration, _why(error))
+        return SealOutcome(SealVerdict.DAMAGED, header.iteration, _why(error))
     took = time.perf_counter_ns() - started
     if segment.header(index) != header:
-        return Outcome(Verdict.CHANGED)  # its trainer sealed it itself, or gave it up
+        return SealOutcome(SealVerdict.CHANGED)  # its trainer sealed it itself, or gave it up
     sealed = replace(
         header,
         state=SlotState.SEALED,
@@ -118,7 +120,9 @@ def _seal(segment: Segment, index: int, header: SlotHeader, map_fn: MapFunction 
         digest_ns=took,
     )
     write_slot_header(segment.buffer, segment.geometry, index, sealed)
-    return Outcome(Verdict.SEALED, header.iteration, digest_ns=took, image_len=header.image_len)
+    return SealOutcome(
+        SealVerdict.SEALED, header.iteration, digest_ns=took, image_len=header.image_len
+    )
 
 
 def _lock_soon(fd: int, byte: int) -> bool:

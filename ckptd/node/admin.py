@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import ckptd
 from ckptd.config.settings import DaemonConfig
-from ckptd.core.sessions import Session, SessionTable
+from ckptd.core.sessions import SessionTable, TrainerSession
 from ckptd.event_log import EventLog
 from ckptd.memory import inventory, locks
 from ckptd.memory.housekeeping import Housekeeper
@@ -103,7 +103,7 @@ class Admin:
             ),
         )
 
-    def _session_status(self, session: Session, now_s: float) -> m.SessionStatus:
+    def _session_status(self, session: TrainerSession, now_s: float) -> m.SessionStatus:
         segments = self._store.all_of_rank(session.key)
         return m.SessionStatus(
             job=session.key.job,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptd.core.sessions import Session
+from ckptd.core.sessions import TrainerSession
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.event_log import EventLog
@@ -26,7 +26,7 @@ _THERE = (SlotState.FILLED, SlotState.SEALED)
 class _Left:
     """A parked state that nobody has told of."""
 
-    session: Session
+    session: TrainerSession
     segment: Segment
     index: int
     sequence: int
@@ -39,7 +39,7 @@ class ParkEvents:
         self._store, self._events = store, events
         self._left: list[_Left] = []
 
-    def begun(self, session: Session, before: Session | None) -> None:
+    def begun(self, session: TrainerSession, before: TrainerSession | None) -> None:
         """A session begins; ``before``: of the same process, on another connection.
 
         What lies there already is of an earlier process, which may have had the same number; unless this one says that it goes on.
@@ -49,12 +49,12 @@ class ParkEvents:
         elif not session.wish.held:
             self.heard(session)
 
-    def heard(self, session: Session) -> None:
+    def heard(self, session: TrainerSession) -> None:
         """The trainer tells itself what it has parked; it was sealed before."""
         found = [header.sequence for _, _, header in self._parked_by(session)]
         session.parked_told = max(found, default=session.parked_told)
 
-    def ended(self, session: Session) -> None:
+    def ended(self, session: TrainerSession) -> None:
         """Its trainer is gone, or has left: what it parked since it was heard is told."""
         self._left += [
             _Left(session, segment, index, header.sequence)
@@ -79,7 +79,7 @@ class ParkEvents:
         self._events.add("info", "parked", text, left.session.key)
         return False
 
-    def _parked_by(self, session: Session) -> Iterator[tuple[Segment, int, SlotHeader]]:
+    def _parked_by(self, session: TrainerSession) -> Iterator[tuple[Segment, int, SlotHeader]]:
         """What this process has parked, and has not overwritten since."""
         for segment in self._store.all_of_rank(session.key):
             if segment.descriptor.kind == "parked":

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from ckptd.core.sessions import AttachWish, Session, reject_if_too_large
+from ckptd.core.sessions import AttachWish, TrainerSession, reject_if_too_large
 from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor, unpack_slot_header
 from ckptd.errors import SegmentError
 from ckptd.event_log import EventLog
@@ -48,7 +48,7 @@ class Reserving:
         self._peering, self._clock = peering, clock
 
     def reserve(
-        self, session: Session, message: m.Reserve | m.ReserveBeside, answer: Answer
+        self, session: TrainerSession, message: m.Reserve | m.ReserveBeside, answer: Answer
     ) -> m.Reply | None:
         """Begin to make a segment for a rank; the answer follows later, or a refusal is returned."""
         try:
@@ -71,7 +71,7 @@ class Reserving:
 
     def _make(
         self,
-        session: Session,
+        session: TrainerSession,
         descriptor: SegmentDescriptor,
         num_slots: int,
         slot_bytes: int,
@@ -140,7 +140,7 @@ class Reserving:
         self._events.add("error", "reserve_failed", f"{plan.key}: {error!r}", plan.key)
         answer(m.Refused(RefusalCode.INTERNAL, f"making the segment failed: {error!r}"))
 
-    def fetch(self, session: Session, message: m.Fetch, answer: Answer) -> m.Reply | None:
+    def fetch(self, session: TrainerSession, message: m.Fetch, answer: Answer) -> m.Reply | None:
         """Make a segment like the one that the holders have, and begin to fill it; answers as `reserve` does."""
         images = [h.image_len for p in message.pieces if (h := unpack_slot_header(p.header))]
         if len(images) < len(message.pieces):
@@ -188,7 +188,7 @@ class Reserving:
         self._peering.fetch(segment, message.pieces)
         answer(m.Reserved(segment_info(segment), segment.mlocked))
 
-    def fetch_state(self, session: Session, message: m.GetFetch) -> m.Reply:
+    def fetch_state(self, session: TrainerSession, message: m.GetFetch) -> m.Reply:
         """How far a fetch is."""
         job = self._peering.fetch_of(session.key, message.generation)
         if job is None:

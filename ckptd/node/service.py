@@ -24,8 +24,8 @@ from ckptd.core.sessions import (
     AttachWish,
     RankKey,
     Rejected,
-    Session,
     SessionTable,
+    TrainerSession,
     decide_attach,
     wrong_members,
 )
@@ -231,7 +231,7 @@ class Service:
         """For how long no trainer has been here."""
         return self._clock() - self._busy_s
 
-    def trainer_gone(self, session: Session, why: str) -> None:
+    def trainer_gone(self, session: TrainerSession, why: str) -> None:
         """A trainer ended without a word: free what it was filling, seal what it had filled."""
         self._retire(session)
         self._events.add(
@@ -326,7 +326,7 @@ class Service:
         process: int,
         wish: AttachWish,
         decision: Admitted,
-        before: Session | None,
+        before: TrainerSession | None,
     ) -> m.Reply:
         previous = self.sessions.of_identity(identity)
         if previous is not None:
@@ -335,7 +335,7 @@ class Service:
         # What the process says of itself only counts where the kernel does not say who it is.
         pid = process if process > 0 else hello.pid
         visible = process > 0 or (process < 0 and _same_pid_namespace(hello))
-        session = Session(
+        session = TrainerSession(
             identity, pid, wish.key, wish, now_s, now_s, "owner-lock", writer_pid=hello.pid
         )
         self._park_events.begun(session, before)
@@ -555,7 +555,7 @@ class Service:
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _current_owner(self, wish: AttachWish) -> Session | None:
+    def _current_owner(self, wish: AttachWish) -> TrainerSession | None:
         """The live session of a rank; one whose process has just ended is retired first."""
         owner = self.sessions.of_rank(wish.key)
         if owner is None or self._owners.prove(wish.key, wish.token):
@@ -568,18 +568,18 @@ class Service:
             return None
         return owner
 
-    def _retire(self, session: Session) -> None:
+    def _retire(self, session: TrainerSession) -> None:
         self.sessions.remove(session)
         self._owners.remove(session.key)
         self._parks.gone(session.key)
         if not any(other.pid == session.pid for other in self.sessions):
             self._watcher.forget(session.pid)
 
-    def _process_ended(self, session: Session) -> None:
+    def _process_ended(self, session: TrainerSession) -> None:
         if self.sessions.of_identity(session.identity) is session:
             self.trainer_gone(session, "its process ended")
 
-    def _is_gone(self, session: Session, now_s: float) -> bool:
+    def _is_gone(self, session: TrainerSession, now_s: float) -> bool:
         """For trainers that cannot be watched: the owner lock was there and is there no more."""
         if any(segment.owned() for segment in self._store.all_of_rank(session.key)):
             session.owner_seen = True

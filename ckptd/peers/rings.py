@@ -14,10 +14,10 @@ from ckptd.core.slots.ring import SlotRecord
 from ckptd.memory.inventory import log_records, records_of
 from ckptd.memory.segment_store import SegmentStore
 
-__all__ = ["LogRing", "Ring", "SnapshotRing"]
+__all__ = ["LogRing", "ReplicatedRing", "SnapshotRing"]
 
 
-class Ring(Protocol):
+class ReplicatedRing(Protocol):
     """One of these of one rank."""
 
     def slots(self) -> Slots | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from ckptd.config.settings import DaemonConfig
-from ckptd.core.placement import NodeFacts, Placement, RankFacts, plan_placement
+from ckptd.core.placement import NodeFacts, PlacedRank, ReplicaPlacement, plan_placement
 from ckptd.core.replication.floor import (
     NOTHING_CARRIED,
     Carried,
@@ -31,7 +31,7 @@ from ckptd.memory.image_digests import Vouch
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.replicas.replica_store import ReplicaStore
-from ckptd.peers.rings import LogRing, Ring, SnapshotRing
+from ckptd.peers.rings import LogRing, ReplicatedRing, SnapshotRing
 from ckptd.peers.sender import RankReplication
 from ckptd.transport.control.messages import Join, Member, ReplicationStatus, TargetStatus
 from ckptd.transport.control.peer_messages import Floor
@@ -75,7 +75,7 @@ class Run:
         self.ranks: dict[int, RankReplication] = {}
         self.logs: dict[int, RankReplication] = {}  # by rank: its boundary log, on the same targets
         self.dead: set[str] = set()
-        self.placement = Placement({}, {}, (), "nobody has joined yet")
+        self.placement = ReplicaPlacement({}, {}, (), "nobody has joined yet")
         self.promise = Promise()
         self.span = 1
         self.joined_at_s = clock()
@@ -147,7 +147,7 @@ class Run:
         self,
         key: RankKey,
         core: Replicator,
-        ring: Ring,
+        ring: ReplicatedRing,
         *,
         span: Callable[[], int],
         progressed: Callable[[], None],
@@ -370,12 +370,12 @@ class Run:
             if warning not in before.warnings:
                 self._events.add("warning", "placement", f"{self.job}/{self.run}: {warning}")
 
-    def _place(self, without: set[str]) -> Placement:
+    def _place(self, without: set[str]) -> ReplicaPlacement:
         wanted = self._asked_replicas if self._asked_replicas >= 0 else self._config.replicas
         reachable = [m for m in self.members if m.card.endpoint]
         nodes = [NodeFacts(m.card.node, m.card.labels, _capacity(m)) for m in reachable]
         ranks = [
-            RankFacts(rank, m.card.node, max(1, size))
+            PlacedRank(rank, m.card.node, max(1, size))
             for m in reachable
             for rank, size in zip(
                 m.ranks, itertools.chain(m.ring_bytes, itertools.repeat(0)), strict=False

@@ -23,9 +23,8 @@ from ckptd.core.replication.replication_events import (
     Effect,
     Event,
     Granted,
-    Open,
-    Opened,
     OpenRefused,
+    OpenTarget,
     PeerBack,
     PeerLost,
     Put,
@@ -34,6 +33,7 @@ from ckptd.core.replication.replication_events import (
     SealedThere,
     SealRefused,
     Slots,
+    TargetOpened,
     Targets,
 )
 from ckptd.core.replication.replicator import Replicator
@@ -48,7 +48,7 @@ from ckptd.memory.segment_store import SegmentStore
 from ckptd.memory.slot_files import region_of
 from ckptd.memory.slot_holds import SlotHolds
 from ckptd.peers.peer_link import PeerLink
-from ckptd.peers.rings import Ring
+from ckptd.peers.rings import ReplicatedRing
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import HeldSlot
 from ckptd.transport.verbs import Completion, RegionKey, Transfer
@@ -94,7 +94,7 @@ class RankReplication:
         self,
         key: RankKey,
         core: Replicator,
-        ring: Ring,
+        ring: ReplicatedRing,
         store: SegmentStore,
         events: EventLog,
         *,
@@ -197,7 +197,7 @@ class RankReplication:
     # -- effects ---------------------------------------------------------------------------------
 
     def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Open):
+        if isinstance(effect, OpenTarget):
             self._open(effect.node, effect.generation)
         elif isinstance(effect, Begin):
             self._begin(effect)
@@ -240,7 +240,7 @@ class RankReplication:
             held = (r for s in reply.held if (r := _record(generation, s)) is not None)
             self._leases[node, generation] = reply.lease
             told = tuple(map(self.ring.told, held))
-            self.feed(Opened(node, generation, reply.lease, told, reply.boot_id))
+            self.feed(TargetOpened(node, generation, reply.lease, told, reply.boot_id))
 
         link.ask(
             message,

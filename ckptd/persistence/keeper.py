@@ -25,9 +25,9 @@ from msgspec import Struct
 from ckptd.logs import TextFormatter
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.incarnation_store import StoredWorlds
-from ckptd.persistence.pacer import Pacer
+from ckptd.persistence.pacer import UploadPacer
 from ckptd.persistence.rank_store import Overtaken, UnknownSnapshot
-from ckptd.persistence.run_store import Fenced, RunStore
+from ckptd.persistence.run_store import FencedOff, RunStore
 from ckptd.persistence.slot_source import SlotFiles, SlotLost
 from ckptd.storage.checkpoints.manifest import ManifestError
 from ckptd.storage.checkpoints.reader import SnapshotDamaged
@@ -37,7 +37,7 @@ from ckptd.storage.signed_store import SignedStore
 from ckptd.storage.stores.objects import Damaged, ObjectMissing, StoreError
 from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.stores.resilience import Circuit, RetryPolicy
-from ckptd.storage.stores.resilient import Notice, NoticeKind, Resilient
+from ckptd.storage.stores.resilient import NoticeKind, Resilient, StoreNotice
 
 __all__ = ["Keeper", "main"]
 
@@ -97,7 +97,7 @@ class Keeper:
         self._helpers = ThreadPoolExecutor(configure.threads, thread_name_prefix="help")
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="aside")
         self._files = SlotFiles()
-        self._pacer = Pacer(configure.bytes_per_s, clock=time.monotonic, sleep=time.sleep)
+        self._pacer = UploadPacer(configure.bytes_per_s, clock=time.monotonic, sleep=time.sleep)
         self._lock = threading.Lock()
         self._runs: dict[tuple[str, str], RunStore] = {}
         self._swept: set[tuple[str, str]] = set()
@@ -144,7 +144,7 @@ class Keeper:
         if (name.job, name.run) not in self._swept:
             self._swept.add((name.job, name.run))
             self._aside.submit(self._guarded, partial(self._sweep, run))
-        return w.Opened(message.id, committed)
+        return w.RunOpened(message.id, committed)
 
     def _put(self, message: w.StoreSlot) -> Struct:
         name = message.rank
@@ -222,7 +222,7 @@ class Keeper:
         del self._waiting[key]  # unless this look was not the last one
         try:
             complete, missing = run.settled(end, epoch)
-        except Fenced as error:
+        except FencedOff as error:
             for name in waiting.names:
                 self.send(w.RankFenced(name, error.epoch, str(error)))
             return
@@ -241,13 +241,13 @@ class Keeper:
         """What writers that died left half-finished."""
         ended = self._store.abort_uploads(f"{run.job}/{run.run}/", _STALE_UPLOAD_S)
         if ended > 0:
-            self.send(w.Told("info", "uploads_aborted", f"{run.job}/{run.run}: {ended}"))
+            self.send(w.KeeperEvent("info", "uploads_aborted", f"{run.job}/{run.run}: {ended}"))
 
     # -- helpers ---------------------------------------------------------------------------------
 
     def tell(self, level: str, kind: str, text: str) -> None:
         """An event for the daemon's log."""
-        self.send(w.Told(level, kind, text))
+        self.send(w.KeeperEvent(level, kind, text))
 
     @property
     def _policy(self) -> RetentionPolicy:
@@ -297,7 +297,7 @@ class Keeper:
             logger.exception("looking after the store failed")
             self.tell("error", "internal", f"looking after the store failed: {error!r}")
 
-    def _circuit_told(self, notice: Notice) -> None:
+    def _circuit_told(self, notice: StoreNotice) -> None:
         level = "error" if notice.kind is NoticeKind.OPENED else "info"
         self.tell(level, f"store_{notice.kind}", notice.text)
 
@@ -307,21 +307,21 @@ def _outcome(number: int, work: Callable[[], Struct]) -> Struct:
     try:
         return work()
     except SlotLost as error:
-        return w.Failed(number, w.FailureCode.LOST, str(error))
-    except Fenced as error:
-        return w.Failed(number, w.FailureCode.FENCED, str(error))
+        return w.KeeperFailed(number, w.FailureCode.LOST, str(error))
+    except FencedOff as error:
+        return w.KeeperFailed(number, w.FailureCode.FENCED, str(error))
     except Overtaken as error:
-        return w.Failed(number, w.FailureCode.STORE, str(error))
+        return w.KeeperFailed(number, w.FailureCode.STORE, str(error))
     except (ObjectMissing, Damaged) as error:
-        return w.Failed(number, w.FailureCode.DAMAGED, f"{type(error).__name__}: {error}")
+        return w.KeeperFailed(number, w.FailureCode.DAMAGED, f"{type(error).__name__}: {error}")
     except (StoreError, ManifestError, SnapshotDamaged) as error:
-        return w.Failed(number, w.FailureCode.STORE, f"{type(error).__name__}: {error}")
+        return w.KeeperFailed(number, w.FailureCode.STORE, f"{type(error).__name__}: {error}")
     except LookupError as error:
-        return w.Failed(number, w.FailureCode.UNKNOWN, str(error))
+        return w.KeeperFailed(number, w.FailureCode.UNKNOWN, str(error))
     # The daemon waits for an answer, whatever went wrong here.
     except Exception as error:
         logger.exception("the store keeper failed")
-        return w.Failed(number, w.FailureCode.INTERNAL, repr(error))
+        return w.KeeperFailed(number, w.FailureCode.INTERNAL, repr(error))
 
 
 def _next(channel: w.Channel) -> Any:
@@ -363,7 +363,7 @@ class _Opening:
             logger.error("%s", reason)
             self._reason = reason
         if (number := getattr(message, "id", None)) is not None:
-            self._send(w.Failed(number, w.FailureCode.STORE, reason))
+            self._send(w.KeeperFailed(number, w.FailureCode.STORE, reason))
 
 
 def main(argv: list[str]) -> int:
@@ -381,8 +381,8 @@ def main(argv: list[str]) -> int:
     send = partial(_send, channel)
     keeper = _Opening(configure, send)
     while (message := _next(channel)) is not None:
-        if isinstance(message, w.Ping):
-            send(w.Pong())
+        if isinstance(message, w.KeeperPing):
+            send(w.KeeperPong())
         else:
             keeper.handle(message)
     os._exit(0)  # threads may be waiting for a store that does not answer

@@ -25,12 +25,12 @@ from ckptd.peers.peer_link import Post
 from ckptd.persistence.keeper_wire import (
     Channel,
     Configure,
-    Failed,
-    Ping,
-    Pong,
+    KeeperEvent,
+    KeeperFailed,
+    KeeperPing,
+    KeeperPong,
     RankFenced,
     Settled,
-    Told,
     decode_from_keeper,
 )
 
@@ -81,7 +81,7 @@ class StoreChild:
         configure: Configure,
         *,
         post: Post,
-        told: Callable[[Told], None],
+        told: Callable[[KeeperEvent], None],
         settled: Callable[[Settled], None],
         fenced: Callable[[RankFenced], None],
         died: Callable[[str], None],
@@ -134,7 +134,7 @@ class StoreChild:
         if not life.pinged:
             if now_s - life.heard_s >= _PING_S:
                 life.pinged, life.silent_s = True, 0.0
-                self._send(Ping())
+                self._send(KeeperPing())
             return
         life.silent_s += min(passed_s, _TICK_MAX_S)
         if life.silent_s >= self._silent_s:
@@ -200,9 +200,9 @@ class StoreChild:
         if life is not self._life:
             return  # of one that was taken for dead
         life.heard_s, life.pinged = self._clock(), False
-        if isinstance(message, Pong):
+        if isinstance(message, KeeperPong):
             return
-        if isinstance(message, Told):
+        if isinstance(message, KeeperEvent):
             self._told(message)
             return
         if isinstance(message, Settled):
@@ -215,7 +215,7 @@ class StoreChild:
         if found is None:
             return
         done, refused = found
-        if isinstance(message, Failed):
+        if isinstance(message, KeeperFailed):
             refused(str(message.code), message.reason)
         else:
             done(message)

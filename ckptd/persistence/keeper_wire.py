@@ -22,31 +22,31 @@ __all__ = [
     "Answer",
     "Channel",
     "CommitRank",
+    "CommittedCheckpoint",
     "Configure",
     "DoubtStored",
-    "Failed",
     "FailureCode",
     "FindStored",
     "FindWorlds",
     "Found",
     "FoundWorlds",
     "FromKeeper",
+    "KeeperEvent",
+    "KeeperFailed",
+    "KeeperPing",
+    "KeeperPong",
     "OfferStored",
     "OpenRank",
-    "Opened",
-    "Ping",
-    "Pong",
     "RankFenced",
     "RankName",
     "ReadRange",
     "Retain",
+    "RunOpened",
     "Settled",
     "SnapshotId",
     "StoreSlot",
-    "StoredCheckpoint",
     "StoredSlot",
     "ToKeeper",
-    "Told",
     "WholeWorld",
     "decode_from_keeper",
     "decode_to_keeper",
@@ -100,7 +100,7 @@ class Configure(Struct, frozen=True, tag=True):
 
 
 class OpenRank(Struct, frozen=True, tag=True):
-    """Store snapshots of this rank from now on; answered by `Opened`."""
+    """Store snapshots of this rank from now on; answered by `RunOpened`."""
 
     id: int
     rank: RankName
@@ -186,8 +186,8 @@ class DoubtStored(Struct, frozen=True, tag=True):
     segment: str
 
 
-class Ping(Struct, frozen=True, tag=True):
-    """Are you there? Answered by `Pong`, whatever else is going on."""
+class KeeperPing(Struct, frozen=True, tag=True):
+    """Are you there? Answered by `KeeperPong`, whatever else is going on."""
 
 
 ToKeeper = (
@@ -200,7 +200,7 @@ ToKeeper = (
     | OfferStored
     | ReadRange
     | DoubtStored
-    | Ping
+    | KeeperPing
 )
 
 
@@ -218,7 +218,7 @@ class FailureCode(StrEnum):
     INTERNAL = "internal"
 
 
-class Opened(Struct, frozen=True, tag=True):
+class RunOpened(Struct, frozen=True, tag=True):
     """The newest committed checkpoint of the run (-1: none)."""
 
     id: int
@@ -239,7 +239,7 @@ class Answer(Struct, frozen=True, tag=True):
     id: int
 
 
-class Failed(Struct, frozen=True, tag=True):
+class KeeperFailed(Struct, frozen=True, tag=True):
     """Not done."""
 
     id: int
@@ -247,7 +247,7 @@ class Failed(Struct, frozen=True, tag=True):
     reason: str
 
 
-class StoredCheckpoint(Struct, frozen=True):
+class CommittedCheckpoint(Struct, frozen=True):
     """One rank's part of a committed checkpoint; ``name`` is what `ReadRange` and `DoubtStored` call a segment."""
 
     name: str
@@ -269,7 +269,7 @@ class Found(Struct, frozen=True, tag=True):
     """Newest first, per rank."""
 
     id: int
-    checkpoints: list[StoredCheckpoint]
+    checkpoints: list[CommittedCheckpoint]
 
 
 class WholeWorld(Struct, frozen=True):
@@ -310,7 +310,7 @@ class RankFenced(Struct, frozen=True, tag=True):
     reason: str
 
 
-class Told(Struct, frozen=True, tag=True):
+class KeeperEvent(Struct, frozen=True, tag=True):
     """An event for the log, or (``level`` "count") something counted."""
 
     level: str
@@ -319,12 +319,21 @@ class Told(Struct, frozen=True, tag=True):
     amount: int = 1
 
 
-class Pong(Struct, frozen=True, tag=True):
+class KeeperPong(Struct, frozen=True, tag=True):
     """Yes."""
 
 
 FromKeeper = (
-    Opened | StoredSlot | Answer | Failed | Found | FoundWorlds | Settled | RankFenced | Told | Pong
+    RunOpened
+    | StoredSlot
+    | Answer
+    | KeeperFailed
+    | Found
+    | FoundWorlds
+    | Settled
+    | RankFenced
+    | KeeperEvent
+    | KeeperPong
 )
 
 _to_keeper = msgspec.msgpack.Decoder(ToKeeper)

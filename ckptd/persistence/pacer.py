@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["Pacer"]
+__all__ = ["UploadPacer"]
 
 
-class Pacer:
+class UploadPacer:
     """At most ``bytes_per_s`` on average over uploads (0: no limit); safe from several threads."""
 
     def __init__(

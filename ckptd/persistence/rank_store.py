@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import ckptd
 from ckptd.persistence.keeper_wire import CommitRank, SnapshotId
 from ckptd.persistence.shared_listing import Seen
-from ckptd.persistence.slot_source import HeldSlot, SlotLost
+from ckptd.persistence.slot_source import LockedSlot, SlotLost
 from ckptd.storage.checkpoints.commit import Views
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.reader import (
@@ -66,7 +66,7 @@ class Uploaded(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptSnapshot:
     """A stored snapshot, its image's header (which tells where its tensors lie), and the manifests that were relied on for it."""
 
     snapshot: StoredSnapshot
@@ -76,7 +76,7 @@ class Kept:
     since_s: float = math.inf
 
 
-class Look(Protocol):
+class ListRun(Protocol):
     """Lists the run for a rank that is about to commit the checkpoint ``end``; ``fresh``: nobody else's listing will do."""
 
     def __call__(self, end: int, *, fresh: bool) -> Seen: ...
@@ -106,7 +106,7 @@ class RankStore:
         *,
         run_id: str,
         base: str,
-        look: Look,
+        look: ListRun,
         neighbours: Callable[[], Iterable[RankStore]],
         read_back: bool,
         signer: ManifestSigner | None = None,
@@ -119,17 +119,17 @@ class RankStore:
         self._read_back, self._map, self._wall_ns = read_back, map_fn, wall_ns
         self._signer = signer
         self._lock = threading.Lock()
-        self._since: dict[_Name, Kept] = {}
-        self._base: dict[_Name, Kept] = {}
+        self._since: dict[_Name, KeptSnapshot] = {}
+        self._base: dict[_Name, KeptSnapshot] = {}
         if base:
             self._base = self._of_manifest(read_manifest(store, base))
 
-    def stored_of(self, iteration: int) -> list[Kept]:
+    def stored_of(self, iteration: int) -> list[KeptSnapshot]:
         """What was stored of an iteration since the last manifest."""
         with self._lock:
             return [kept for name, kept in self._since.items() if name[0] == iteration]
 
-    def put(self, snapshot: SnapshotId, slot: HeldSlot) -> Uploaded:
+    def put(self, snapshot: SnapshotId, slot: LockedSlot) -> Uploaded:
         """Bring the snapshot in a slot to the store.
 
         Raises:
@@ -163,9 +163,9 @@ class RankStore:
         if self._read_back:
             restore_snapshot(self._store, stored, memoryview(bytearray(stored.image_len)))
         if plan.reused:
-            kept = Kept(stored, head, relied, since_s)
+            kept = KeptSnapshot(stored, head, relied, since_s)
         else:
-            kept = Kept(stored, head, frozenset(), begun_s)
+            kept = KeptSnapshot(stored, head, frozenset(), begun_s)
         with self._lock:
             self._since[name] = kept
             now_s = time.monotonic()
@@ -217,7 +217,7 @@ class RankStore:
             self._since = {n: k for n, k in self._since.items() if n not in self._base}
         return manifest
 
-    def _chosen(self, snapshots: Iterable[SnapshotId]) -> list[Kept]:
+    def _chosen(self, snapshots: Iterable[SnapshotId]) -> list[KeptSnapshot]:
         now_s = time.monotonic()
         with self._lock:
             known = {**self._base, **self._since}
@@ -242,15 +242,15 @@ class RankStore:
             self._base.clear()
         raise UnknownSnapshot(f"checkpoint {manifest.end} must be stored anew: {reason}")
 
-    def _of_manifest(self, manifest: RankManifest) -> dict[_Name, Kept]:
+    def _of_manifest(self, manifest: RankManifest) -> dict[_Name, KeptSnapshot]:
         headers = [read_image_header(self._store, s) for s in manifest.snapshots]
         pairs = zip(manifest.snapshots, headers, strict=True)
-        return self._based(manifest.key, [Kept(s, h, frozenset()) for s, h in pairs])
+        return self._based(manifest.key, [KeptSnapshot(s, h, frozenset()) for s, h in pairs])
 
-    def _based(self, key: str, kept: Iterable[Kept]) -> dict[_Name, Kept]:
+    def _based(self, key: str, kept: Iterable[KeptSnapshot]) -> dict[_Name, KeptSnapshot]:
         """What a manifest of ours refers to: whoever uses it relies on that manifest."""
         return {
-            (k.snapshot.iteration, k.snapshot.epoch, k.snapshot.sequence): Kept(
+            (k.snapshot.iteration, k.snapshot.epoch, k.snapshot.sequence): KeptSnapshot(
                 k.snapshot, k.header, frozenset({key})
             )
             for k in kept
@@ -293,7 +293,7 @@ def _name(snapshot: SnapshotId) -> _Name:
     return snapshot.iteration, snapshot.epoch, snapshot.sequence
 
 
-def _stored(slot: HeldSlot, plan: UploadPlan, info: ObjectInfo) -> tuple[StoredSnapshot, bytes]:
+def _stored(slot: LockedSlot, plan: UploadPlan, info: ObjectInfo) -> tuple[StoredSnapshot, bytes]:
     """What the manifest will say of a snapshot, and its image's header."""
     header, view = slot.header, ImageView(slot.image)
     stored = StoredSnapshot(

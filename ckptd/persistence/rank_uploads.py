@@ -20,10 +20,10 @@ from ckptd.core.persistence.persistence_events import (
     Fenced,
     Flush,
     Forgotten,
-    Lost,
-    Slots,
+    SlotReused,
+    SlotTables,
+    SnapshotStored,
     Store,
-    Stored,
     StoreFailed,
 )
 from ckptd.core.persistence.persister import Persister, PersistState
@@ -100,7 +100,7 @@ class RankPersistence:
         found = records_of(segments)
         records = tuple(record for record in found if record.sealed)
         self._measure(records)
-        self.feed(Slots(records, segments[-1].descriptor.num_operators, total))
+        self.feed(SlotTables(records, segments[-1].descriptor.num_operators, total))
         if self._flush and not any(record.state is SlotState.FILLED for record in found):
             self._flush = False
             self.feed(Flush())
@@ -187,7 +187,7 @@ class RankPersistence:
         message = w.OpenRank(self._child.next_id(), self._name, epoch, self._epoch_start)
         self._child.ask(message, partial(self._was_opened, epoch), partial(self._not_opened, epoch))
 
-    def _was_opened(self, epoch: int, reply: w.Opened) -> None:
+    def _was_opened(self, epoch: int, reply: w.RunOpened) -> None:
         self._opening = self._open_failed = False
         if epoch != self._epoch:
             self._open()
@@ -223,7 +223,7 @@ class RankPersistence:
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Hold):
             if not self._holds.hold(effect.key, effect.record):
-                self.feed(Lost(effect.key))
+                self.feed(SlotReused(effect.key))
         elif isinstance(effect, Release):
             self._holds.release(effect.key)
         elif isinstance(effect, Store):
@@ -248,7 +248,7 @@ class RankPersistence:
         def stored(reply: w.StoredSlot) -> None:
             self._events.count("persisted_bytes", reply.uploaded_bytes)
             self._events.count("persist_spared_bytes", reply.size_bytes - reply.uploaded_bytes)
-            self.feed(Stored(key, reply.uploaded_bytes))
+            self.feed(SnapshotStored(key, reply.uploaded_bytes))
 
         def refused(code: str, reason: str) -> None:
             # Of the keeper's end `keeper_died` tells. What is lost although it is held is damaged, or its file is gone.

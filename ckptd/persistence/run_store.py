@@ -42,7 +42,7 @@ from ckptd.storage.stores.objects import (
 )
 from ckptd.storage.stores.resilient import Resilient
 
-__all__ = ["Fenced", "RunStore"]
+__all__ = ["FencedOff", "RunStore"]
 
 _OFFERED = 3  # checkpoints that a recovery is told of: the newest, and what it falls back to
 # What was decided is done within half the settle time, 300 s (docs/format.md §7, §8; `ckptd.persistence.run_retention`): one that has begun
@@ -50,7 +50,7 @@ _OFFERED = 3  # checkpoints that a recovery is told of: the newest, and what it 
 _PROMPT_S = 60.0
 
 
-class Fenced(RuntimeError):
+class FencedOff(RuntimeError):
     """Somebody else writes under these names: the store shows this later epoch, of which nothing is known here."""
 
     def __init__(self, epoch: int, text: str) -> None:
@@ -242,7 +242,7 @@ class RunStore:
     def _check_epochs(self, catalog: Catalog, epoch: int) -> None:
         later = [number for number in catalog.epochs if number > epoch]
         if later:
-            raise Fenced(
+            raise FencedOff(
                 max(later),
                 f"the store holds checkpoints of {self.job}/{self.run} of epoch {max(later)}, and this job is in epoch "
                 f"{epoch}: another job writes under these names, or recovered this one; give one of them another run=",
@@ -268,7 +268,7 @@ class RunStore:
 
     def find(
         self, ranks: Iterable[int], *, left_out: frozenset[tuple[int, int]] = frozenset()
-    ) -> list[w.StoredCheckpoint]:
+    ) -> list[w.CommittedCheckpoint]:
         """The newest committed checkpoints, these ranks' part of them; none if the run has none.
 
         Args:
@@ -276,7 +276,7 @@ class RunStore:
         Raises:
             NothingUsable: it has some, and none of them can be used. A job that took this for an empty store would begin anew.
         """
-        offered: list[w.StoredCheckpoint] = []
+        offered: list[w.CommittedCheckpoint] = []
         unusable: list[str] = []
         left = _OFFERED
         for checkpoint in self._look().own.committed:
@@ -310,7 +310,7 @@ class RunStore:
         manifest = self._offered[name]
         return any((s.iteration, s.epoch) in snapshots for s in manifest.snapshots)
 
-    def offer(self, end: int, ranks: Iterable[int]) -> list[w.StoredCheckpoint]:
+    def offer(self, end: int, ranks: Iterable[int]) -> list[w.CommittedCheckpoint]:
         """These ranks' part of the committed checkpoint that ends there.
 
         Raises:
@@ -337,7 +337,7 @@ class RunStore:
         """What looked damaged for a while may be read by who asks next."""
         self._passed_over.clear()
 
-    def _offer(self, checkpoint: StoredCheckpoint, rank: int) -> w.StoredCheckpoint:
+    def _offer(self, checkpoint: StoredCheckpoint, rank: int) -> w.CommittedCheckpoint:
         if rank not in checkpoint.manifests:
             raise ManifestError(f"it is of {checkpoint.world_size} ranks, without rank {rank}")
         key = checkpoint.manifests[rank].key
@@ -346,7 +346,7 @@ class RunStore:
         if identity is not None and manifest.run_id != identity.run_id:
             raise _OfAnotherRun(f"{key}: it is of run {manifest.run_id}, not {identity.run_id}")
         self._offered[key] = manifest
-        return w.StoredCheckpoint(
+        return w.CommittedCheckpoint(
             name=key,
             rank=rank,
             end=manifest.end,

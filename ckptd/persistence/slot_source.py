@@ -15,7 +15,7 @@ from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.persistence.keeper_wire import SnapshotId
 
-__all__ = ["HeldSlot", "SlotFiles", "SlotLost"]
+__all__ = ["LockedSlot", "SlotFiles", "SlotLost"]
 
 
 class SlotLost(RuntimeError):
@@ -23,7 +23,7 @@ class SlotLost(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldSlot:
+class LockedSlot:
     """A slot that stays as it is for as long as it is held."""
 
     header: SlotHeader
@@ -41,7 +41,7 @@ class SlotFiles:
         self._writable: dict[str, Segment] = {}
 
     @contextmanager
-    def hold(self, path: str, index: int, snapshot: SnapshotId) -> Iterator[HeldSlot]:
+    def hold(self, path: str, index: int, snapshot: SnapshotId) -> Iterator[LockedSlot]:
         """The slot, if it is sealed and still of this snapshot.
 
         Raises:
@@ -62,7 +62,7 @@ class SlotFiles:
             if found != (snapshot.iteration, snapshot.epoch, snapshot.sequence):
                 raise SlotLost(f"slot {index} of {segment.path.name} holds iteration {found[0]}")
             kept = segment.kept_digest(index, header)
-            yield HeldSlot(header, segment.image(index, header), segment.descriptor, kept)
+            yield LockedSlot(header, segment.image(index, header), segment.descriptor, kept)
 
     def writable(self, path: str, offset: int, length: int) -> memoryview:
         """Bytes of a segment file, to be written.

@@ -62,7 +62,7 @@ class StoreLink:
         self._ranks_of, self._segments = ranks_of, segments
         self.boot_id = boot_id
         self.address = PeerAddress(STORE_NODE, "")
-        self._known: dict[str, w.StoredCheckpoint] = {}
+        self._known: dict[str, w.CommittedCheckpoint] = {}
         self._regions: dict[int, tuple[str, int]] = {}
         self._numbers = itertools.count(1)
         self._unanswered: list[Callable[[], None]] = []  # to be asked again
@@ -165,7 +165,7 @@ class StoreLink:
         run: str,
         end: int,
         ranks: Iterable[int],
-        done: Callable[[list[w.StoredCheckpoint]], None],
+        done: Callable[[list[w.CommittedCheckpoint]], None],
         failed: Callable[[str, str], None],
     ) -> None:
         """These ranks' part of a committed checkpoint, whether or not they are attached here; what is offered can be opened and read."""
@@ -198,7 +198,7 @@ class StoreLink:
 
         ask()
 
-    def _held(self, stored: w.StoredCheckpoint) -> HeldSegment | None:
+    def _held(self, stored: w.CommittedCheckpoint) -> HeldSegment | None:
         try:
             told = decode_descriptor(stored.descriptor)
         except SegmentError:

@@ -125,7 +125,7 @@ class StorageTier:
             rank.close()
         self._child.close()
 
-    def _told(self, message: w.Told) -> None:
+    def _told(self, message: w.KeeperEvent) -> None:
         if message.level == "count":
             self._events.count(f"store.{message.kind}", message.amount)
         else:

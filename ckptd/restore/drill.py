@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from ckptd.core.recovery.global_plan import NoRecovery, Piece, RecoveryPlan, plan_recovery
+from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, SnapshotToLoad, plan_recovery
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import slot_lock_byte
 from ckptd.errors import RemoteProtocolError
@@ -59,7 +59,7 @@ class DrillRun:
         self._find_descriptor, self._start_fetch = find_descriptor, start_fetch
         self._answer, self._clock = answer, clock
         self._plan: RecoveryPlan | None = None
-        self._pieces: tuple[Piece, ...] = ()
+        self._pieces: tuple[SnapshotToLoad, ...] = ()
         self._job: FetchJob | None = None
         self._began_s = 0.0
 
@@ -164,7 +164,7 @@ class DrillRun:
 
 
 def _compare(
-    segment: Segment, pieces: tuple[Piece, ...], primaries: list[Segment]
+    segment: Segment, pieces: tuple[SnapshotToLoad, ...], primaries: list[Segment]
 ) -> tuple[str, int]:
     """What differs from the primary ("" for nothing), and how many bytes were compared."""
     compared = 0

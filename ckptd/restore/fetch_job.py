@@ -16,7 +16,7 @@ from ckptd.peers.holder import Holder
 from ckptd.restore.descriptor_search import LocalSource
 from ckptd.restore.fetch_tools import Doubt, FetchTools, Job
 from ckptd.restore.slot_fetch import FetchedPiece
-from ckptd.storage.images.image import MapFunction
+from ckptd.storage.images.image import DigestMap
 from ckptd.transport.control.messages import FetchPiece, FetchState
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
@@ -48,7 +48,7 @@ class FetchJob:
         local: LocalSource,
         doubt: Doubt,
         verifiers: Workers,
-        map_fn: MapFunction | None,
+        map_fn: DigestMap | None,
         threads: int = 1,
         events: EventLog,
         clock: Callable[[], float],

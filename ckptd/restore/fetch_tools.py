@@ -9,7 +9,7 @@ from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
 from ckptd.peers.holder import Holder
 from ckptd.restore.descriptor_search import LocalSource
-from ckptd.storage.images.image import MapFunction
+from ckptd.storage.images.image import DigestMap
 from ckptd.workers import Workers
 
 __all__ = ["Doubt", "FetchTools", "Job"]
@@ -38,7 +38,7 @@ class FetchTools:
     local: LocalSource
     doubt: Doubt
     verifiers: Workers
-    map_fn: MapFunction | None
+    map_fn: DigestMap | None
     threads: int
     events: EventLog
     clock: Callable[[], float]

@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptd.core.recovery.striping import Part
+from ckptd.core.recovery.striping import ImagePart
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
 from ckptd.memory import locks
 from ckptd.memory.pages import copy_bytes
 from ckptd.memory.segment_file import Segment
-from ckptd.storage.images.image import MapFunction, Mismatch, mismatches
+from ckptd.storage.images.image import DigestMap, Mismatch, mismatches
 from ckptd.storage.images.strong_digest import matches
 
 __all__ = ["Examined", "Wrong", "copy_parts", "examine", "wrong_ranges"]
@@ -45,7 +45,7 @@ def examine(
     image: memoryview,
     header_digest: bytes,
     digests: Sequence[str],
-    map_fn: MapFunction | None,
+    map_fn: DigestMap | None,
     threads: int,
 ) -> Examined:
     """Compare an image with all its digests.
@@ -60,7 +60,7 @@ def examine(
 
 
 def copy_parts(
-    source: Segment, slot: int, wanted: SlotHeader, target: memoryview, parts: Sequence[Part]
+    source: Segment, slot: int, wanted: SlotHeader, target: memoryview, parts: Sequence[ImagePart]
 ) -> bool:
     """Copy these parts of a slot of this node, damaged as they may be; False if the slot holds something else (by now)."""
     with locks.lock_file(source.path, slot_lock_byte(slot), exclusive=False) as taken:
@@ -79,9 +79,7 @@ def copy_parts(
     return True
 
 
-def wrong_ranges(
-    image: memoryview, header_digest: bytes, map_fn: MapFunction | None
-) -> list[Wrong]:
+def wrong_ranges(image: memoryview, header_digest: bytes, map_fn: DigestMap | None) -> list[Wrong]:
     """All of the image that does not match its digests, in order and disjoint; 1024 ranges at most, which then include what is
     between neighbours.
 

@@ -17,7 +17,7 @@ from ckptd.restore.fetch_job import FetchJob
 from ckptd.restore.fetch_tools import Doubt
 from ckptd.restore.local_copies import with_copies_here
 from ckptd.restore.remote_copy_files import ReadingCopies
-from ckptd.storage.images.image import MapFunction
+from ckptd.storage.images.image import DigestMap
 from ckptd.transport.control.messages import DrillReport, FetchPiece, FetchSource, RunSeen
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
@@ -47,7 +47,7 @@ class Fetches:
         doubt: Doubt,
         verifiers: Workers,
         slow: Workers,
-        map_fn: MapFunction | None,
+        map_fn: DigestMap | None,
         threads: int = 1,
         clock: Callable[[], float],
     ) -> None:

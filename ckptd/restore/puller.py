@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptd.core.recovery.held import STORE_NODE
-from ckptd.core.recovery.striping import Cancel, Part, Pull, Stripes
+from ckptd.core.recovery.striping import Cancel, ImagePart, Pull, Stripes
 from ckptd.core.slots.segment_format import SlotHeader, unpack_slot_header
 from ckptd.memory.slot_files import region_of
 from ckptd.peers.holder import Holder
@@ -40,7 +40,7 @@ _FOR_GOOD = (Fault.DAMAGED, Fault.BOUNDS)
 class _Flight:
     """One transfer of a part, from this region."""
 
-    part: Part
+    part: ImagePart
     region: RegionKey
     transfer: Transfer | None = None
 
@@ -261,7 +261,7 @@ class Pulling:
             text = f"iteration {self._header.iteration}: {where} cannot deliver all of it: {detail}"
             self._tools.events.add("error", "fetch_damaged", f"{text}; fetched from other copies")
 
-    def _cancel(self, source: FetchSource, parts: Sequence[Part]) -> None:
+    def _cancel(self, source: FetchSource, parts: Sequence[ImagePart]) -> None:
         for part in parts:
             flight = self._flights.pop((source, part.index), None)
             if flight is not None and flight.transfer is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from ckptd.core.sessions import MemoryFacts, RankKey, Session, reject_if_too_large
+from ckptd.core.sessions import MemoryFacts, RankKey, TrainerSession, reject_if_too_large
 from ckptd.core.slots.segment_format import SegmentDescriptor, unpack_slot_header
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
@@ -36,7 +36,7 @@ _PLAN_ANEW = "a node tells what cannot be: see `ckptctl peers`, and plan anew"
 class _Request:
     """What a trainer asked for, and how to answer it."""
 
-    session: Session
+    session: TrainerSession
     message: m.Fetch
     answer: Callable[[m.Reply], None]
 
@@ -69,14 +69,14 @@ class ForReading:
         *,
         meet: Callable[[Iterable[m.NodeCard]], None],
         memory: Callable[[], MemoryFacts],
-        attached: Callable[[Session], bool],
+        attached: Callable[[TrainerSession], bool],
     ) -> None:
         self._store, self._fetches, self._copies = store, fetches, fetches.copies
         self._events, self._slow = events, slow
         self._meet, self._memory, self._attached = meet, memory, attached
 
     def begin(
-        self, session: Session, message: m.Fetch, answer: Callable[[m.Reply], None]
+        self, session: TrainerSession, message: m.Fetch, answer: Callable[[m.Reply], None]
     ) -> m.Reply | None:
         """Find out how the segments look of which these are pieces, then make a copy; the answer follows, or a refusal is returned."""
         request = _Request(session, message, answer)

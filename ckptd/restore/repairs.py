@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptd.core.recovery.held import STORE_NODE
-from ckptd.core.recovery.striping import Part, Span
+from ckptd.core.recovery.striping import ImagePart, Span
 from ckptd.restore.fetched_image import Wrong
 from ckptd.transport.control.messages import FetchSource
 
@@ -65,7 +65,7 @@ class Repairs:
         ]
         return f"iteration {self._iteration}: " + "; ".join(told) if told else ""
 
-    def hopeless(self, parts: Sequence[Part]) -> str:
+    def hopeless(self, parts: Sequence[ImagePart]) -> str:
         """What cannot be had, if these parts cannot; "" if it was never wrong, only lost."""
         names = [
             name

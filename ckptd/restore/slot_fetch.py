@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckptd.core.recovery.held import STORE_NODE
-from ckptd.core.recovery.striping import Part, Stripes
+from ckptd.core.recovery.striping import ImagePart, Stripes
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     SlotHeader,
@@ -32,7 +32,7 @@ from ckptd.restore.fetched_image import Examined, Wrong, copy_parts, examine
 from ckptd.restore.puller import Pulling
 from ckptd.restore.repairs import WHOLE_IMAGE, Repairs
 from ckptd.restore.stored_copies import find_stored
-from ckptd.restore.vouchers import Verdict, Vouchers
+from ckptd.restore.vouchers import Vouchers, Vouching
 from ckptd.transport.control.messages import FetchSource
 
 __all__ = ["FetchedPiece"]
@@ -203,7 +203,7 @@ class FetchedPiece:
         return False
 
     def _copied(
-        self, source: FetchSource, segment: Segment, parts: Sequence[Part], there: bool
+        self, source: FetchSource, segment: Segment, parts: Sequence[ImagePart], there: bool
     ) -> None:
         if not self._worker_done():
             return
@@ -305,12 +305,12 @@ class FetchedPiece:
         verdict = self._vouchers.verdict(found.matching)
         if not self._vouchers.digests and not all(_known(s, self._near) for s in self._bringers()):
             verdict = (
-                Verdict.WRONG
+                Vouching.WRONG
             )  # what comes over a network counts only if somebody vouches for it
-        if verdict is Verdict.WRONG:
+        if verdict is Vouching.WRONG:
             everything = Wrong(0, self.header.image_len, (WHOLE_IMAGE,))
             self._wrong([everything], "fetch_forged")
-        elif verdict is Verdict.DISPUTED:
+        elif verdict is Vouching.DISPUTED:
             self._disputed(found.matching)
         else:
             self._doubt_others(found.matching)

@@ -21,7 +21,7 @@ from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import CannotReserve, SegmentPlan, SegmentStore
-from ckptd.persistence.keeper_wire import FoundWorlds, StoredCheckpoint
+from ckptd.persistence.keeper_wire import CommittedCheckpoint, FoundWorlds
 from ckptd.persistence.store_link import StoreLink
 from ckptd.restore.fetch_job import FetchJob
 from ckptd.restore.fetches import Fetches
@@ -105,7 +105,7 @@ class Bringing:
 
     # -- one checkpoint --------------------------------------------------------------------------
 
-    def _offered(self, found: _Checkpoint, offered: list[StoredCheckpoint]) -> None:
+    def _offered(self, found: _Checkpoint, offered: list[CommittedCheckpoint]) -> None:
         if found.over:
             return
         lacking = set(found.wanted.ranks) - {stored.rank for stored in offered}
@@ -123,7 +123,7 @@ class Bringing:
         if found.waiting and not found.over:
             self._make(found, found.waiting.pop(0))
 
-    def _make(self, found: _Checkpoint, stored: StoredCheckpoint) -> None:
+    def _make(self, found: _Checkpoint, stored: CommittedCheckpoint) -> None:
         """Memory for one rank's last snapshot, which is all there is of a checkpoint of dense ones."""
         try:
             plan = self._store.plan(decode_descriptor(stored.descriptor), 1, stored.slot_bytes)
@@ -154,7 +154,7 @@ class Bringing:
             found.fail("too many segments are being made")
 
     def _built(
-        self, found: _Checkpoint, stored: StoredCheckpoint, plan: SegmentPlan, segment: Segment
+        self, found: _Checkpoint, stored: CommittedCheckpoint, plan: SegmentPlan, segment: Segment
     ) -> None:
         segment.detached_at_s = self._clock()
         self._store.enter(plan, segment)
@@ -216,7 +216,7 @@ class _Checkpoint:
     def __init__(self, wanted: m.BringStored) -> None:
         self.wanted = wanted
         self.jobs: dict[RankKey, FetchJob] = {}
-        self.waiting: list[StoredCheckpoint] = []  # for which no memory was made yet
+        self.waiting: list[CommittedCheckpoint] = []  # for which no memory was made yet
         self.over = self._fatal = False
         self._reason = ""
 

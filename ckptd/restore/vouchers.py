@@ -11,10 +11,10 @@ from enum import Enum
 
 from ckptd.transport.control.messages import FetchSource
 
-__all__ = ["Verdict", "Vouchers"]
+__all__ = ["Vouchers", "Vouching"]
 
 
-class Verdict(Enum):
+class Vouching(Enum):
     """What to make of an image whose xxh3 digests match."""
 
     GOOD = "good"
@@ -46,19 +46,19 @@ class Vouchers:
         """All that are vouched for, each once."""
         return tuple(dict.fromkeys(digest for digest in self._told.values() if digest))
 
-    def verdict(self, matching: Collection[str]) -> Verdict:
+    def verdict(self, matching: Collection[str]) -> Vouching:
         """On an image that has the digests ``matching``, of `digests`. Nodes are counted, not copies."""
         own = {
             digest for source, digest in self._told.items() if digest and source.node == self._us
         }
         if own:
-            return Verdict.GOOD if own & {*matching} else Verdict.WRONG
+            return Vouching.GOOD if own & {*matching} else Vouching.WRONG
         agree = {source.node for source, digest in self._told.items() if digest in matching}
         vouching = {source.node for source, digest in self._told.items() if digest}
         differ = vouching - agree
         if len(agree) != len(differ):
-            return Verdict.GOOD if len(agree) > len(differ) else Verdict.WRONG
-        return Verdict.DISPUTED if agree else Verdict.GOOD
+            return Vouching.GOOD if len(agree) > len(differ) else Vouching.WRONG
+        return Vouching.DISPUTED if agree else Vouching.GOOD
 
     def against(self, matching: Collection[str]) -> list[FetchSource]:
         """Who vouches for something else than an image that has the digests ``matching``."""

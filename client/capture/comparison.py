@@ -13,9 +13,9 @@ from ckptd.client import values
 from ckptd.client.capture.step_state import Stateful, gather_groups, reproducible
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.data.ledger import BATCHES, BatchLedger
-from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator
-from ckptd.client.model.snapshot_layout import Source
+from ckptd.client.model.snapshot_layout import EntrySource
 from ckptd.client.rng_state import capture_rng
 
 __all__ = [
@@ -83,7 +83,7 @@ def batch_differences(
 
 
 def scalar_differences(
-    binding: Binding,
+    binding: LiveState,
     stateful: Mapping[str, Stateful],
     scalars: Mapping[str, Any],
     found: Differences,
@@ -106,7 +106,7 @@ def scalar_differences(
 
 
 def optimizer_differences(
-    binding: Binding, image: SnapshotImage, names: Collection[str], found: Differences
+    binding: LiveState, image: SnapshotImage, names: Collection[str], found: Differences
 ) -> int:
     """Add what of 0-dimensional optimizer state is not as this image has it.
 
@@ -128,7 +128,7 @@ def optimizer_differences(
     return counted
 
 
-def live_tensor(binding: Binding, source: Source) -> Tensor | None:
+def live_tensor(binding: LiveState, source: EntrySource) -> Tensor | None:
     """The live tensor of which an entry is a record; None if there is none, or not yet."""
     if source.kind == "param":
         return local(binding.params[source.name])
@@ -142,7 +142,7 @@ def live_tensor(binding: Binding, source: Source) -> Tensor | None:
     return None
 
 
-def describe(operators: Sequence[Operator], piece: Source) -> str:
+def describe(operators: Sequence[Operator], piece: EntrySource) -> str:
     """Which operator's what, in words."""
     for op in operators:
         for m in op.members:

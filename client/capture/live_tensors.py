@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ckptd.client.model.live_state import Binding, local
-from ckptd.client.model.snapshot_layout import PhasePlan, Source
+from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.model.snapshot_layout import EntrySource, PhasePlan
 from ckptd.client.optimizers.value_trees import plain_tensor
 from ckptd.cuda.engine import CopyItem, CopyList
 
@@ -36,7 +36,7 @@ class PackedState:
 class LiveSources:
     """Resolves one plan's sources."""
 
-    def __init__(self, binding: Binding, plan: PhasePlan) -> None:
+    def __init__(self, binding: LiveState, plan: PhasePlan) -> None:
         self._binding, self.plan = binding, plan
         self._state_key: tuple[tuple[int, ...], ...] = ()
         self._held: list[tuple[Any, list[Any]]] = []
@@ -95,7 +95,7 @@ class LiveSources:
                     found.append((item, f"optim/{key}/{name}"))
         return found
 
-    def _source(self, packed: PackedState) -> Source:
+    def _source(self, packed: PackedState) -> EntrySource:
         source = self.plan.sources[packed.entry]
         assert source is not None
         return source

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 
 __all__ = ["RestlessBuffers"]
 
@@ -17,7 +17,7 @@ class RestlessBuffers:
         names: of those that are known to change before the optimizer's step; it grows.
     """
 
-    def __init__(self, binding: Binding) -> None:
+    def __init__(self, binding: LiveState) -> None:
         self._binding = binding
         self._watched: list[_WatchedBuffer] = []
         self.names: set[str] = set()

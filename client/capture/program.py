@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.printable import one_line
 
 __all__ = ["Program", "apply_options", "differences", "options_differ", "this_program"]
@@ -35,7 +35,7 @@ _SECRET = re.compile(r"(?i)^-.*(token|secret|passw|credential|api[-_]?key)")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def this_program(binding: Binding, stateful: Mapping[str, Stateful]) -> Program:
+def this_program(binding: LiveState, stateful: Mapping[str, Stateful]) -> Program:
     """As this process was started; to be called before anything is restored."""
     return {
         "options": _options(binding),
@@ -73,7 +73,7 @@ def options_differ(recorded: Program, here: Program) -> bool:
 
 
 def apply_options(
-    binding: Binding, stateful: Mapping[str, Stateful], recorded: Program, here: Program
+    binding: LiveState, stateful: Mapping[str, Stateful], recorded: Program, here: Program
 ) -> None:
     """Give the live parameter groups what the script says where it differs from what was recorded.
 
@@ -114,7 +114,7 @@ def _put(group: dict[str, Any], name: str, value: Any) -> None:
         group[name] = value
 
 
-def _options(binding: Binding) -> list[dict[str, list[Any]]]:
+def _options(binding: LiveState) -> list[dict[str, list[Any]]]:
     """By optimizer: the values of each option, once if all its groups have the same."""
     found = []
     for optimizer in binding.optimizers:

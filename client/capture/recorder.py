@@ -22,21 +22,21 @@ from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.precision import PrecisionProbe
-from ckptd.client.model.replicated_params import Sharing
+from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.optimizers.optimizer_audit import cannot_be_captured
 from ckptd.client.optimizers.random_draws import Draws
-from ckptd.client.optimizers.value_trees import Refused
+from ckptd.client.optimizers.value_trees import NotCapturable
 from ckptd.client.rng_state import capture_rng
 from ckptd.client.schedule.copy_mode import CopyModeChooser
 from ckptd.client.schedule.expert_popularity import TokenCounter
 from ckptd.client.schedule.planner import Options
 from ckptd.client.schedule.provision import Provision
-from ckptd.client.schedule.schedule_change import Changes
-from ckptd.client.schedule.snapshot_plan import Plan
-from ckptd.client.schedule.step_timing import Pace
+from ckptd.client.schedule.schedule_change import ScheduleChanges
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.client.schedule.step_timing import StepTiming
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine, CpuEngine
 
@@ -66,7 +66,7 @@ class Recorder:
 
     def __init__(
         self,
-        binding: Binding,
+        binding: LiveState,
         operators: Sequence[Operator],
         memory: RankMemory,
         engine: CopyEngine,
@@ -78,7 +78,7 @@ class Recorder:
         counter: TokenCounter,
         precision: PrecisionProbe,
         buckets: Buckets,
-        sharing: Sharing,
+        sharing: ReplicatedParams,
     ) -> None:
         self._binding, self._operators, self._memory, self._engine = (
             binding,
@@ -95,7 +95,7 @@ class Recorder:
         self._counted = -1
         self._previous = -1
         self._stepped = False
-        self._pace = Pace()
+        self._pace = StepTiming()
         self._reported_at = 0.0
         self._restless = RestlessBuffers(binding)
         self._last = _Taken()
@@ -128,7 +128,7 @@ class Recorder:
         return self._restless.names
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> SnapshotPlan | None:
         """What is captured when; None before the first steps are measured."""
         return self._provision.plan
 
@@ -228,7 +228,9 @@ class Recorder:
         else:
             self._pace.device_waited(waited)
 
-    def resume(self, plan: Plan, *, last: int, phase: int, sharing: Sharing) -> None:
+    def resume(
+        self, plan: SnapshotPlan, *, last: int, phase: int, sharing: ReplicatedParams
+    ) -> None:
         """Go on after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
         self._provision.resume(plan, sharing)
         self._draws.watches = plan.shares
@@ -262,7 +264,7 @@ class Recorder:
             self._open_moment(self.parking, step, self.plan, scalars)
 
     def _open_moment(
-        self, parking: Parking, step: int, plan: Plan, scalars: dict[str, Any]
+        self, parking: Parking, step: int, plan: SnapshotPlan, scalars: dict[str, Any]
     ) -> None:
         parking.top(step, plan, self._ordinal % plan.span, scalars)
 
@@ -306,7 +308,7 @@ class Recorder:
     def _take_unless_refused(self, step: int) -> None:
         try:
             self._take(step)
-        except Refused as refused:
+        except NotCapturable as refused:
             # Before anything was begun. It does not go away by itself, so it is not tried again.
             self._refuse(cannot_be_captured(self._binding.kept.whose, refused))
 
@@ -371,7 +373,7 @@ class Recorder:
             if self._changes is not None:
                 self._changes.strides.note(step)
 
-    def _in_step(self, changes: Changes, step: int) -> bool:
+    def _in_step(self, changes: ScheduleChanges, step: int) -> bool:
         """Whether this rank knows by which schedule all ranks snapshot ``step``; goes over to another one where that was agreed."""
         knows = changes.boundary(step)
         self._ordinal = changes.calendar.ordinal(step)
@@ -400,7 +402,7 @@ class Recorder:
             logger.warning("no snapshot of step %d (%d in a row): %s", step, self._in_a_row, reason)
         self._provision.missed(step, reason)
 
-    def _scalars(self, plan: Plan) -> dict[str, Any]:
+    def _scalars(self, plan: SnapshotPlan) -> dict[str, Any]:
         return self.scalars.gather(
             plan, 1 if self._changes is None else self._changes.calendar.stride
         )

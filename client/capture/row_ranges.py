@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ckptd.client.model.snapshot_layout import Source
+from ckptd.client.model.snapshot_layout import EntrySource
 
 __all__ = ["Rows", "common", "merge", "rows_of_piece", "rows_within"]
 
@@ -29,12 +29,12 @@ def common(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> list[tup
     return [(a, b) for a, b in pairs if a < b]
 
 
-def rows_of_piece(tensor: Tensor, piece: Source) -> Tensor:
+def rows_of_piece(tensor: Tensor, piece: EntrySource) -> Tensor:
     """The rows of a whole tensor that a piece covers; all of it, if the piece names none."""
     return tensor if piece.start is None else tensor[piece.start : piece.stop]
 
 
-def rows_within(recorded: Tensor, piece: Source, source: Source) -> Tensor:
+def rows_within(recorded: Tensor, piece: EntrySource, source: EntrySource) -> Tensor:
     """The rows of ``recorded``, which holds those of ``source``, that a piece of it covers."""
     if piece.start is None or (piece.start, piece.stop) == (source.start, source.stop):
         return recorded

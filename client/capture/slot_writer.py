@@ -30,7 +30,7 @@ from ckptd.client import values
 from ckptd.client.capture.live_tensors import LiveSources, PackedState
 from ckptd.client.daemon_link.mapped_segment import MappedSegment, SlotTable
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.snapshot_layout import PhasePlan
 from ckptd.core.slots.ring import SlotState, choose_slot
 from ckptd.core.slots.segment_format import SlotHeader
@@ -231,7 +231,7 @@ class Capture:
 
     def __init__(
         self,
-        binding: Binding,
+        binding: LiveState,
         table: SlotTable,
         engine: CopyEngine,
         *,

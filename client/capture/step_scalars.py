@@ -10,9 +10,9 @@ from ckptd.client.capture.program import Program
 from ckptd.client.capture.stage_shapes import StageShapes, shapes_of
 from ckptd.client.capture.step_state import Stateful, gather_groups, gather_state, grad_flags
 from ckptd.client.model.freezing import Tape
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.rng_state import capture_rng
-from ckptd.client.schedule.snapshot_plan import Plan
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 
 __all__ = ["StepScalars"]
 
@@ -27,7 +27,7 @@ class StepScalars:
     """
 
     def __init__(
-        self, binding: Binding, stateful: Mapping[str, Stateful], tape: Tape, buckets: Buckets
+        self, binding: LiveState, stateful: Mapping[str, Stateful], tape: Tape, buckets: Buckets
     ) -> None:
         self._binding, self._stateful = binding, stateful
         self._tape, self._buckets = tape, buckets
@@ -35,7 +35,7 @@ class StepScalars:
         self.stage_shapes: Mapping[int, StageShapes] = {}
         self.program: Program = {}
 
-    def gather(self, plan: Plan, stride: int) -> dict[str, Any]:
+    def gather(self, plan: SnapshotPlan, stride: int) -> dict[str, Any]:
         """Of the top of this step, at which ``KeptState.look`` has looked; the tape is taken.
 
         Args:

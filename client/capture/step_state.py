@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ckptd.client import values
-from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES
 from ckptd.client.optimizers.value_trees import plain
 
@@ -58,7 +58,7 @@ def gather_state(stateful: Mapping[str, Stateful]) -> dict[str, bytes]:
     }
 
 
-def gather_groups(binding: Binding) -> list[list[dict[str, Any]]]:
+def gather_groups(binding: LiveState) -> list[list[dict[str, Any]]]:
     """The options of every parameter group (learning rate, betas, …), without the parameters; a copy.
 
     Without functions and other objects, too: see ``ckptd.client.optimizers.optimizer_audit``.
@@ -78,7 +78,7 @@ def _copy_of(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
 
 
-def apply_groups(binding: Binding, groups: list[list[dict[str, Any]]]) -> None:
+def apply_groups(binding: LiveState, groups: list[list[dict[str, Any]]]) -> None:
     """Write recorded group options into the live groups; tensors (a capturable ``lr``) are filled in place.
 
     Raises:
@@ -100,7 +100,7 @@ def apply_groups(binding: Binding, groups: list[list[dict[str, Any]]]) -> None:
 
 
 def apply_packed(
-    binding: Binding,
+    binding: LiveState,
     packed: Mapping[torch.dtype, Tensor],
     names: Iterable[str],
     order: Mapping[str, list[list[str]]],
@@ -117,7 +117,7 @@ def apply_packed(
                     local(live).copy_(stacked[i])
 
 
-def grad_flags(binding: Binding) -> bytes:
+def grad_flags(binding: LiveState) -> bytes:
     """One byte per parameter: 1, it has a gradient tensor; 2, its master has (a fresh process has none, and optimizers
     skip those)."""
     masters = binding.masters
@@ -129,7 +129,7 @@ def grad_flags(binding: Binding) -> bytes:
     )
 
 
-def zero_grads(binding: Binding, flags: bytes, names: Iterable[str]) -> None:
+def zero_grads(binding: LiveState, flags: bytes, names: Iterable[str]) -> None:
     """Give zero gradients to those of ``names`` that had a gradient tensor at the snapshot and have none now."""
     wanted = set(names)
     for flag, (name, param) in zip(flags, binding.params.items(), strict=True):

@@ -15,13 +15,13 @@ from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import DaemonUnavailable
 from ckptd.transport.control.messages import SegmentInfo
 
-__all__ = ["RETRY_STEPS", "BesideMemory"]
+__all__ = ["RETRY_STEPS", "AuxiliarySegments"]
 
 RETRY_STEPS = 50
 _MAX_GENERATIONS = 2
 
 
-class BesideMemory:
+class AuxiliarySegments:
     """The generations of one kind.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from ckptd.client.daemon_link.worker_threads import LOOK_S, Lane
+from ckptd.client.daemon_link.worker_threads import LOOK_S, WorkerThread
 from ckptd.client.log_lines import get_logger
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.launch import connect
@@ -102,7 +102,7 @@ class Link:
         self._client: ControlClient | None = None
         self._next_ping = self._next_try = 0.0
         self._told = ""
-        self.lane = Lane("ckptd-link", self._look_for_daemon, self._failed, closed)
+        self.lane = WorkerThread("ckptd-link", self._look_for_daemon, self._failed, closed)
         self.connected = False
         self.outages = 0
         self.changes = (

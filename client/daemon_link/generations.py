@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptd.client.daemon_link.mapped_segment import MappedSegment, SlotTable
-from ckptd.core.recovery.global_plan import Piece
+from ckptd.core.recovery.global_plan import SnapshotToLoad
 from ckptd.core.slots.ring import NoSuffix, SlotRecord, droppable_generations, find_suffix
 from ckptd.holdings import operators_id
 
@@ -100,7 +100,7 @@ class Generations:
             numbers |= {s.generation for s in older if not (keeps and _holds_from(s, hint.floor))}
         return [s for s in self._segments if s.generation in numbers]
 
-    def own_copy(self, node: str, piece: Piece) -> SlotRecord | None:
+    def own_copy(self, node: str, piece: SnapshotToLoad) -> SlotRecord | None:
         """The record of this rank's own copy of a piece, if it is mapped."""
         by_name = {os.path.basename(segment.path): segment for segment in self._segments}
         for at in piece.sources:

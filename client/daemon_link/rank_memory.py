@@ -25,7 +25,7 @@ from ckptd.client.ranks.collectives import Exchange
 from ckptd.client.stats import Stats
 from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.recovery_facts import RankFacts
-from ckptd.core.recovery.snapshot_sources import Piece, Source
+from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.ring import SlotRecord, SlotState, truncate
 from ckptd.core.slots.segment_format import SegmentDescriptor, encode_descriptor
 from ckptd.core.slots.segment_names import Kind
@@ -160,7 +160,7 @@ class RankMemory:
         storage: bool = False,
         facts: RankFacts | None = None,
         alike: tuple[int, ...] = (),
-        unusable: tuple[Source, ...] = (),
+        unusable: tuple[SnapshotCopy, ...] = (),
     ) -> RunView:
         """What the nodes of this run hold, and what its ranks tell of themselves; a collective call.
 
@@ -190,7 +190,7 @@ class RankMemory:
         finally:
             self._stats.recover_plan_s += time.perf_counter() - begun
 
-    def attempt(self, pieces: Sequence[Piece], view: RunView) -> Attempt:
+    def attempt(self, pieces: Sequence[SnapshotToLoad], view: RunView) -> Attempt:
         """Have the pieces here, or on their way; never raises, since the other ranks wait for our vote."""
         return self._retrieval.attempt(pieces, view.everybody)
 
@@ -204,7 +204,7 @@ class RankMemory:
 
     def resume(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[SnapshotToLoad],
         attempt: Attempt,
         view: RunView,
         *,
@@ -270,7 +270,7 @@ class RankMemory:
         self.table.epoch, self.table.epoch_start = epoch, start
 
     def _newer_than_table_of(
-        self, piece: Piece, held: Iterable[HeldRecords]
+        self, piece: SnapshotToLoad, held: Iterable[HeldRecords]
     ) -> list[MappedSegment]:
         """Own generations that are newer than the plan's and of another operator table."""
         at = piece.sources[0]

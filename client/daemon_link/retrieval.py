@@ -12,7 +12,7 @@ from ckptd.client.daemon_link.generations import Generations
 from ckptd.client.daemon_link.session import Session
 from ckptd.client.daemon_link.slot_file import SlotFile
 from ckptd.client.log_lines import get_logger
-from ckptd.core.recovery.global_plan import Piece
+from ckptd.core.recovery.global_plan import SnapshotToLoad
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import SegmentDescriptor
@@ -47,7 +47,7 @@ class Retrieval:
     def __init__(self, session: Session, segments: Generations) -> None:
         self._session, self._segments = session, segments
 
-    def attempt(self, pieces: Sequence[Piece], cards: tuple[NodeCard, ...]) -> Attempt:
+    def attempt(self, pieces: Sequence[SnapshotToLoad], cards: tuple[NodeCard, ...]) -> Attempt:
         """Have the pieces here, or on their way; never raises, since the other ranks wait for our vote."""
         node = self._session.node_id
         found = Attempt([self._segments.own_copy(node, piece) for piece in pieces])
@@ -96,7 +96,7 @@ class Retrieval:
         if attempt.fetched is not None:
             self._session.drop(attempt.fetched.generation)
 
-    def _fetch(self, pieces: Sequence[Piece], cards: tuple[NodeCard, ...]) -> SegmentInfo:
+    def _fetch(self, pieces: Sequence[SnapshotToLoad], cards: tuple[NodeCard, ...]) -> SegmentInfo:
         wanted = tuple(fetch_piece(piece, sealed_at_ns=time.time_ns()) for piece in pieces)
         try:
             return self._session.fetch(wanted, cards)
@@ -136,5 +136,5 @@ class Retrieval:
         return bad
 
 
-def _only_stored(piece: Piece) -> bool:
+def _only_stored(piece: SnapshotToLoad) -> bool:
     return all(source.node == STORE_NODE for source in piece.sources)

@@ -15,7 +15,7 @@ from ckptd.core.recovery.histories import history_of
 from ckptd.core.recovery.log_facts import facts_told_by_logs
 from ckptd.core.recovery.quarantine import epochs_told, without_marked
 from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_wire, facts_to_wire
-from ckptd.core.recovery.snapshot_sources import Source
+from ckptd.core.recovery.snapshot_sources import SnapshotCopy
 from ckptd.core.slots.ring import SlotRecord, epoch_table
 from ckptd.core.slots.slots import DRAWN_EPOCHS, epoch_after, least_starts
 from ckptd.holdings import held_from_segments
@@ -163,7 +163,7 @@ class RankNote(msgspec.Struct, frozen=True):
     hint: int = 0
     facts: RankFacts | None = None
     alike: tuple[int, ...] = ()
-    unusable: tuple[Source, ...] = ()
+    unusable: tuple[SnapshotCopy, ...] = ()
 
 
 class _Here(msgspec.Struct, frozen=True):
@@ -174,7 +174,7 @@ class _Here(msgspec.Struct, frozen=True):
     hint: int
     facts: bytes
     seen: bool
-    unusable: tuple[Source, ...]
+    unusable: tuple[SnapshotCopy, ...]
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -320,8 +320,8 @@ def _without(parked: Iterable[HeldRecords], here: Iterable[_Here]) -> tuple[Held
     )
 
 
-def _place(held: HeldRecords, record: SlotRecord) -> Source:
-    return Source(held.node, held.segment, record.index)
+def _place(held: HeldRecords, record: SlotRecord) -> SnapshotCopy:
+    return SnapshotCopy(held.node, held.segment, record.index)
 
 
 def _facts_to_wire(rank: int, note: RankNote) -> bytes:

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ckptd.client.daemon_link.connection import ANSWER_S, FAILURES, Link
-from ckptd.client.daemon_link.worker_threads import LOOK_S, Lane
+from ckptd.client.daemon_link.worker_threads import LOOK_S, WorkerThread
 from ckptd.client.log_lines import get_logger
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.transport.control.messages import (
@@ -99,7 +99,9 @@ class Session:
             check=check,
         )
         self._lane = self.link.lane
-        self._desk = Lane("ckptd-desk", self._look_at_slots, lambda error: None, self._closed)
+        self._desk = WorkerThread(
+            "ckptd-desk", self._look_at_slots, lambda error: None, self._closed
+        )
         self._next_look = 0.0
         self._reserving: tuple[Reserve, Future[SegmentInfo]] | None = None
         # Generations that this trainer was told of, and has not given back.

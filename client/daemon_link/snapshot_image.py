@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.model.host_bytes import DTYPES
-from ckptd.client.model.snapshot_layout import SCALARS, STATIC, Source, parse_entry_name
+from ckptd.client.model.snapshot_layout import SCALARS, STATIC, EntrySource, parse_entry_name
 from ckptd.cuda.engine import HostMemory
 from ckptd.storage.images.image import ImageView
 
@@ -56,7 +56,7 @@ class SnapshotImage:
             self.base + entry.offset, entry.nbytes, DTYPES[entry.dtype], entry.shape
         )
 
-    def sources(self) -> Iterable[tuple[Source, str]]:
+    def sources(self) -> Iterable[tuple[EntrySource, str]]:
         for entry in self.view:
             if entry.name not in (SCALARS, STATIC):
                 yield parse_entry_name(entry.name, DTYPES[entry.dtype]), entry.name

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ckptd.client.log_lines import get_logger
 from ckptd.errors import DaemonUnavailable
 
-__all__ = ["LOOK_S", "Lane"]
+__all__ = ["LOOK_S", "WorkerThread"]
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -20,7 +20,7 @@ LOOK_S = 0.5
 _QUEUE_LIMIT = 1024
 
 
-class Lane:
+class WorkerThread:
     """One thread that works off a bounded queue, and calls ``look`` after each piece of work and about twice a second."""
 
     def __init__(

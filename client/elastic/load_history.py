@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
-from ckptd.core.elastic.elastic_types import Cluster, Loads, Placement
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads
 from ckptd.core.elastic.placement.allocation import allocate
 from ckptd.core.elastic.placement.balance import straggler_factor
 from ckptd.core.elastic.placement.expert_placement import place
@@ -88,7 +88,7 @@ class LayerClock:
 
 
 def forecast(
-    placement: Placement,
+    placement: ExpertPlacement,
     cluster: Cluster,
     loads_LE: Loads,
     *,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.client.model.host_bytes import DTYPES, buffer_of
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.parameter_names import named_buffers, named_modules, named_parameters
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.storage.model_set import (
@@ -43,7 +43,7 @@ class StartMismatch(ValueError):
     """The model at ``start_from`` is not this one; lists what differs."""
 
 
-def load_start(binding: Binding, source: str | os.PathLike[str]) -> str:
+def load_start(binding: LiveState, source: str | os.PathLike[str]) -> str:
     """Load parameters and buffers, and optimizer state where the source has it; what was done, in words.
 
     Raises:
@@ -69,7 +69,7 @@ def start_unprotected(
 ) -> str:
     """`load_start` for a run without a daemon: a switched-off ``Checkpointer`` begins at the same model."""
     listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    return load_start(Binding(model, [unwrap_optimizer(o) for o in listed], masters), source)
+    return load_start(LiveState(model, [unwrap_optimizer(o) for o in listed], masters), source)
 
 
 class _Opened:
@@ -99,7 +99,7 @@ class _Opened:
 class _Start:
     """One model and the set that it begins with."""
 
-    def __init__(self, binding: Binding, found: ModelSet, shown: str) -> None:
+    def __init__(self, binding: LiveState, found: ModelSet, shown: str) -> None:
         self._binding, self._set, self._shown = binding, found, shown
         self.summary = ""
         live = dict(_named_tensors(binding.model))

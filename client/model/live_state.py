@@ -1,6 +1,6 @@
 """The live training state by name: parameters, master weights, optimizer state, buffers.
 
-``Binding`` is the only place that knows where a tensor lives. A parameter's *held* tensor is what the optimizer updates:
+``LiveState`` is the only place that knows where a tensor lives. A parameter's *held* tensor is what the optimizer updates:
 the parameter itself, or its separately kept fp32 master. Parameters that an optimizer holds and the model does not know
 appear as ``extra/<optimizer>.<group>.<index>``.
 
@@ -32,7 +32,7 @@ from ckptd.client.optimizers.optimizer_probe import (
     state_specs,
 )
 
-__all__ = ["Binding", "find_masters", "local"]
+__all__ = ["LiveState", "find_masters", "local"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def local(tensor: Tensor) -> Tensor:
     return (to_local() if to_local is not None else tensor).detach()
 
 
-class Binding:
+class LiveState:
     """Names for everything that a bit-exact repeat needs, resolved afresh each time (state dicts may be replaced).
 
     Args:

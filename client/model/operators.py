@@ -21,7 +21,7 @@ from ckptd.core.schedules.schedule import OperatorKind
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Grouping", "Member", "Operator", "discover_operators", "split_operator"]
+__all__ = ["Grouping", "Operator", "ParameterRows", "discover_operators", "split_operator"]
 
 type_grouping = Callable[[str, "Tensor"], "str | None"]
 Grouping = Mapping[str, Sequence[str]] | type_grouping
@@ -40,7 +40,7 @@ _COUNT_ATTRIBUTES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ParameterRows:
     """A whole parameter (``start is None``) or its rows ``[start, stop)`` along dimension 0.
 
     Of a sharded parameter, what is meant is this rank's shard, and its rows are counted from the shard's first.
@@ -65,7 +65,7 @@ class Operator:
 
     name: str
     kind: OperatorKind
-    members: tuple[Member, ...]
+    members: tuple[ParameterRows, ...]
     layer: str = ""
     # Which fused tensor group its rows belong to: kept together in time by the schedule, because a
     # weight gradient is skipped only when every row of the tensor is frozen.
@@ -105,12 +105,12 @@ def _grouped(
 ) -> list[Operator]:
     if grouping is None:
         return []
-    found: dict[str, list[Member]] = {}
+    found: dict[str, list[ParameterRows]] = {}
     if callable(grouping):
         for name, param in params.items():
             op = grouping(name, param)
             if op is not None:
-                found.setdefault(op, []).append(Member(name))
+                found.setdefault(op, []).append(ParameterRows(name))
                 taken.add(name)
     else:
         for op, patterns in grouping.items():
@@ -121,7 +121,7 @@ def _grouped(
                         f"operators[{op!r}]: pattern {pattern!r} matches no (remaining) parameter; "
                         f"names look like {next(iter(params), '<none>')!r}"
                     )
-                found.setdefault(op, []).extend(Member(n) for n in matches)
+                found.setdefault(op, []).extend(ParameterRows(n) for n in matches)
                 taken.update(matches)
     return [
         Operator(name, OperatorKind.DENSE, tuple(ms), layer=_layer_of(ms[0].param))
@@ -154,7 +154,10 @@ class _ExpertContainer:
                 taken.update(names)
                 found.append(
                     Operator(
-                        gate, OperatorKind.GATE, tuple(map(Member, names)), layer=_layer_of(gate)
+                        gate,
+                        OperatorKind.GATE,
+                        tuple(map(ParameterRows, names)),
+                        layer=_layer_of(gate),
                     )
                 )
         return found
@@ -170,7 +173,7 @@ class _ExpertContainer:
                     Operator(
                         prefix[:-1],
                         OperatorKind.EXPERT,
-                        tuple(map(Member, names)),
+                        tuple(map(ParameterRows, names)),
                         layer=_layer_of(self.name),
                         expert=(self.name, index),
                     )
@@ -188,7 +191,7 @@ class _ExpertContainer:
         held = {n: _experts_held(params[n]) for n in names if rows_allowed(n)}
         taken.update(names)
         found = [
-            Operator(n, OperatorKind.EXPERT, (Member(n),), layer=_layer_of(n))
+            Operator(n, OperatorKind.EXPERT, (ParameterRows(n),), layer=_layer_of(n))
             for n in names
             if not held.get(n)
         ]
@@ -197,7 +200,7 @@ class _ExpertContainer:
                 f"{self.name}.{index}",
                 OperatorKind.EXPERT,
                 tuple(
-                    Member(n, index - rows.start, index - rows.start + 1)
+                    ParameterRows(n, index - rows.start, index - rows.start + 1)
                     for n, rows in held.items()
                     if index in rows
                 ),
@@ -331,10 +334,10 @@ def _layer_of(name: str) -> str:
 
 
 def _dense_operators(params: Mapping[str, Tensor], taken: set[str]) -> list[Operator]:
-    layers: dict[str, list[Member]] = {}
+    layers: dict[str, list[ParameterRows]] = {}
     for name in params:
         if name not in taken:
-            layers.setdefault(_layer_of(name), []).append(Member(name))
+            layers.setdefault(_layer_of(name), []).append(ParameterRows(name))
     return [
         Operator(
             f"{layer}.dense" if layer.rpartition(".")[2].isdigit() else layer,
@@ -349,7 +352,7 @@ def _dense_operators(params: Mapping[str, Tensor], taken: set[str]) -> list[Oper
 def split_operator(
     op: Operator,
     shapes: Mapping[str, Sequence[int]],
-    bytes_of: Callable[[Member], int],
+    bytes_of: Callable[[ParameterRows], int],
     max_bytes: int,
     rows_allowed: Callable[[str], bool],
 ) -> list[Operator]:
@@ -357,7 +360,7 @@ def split_operator(
     between rows of one tensor. Pieces that cannot be cut further stay larger."""
     if op.kind is OperatorKind.EXPERT or bytes_of_all(op, bytes_of) <= max_bytes:
         return [op]
-    pieces: list[Member] = []
+    pieces: list[ParameterRows] = []
     for member in op.members:
         rows = shapes[member.param][0] if shapes[member.param] else 1
         count = min(rows, -(-bytes_of(member) // max(max_bytes, 1)))
@@ -365,8 +368,8 @@ def split_operator(
             pieces.append(member)
             continue
         cuts = [rows * i // count for i in range(count + 1)]
-        pieces += [Member(member.param, a, b) for a, b in itertools.pairwise(cuts)]
-    parts: list[list[Member]] = [[]]
+        pieces += [ParameterRows(member.param, a, b) for a, b in itertools.pairwise(cuts)]
+    parts: list[list[ParameterRows]] = [[]]
     for piece in pieces:
         if parts[-1] and sum(map(bytes_of, parts[-1])) + bytes_of(piece) > max_bytes:
             parts.append([])
@@ -376,5 +379,5 @@ def split_operator(
     return [replace(op, name=f"{op.name}/{i}", members=tuple(part)) for i, part in enumerate(parts)]
 
 
-def bytes_of_all(op: Operator, bytes_of: Callable[[Member], int]) -> int:
+def bytes_of_all(op: Operator, bytes_of: Callable[[ParameterRows], int]) -> int:
     return sum(map(bytes_of, op.members))

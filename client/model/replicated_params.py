@@ -5,7 +5,7 @@ HSDP) or the user does; it is never guessed from values. Its operators are then 
 that rank hands to the others what was recorded (``ckptd.client.recovery.replica_broadcast``).
 
 All members must assign owners alike. They do so from the same numbers, and before the first snapshot they compare what came
-out (``Sharing.fingerprints``). A rank that could not compare captures everything itself: whatever the others do, nothing is missing.
+out (``ReplicatedParams.fingerprints``). A rank that could not compare captures everything itself: whatever the others do, nothing is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.parameter_names import names_with_wrappers
 from ckptd.client.optimizers.value_trees import plain_parts
@@ -36,7 +36,7 @@ __all__ = [
     "EVERY_RANK",
     "NOTHING_SHARED",
     "Replicas",
-    "Sharing",
+    "ReplicatedParams",
     "checksum",
     "find_replicas",
     "identity_of",
@@ -73,7 +73,7 @@ class _Here(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Sharing:
+class ReplicatedParams:
     """What this rank shares with whom.
 
     Attributes:
@@ -142,7 +142,7 @@ class Sharing:
                 owners[i] = owner
         return owners
 
-    def checksums(self, binding: Binding) -> dict[Replicas, str]:
+    def checksums(self, binding: LiveState) -> dict[Replicas, str]:
         """Of each group one of the values that its parameters and their optimizer state have now."""
         return {g: checksum(binding, names) for g, names in _by_group(self.replicas).items()}
 
@@ -170,7 +170,7 @@ class Sharing:
         return found
 
 
-NOTHING_SHARED = Sharing()
+NOTHING_SHARED = ReplicatedParams()
 
 
 def identity_of(operator: Operator) -> list[Any]:
@@ -179,7 +179,7 @@ def identity_of(operator: Operator) -> list[Any]:
 
 
 def find_replicas(
-    binding: Binding, told: Mapping[str, Any] | None, rank: int | None = None
+    binding: LiveState, told: Mapping[str, Any] | None, rank: int | None = None
 ) -> dict[str, Replicas]:
     """The parameters that several ranks have alike.
 
@@ -206,7 +206,7 @@ def find_replicas(
     return {name: r for name, r in found.items() if not _spread_by_optimizer(binding, name)}
 
 
-def _told_by_wrappers(binding: Binding) -> Iterator[tuple[str, Replicas]]:
+def _told_by_wrappers(binding: LiveState) -> Iterator[tuple[str, Replicas]]:
     names = {id(param): name for name, param in binding.params.items()}
     for module in binding.model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -230,7 +230,7 @@ def _replicated_axes(param: Any) -> list[int]:
     return [axis for axis, placement in enumerate(param.placements) if placement.is_replicate()]
 
 
-def _told_by_user(binding: Binding, told: Mapping[str, Any]) -> Iterator[tuple[str, Replicas]]:
+def _told_by_user(binding: LiveState, told: Mapping[str, Any]) -> Iterator[tuple[str, Replicas]]:
     plain = names_with_wrappers(binding.model)
     for pattern, over in told.items():
         group = over.get_group() if hasattr(over, "get_group") else over
@@ -257,7 +257,7 @@ def _replicas(group: Any) -> Replicas:
     return Replicas(ranks, group)
 
 
-def _spread_by_optimizer(binding: Binding, name: str) -> bool:
+def _spread_by_optimizer(binding: LiveState, name: str) -> bool:
     """Whether its optimizer state is on one rank only (``ZeroRedundancyOptimizer``), or its update needs all shards."""
     owner = binding.owner.get(name)
     if owner is None:
@@ -268,8 +268,8 @@ def _spread_by_optimizer(binding: Binding, name: str) -> bool:
 
 
 def meet_sharing(
-    binding: Binding, replicas: Mapping[str, Replicas], own_bytes: int, meet: Exchange
-) -> Sharing:
+    binding: LiveState, replicas: Mapping[str, Replicas], own_bytes: int, meet: Exchange
+) -> ReplicatedParams:
     """What can be shared: what has the same values on all ranks of its group now. A collective call.
 
     Args:
@@ -294,7 +294,7 @@ def meet_sharing(
             )
         else:
             usable.update(dict.fromkeys(names, group))
-    return Sharing(usable, {rank: here.own_bytes for rank, here in enumerate(told)})
+    return ReplicatedParams(usable, {rank: here.own_bytes for rank, here in enumerate(told)})
 
 
 def _by_group(replicas: Mapping[str, Replicas]) -> dict[Replicas, list[str]]:
@@ -304,7 +304,7 @@ def _by_group(replicas: Mapping[str, Replicas]) -> dict[Replicas, list[str]]:
     return found
 
 
-def checksum(binding: Binding, names: Sequence[str]) -> str:
+def checksum(binding: LiveState, names: Sequence[str]) -> str:
     """Of names, shapes and values, of optimizer state too where there is some. They are summed on their device."""
     told: list[Any] = []
     sums: list[Tensor] = []

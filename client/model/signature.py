@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.optimizers.optimizer_probe import StateSpec
 
 __all__ = ["recorded_specs", "signature", "signature_difference"]
@@ -17,7 +17,7 @@ __all__ = ["recorded_specs", "signature", "signature_difference"]
 _STATE_ROW = re.compile(r"optimizer state (.*) of")
 
 
-def signature(binding: Binding) -> list[list[Any]]:
+def signature(binding: LiveState) -> list[list[Any]]:
     """Names, dtypes and shapes of everything that is captured."""
     rows: list[list[Any]] = [
         ["optimizer", str(i), type(o).__name__, [len(o.param_groups)]]
@@ -49,7 +49,7 @@ _STATE = "optimizer state {!r} of"
 
 
 def recorded_specs(
-    binding: Binding, recorded: Sequence[Sequence[Any]]
+    binding: LiveState, recorded: Sequence[Sequence[Any]]
 ) -> dict[str, tuple[StateSpec, ...]]:
     """The optimizer state tensors of a signature, by parameter."""
     found: dict[str, tuple[StateSpec, ...]] = {}

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from ckptd.client import values
-from ckptd.client.model.live_state import Binding, local
-from ckptd.client.model.operators import Member, Operator
+from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.optimizers.optimizer_probe import StateSpec
 from ckptd.storage.images.image_format import TensorEntry
 from ckptd.storage.images.image_layout import ImageLayout
 
 __all__ = [
     "SAFETENSORS_DTYPES",
+    "EntrySource",
     "PhasePlan",
-    "Source",
     "StateTable",
     "build_phase",
     "entry_name",
@@ -42,7 +42,7 @@ STATIC = "ckptd.optim_layout"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class EntrySource:
     """Where an entry's bytes come from: ``kind`` is param, master, optim, buffer, or packed (0-dimensional state)."""
 
     kind: str
@@ -70,7 +70,7 @@ class PhasePlan:
     phase: int
     anchored: frozenset[int]
     layout: ImageLayout
-    sources: tuple[Source | None, ...]
+    sources: tuple[EntrySource | None, ...]
     offsets: tuple[int, ...]
     scalars_offset: int
     scalars_capacity: int
@@ -82,7 +82,7 @@ class PhasePlan:
     state_keys: dict[str, frozenset[str]]
 
 
-def entry_name(source: Source) -> str:
+def entry_name(source: EntrySource) -> str:
     rows = "" if source.start is None else f"[{source.start}:{source.stop}]"
     if source.kind == "optim":
         return f"optim/{source.key}/{source.name}{rows}"
@@ -95,7 +95,7 @@ def entry_name(source: Source) -> str:
     return f"{prefix}{source.name}{rows}"
 
 
-def parse_entry_name(name: str, dtype: torch.dtype) -> Source:
+def parse_entry_name(name: str, dtype: torch.dtype) -> EntrySource:
     """The inverse of ``entry_name``."""
     kind, key = "param", ""
     for prefix, found in (
@@ -113,11 +113,15 @@ def parse_entry_name(name: str, dtype: torch.dtype) -> Source:
     if name.endswith("]") and kind != "buffer":
         name, _, rows = name[:-1].rpartition("[")
         start, stop = map(int, rows.split(":"))
-    return Source(kind, name, key, start, stop, dtype)
+    return EntrySource(kind, name, key, start, stop, dtype)
 
 
 def member_bytes(
-    binding: Binding, member: Member, compute_dtypes: Mapping[str, torch.dtype], *, anchored: bool
+    binding: LiveState,
+    member: ParameterRows,
+    compute_dtypes: Mapping[str, torch.dtype],
+    *,
+    anchored: bool,
 ) -> int:
     """Bytes that this member takes in a snapshot at this level."""
     tensor = local(binding.params[member.param])
@@ -147,14 +151,14 @@ class StateTable:
     static: bytes
 
     @classmethod
-    def of(cls, binding: Binding) -> StateTable:
+    def of(cls, binding: LiveState) -> StateTable:
         specs = {name: binding.specs(name) for name in binding.owner}
         packed = _packed_scalars(specs)
         return cls(specs, packed, values.pack(_state_layout(specs, packed), STATIC))
 
 
 def build_phase(
-    binding: Binding,
+    binding: LiveState,
     operators: Sequence[Operator],
     *,
     state: StateTable,
@@ -181,7 +185,7 @@ def build_phase(
     # every snapshot.
     always = binding.elsewhere | binding.inseparable
     levels.update({n: [(0, binding.num_rows(n), True)] for n in always})
-    pairs: list[tuple[TensorEntry, Source | None]] = []
+    pairs: list[tuple[TensorEntry, EntrySource | None]] = []
     for name in (n for n in binding.params if n in levels):
         for start, stop, full in _merge(levels[name]):
             pairs += _entries_of(binding, state, name, start, stop, full, compute_dtypes)
@@ -190,7 +194,7 @@ def build_phase(
         pairs.append(
             (
                 _entry(f"buffer/{name}", data.dtype, data.shape),
-                Source("buffer", name, dtype=data.dtype),
+                EntrySource("buffer", name, dtype=data.dtype),
             )
         )
     for dtype, names in state.packed.items():
@@ -198,7 +202,7 @@ def build_phase(
         pairs.append(
             (
                 _entry(f"ckptd.optim_scalars/{key}", dtype, (len(names),)),
-                Source("packed", key, dtype=dtype),
+                EntrySource("packed", key, dtype=dtype),
             )
         )
     pairs.append((TensorEntry(SCALARS, "U8", (scalars_capacity,)), None))
@@ -267,14 +271,14 @@ def _merge(ranges: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
 
 
 def _entries_of(
-    binding: Binding,
+    binding: LiveState,
     state: StateTable,
     name: str,
     start: int,
     stop: int,
     full: bool,
     compute_dtypes: Mapping[str, torch.dtype],
-) -> list[tuple[TensorEntry, Source | None]]:
+) -> list[tuple[TensorEntry, EntrySource | None]]:
     param = local(binding.params[name])
     whole = param.ndim == 0 or (start == 0 and stop == param.shape[0])
     if not (whole or 0 <= start < stop <= param.shape[0]):
@@ -283,17 +287,19 @@ def _entries_of(
     a, b = (None, None) if whole else (start, stop)
     shape = tuple(param.shape) if whole else (stop - start, *param.shape[1:])
     dtype = param.dtype if full else compute_dtypes.get(name, param.dtype)
-    sources = [(Source("param", name, "", a, b, dtype), shape)]
+    sources = [(EntrySource("param", name, "", a, b, dtype), shape)]
     if full:
         if name in binding.masters:
-            sources.append((Source("master", name, "", a, b, binding.masters[name].dtype), shape))
+            sources.append(
+                (EntrySource("master", name, "", a, b, binding.masters[name].dtype), shape)
+            )
         for spec in state.specs.get(name, ()):
             if spec.kind == "like" and spec.dtype is not None:
-                sources.append((Source("optim", name, spec.key, a, b, spec.dtype), shape))
+                sources.append((EntrySource("optim", name, spec.key, a, b, spec.dtype), shape))
             elif spec.kind == "tensor" and spec.dtype is not None and spec.shape is not None:
                 assert whole, f"{name}: rows of a parameter whose optimizer state is not per row"
                 sources.append(
-                    (Source("optim", name, spec.key, None, None, spec.dtype), spec.shape)
+                    (EntrySource("optim", name, spec.key, None, None, spec.dtype), spec.shape)
                 )
     return [(_entry(entry_name(s), s.dtype, sh), s) for s, sh in sources]
 

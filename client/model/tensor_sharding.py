@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 
 __all__ = ["check_sharded", "placement_lines"]
 
 _UNTOLD = "told by no wrapper: each rank keeps its own"
 
 
-def placement_lines(binding: Binding) -> list[str]:
+def placement_lines(binding: LiveState) -> list[str]:
     """For ``describe()``: how many parameters are placed in which way, and one of them by name."""
     replicated = dict(_replicated(binding.model))
     groups: dict[str, list[str]] = {}
@@ -34,7 +34,7 @@ def placement_lines(binding: Binding) -> list[str]:
     return lines
 
 
-def check_sharded(binding: Binding) -> None:
+def check_sharded(binding: LiveState) -> None:
     """The model's FSDP2 parameters are the shards that the optimizer updates.
 
     Raises:

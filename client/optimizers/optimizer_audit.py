@@ -20,7 +20,7 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.optimizers.optimizer_probe import StateSpec, fits
 from ckptd.client.optimizers.value_trees import (
     Baseline,
-    Refused,
+    NotCapturable,
     TreeReader,
     TreeWriter,
     is_ignored,
@@ -33,7 +33,7 @@ from ckptd.client.optimizers.value_trees import (
 if TYPE_CHECKING:
     import torch
 
-    from ckptd.client.model.live_state import Binding
+    from ckptd.client.model.live_state import LiveState
 
 __all__ = ["KeptState", "cannot_be_captured"]
 
@@ -46,7 +46,7 @@ _TOLD_BYTES = 16 << 20
 Specs = Mapping[str, Sequence[StateSpec]]
 
 
-def cannot_be_captured(who: str, refused: Refused) -> str:
+def cannot_be_captured(who: str, refused: NotCapturable) -> str:
     """What is told of it, and what to do."""
     return (
         f"optimizer {who} keeps {refused.path} ({refused.why}), which cannot be captured: no snapshot is taken, and after a "
@@ -67,7 +67,7 @@ class KeptState:
         ValueError: one keeps what no snapshot can hold, from the beginning.
     """
 
-    def __init__(self, binding: Binding, given: Sequence[Any]) -> None:
+    def __init__(self, binding: LiveState, given: Sequence[Any]) -> None:
         # What Accelerate and others put around one keeps nothing of the run.
         pairs = zip(given, binding.optimizers, strict=True)
         self._binding, self._given = binding, [o if is_ignored(g) else g for g, o in pairs]
@@ -92,7 +92,7 @@ class KeptState:
         self._baseline: Baseline | None = None
         try:
             self._baseline = self._walk()[1]
-        except Refused as refused:
+        except NotCapturable as refused:
             raise ValueError(cannot_be_captured(self.whose, refused)) from None
 
     @property
@@ -188,7 +188,7 @@ class KeptState:
             self._also(kept)
         packed = values.pack(kept, "what the optimizer keeps")
         if len(packed) > MAX_BYTES:
-            raise Refused(
+            raise NotCapturable(
                 self.whose, f"{len(packed)} bytes beside tensors per parameter, {MAX_BYTES} at most"
             )
         if len(packed) > _TOLD_BYTES and not self._told:
@@ -222,7 +222,7 @@ class KeptState:
         return self._num_generators > 0
 
     def check_also(self, check: Callable[[Mapping[str, Any]], None]) -> None:
-        """From now on `gather` asks this, too, which may raise `Refused`."""
+        """From now on `gather` asks this, too, which may raise `NotCapturable`."""
         self._also = check
 
     def _walk(self) -> tuple[dict[str, Any], Baseline]:
@@ -444,7 +444,7 @@ class KeptState:
         recorded = values.unpack(packed)
         try:
             live = self.tree()
-        except Refused as refused:
+        except NotCapturable as refused:
             return str(refused)
         for i, who in enumerate(self._names):
             for part, kind in (("attributes", "o"), ("foreign", "d")):

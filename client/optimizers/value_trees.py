@@ -42,7 +42,7 @@ from ckptd.client import values
 
 __all__ = [
     "Baseline",
-    "Refused",
+    "NotCapturable",
     "TreeReader",
     "TreeWriter",
     "is_ignored",
@@ -73,7 +73,7 @@ _IGNORED_MODULES = (
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
-class Refused(Exception):
+class NotCapturable(Exception):
     """Something that no snapshot can hold; ``path`` is where it is."""
 
     def __init__(self, path: str, why: str) -> None:
@@ -141,7 +141,7 @@ class TreeWriter:
         """
         if type(value) in _VALUES or isinstance(value, np.generic):
             if isinstance(value, np.ndarray) and value.dtype.hasobject:
-                raise Refused(path, "an array of objects")
+                raise NotCapturable(path, "an array of objects")
             return value
         if id(value) in self._seen:
             return ["r", self._seen[id(value)]]
@@ -160,7 +160,7 @@ class TreeWriter:
     def _count(self, path: str, depth: int) -> None:
         self._nodes += 1
         if depth > MAX_DEPTH or self._nodes > MAX_NODES:
-            raise Refused(
+            raise NotCapturable(
                 path,
                 f"nested deeper than {MAX_DEPTH}"
                 if depth > MAX_DEPTH
@@ -179,7 +179,9 @@ class TreeWriter:
             return self._wrapper(value, path)
         if not plain_tensor(value):
             what = type(value).__name__ if type(value) is not Tensor else str(value.layout)
-            raise Refused(path, f"type {what}: a tensor whose memory is not all there is of it")
+            raise NotCapturable(
+                path, f"type {what}: a tensor whose memory is not all there is of it"
+            )
         self._note(value)
         self.num_bytes += value.numel() * value.element_size()
         return ["x", value.detach(), value.requires_grad and value.is_leaf, strides_of(value)]
@@ -187,7 +189,7 @@ class TreeWriter:
     def _wrapper(self, value: Any, path: str) -> Any:
         names, context = value.__tensor_flatten__()
         if not plain(context):
-            raise Refused(path, f"type {_name(value)}, made with {type(context).__name__}")
+            raise NotCapturable(path, f"type {_name(value)}, made with {type(context).__name__}")
         self._note(value)
         parts = [[n, self.node(getattr(value, n), f"{path}.{n}")] for n in names]
         kind = type(value)
@@ -205,7 +207,7 @@ class TreeWriter:
             )
         if kind in (set, frozenset):
             if not plain(value):
-                raise Refused(path, f"type {kind.__name__} of objects")
+                raise NotCapturable(path, f"type {kind.__name__} of objects")
             self._note(value)
             return ["s", value]
         if isinstance(value, dict) and (kind in _DICTS or self._was_there(value, path)):
@@ -226,7 +228,7 @@ class TreeWriter:
                 [*known] if known[0] == "a" else ["k" if isinstance(key, Tensor) else "n", *known]
             )
         if isinstance(key, Tensor) or not plain(key):
-            raise Refused(f"{path}[...]", f"a key of type {type(key).__qualname__}")
+            raise NotCapturable(f"{path}[...]", f"a key of type {type(key).__qualname__}")
         if type(key) is tuple and any(map(_is_large, key)):
             return ["T", [self._key(part, path) for part in key]]
         return ["v", key]
@@ -239,7 +241,7 @@ class TreeWriter:
         if next(_attributes(value), None) is None:
             return self._opaque(value, path)
         if not self._was_there(value, path):
-            raise Refused(path, f"type {_name(value)}, made in a step")
+            raise NotCapturable(path, f"type {_name(value)}, made in a step")
         return ["o", self.attributes(value, path, depth)]
 
     def attributes(self, value: Any, path: str, depth: int = 0) -> list[list[Any]]:
@@ -252,11 +254,11 @@ class TreeWriter:
 
     def _opaque(self, value: Any, path: str) -> Any:
         if hasattr(value, "__next__"):
-            raise Refused(path, f"type {_name(value)}, whose position cannot be told")
+            raise NotCapturable(path, f"type {_name(value)}, whose position cannot be told")
         fingerprint = _fingerprint(value)
         self.made.opaque[path] = fingerprint
         if self._baseline is not None and self._baseline.opaque.get(path) != fingerprint:
-            raise Refused(path, f"type {_name(value)}, which has changed")
+            raise NotCapturable(path, f"type {_name(value)}, which has changed")
         return ["?"]
 
 

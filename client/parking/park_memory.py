@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 
-from ckptd.client.daemon_link.auxiliary_segments import BesideMemory
+from ckptd.client.daemon_link.auxiliary_segments import AuxiliarySegments
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.snapshot_layout import PhasePlan
 from ckptd.client.schedule.describe import human
-from ckptd.client.schedule.snapshot_plan import Plan
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.client.stats import Stats
 from ckptd.core.slots.ring import NoSuffix, SlotRecord, SlotState, find_suffix
 from ckptd.core.slots.segment_format import SlotHeader
@@ -83,7 +83,7 @@ def _records(memory: RankMemory) -> list[SlotRecord]:
     return found
 
 
-class ParkMemory(BesideMemory):
+class ParkMemory(AuxiliarySegments):
     """The segments for this rank's parked state. `fit` and `tidy` are called while nothing is being parked.
 
     Args:
@@ -92,11 +92,11 @@ class ParkMemory(BesideMemory):
     """
 
     def __init__(
-        self, memory: RankMemory, binding: Binding, engine: CopyEngine, stats: Stats
+        self, memory: RankMemory, binding: LiveState, engine: CopyEngine, stats: Stats
     ) -> None:
         super().__init__(memory, memory.parks, engine)
         self._binding, self._stats = binding, stats
-        self._plan: Plan | None = None
+        self._plan: SnapshotPlan | None = None
         self._layout: PhasePlan | None = None
         self._told = False
         self._compared, self._alike = (-1, -1), False
@@ -115,7 +115,7 @@ class ParkMemory(BesideMemory):
 
     # -- size ------------------------------------------------------------------------------------
 
-    def fit(self, plan: Plan, step: int) -> None:
+    def fit(self, plan: SnapshotPlan, step: int) -> None:
         """Have room for the state as ``plan`` knows it; where that is there, do nothing. Waits for nothing."""
         if plan is not self._plan:
             self._plan, self._layout = plan, plan.everything(self._binding)

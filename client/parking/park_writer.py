@@ -16,7 +16,7 @@ from ckptd.client import values
 from ckptd.client.capture.live_tensors import LiveSources, PackedState
 from ckptd.client.capture.slot_writer import CopySplit, some, write_image, zero_missing
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.snapshot_layout import PhasePlan
 from ckptd.client.parking.park_memory import ParkMemory
 from ckptd.core.slots.ring import SlotState
@@ -111,7 +111,7 @@ class ParkCopy:
     """Copies moments into slots."""
 
     def __init__(
-        self, binding: Binding, engine: CopyEngine, slots: ParkMemory, device: torch.device
+        self, binding: LiveState, engine: CopyEngine, slots: ParkMemory, device: torch.device
     ) -> None:
         self._binding, self._engine, self._slots = binding, engine, slots
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -18,7 +18,7 @@ from ckptd.client.daemon_link.slot_file import SlotFile
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.pipeline.upstream_feed import BringsLogs
-from ckptd.core.recovery.snapshot_sources import Piece, Source
+from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.ring import SlotRecord
 from ckptd.core.slots.segment_names import parse_segment_file_name
 from ckptd.cuda.engine import HostMemory
@@ -57,7 +57,9 @@ class ParkedCopy(SnapshotImage):
         super().__init__(record.iteration, view, HostMemory(private), 0, record.phase)
 
     @classmethod
-    def read(cls, session: BringsLogs, piece: Piece, cards: tuple[NodeCard, ...]) -> ParkedCopy:
+    def read(
+        cls, session: BringsLogs, piece: SnapshotToLoad, cards: tuple[NodeCard, ...]
+    ) -> ParkedCopy:
         """From a file on this node, or brought here by the daemon; waits until it is here.
 
         What is damaged here is left to the daemon: it mends it from other copies, or puts it in quarantine.
@@ -82,7 +84,9 @@ class ParkedCopy(SnapshotImage):
         return cls._brought(session, piece, cards)
 
     @classmethod
-    def _here(cls, session: BringsLogs, record: SlotRecord, source: Source) -> ParkedCopy | None:
+    def _here(
+        cls, session: BringsLogs, record: SlotRecord, source: SnapshotCopy
+    ) -> ParkedCopy | None:
         """None if it cannot be read in place; the daemon may be able to."""
         name = source.segment
         if name != os.path.basename(name):  # a node has told this name
@@ -98,7 +102,9 @@ class ParkedCopy(SnapshotImage):
             return None
 
     @classmethod
-    def _brought(cls, session: BringsLogs, piece: Piece, cards: tuple[NodeCard, ...]) -> ParkedCopy:
+    def _brought(
+        cls, session: BringsLogs, piece: SnapshotToLoad, cards: tuple[NodeCard, ...]
+    ) -> ParkedCopy:
         record = piece.record
         rank = parse_segment_file_name(piece.sources[0].segment, "parked").rank
         wanted = (fetch_piece(piece, sealed_at_ns=0),)

@@ -28,12 +28,12 @@ from torch import Tensor
 from ckptd.client.capture.slot_writer import SMALL_BUFFER_BYTES
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.parking.park_memory import ParkMemory
 from ckptd.client.parking.park_writer import CopyFailed, ParkCopy, TopTensors
 from ckptd.client.rng_state import capture_rng
 from ckptd.client.schedule.describe import human
-from ckptd.client.schedule.snapshot_plan import Plan
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine
 
@@ -105,7 +105,7 @@ class Parking:
     def __init__(
         self,
         memory: RankMemory,
-        binding: Binding,
+        binding: LiveState,
         engine: CopyEngine,
         stats: Stats,
         *,
@@ -120,7 +120,7 @@ class Parking:
         self._slots = ParkMemory(memory, binding, engine, stats)
         self._copy = ParkCopy(binding, engine, self._slots, device)
         self._places: list[tuple[str, Mapping[str, Tensor | None], str]] = []
-        self._placed_for: Plan | None = None
+        self._placed_for: SnapshotPlan | None = None
         # Whether random numbers are drawn between the top and the first forward; None: not seen yet.
         self._draws_first: bool | None = None
         self._durations: deque[float] = deque(maxlen=_STEPS_OF_LIMIT)
@@ -143,7 +143,7 @@ class Parking:
 
     # -- the life of a step (training thread) -----------------------------------------------------
 
-    def top(self, step: int, plan: Plan, phase: int, scalars: dict[str, Any]) -> None:
+    def top(self, step: int, plan: SnapshotPlan, phase: int, scalars: dict[str, Any]) -> None:
         """The top of ``step``: from here on its state can be parked. Never raises.
 
         Args:
@@ -341,7 +341,9 @@ class Parking:
 
     # -- moments ---------------------------------------------------------------------------------
 
-    def _moment_of(self, step: int, plan: Plan, phase: int, scalars: dict[str, Any]) -> Moment:
+    def _moment_of(
+        self, step: int, plan: SnapshotPlan, phase: int, scalars: dict[str, Any]
+    ) -> Moment:
         if plan is not self._placed_for:
             self._placed_for = plan
             known = self._binding.buffers().keys()

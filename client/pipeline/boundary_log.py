@@ -25,12 +25,12 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.communication import Communication
 from ckptd.client.model.live_state import local
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES
-from ckptd.client.pipeline.isolated_stage import Apart
+from ckptd.client.pipeline.isolated_stage import IsolatedStage
 from ckptd.client.pipeline.log_memory import LogMemory
 from ckptd.client.pipeline.log_writer import Comparison, Layouts, LogFill, Room
 from ckptd.client.pipeline.silent_log import SilentLog
 from ckptd.client.schedule.describe import human
-from ckptd.client.schedule.snapshot_plan import Plan
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.client.stats import Stats
 from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.cuda.engine import CopyEngine, CopyItem
@@ -67,7 +67,7 @@ class BoundaryLog(SilentLog):
         engine: CopyEngine,
         stats: Stats,
         *,
-        plan: Callable[[], Plan | None],
+        plan: Callable[[], SnapshotPlan | None],
         silent: Callable[[], bool],
         limit_bytes: int | None = None,
         replicate: bool = False,
@@ -96,7 +96,7 @@ class BoundaryLog(SilentLog):
         self._failures = self._skips_in_a_row = 0
         self._trouble = False  # in the iteration that runs
         self.given_up = False
-        self.apart: Apart | None = None
+        self.apart: IsolatedStage | None = None
         self._communication, self._alike = communication, tuple(alike)
         here = told_facts(segment.descriptor.client for segment in memory.logs)
         self._known = memory.brought_facts or here

@@ -1,4 +1,4 @@
-"""``Apart``: a rank runs iterations that its neighbours in the pipeline do not run with it (localized recovery, DESIGN §8).
+"""``IsolatedStage``: a rank runs iterations that its neighbours in the pipeline do not run with it (localized recovery, DESIGN §8).
 
 After a localized restart each rank has a *base*, the iteration that it runs first. In iteration *i* a rank with base *b* <= *i* is
 there; what the others would have sent is taken from their boundary logs of *i*, and what would be sent to them is dropped. From
@@ -26,7 +26,7 @@ from ckptd.client.model.live_state import local
 from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.errors import CorruptionError
 
-__all__ = ["Apart", "Records"]
+__all__ = ["IsolatedStage", "Records"]
 
 # All that one rank sent in one iteration.
 Records = Mapping[RecordKey, Tensor]
@@ -39,7 +39,7 @@ _RECEIVES = {
 _SENDS = ("get_fwd_send_ops", "get_bwd_send_ops")
 
 
-class Apart:
+class IsolatedStage:
     """Who is there in which iteration, and the logs of those who are not.
 
     Args:
@@ -247,7 +247,7 @@ def _known(shapes: Mapping[int, StageShapes | None]) -> list[int]:
 
 
 def _receiving(
-    reference: weakref.ref[Apart],
+    reference: weakref.ref[IsolatedStage],
     stage: Any,
     name: str,
     below: Callable[[int], list[Any]],
@@ -261,7 +261,7 @@ def _receiving(
 
 
 def _sending(
-    reference: weakref.ref[Apart], below: Callable[[int], list[Any]], micro_batch: int
+    reference: weakref.ref[IsolatedStage], below: Callable[[int], list[Any]], micro_batch: int
 ) -> list[Any]:
     operations = below(micro_batch)  # also takes from the stage what it keeps for them
     apart = reference()

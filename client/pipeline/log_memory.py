@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ckptd.client.daemon_link.auxiliary_segments import RETRY_STEPS, BesideMemory
+from ckptd.client.daemon_link.auxiliary_segments import RETRY_STEPS, AuxiliarySegments
 from ckptd.client.daemon_link.communication_facts import (
     LogFacts,
     data_offset_of,
@@ -21,7 +21,7 @@ from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.pipeline.log_writer import Room, header_room
 from ckptd.client.schedule.describe import human
-from ckptd.client.schedule.snapshot_plan import Plan
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.client.stats import Stats
 from ckptd.core.slots.boundary import choose_log_slot, logged_iterations, needed_from, slots_for_log
 from ckptd.core.slots.ring import SlotRecord, SlotState
@@ -58,7 +58,7 @@ class LogSize:
         return f"{human(self.total_bytes)} ({each}, {self.room.num_records} records)"
 
 
-class LogMemory(BesideMemory):
+class LogMemory(AuxiliarySegments):
     """The segments of this rank's log.
 
     Args:
@@ -97,7 +97,7 @@ class LogMemory(BesideMemory):
 
     # -- size ------------------------------------------------------------------------------------
 
-    def fit(self, plan: Plan, room: Room, step: int, facts: LogFacts | None = None) -> None:
+    def fit(self, plan: SnapshotPlan, room: Room, step: int, facts: LogFacts | None = None) -> None:
         """Ask for a log in which ``room`` fits, as many times as ``plan`` may have to replay, and which tells ``facts``.
 
         Where it is there, nothing is done.
@@ -176,7 +176,7 @@ class LogMemory(BesideMemory):
             self._give_back(segment)
         self._tell()
 
-    def _slots_for(self, plan: Plan) -> int:
+    def _slots_for(self, plan: SnapshotPlan) -> int:
         """As many as there are snapshots to go back to, and what lies between them."""
         span = max(plan.schedule.window, self._memory.table.ring_hint.span)
         every = plan.every if plan.policy_name == "dense" else 1

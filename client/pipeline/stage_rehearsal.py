@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.function_patches import layered
-from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.rng_state import capture_rng, restore_rng
 
 __all__ = ["callables_of", "rehearsal_tap", "without_trace"]
@@ -124,7 +124,7 @@ class _ImportWatch(MetaPathFinder):
 
 
 @contextmanager
-def without_trace(binding: Binding) -> Iterator[None]:
+def without_trace(binding: LiveState) -> Iterator[None]:
     """Put buffers and random state back to what they were before the body.
 
     A forward outside ``no_sync`` tells DDP to expect a backward. None comes, so DDP would take the first micro-batch's for it,

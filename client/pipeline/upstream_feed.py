@@ -26,7 +26,7 @@ from torch import Tensor
 from ckptd.client.daemon_link.segment_arrival import KnowsFetches, wait_until_sealed
 from ckptd.client.log_lines import get_logger
 from ckptd.client.pipeline.log_reader import LogFile
-from ckptd.core.recovery.global_plan import Piece
+from ckptd.core.recovery.global_plan import SnapshotToLoad
 from ckptd.core.slots.boundary import RecordKey
 from ckptd.core.slots.ring import SlotRecord
 from ckptd.core.slots.segment_format import slot_lock_byte
@@ -87,7 +87,7 @@ class FedLogs:
     def __init__(
         self,
         session: BringsLogs,
-        pieces: Mapping[int, Mapping[int, Piece]],
+        pieces: Mapping[int, Mapping[int, SnapshotToLoad]],
         cards: tuple[NodeCard, ...] = (),
         *,
         batch_bytes: int = _BATCH_BYTES,
@@ -184,7 +184,7 @@ class _Feed:
         self,
         session: BringsLogs,
         neighbour: int,
-        pieces: Mapping[int, Piece],
+        pieces: Mapping[int, SnapshotToLoad],
         cards: tuple[NodeCard, ...],
         batch_bytes: int,
     ) -> None:
@@ -235,7 +235,7 @@ class _Feed:
 
     # -- on this node ----------------------------------------------------------------------------
 
-    def _hold(self, piece: Piece) -> _Held | None:
+    def _hold(self, piece: SnapshotToLoad) -> _Held | None:
         """A copy on this node, if one is as it should be."""
         for source in piece.sources:
             file = self._file(source.segment) if source.node == self._session.node_id else None
@@ -284,7 +284,7 @@ class _Feed:
 
     # -- brought here ----------------------------------------------------------------------------
 
-    def _read_brought(self, iteration: int, piece: Piece) -> dict[RecordKey, Tensor]:
+    def _read_brought(self, iteration: int, piece: SnapshotToLoad) -> dict[RecordKey, Tensor]:
         while True:
             batch = self._granted(iteration, patience_s=_AWAY_S)
             if self._left and len(self._batches) < _BATCHES:
@@ -295,7 +295,9 @@ class _Feed:
                 logger.warning("%s", self._lost(iteration, f"{error}; it is asked again"))
                 self._put_back(batch)
 
-    def _arrived(self, batch: _Batch, iteration: int, piece: Piece) -> dict[RecordKey, Tensor]:
+    def _arrived(
+        self, batch: _Batch, iteration: int, piece: SnapshotToLoad
+    ) -> dict[RecordKey, Tensor]:
         assert batch.info is not None
         try:
             file = batch.file = batch.file or self._mapped(batch.info.path)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["STORE_ANSWER_S", "RankWatch", "own_connection"]
+__all__ = ["STORE_ANSWER_S", "FailureDetector", "own_connection"]
 
 from ckptd.client.log_lines import get_logger
 
@@ -48,7 +48,7 @@ def own_connection(store: Any) -> Any:
     return own
 
 
-class RankWatch:
+class FailureDetector:
     """This rank's part of the ring; it begins when it is made, and needs a `TCPStore` (with another store nobody is watched).
 
     Args:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ckptd.client.identity import Identity
-from ckptd.client.ranks.store_barrier import DEADLINE_S, Meetings
+from ckptd.client.ranks.store_barrier import DEADLINE_S, StoreBarrier
 
 __all__ = [
     "device_of",
@@ -25,7 +25,7 @@ __all__ = [
 # What is gathered at once, over all ranks.
 _ROUND_BYTES = 64 << 20
 
-_meetings: Meetings | None = None
+_meetings: StoreBarrier | None = None
 
 
 def exchange(identity: Identity, payload: bytes, *, deadline_s: float = DEADLINE_S) -> list[bytes]:
@@ -50,13 +50,13 @@ def exchange(identity: Identity, payload: bytes, *, deadline_s: float = DEADLINE
     return gather_bytes(payload, identity.world_size)
 
 
-def _meetings_of_job() -> Meetings:
+def _meetings_of_job() -> StoreBarrier:
     global _meetings  # of the process, as the process group is
     group = dist.distributed_c10d._get_default_group()
     if _meetings is None or not _meetings.are_of(group):
         if _meetings is not None:
             _meetings.close()
-        _meetings = Meetings(group)
+        _meetings = StoreBarrier(group)
     return _meetings
 
 

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from ckptd.client.identity import Identity
 from ckptd.client.log_lines import get_logger
 
-__all__ = ["Together", "job_store", "propose"]
+__all__ = ["StoreAgreement", "job_store", "propose"]
 
 logger = get_logger(__name__)
 
 _POLL_S, _POLL_MAX_S = 0.01, 0.5
 
 
-class Together:
+class StoreAgreement:
     """Agreements of one rank in one epoch.
 
     Args:

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks import failure_detector
-from ckptd.client.ranks.failure_detector import RankWatch, own_connection
+from ckptd.client.ranks.failure_detector import FailureDetector, own_connection
 from ckptd.client.ranks.store_agreement import job_store
 from ckptd.errors import DaemonUnavailable
 
-__all__ = ["DEADLINE_S", "Meetings", "arrive", "meet_at"]
+__all__ = ["DEADLINE_S", "StoreBarrier", "arrive", "meet_at"]
 
 logger = get_logger(__name__)
 
@@ -36,7 +36,7 @@ _LOOKS_PER_S = 8_000
 _GONE_S, _TOLD_S, _TOLD_AGAIN_S = 1.0, 60.0, 300.0
 
 
-class Meetings:
+class StoreBarrier:
     """The meetings of all ranks in one process group: each has keys of its own.
 
     Args:
@@ -46,14 +46,14 @@ class Meetings:
     _made = 0
 
     def __init__(self, group: Any) -> None:
-        Meetings._made += 1  # a new group begins anew, on all of its ranks
+        StoreBarrier._made += 1  # a new group begins anew, on all of its ranks
         self._group, self._number = weakref.ref(group), 0
         # Its place in the process group, whoever the user says this rank is.
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._store = own_connection(job_store())
-        self._watch = RankWatch(
+        self._watch = FailureDetector(
             job_store(),
-            f"ckptd/ranks/{Meetings._made}",
+            f"ckptd/ranks/{StoreBarrier._made}",
             rank=self._rank,
             world_size=self._world_size,
         )

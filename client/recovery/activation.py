@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ckptd.client.capture.row_ranges import Rows, merge
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator
 
 __all__ = ["Activity"]
@@ -22,7 +22,7 @@ class Activity:
         whole: everything was active from the start, on all ranks: nothing is frozen, not even what another rank updates.
     """
 
-    def __init__(self, binding: Binding, operators: Sequence[Operator]) -> None:
+    def __init__(self, binding: LiveState, operators: Sequence[Operator]) -> None:
         self._binding, self._operators = binding, operators
         self.active = 0
         self.frozen_rows: Rows = {}
@@ -55,7 +55,7 @@ class Activity:
         return {name: merge(ranges) for name, ranges in rows.items()}
 
     def never_frozen(self) -> Rows:
-        """What every snapshot anchors, whatever operators it names (see ``Binding.inseparable``)."""
+        """What every snapshot anchors, whatever operators it names (see ``LiveState.inseparable``)."""
         return {n: self._all_of(n) for n in self._binding.inseparable}
 
     def is_frozen(self, name: str) -> bool:

@@ -25,7 +25,7 @@ from ckptd.client.pipeline.value_logs import ValueLogs
 from ckptd.client.ranks.collectives import Exchange, all_or_none, vote
 from ckptd.client.recovery.global_recovery import Recovered, least
 from ckptd.client.recovery.verification import Replayed
-from ckptd.client.schedule.same_schedule import Told, differing, of_parked
+from ckptd.client.schedule.same_schedule import ScheduleStart, differing, of_parked
 from ckptd.core.recovery.localized_plan import (
     LocalizedPlan,
     NotLocalized,
@@ -36,7 +36,7 @@ from ckptd.core.recovery.localized_plan import (
 from ckptd.core.recovery.log_facts import facts_told_by_logs
 from ckptd.core.recovery.quarantine import open_failures, snapshots_used
 from ckptd.core.recovery.recovery_facts import RankFacts
-from ckptd.core.recovery.snapshot_sources import Piece, Source
+from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.segment_hints import HINT_APART, HINT_APART_AGAIN
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.holdings import operators_id
@@ -110,7 +110,7 @@ def _try_plans(
     memory: RankMemory, exchange: Exchange, alike: tuple[int, ...], verify_iterations: int
 ) -> ApartStart | str:
     """The first plan of which every rank has what it needs; or why there is none, nothing if nobody was parked. A collective call."""
-    unusable: tuple[Source, ...] = ()
+    unusable: tuple[SnapshotCopy, ...] = ()
     tried: list[LocalizedPlan] = []
     wanted = least(exchange, verify_iterations)
     for attempt in range(_PLANS):
@@ -181,7 +181,7 @@ def _look(
     memory: RankMemory,
     exchange: Exchange,
     alike: tuple[int, ...],
-    unusable: tuple[Source, ...],
+    unusable: tuple[SnapshotCopy, ...],
 ) -> RunView:
     """What there is, and what ranks tell of themselves. A collective call.
 
@@ -219,10 +219,10 @@ def _plan(view: RunView, world_size: int, verify_iterations: int) -> LocalizedPl
     )
 
 
-def _schedules(exchange: Exchange, trial: _Trial) -> list[Told]:
+def _schedules(exchange: Exchange, trial: _Trial) -> list[ScheduleStart]:
     """By rank: by which schedule it would go on. A collective call."""
     return [
-        msgspec.msgpack.decode(said, type=Told)
+        msgspec.msgpack.decode(said, type=ScheduleStart)
         for said in exchange(msgspec.msgpack.encode(trial.schedule))
     ]
 
@@ -244,8 +244,8 @@ class _Trial:
     apart: bool  # some ranks begin before others
     again: bool = False
     feeds: FedLogs = field(init=False)
-    schedule: Told = field(default_factory=Told)  # by which it would go on
-    unusable: tuple[Source, ...] = ()  # copies of parked state that it could not have
+    schedule: ScheduleStart = field(default_factory=ScheduleStart)  # by which it would go on
+    unusable: tuple[SnapshotCopy, ...] = ()  # copies of parked state that it could not have
     _parked: SnapshotImage | None = None
     _attempt: Attempt = field(default_factory=lambda: Attempt([]))
 
@@ -265,7 +265,9 @@ class _Trial:
     def _have(self) -> None:
         memory, mine, cards = self.memory, self.mine, self.view.everybody
         if mine.snapshots:
-            self.schedule = Told([(p.record.iteration, p.record.phase) for p in mine.snapshots])
+            self.schedule = ScheduleStart(
+                [(p.record.iteration, p.record.phase) for p in mine.snapshots]
+            )
             self._attempt = memory.attempt(mine.snapshots, self.view)
             self.again = self._attempt.again or self._attempt.fatal is not None
             if self.again:
@@ -276,7 +278,7 @@ class _Trial:
                 self._goes_on_as_parked(parked)
         self.feeds = FedLogs(memory.session, mine.logs, cards)
 
-    def _read_parked(self, piece: Piece, cards: tuple[NodeCard, ...]) -> SnapshotImage:
+    def _read_parked(self, piece: SnapshotToLoad, cards: tuple[NodeCard, ...]) -> SnapshotImage:
         """A parked state, this rank's or a peer's; what cannot be had is `unusable` for the next plan."""
         try:
             if self.mine.kind is RankKind.PARKED:
@@ -289,7 +291,7 @@ class _Trial:
             self.memory.session.notice("error", "parked_unusable", text)
             raise
 
-    def _own_parked(self, piece: Piece) -> SnapshotImage:
+    def _own_parked(self, piece: SnapshotToLoad) -> SnapshotImage:
         """In this rank's own segment, beside a ring with the same operators.
 
         Raises:

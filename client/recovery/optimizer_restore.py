@@ -12,13 +12,13 @@ from ckptd.client.capture.row_ranges import Rows
 from ckptd.client.capture.step_state import apply_packed
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.model.host_bytes import DTYPES
-from ckptd.client.model.live_state import Binding, local
-from ckptd.client.model.snapshot_layout import Source
+from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.model.snapshot_layout import EntrySource
 
 __all__ = ["load_scalar_state", "round_frozen_masters", "state_tensor"]
 
 
-def state_tensor(binding: Binding, source: Source, recorded: Tensor) -> Tensor:
+def state_tensor(binding: LiveState, source: EntrySource, recorded: Tensor) -> Tensor:
     """The live optimizer state tensor for a recorded one, created (zero) where it does not exist yet."""
     held = binding.held(source.name)
     state = binding.keeper(source.name).state[held]
@@ -35,7 +35,7 @@ def state_tensor(binding: Binding, source: Source, recorded: Tensor) -> Tensor:
 
 
 def load_scalar_state(
-    binding: Binding, image: SnapshotImage, scalars: dict[str, Any], names: Sequence[str]
+    binding: LiveState, image: SnapshotImage, scalars: dict[str, Any], names: Sequence[str]
 ) -> None:
     """0-dimensional and plain state of newly activated parameters; the key order is the optimizer's own.
 
@@ -61,7 +61,7 @@ def load_scalar_state(
     apply_packed(binding, packed, names, layout["packed"])
 
 
-def round_frozen_masters(binding: Binding, frozen: Rows) -> None:
+def round_frozen_masters(binding: LiveState, frozen: Rows) -> None:
     """A frozen master holds the rounded weight: the user's own copy-back then leaves the weight as recorded."""
     with torch.no_grad():
         for name, ranges in frozen.items():

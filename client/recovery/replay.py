@@ -14,7 +14,7 @@ taken away before the optimizer's step; rows of a fused tensor of which other ro
 What several ranks have alike is in the snapshots of one of them, which hands it to the others each time that something is loaded
 (``ckptd.client.recovery.replica_broadcast``): all of them are at the same boundary, or after the same optimizer's step.
 
-What another rank updates and sends (``Binding.elsewhere``) stays frozen here until the end, whatever was anchored: that rank has a
+What another rank updates and sends (``LiveState.elsewhere``) stays frozen here until the end, whatever was anchored: that rank has a
 schedule of its own, and sends the old weights for as long as the operator is frozen there.
 """
 
@@ -44,17 +44,17 @@ from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.data.ledger import BATCHES
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import BackwardLimiter, Tape
-from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.replicated_params import checksum
-from ckptd.client.model.snapshot_layout import Source
+from ckptd.client.model.snapshot_layout import EntrySource
 from ckptd.client.recovery.activation import Activity
 from ckptd.client.recovery.optimizer_restore import (
     load_scalar_state,
     round_frozen_masters,
     state_tensor,
 )
-from ckptd.client.recovery.replica_broadcast import Handing, Piece
+from ckptd.client.recovery.replica_broadcast import Piece, ReplicaBroadcast
 from ckptd.client.rng_state import restore_rng
 from ckptd.cuda.engine import CopyEngine, CopyItem
 
@@ -81,7 +81,7 @@ class Replay:
 
     def __init__(
         self,
-        binding: Binding,
+        binding: LiveState,
         operators: Sequence[Operator],
         engine: CopyEngine,
         images: Sequence[SnapshotImage],
@@ -89,11 +89,11 @@ class Replay:
         stateful: Mapping[str, Stateful],
         tape: Tape,
         freezing: str,
-        handing: Handing | None = None,
+        handing: ReplicaBroadcast | None = None,
         begins_dense: bool = False,
     ) -> None:
         self._binding, self._operators, self._engine = binding, operators, engine
-        self._handing = handing or Handing(-1, ())
+        self._handing = handing or ReplicaBroadcast(-1, ())
         self._images, self._stateful, self._tape = list(images), stateful, tape
         self.freezing = freezing
         self._position, self._begins_dense = 0, begins_dense
@@ -340,7 +340,7 @@ class Replay:
         found: list[str] = self._scalars(position)["absent"]
         return found
 
-    def _take(self, piece: Source, data: Tensor) -> None:
+    def _take(self, piece: EntrySource, data: Tensor) -> None:
         """Put what another rank has recorded into the live tensors."""
         binding = self._binding
         if piece.kind == "optim":
@@ -354,13 +354,13 @@ class Replay:
     def _targets(
         self,
         image: SnapshotImage,
-        source: Source,
+        source: EntrySource,
         entry: str,
         wanted: Rows,
         frozen: Rows,
         absent: set[str],
         everything: bool,
-    ) -> list[tuple[Source, Tensor]]:
+    ) -> list[tuple[EntrySource, Tensor]]:
         """Which parts of an entry are loaded now, and into which live tensors."""
         binding = self._binding
         if source.kind == "buffer":
@@ -378,7 +378,12 @@ class Replay:
         return []
 
     def _item(
-        self, image: SnapshotImage, piece: Source, source: Source, entry: str, live: Tensor
+        self,
+        image: SnapshotImage,
+        piece: EntrySource,
+        source: EntrySource,
+        entry: str,
+        live: Tensor,
     ) -> CopyItem:
         """Copy of ``piece`` out of an entry that may hold more rows than are wanted."""
         stored = image.view.tensor(entry)
@@ -389,7 +394,7 @@ class Replay:
             nbytes = (piece.stop - piece.start) * row_bytes
         return CopyItem(local(live), piece.start, piece.stop, piece.dtype, offset, nbytes)
 
-    def _pieces(self, source: Source, wanted: Rows, also: Rows) -> list[Source]:
+    def _pieces(self, source: EntrySource, wanted: Rows, also: Rows) -> list[EntrySource]:
         """The parts of an entry that cover wanted rows."""
         total = self._binding.num_rows(source.name)
         low, high = source.range(total)

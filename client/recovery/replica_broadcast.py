@@ -18,19 +18,19 @@ from torch import Tensor
 
 from ckptd.client.model.host_bytes import DTYPES
 from ckptd.client.model.operators import Operator
-from ckptd.client.model.replicated_params import EVERY_RANK, Replicas, Sharing, identity_of
-from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES, Source
+from ckptd.client.model.replicated_params import EVERY_RANK, Replicas, ReplicatedParams, identity_of
+from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES, EntrySource
 from ckptd.client.ranks.collectives import Exchange
 
-__all__ = ["Handing", "Piece", "Take", "arrange"]
+__all__ = ["Piece", "ReplicaBroadcast", "Take", "arrange"]
 
 _CHUNK_BYTES = 32 << 20
 _ALIGNMENT = 64
 
 # A recorded part, and its bytes in host memory.
-Piece = tuple[Source, Tensor]
+Piece = tuple[EntrySource, Tensor]
 # Puts a part that was received where it belongs; the bytes are on the group's device.
-Take = Callable[[Source, Tensor], None]
+Take = Callable[[EntrySource, Tensor], None]
 
 
 class _Held(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ class _Group:
     senders: dict[int, frozenset[int]]
 
 
-class Handing:
+class ReplicaBroadcast:
     """What this rank hands over and is handed, by group.
 
     Args:
@@ -140,12 +140,12 @@ class Handing:
 
 
 def arrange(
-    sharing: Sharing,
+    sharing: ReplicatedParams,
     operators: Sequence[Operator],
     owners: Sequence[int],
     rank: int,
     meet: Exchange,
-) -> Handing:
+) -> ReplicaBroadcast:
     """Settle from whom each operator comes; a collective call.
 
     Args:
@@ -171,7 +171,7 @@ def arrange(
         _settle(group, indices, operators, told, mine[group.key])
         for group, indices in groups.items()
     ]
-    return Handing(rank, [g for g in found if g is not None])
+    return ReplicaBroadcast(rank, [g for g in found if g is not None])
 
 
 def _settle(
@@ -253,7 +253,7 @@ class _Wire:
             total += chunk.nbytes
             for part in chunk.parts:
                 dtype = DTYPES[part.dtype]
-                source = Source(part.kind, part.name, part.key, part.start, part.stop, dtype)
+                source = EntrySource(part.kind, part.name, part.key, part.start, part.stop, dtype)
                 data = buffer[part.offset : part.offset + part.nbytes]
                 take(source, data.view(dtype).reshape(part.shape))
 

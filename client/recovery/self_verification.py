@@ -13,7 +13,7 @@ from torch import Tensor
 from ckptd.client import values
 from ckptd.client.capture.step_state import Stateful, apply_groups, gather_groups, reproducible
 from ckptd.client.model.freezing import Tape
-from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.rng_state import capture_rng, restore_rng
 
@@ -51,7 +51,7 @@ class Certificate:
 class DenseState:
     """A full copy of the live training state, to compare with and to go back to."""
 
-    def __init__(self, binding: Binding, stateful: Mapping[str, Stateful]) -> None:
+    def __init__(self, binding: LiveState, stateful: Mapping[str, Stateful]) -> None:
         self._binding, self._stateful = binding, stateful
         self.tensors = {name: t.clone() for name, t in _tensors(binding).items()}
         self._grads = {id(p): None if p.grad is None else p.grad.clone() for p in _owners(binding)}
@@ -163,11 +163,11 @@ def certify(
     )
 
 
-def _owners(binding: Binding) -> list[Tensor]:
+def _owners(binding: LiveState) -> list[Tensor]:
     return [*binding.params.values(), *binding.masters.values()]
 
 
-def _tensors(binding: Binding) -> dict[str, Tensor]:
+def _tensors(binding: LiveState) -> dict[str, Tensor]:
     found = {n: local(p) for n, p in binding.params.items()}
     found.update({f"master/{n}": local(m) for n, m in binding.masters.items()})
     found.update({f"buffer/{n}": local(b) for n, b in binding.buffers().items()})

@@ -15,7 +15,7 @@ from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape
-from ckptd.client.model.replicated_params import Sharing
+from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.model.signature import signature, signature_difference
 from ckptd.client.ranks.collectives import Exchange, all_or_none
 from ckptd.client.ranks.rank_exchange import exchange
@@ -23,10 +23,10 @@ from ckptd.client.recovery.global_recovery import recover_together
 from ckptd.client.recovery.localized_recovery import ApartStart, begin_apart, recovered_apart
 from ckptd.client.recovery.mismatch_causes import likely_causes
 from ckptd.client.recovery.replay import Replay
-from ckptd.client.recovery.replica_broadcast import Handing, arrange
+from ckptd.client.recovery.replica_broadcast import ReplicaBroadcast, arrange
 from ckptd.client.recovery.verification import Verification
-from ckptd.client.schedule.snapshot_plan import Plan, captured_once, plan_from_payload
-from ckptd.client.training_state import Subject
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, captured_once, plan_from_payload
+from ckptd.client.training_state import TrainingState
 from ckptd.core.slots.ring import NoSuffix, Suffix, find_suffix
 from ckptd.core.slots.segment_hints import HINT_DROP_GRADIENTS
 from ckptd.cuda.engine import CopyEngine
@@ -44,10 +44,10 @@ class Resumption:
     """A run that can go on: how to replay it, under which plan, the phase of its newest snapshot, and who shares what by structure."""
 
     replay: Replay
-    plan: Plan
+    plan: SnapshotPlan
     phase: int
     reason: str
-    sharing: Sharing
+    sharing: ReplicatedParams
     verification: Verification
     unverified: str  # why the newest snapshot is loaded and not compared; "" where it is compared
     apart: ApartStart | None = None  # after a localized recovery: who begins where
@@ -97,7 +97,7 @@ class Recovery:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: TrainingState,
         engine: CopyEngine,
         tape: Tape,
         *,
@@ -189,7 +189,7 @@ class Recovery:
                 "an earlier replay with 'inputs' did not reproduce what was recorded"
             )
 
-    def _plan_of(self, memory: RankMemory) -> Plan:
+    def _plan_of(self, memory: RankMemory) -> SnapshotPlan:
         newest = memory.table.segments[-1]
         self._check_signature(newest.descriptor.client)
         return plan_from_payload(
@@ -203,7 +203,7 @@ class Recovery:
     def replay_of(
         self,
         images: Sequence[SnapshotImage],
-        plan: Plan,
+        plan: SnapshotPlan,
         meet: Exchange,
         *,
         alone: bool = False,
@@ -217,7 +217,7 @@ class Recovery:
         Raises:
             ValueError: what this rank shares with others was recorded by none that it can reach now.
         """
-        handing: Handing | None = None
+        handing: ReplicaBroadcast | None = None
         if self._identity.world_size > 1:
             handing = arrange(self._sharing, plan.operators, plan.owners, self._identity.rank, meet)
             if alone:

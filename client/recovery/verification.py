@@ -18,8 +18,8 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import Exchange
 from ckptd.client.recovery.replay import Replay, ReplayMismatch
 from ckptd.core.recovery.quarantine import (
+    ReplayVerdict,
     Used,
-    Verdict,
     describe_failure,
     judge_replay,
     reason_of,
@@ -126,7 +126,7 @@ class Verification:
             msgspec.msgpack.encode([(r.rank, r.count, r.got) for r in ranks])
         )
         failure = ReplayFailure(
-            boundary, snapshots, tuple(ranks[:_RANKS_TOLD]), result, freezing, Verdict.WIDENED
+            boundary, snapshots, tuple(ranks[:_RANKS_TOLD]), result, freezing, ReplayVerdict.WIDENED
         )
         known = self._memory.failures
         if not self._replayed.localized:
@@ -145,7 +145,7 @@ class Verification:
 
     def _hint(self, failure: ReplayFailure) -> None:
         """How the next start is to freeze."""
-        if failure.verdict == Verdict.QUARANTINED:
+        if failure.verdict == ReplayVerdict.QUARANTINED:
             # It came to the same both times, so it was not for want of gradients.
             if any(k.freezing == "inputs" for k in self._memory.failures):
                 self._memory.take_back_hint(HINT_DROP_GRADIENTS)

@@ -18,7 +18,7 @@ from ckptd.client.model.live_state import local
 from ckptd.client.model.module_hooks import ModuleHook
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.parameter_names import named_modules
-from ckptd.client.schedule.snapshot_plan import Plan
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.schedules.schedule import (
     Ordering,
     Schedule,
@@ -120,7 +120,7 @@ class TokenCounter:
         self._smoothed = update_popularity(self._smoothed, observed, ordering=self._ordering)
         return self._smoothed
 
-    def reordered(self, plan: Plan, capacity_bytes: int, *, every: int) -> Schedule | None:
+    def reordered(self, plan: SnapshotPlan, capacity_bytes: int, *, every: int) -> Schedule | None:
         """Called where a window begins: a schedule one step closer to today's popularity; None to keep the order.
 
         Popularity is looked at about every ``every`` snapshots; once it changed enough, a step is taken at each window until
@@ -138,7 +138,7 @@ class TokenCounter:
             return None
         return schedule
 
-    def new_order(self, plan: Plan, *, every: int) -> tuple[int, ...]:
+    def new_order(self, plan: SnapshotPlan, *, every: int) -> tuple[int, ...]:
         """Called where a window begins: the order by today's popularity, if that changed enough; empty to keep the order.
 
         For several ranks, which go over to it together; looked at about every ``every`` snapshots.
@@ -149,7 +149,7 @@ class TokenCounter:
         self._since_look = 0
         return tuple(self._new_target(plan) or ())
 
-    def _new_target(self, plan: Plan) -> list[int] | None:
+    def _new_target(self, plan: SnapshotPlan) -> list[int] | None:
         now = list(self.popularity(plan.operators))
         experts = [i for i, op in enumerate(plan.operators) if op.expert is not None]
         before = self._at_last_order

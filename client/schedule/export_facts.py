@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.parameter_names import named_modules, named_parameters
 
 __all__ = ["export_facts"]
 
 
-def export_facts(binding: Binding) -> dict[str, Any]:
+def export_facts(binding: LiveState) -> dict[str, Any]:
     """For the trainer's part of a descriptor (`ckptd.export.source.facts_of` reads it).
 
     ``transient_buffers``: buffers that the model's state dict leaves out. ``aliases``: further names of tied parameters.

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.replicated_params import Replicas
-from ckptd.client.schedule.initial_schedule import Windows
+from ckptd.client.schedule.initial_schedule import InitialSchedule
 from ckptd.client.schedule.planner import Planner
 from ckptd.client.schedule.planning import MAX_WINDOW
-from ckptd.client.schedule.schedule_change import Changes
+from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.slot_reservation import NewSlots
-from ckptd.client.schedule.snapshot_plan import Plan
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.schedules.calendar import Calendar
 
 __all__ = ["FirstPlan"]
@@ -34,17 +34,17 @@ class FirstPlan:
     """
 
     def __init__(
-        self, binding: Binding, memory: RankMemory, planner: Planner, slots: NewSlots
+        self, binding: LiveState, memory: RankMemory, planner: Planner, slots: NewSlots
     ) -> None:
         self._binding, self._memory = binding, memory
         self._planner, self._slots = planner, slots
-        self._windows = Windows(memory)
+        self._windows = InitialSchedule(memory)
         # Of what is shared, after the first update: alike at the start says little.
         self._values: Mapping[Replicas, str] | None = None
-        self._own: Plan | None = None
+        self._own: SnapshotPlan | None = None
         # The plan that was told to the ranks with which it shares, and whether they have answered. It is kept until it is in
         # use: what they leave to this rank goes by it.
-        self._shared: Plan | None = None
+        self._shared: SnapshotPlan | None = None
         self._settled = False
         self.longest = MAX_WINDOW
 
@@ -76,9 +76,9 @@ class FirstPlan:
         self,
         step: int,
         why: str,
-        changes: Changes,
-        make: Callable[[int | None], Plan | None],
-    ) -> Plan | None:
+        changes: ScheduleChanges,
+        make: Callable[[int | None], SnapshotPlan | None],
+    ) -> SnapshotPlan | None:
         """The plan with which this rank begins, once all have agreed; None until then.
 
         Args:
@@ -93,8 +93,12 @@ class FirstPlan:
         return self._alike(plan, step)
 
     def _agreed(
-        self, step: int, why: str, changes: Changes, make: Callable[[int | None], Plan | None]
-    ) -> Plan | None:
+        self,
+        step: int,
+        why: str,
+        changes: ScheduleChanges,
+        make: Callable[[int | None], SnapshotPlan | None],
+    ) -> SnapshotPlan | None:
         """A plan with the window of all ranks."""
         planner, windows = self._planner, self._windows
         if planner.limits is None:
@@ -130,8 +134,12 @@ class FirstPlan:
         return plan
 
     def _with_window(
-        self, own: Plan, window: int, dense: bool, make: Callable[[int | None], Plan | None]
-    ) -> Plan | None:
+        self,
+        own: SnapshotPlan,
+        window: int,
+        dense: bool,
+        make: Callable[[int | None], SnapshotPlan | None],
+    ) -> SnapshotPlan | None:
         """This rank's own plan, or another one where the ranks agreed on something else."""
         if dense and not self._planner.dense:
             logger.info("dense snapshots, since on another rank no others are exact")
@@ -142,7 +150,7 @@ class FirstPlan:
             return make(window)
         return own
 
-    def _alike(self, plan: Plan, step: int) -> Plan | None:
+    def _alike(self, plan: SnapshotPlan, step: int) -> SnapshotPlan | None:
         """The plan, once all with whom it shares have the same; if they have not, with all of it captured here."""
         if not self._settled:
             alike = self._planned_alike(plan)
@@ -154,13 +162,13 @@ class FirstPlan:
                 self._capture_all(plan)
         return plan
 
-    def _planned_alike(self, plan: Plan) -> bool | None:
+    def _planned_alike(self, plan: SnapshotPlan) -> bool | None:
         told = self._planner.sharing.fingerprints(
             plan.operators, plan.schedule.phases, plan.owners, self._values or {}
         )
         return self._windows.planned_alike(plan.schedule.window, told)
 
-    def _capture_all(self, plan: Plan) -> None:
+    def _capture_all(self, plan: SnapshotPlan) -> None:
         text = "not all ranks have, or plan, alike what they should have in common: each captures all of it"
         logger.warning("%s", text)
         self._memory.session.notice("warning", "not_shared", text)

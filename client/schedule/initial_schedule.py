@@ -11,21 +11,21 @@ from collections.abc import Callable, Mapping
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.replicated_params import Replicas
-from ckptd.client.ranks.store_agreement import Together, job_store
+from ckptd.client.ranks.store_agreement import StoreAgreement, job_store
 
-__all__ = ["Windows"]
+__all__ = ["InitialSchedule"]
 
 logger = get_logger(__name__)
 
 _WAIT_STEPS = 100
 
 
-class Windows:
+class InitialSchedule:
     """One rank's part; nothing here blocks, and None means that other ranks have yet to tell."""
 
     def __init__(self, memory: RankMemory) -> None:
         self._memory = memory
-        self._together: Together | None = None
+        self._together: StoreAgreement | None = None
         self._proposed: set[str] = set()
         self._waits_since: int | None = None
         self._told = False
@@ -90,10 +90,10 @@ class Windows:
             self._proposed.add(what)
             self._met().propose(what, numbers, among=among)
 
-    def _met(self) -> Together:
+    def _met(self) -> StoreAgreement:
         """Where the ranks of this epoch agree."""
         if self._together is None:
             identity = self._memory.identity
             prefix = f"ckptd/{identity.job}/{identity.run}/{self._memory.epoch}"
-            self._together = Together(job_store(), identity, prefix=prefix)
+            self._together = StoreAgreement(job_store(), identity, prefix=prefix)
         return self._together

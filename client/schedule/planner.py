@@ -10,14 +10,14 @@ from typing import Any
 from ckptd.client import values
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import Binding, local
+from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.precision import PrecisionProbe
-from ckptd.client.model.replicated_params import Sharing
+from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.schedule.expert_popularity import TokenCounter
 from ckptd.client.schedule.planning import TrainingSpeed, make_plan, most_pieces, plan_alike
-from ckptd.client.schedule.snapshot_plan import Plan
-from ckptd.client.schedule.step_timing import Pace
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.client.schedule.step_timing import StepTiming
 from ckptd.client.stats import Stats
 from ckptd.core.schedules.schedule import Ordering
 from ckptd.cuda.engine import measure_bandwidth
@@ -62,7 +62,7 @@ class Planner:
 
     def __init__(
         self,
-        binding: Binding,
+        binding: LiveState,
         operators: Sequence[Operator],
         memory: RankMemory,
         *,
@@ -70,8 +70,8 @@ class Planner:
         options: Options,
         counter: TokenCounter,
         precision: PrecisionProbe,
-        pace: Pace,
-        sharing: Sharing,
+        pace: StepTiming,
+        sharing: ReplicatedParams,
         scalars_sample: Callable[[], dict[str, Any]],
     ) -> None:
         self._binding, self._operators, self._memory = binding, list(operators), memory
@@ -100,7 +100,9 @@ class Planner:
         budget, available = self._measured_budget(), self._memory.session.available_bytes
         return budget, available, len(self._operators)
 
-    def make(self, before: Plan | None, *, window: int | None = None, policy: str = "") -> Plan:
+    def make(
+        self, before: SnapshotPlan | None, *, window: int | None = None, policy: str = ""
+    ) -> SnapshotPlan:
         """A plan.
 
         Args:
@@ -145,7 +147,9 @@ class Planner:
         note_prepared(self._pace, self._stats, started)
         return plan
 
-    def make_alike(self, plan: Plan, orders: Sequence[Sequence[Sequence[int]]]) -> Plan:
+    def make_alike(
+        self, plan: SnapshotPlan, orders: Sequence[Sequence[Sequence[int]]]
+    ) -> SnapshotPlan:
         """A plan by the schedule of another one, for what this rank has to capture now.
 
         Args:
@@ -156,7 +160,7 @@ class Planner:
             alike.make_room_for_uploads(self._memory.session.available_bytes)
         return alike
 
-    def _limits(self, before: Plan | None) -> tuple[int, int]:
+    def _limits(self, before: SnapshotPlan | None) -> tuple[int, int]:
         """The most that may be copied per step, and the memory that there is."""
         available = self._memory.session.available_bytes
         budget: int | None = None
@@ -178,7 +182,7 @@ class Planner:
         return max(MIN_SCALARS, 2 * packed + _NUMBER_BYTES * pieces)
 
 
-def note_prepared(pace: Pace, stats: Stats, started_s: float) -> None:
+def note_prepared(pace: StepTiming, stats: Stats, started_s: float) -> None:
     """Planning or reserving began then (by the performance counter) and is over: it is no part of a step's usual length."""
     took = time.perf_counter() - started_s
     pace.prepared(took)

@@ -13,11 +13,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import Binding, local
-from ckptd.client.model.operators import Member, Operator, split_operator
-from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, Sharing
+from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.model.operators import Operator, ParameterRows, split_operator
+from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
 from ckptd.client.model.snapshot_layout import member_bytes
-from ckptd.client.schedule.snapshot_plan import Plan, fixed_bytes, operator_costs, schedule_of
+from ckptd.client.schedule.snapshot_plan import (
+    SnapshotPlan,
+    fixed_bytes,
+    operator_costs,
+    schedule_of,
+)
 from ckptd.core.schedules.schedule import (
     OperatorCost,
     Ordering,
@@ -57,7 +62,7 @@ class TrainingSpeed:
 
 
 def make_plan(
-    binding: Binding,
+    binding: LiveState,
     operators: Sequence[Operator],
     *,
     policy: str,
@@ -71,9 +76,9 @@ def make_plan(
     identity: dict[str, str],
     scalars_capacity: int,
     slack: int = 0,
-    sharing: Sharing = NOTHING_SHARED,
-    before: Plan | None = None,
-) -> Plan:
+    sharing: ReplicatedParams = NOTHING_SHARED,
+    before: SnapshotPlan | None = None,
+) -> SnapshotPlan:
     """Plan the smallest window that fits the budget and the memory; the schedule's reason says what decided.
 
     Args:
@@ -132,7 +137,7 @@ def _worthwhile_window(costs: Sequence[OperatorCost], fixed: int) -> int:
 
 
 def _plan_once(
-    binding: Binding,
+    binding: LiveState,
     operators: Sequence[Operator],
     policy: str,
     window: int | None,
@@ -145,9 +150,9 @@ def _plan_once(
     identity: dict[str, str],
     scalars_capacity: int,
     slack: int,
-    sharing: Sharing,
-    before: Plan | None,
-) -> Plan:
+    sharing: ReplicatedParams,
+    before: SnapshotPlan | None,
+) -> SnapshotPlan:
     parts = list(operators)
     costs = sharing.mean_costs(parts, operator_costs(binding, parts, compute_dtypes))
     order = order_operators(costs, popularity or [0.0] * len(costs), ordering)
@@ -179,7 +184,9 @@ def _plan_once(
     if before is not None and before.shares and _only_costs_differ(before, parts, schedule, policy):
         # Found out here only, it may be (state of this rank's own experts): what others anchor with it stays in its phases.
         schedule = schedule_of(costs, before.schedule.phases, fixed, policy)
-    plan = Plan(parts, costs, schedule, policy, compute_dtypes, identity, scalars_capacity, every)
+    plan = SnapshotPlan(
+        parts, costs, schedule, policy, compute_dtypes, identity, scalars_capacity, every
+    )
     plan.slack, plan.budget_bytes = slack, budget_bytes
     if before is None:
         whole = operator_costs(binding, parts, compute_dtypes)
@@ -191,7 +198,7 @@ def _plan_once(
 
 
 def _only_costs_differ(
-    before: Plan, operators: Sequence[Operator], schedule: Schedule, policy: str
+    before: SnapshotPlan, operators: Sequence[Operator], schedule: Schedule, policy: str
 ) -> bool:
     alike = [(op.name, op.members) for op in before.operators] == [
         (op.name, op.members) for op in operators
@@ -199,7 +206,7 @@ def _only_costs_differ(
     return alike and policy == before.policy_name and schedule.window == before.schedule.window
 
 
-def _owners_as_before(before: Plan, operators: Sequence[Operator]) -> list[int]:
+def _owners_as_before(before: SnapshotPlan, operators: Sequence[Operator]) -> list[int]:
     """Who captured these operators; every rank, where any that was shared is cut otherwise now."""
     pairs = zip(before.operators, before.owners, strict=False)
     owner_of = {(op.name, op.members): owner for op, owner in pairs if owner != EVERY_RANK}
@@ -220,26 +227,26 @@ def _split_window(
     return min(MAX_WINDOW, max(schedule.window, -(-extra // (budget_bytes - floor))))
 
 
-def most_pieces(sharing: Sharing, operators: Sequence[Operator]) -> int:
+def most_pieces(sharing: ReplicatedParams, operators: Sequence[Operator]) -> int:
     """How many more operators there are at most once what is shared is cut."""
     groups = sharing.groups(operators)
     return sum(min(len(g.ranks) * _PIECES_PER_SHARE, _MAX_PIECES) for g in groups)
 
 
 def _split(
-    binding: Binding,
+    binding: LiveState,
     operators: Sequence[Operator],
     limit: int | None,
     compute_dtypes: Mapping[str, torch.dtype],
-    sharing: Sharing,
+    sharing: ReplicatedParams,
 ) -> list[Operator]:
     """Cut what is larger than ``limit``, and what is shared into pieces that can be spread evenly over its ranks."""
     shapes = {name: tuple(local(p).shape) for name, p in binding.params.items()}
 
-    def anchored(member: Member) -> int:
+    def anchored(member: ParameterRows) -> int:
         return member_bytes(binding, member, compute_dtypes, anchored=True)
 
-    def stored(member: Member) -> int:
+    def stored(member: ParameterRows) -> int:
         # Not what an anchor takes: all ranks must cut alike, also where one has not seen yet all that its optimizer keeps.
         param = local(binding.params[member.param])
         start, stop = member.range(binding.num_rows(member.param))
@@ -275,12 +282,12 @@ def _popularity_of(
 
 
 def plan_alike(
-    plan: Plan,
-    binding: Binding,
+    plan: SnapshotPlan,
+    binding: LiveState,
     scalars_capacity: int,
     coming: Sequence[Sequence[Sequence[int]]],
-    sharing: Sharing = NOTHING_SHARED,
-) -> Plan:
+    sharing: ReplicatedParams = NOTHING_SHARED,
+) -> SnapshotPlan:
     """The same schedule for state that has grown: what one of several ranks may change by itself.
 
     Args:

@@ -2,7 +2,7 @@
 
 Planning and reserving happen in the training thread and take milliseconds; memory is made by the daemon meanwhile, and is used
 from the boundary on at which it is there (``NewSlots``). Several ranks first agree on what their plans follow from (see
-``FirstPlan``), so that all have one window, and change it together (``Changes``).
+``FirstPlan``), so that all have one window, and change it together (``ScheduleChanges``).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.precision import PrecisionProbe
-from ckptd.client.model.replicated_params import Sharing
+from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.schedule.expert_popularity import TokenCounter
 from ckptd.client.schedule.first_plan import FirstPlan
 from ckptd.client.schedule.planner import Options, Planner
 from ckptd.client.schedule.planning import MAX_WINDOW
-from ckptd.client.schedule.schedule_change import Changes
+from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.slot_reservation import RETRY_STEPS, NewSlots
-from ckptd.client.schedule.snapshot_plan import Plan
-from ckptd.client.schedule.step_timing import Pace
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.client.schedule.step_timing import StepTiming
 from ckptd.client.stats import Stats
 from ckptd.core.schedules.switching import Change
 from ckptd.core.slots.ring import most_slots
@@ -56,7 +56,7 @@ class Provision:
 
     def __init__(
         self,
-        binding: Binding,
+        binding: LiveState,
         operators: Sequence[Operator],
         memory: RankMemory,
         engine: CopyEngine,
@@ -65,15 +65,15 @@ class Provision:
         options: Options,
         counter: TokenCounter,
         precision: PrecisionProbe,
-        pace: Pace,
-        sharing: Sharing,
+        pace: StepTiming,
+        sharing: ReplicatedParams,
         scalars_sample: Callable[[], dict[str, Any]],
         switched: Callable[[bool], None],
     ) -> None:
         self._binding, self._memory = binding, memory
         self._stats, self._options, self._counter = stats, options, counter
         self._pace, self._switched = pace, switched
-        self.plan: Plan | None = None
+        self.plan: SnapshotPlan | None = None
         self._planner = Planner(
             binding,
             operators,
@@ -100,14 +100,16 @@ class Provision:
         self.changes = (
             None
             if memory.identity.world_size == 1
-            else Changes(self, binding, memory, engine, counter=counter, pace=pace, stats=stats)
+            else ScheduleChanges(
+                self, binding, memory, engine, counter=counter, pace=pace, stats=stats
+            )
         )
         self._widen_at = self._severe_at = 0
         self._uncaptured = self._announced = ""
         self._group_key = binding.group_key()
         self._lagging = 0
 
-    def resume(self, plan: Plan, sharing: Sharing) -> None:
+    def resume(self, plan: SnapshotPlan, sharing: ReplicatedParams) -> None:
         """Go on with the plan of an earlier life.
 
         Args:
@@ -155,8 +157,8 @@ class Provision:
             self._slots.ask(plan, step, "no ring yet")
         return self.plan is not None
 
-    def _first_plan(self, step: int, why: str) -> Plan | None:
-        def make(window: int | None) -> Plan | None:
+    def _first_plan(self, step: int, why: str) -> SnapshotPlan | None:
+        def make(window: int | None) -> SnapshotPlan | None:
             return self._try_plan(why, step, window=window)
 
         return (
@@ -165,7 +167,7 @@ class Provision:
 
     # -- plans -----------------------------------------------------------------------------------
 
-    def _try_plan(self, why: str, step: int, *, window: int | None) -> Plan | None:
+    def _try_plan(self, why: str, step: int, *, window: int | None) -> SnapshotPlan | None:
         if step < self._slots.retry_at or not self._memory.session.connected:
             return None
         try:
@@ -211,7 +213,7 @@ class Provision:
             self._pace.forget_stalls()
             self._slots.ask(wide, step, "a wider window", optional=True)
 
-    def _worth_widening(self, plan: Plan) -> Plan | None:
+    def _worth_widening(self, plan: SnapshotPlan) -> SnapshotPlan | None:
         """The plan of a wider window, if there is a reason for one, and it helps."""
         behind = self._memory.table.ring_hint.behind
         self._lagging = self._lagging + 1 if behind > plan.schedule.window else 0
@@ -301,7 +303,7 @@ class Provision:
         """Whether memory for something else is on its way."""
         return self._slots.coming
 
-    def plan_for(self, change: Change) -> Plan:
+    def plan_for(self, change: Change) -> SnapshotPlan:
         """A plan with another window, or of dense snapshots.
 
         Raises:
@@ -310,7 +312,7 @@ class Provision:
         policy = "dense" if change.dense else ""
         return self._planner.make(self.plan, window=change.window or None, policy=policy)
 
-    def adopt(self, plan: Plan) -> None:
+    def adopt(self, plan: SnapshotPlan) -> None:
         """All ranks go over to this plan; its memory is the newest generation."""
         self.plan, self._planner.policy = plan, plan.policy_name
         self._slots.forget()
@@ -370,7 +372,7 @@ class Provision:
         """Go over to the generation that was asked for, if it is there."""
         self._slots.collect(step)
 
-    def _use(self, plan: Plan) -> None:
+    def _use(self, plan: SnapshotPlan) -> None:
         """A generation of this plan is there."""
         other = plan is not self.plan
         self.plan = plan

@@ -14,10 +14,10 @@ import msgspec
 
 from ckptd.client import values
 
-__all__ = ["Told", "differing", "of_parked"]
+__all__ = ["ScheduleStart", "differing", "of_parked"]
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True):
+class ScheduleStart(msgspec.Struct, frozen=True, array_like=True):
     """What one rank begins with.
 
     Args:
@@ -36,7 +36,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
         return (here + (iteration - at) // self.stride) % self.span == phase
 
 
-def of_parked(iteration: int, phase: int, scalars: dict[str, Any], payload: bytes) -> Told:
+def of_parked(iteration: int, phase: int, scalars: dict[str, Any], payload: bytes) -> ScheduleStart:
     """Of a rank that goes on from parked state.
 
     Args:
@@ -47,13 +47,13 @@ def of_parked(iteration: int, phase: int, scalars: dict[str, Any], payload: byte
     dense = plan["policy"] == "dense"
     window = len(scalars["phases"])
     if window != len(plan["phases"]):
-        return Told()  # its ring is already that of another window, or not yet
-    return Told(
+        return ScheduleStart()  # its ring is already that of another window, or not yet
+    return ScheduleStart(
         [(iteration, phase)], plan["every"] if dense else window, int(scalars.get("stride", 1))
     )
 
 
-def differing(told: Sequence[Told]) -> str:
+def differing(told: Sequence[ScheduleStart]) -> str:
     """Which ranks go by different schedules, in words; empty if all agree. ``told`` is by rank; one that tells nothing differs from all."""
     known = next((each for each in told if each.span), None)
     for rank, each in enumerate(told):

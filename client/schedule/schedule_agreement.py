@@ -12,22 +12,22 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptd.client.log_lines import get_logger
-from ckptd.core.schedules.registers import Access, Add, Delete, Get, Has, Swap, accesses
+from ckptd.core.schedules.registers import Access, Add, CompareAndSwap, Delete, Get, Has, accesses
 from ckptd.core.schedules.switching import (
     Ask,
     Change,
     Effect,
     Event,
-    Failed,
-    Look,
+    LookForAttempt,
     Prepared,
+    RequestFailed,
     Stage,
     Switching,
     Unable,
 )
 from ckptd.errors import LocalProtocolError
 
-__all__ = ["Switches"]
+__all__ = ["ScheduleAgreement"]
 
 logger = get_logger(__name__)
 
@@ -42,7 +42,7 @@ _MARGIN_LOOKS = 10
 _PATIENCE_S, _APART_S, _APART_MAX_S = 120.0, 10.0, 600.0
 
 
-class Switches:
+class ScheduleAgreement:
     """Agreements of one rank in one epoch.
 
     Args:
@@ -142,12 +142,12 @@ class Switches:
             answer = _access(store, self._prefix, access)
 
     def _pause_s(self, ask: Ask) -> float:
-        if isinstance(ask, Look):
+        if isinstance(ask, LookForAttempt):
             return max(_IDLE_S, self._world_size / _RANKS_PER_S)
         return self._open_s
 
     def _failed(self, ask: Ask, error: Exception) -> None:
-        self._tell(Failed())
+        self._tell(RequestFailed())
         self._outages += 1
         doubt = self._machine.stage is Stage.PROMISED
         # While nothing is open it may just be the end of the job: told if it lasts for some seconds.
@@ -183,7 +183,7 @@ def _access(store: Any, prefix: str, access: Access) -> bytes | int:
     match access:
         case Add():
             found = store.add(key, 1)
-        case Swap():
+        case CompareAndSwap():
             found = store.compare_set(key, access.old, access.new)
         case Has():
             found = int(store.check([key]))

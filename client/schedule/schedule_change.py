@@ -17,12 +17,12 @@ import xxhash
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.ranks.store_agreement import job_store
 from ckptd.client.schedule.expert_popularity import TokenCounter
-from ckptd.client.schedule.schedule_agreement import Switches
-from ckptd.client.schedule.snapshot_plan import Plan
-from ckptd.client.schedule.step_timing import Pace
+from ckptd.client.schedule.schedule_agreement import ScheduleAgreement
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.client.schedule.step_timing import StepTiming
 from ckptd.client.stats import Stats
 from ckptd.core.schedules.calendar import Calendar, Strides
 from ckptd.core.schedules.schedule import OperatorCost, Schedule, reorder
@@ -30,7 +30,7 @@ from ckptd.core.schedules.switching import Apply, Change, Discard, Effect, Prepa
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused, DaemonUnavailable
 
-__all__ = ["Changes", "Plans", "orders_towards"]
+__all__ = ["Plans", "ScheduleChanges", "orders_towards"]
 
 logger = get_logger(__name__)
 
@@ -42,9 +42,9 @@ _ORDER_TRIES = 5
 class Plans(Protocol):
     """Who makes plans, as far as it is asked here."""
 
-    plan: Plan | None
+    plan: SnapshotPlan | None
 
-    def plan_for(self, change: Change) -> Plan:
+    def plan_for(self, change: Change) -> SnapshotPlan:
         """Another plan for this rank.
 
         Raises:
@@ -54,7 +54,7 @@ class Plans(Protocol):
     def reserves(self) -> bool:
         """Whether memory for something else is on its way."""
 
-    def adopt(self, plan: Plan) -> None:
+    def adopt(self, plan: SnapshotPlan) -> None:
         """Snapshots go by this plan from now on, into the newest generation."""
 
 
@@ -63,30 +63,30 @@ class _Ready:
     """What was prepared for an attempt."""
 
     number: int
-    plan: Plan | None = None
+    plan: SnapshotPlan | None = None
     segment: MappedSegment | None = None
     orders: tuple[Phases, ...] = ()
 
 
-class Changes:
+class ScheduleChanges:
     """One rank's part; nothing here waits."""
 
     def __init__(
         self,
         plans: Plans,
-        binding: Binding,
+        binding: LiveState,
         memory: RankMemory,
         engine: CopyEngine,
         *,
         counter: TokenCounter,
-        pace: Pace,
+        pace: StepTiming,
         stats: Stats,
     ) -> None:
         self._plans, self._binding, self._memory, self._engine = plans, binding, memory, engine
         self._counter, self._pace, self._stats = counter, pace, stats
         self.calendar = Calendar()
         self.strides = Strides()
-        self._switches: Switches | None = None
+        self._switches: ScheduleAgreement | None = None
         self._ready: _Ready | None = None
         self._open = 0  # the attempt for which this rank prepares or has prepared; 0: none
         self._order: tuple[int, ...] = ()  # to be proposed, and how often still
@@ -134,11 +134,13 @@ class Changes:
         if self._open:
             self._agreed().unable(self._open, why)
 
-    def _agreed(self) -> Switches:
+    def _agreed(self) -> ScheduleAgreement:
         if self._switches is None:
             identity = self._memory.identity
             prefix = f"ckptd/{identity.job}/{identity.run}/{self._memory.epoch}/switch"
-            self._switches = Switches(job_store, prefix=prefix, world_size=identity.world_size)
+            self._switches = ScheduleAgreement(
+                job_store, prefix=prefix, world_size=identity.world_size
+            )
         return self._switches
 
     def _perform(self, effect: Effect, step: int) -> None:
@@ -181,7 +183,7 @@ class Changes:
             return
         self._agreed().prepared(number)
 
-    def _made_ready(self, number: int, change: Change, plan: Plan) -> _Ready:
+    def _made_ready(self, number: int, change: Change, plan: SnapshotPlan) -> _Ready:
         if change.order:
             if change.table != table_digest(plan):
                 raise ValueError("this rank has other operators, sizes or slots")
@@ -294,7 +296,7 @@ class Changes:
                 self.strides.forget()
 
 
-def table_digest(plan: Plan) -> str:
+def table_digest(plan: SnapshotPlan) -> str:
     """What the steps towards another order follow from: equal on ranks that take the same ones."""
     told = [
         [(c.name, c.anchor_bytes, c.compute_bytes) for c in plan.costs],
@@ -305,7 +307,7 @@ def table_digest(plan: Plan) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(told))
 
 
-def _orders(plan: Plan, order: Sequence[int]) -> tuple[Phases, ...]:
+def _orders(plan: SnapshotPlan, order: Sequence[int]) -> tuple[Phases, ...]:
     if plan.policy_name == "dense":
         raise ValueError("its snapshots are dense")
     return orders_towards(plan.schedule, plan.costs, order, capacity_bytes=plan.order_capacity)

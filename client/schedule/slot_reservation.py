@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.schedule.planner import note_prepared
-from ckptd.client.schedule.snapshot_plan import Plan
-from ckptd.client.schedule.step_timing import Pace
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.client.schedule.step_timing import StepTiming
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused, DaemonUnavailable
@@ -31,7 +31,7 @@ RETRY_STEPS = 50
 class _Asked:
     """What was asked for: slots of a plan, why, and whether snapshots go on without them."""
 
-    plan: Plan
+    plan: SnapshotPlan
     why: str
     slots: int
     optional: bool
@@ -51,14 +51,14 @@ class NewSlots:
 
     def __init__(
         self,
-        binding: Binding,
+        binding: LiveState,
         memory: RankMemory,
         engine: CopyEngine,
         *,
-        pace: Pace,
+        pace: StepTiming,
         stats: Stats,
-        in_use: Callable[[], Plan | None],
-        use: Callable[[Plan], None],
+        in_use: Callable[[], SnapshotPlan | None],
+        use: Callable[[SnapshotPlan], None],
     ) -> None:
         self._binding, self._memory, self._engine = binding, memory, engine
         self._pace, self._stats = pace, stats
@@ -81,7 +81,13 @@ class NewSlots:
         return len(self._memory.table.segments) >= most
 
     def ask(
-        self, plan: Plan, step: int, why: str, *, slots: int | None = None, optional: bool = False
+        self,
+        plan: SnapshotPlan,
+        step: int,
+        why: str,
+        *,
+        slots: int | None = None,
+        optional: bool = False,
     ) -> None:
         """Ask for a generation; it may be there at once.
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ckptd.client import values
-from ckptd.client.model.live_state import Binding, local
-from ckptd.client.model.operators import Member, Operator
-from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, Sharing
+from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.model.operators import Operator, ParameterRows
+from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
 from ckptd.client.model.signature import recorded_specs, signature
 from ckptd.client.model.snapshot_layout import PhasePlan, StateTable, build_phase, member_bytes
 from ckptd.client.optimizers.optimizer_probe import StateSpec
@@ -33,7 +33,7 @@ from ckptd.core.schedules.schedule import (
 from ckptd.core.slots.segment_format import SegmentGeometry
 
 __all__ = [
-    "Plan",
+    "SnapshotPlan",
     "captured_once",
     "fixed_bytes",
     "operator_costs",
@@ -45,7 +45,7 @@ _SLOT_SLACK = 64 << 10
 
 
 @dataclass
-class Plan:
+class SnapshotPlan:
     """What is captured when, and how large the ring is for it.
 
     ``costs``: what each operator takes in this rank's snapshots; of what several ranks share, this rank's part in the mean.
@@ -98,7 +98,7 @@ class Plan:
         peak = self.schedule.peak_bytes
         return peak + peak // 50 if self.shares else self.slot_bytes
 
-    def takes(self, binding: Binding, phases: Sequence[Sequence[int]]) -> int:
+    def takes(self, binding: LiveState, phases: Sequence[Sequence[int]]) -> int:
         """What this rank's largest snapshot takes, were these the phases."""
         left_out = self.left_out
         whole = operator_costs(binding, self.operators, self.compute_dtypes)
@@ -134,7 +134,7 @@ class Plan:
         fixed = floor - sum(c.compute_bytes for c in self.costs)
         self.use(schedule_of(self.costs, phases, fixed, self.policy_name))
 
-    def phase_plan(self, binding: Binding, ordinal: int) -> tuple[PhasePlan, bool] | None:
+    def phase_plan(self, binding: LiveState, ordinal: int) -> tuple[PhasePlan, bool] | None:
         """The copy plan of the ``ordinal``-th snapshot, and whether a chain begins with it; None where none is taken."""
         key = ordinal % self.span
         if key not in self._phases:
@@ -144,7 +144,7 @@ class Plan:
             )
         return self._phases[key]
 
-    def _build(self, binding: Binding, levels: PhaseLevels) -> PhasePlan:
+    def _build(self, binding: LiveState, levels: PhaseLevels) -> PhasePlan:
         if self._state is None:
             self._state = StateTable.of(binding)
         return build_phase(
@@ -160,13 +160,13 @@ class Plan:
             left_out=self.left_out,
         )
 
-    def state_specs(self, binding: Binding) -> Mapping[str, tuple[StateSpec, ...]]:
+    def state_specs(self, binding: LiveState) -> Mapping[str, tuple[StateSpec, ...]]:
         """The optimizer state that it captures as tensors, by parameter."""
         if self._state is None:
             self._state = StateTable.of(binding)
         return self._state.specs
 
-    def everything(self, binding: Binding) -> PhasePlan:
+    def everything(self, binding: LiveState) -> PhasePlan:
         """The layout of an image that anchors all this rank has, whoever captures it otherwise: of parked state."""
         if self._state is None:
             self._state = StateTable.of(binding)
@@ -182,7 +182,7 @@ class Plan:
             scalars_capacity=self.scalars_capacity,
         )
 
-    def measure_slots(self, binding: Binding) -> None:
+    def measure_slots(self, binding: LiveState) -> None:
         """Fix the geometry: the largest image of a window, and enough slots for a suffix and what is in flight."""
         plans = [p for i in range(self.span) if (p := self.phase_plan(binding, i)) is not None]
         largest = max(p.layout.image_len for p, _ in plans)
@@ -192,7 +192,7 @@ class Plan:
         self.slot_bytes = -(-(largest + slack) // 4096) * 4096
         self.num_slots = self.policy.num_slots + self.slack
 
-    def capture_all(self, binding: Binding) -> None:
+    def capture_all(self, binding: LiveState) -> None:
         """Leave nothing to other ranks. Operators and phases stay, so that ranks which leave theirs to this one find them here."""
         self.owners = []
         self._phases.clear()
@@ -209,7 +209,7 @@ class Plan:
         self.num_slots -= self.upload_slots
         self.upload_slots = 0
 
-    def payload(self, binding: Binding) -> bytes:
+    def payload(self, binding: LiveState) -> bytes:
         """The trainer's part of the segment descriptor: all that a fresh process needs to read the ring."""
         return values.pack(
             {
@@ -241,7 +241,7 @@ class Plan:
 
 
 def operator_costs(
-    binding: Binding, operators: Sequence[Operator], compute_dtypes: Mapping[str, torch.dtype]
+    binding: LiveState, operators: Sequence[Operator], compute_dtypes: Mapping[str, torch.dtype]
 ) -> list[OperatorCost]:
     """What each operator takes in a snapshot, anchored and not."""
     return [
@@ -260,7 +260,7 @@ def operator_costs(
     ]
 
 
-def fixed_bytes(binding: Binding, scalars_capacity: int) -> int:
+def fixed_bytes(binding: LiveState, scalars_capacity: int) -> int:
     """What every snapshot holds besides operators: buffers and step scalars."""
     return scalars_capacity + sum(
         local(b).numel() * b.element_size() for b in binding.buffers().values()
@@ -268,12 +268,12 @@ def fixed_bytes(binding: Binding, scalars_capacity: int) -> int:
 
 
 def plan_from_payload(
-    binding: Binding,
+    binding: LiveState,
     payload: bytes,
     identity: dict[str, str],
     geometry: SegmentGeometry,
-    sharing: Sharing = NOTHING_SHARED,
-) -> Plan:
+    sharing: ReplicatedParams = NOTHING_SHARED,
+) -> SnapshotPlan:
     """The plan under which a segment was written, for this process's live tensors."""
     told: dict[str, Any] = values.unpack(payload)
     binding.recall(recorded_specs(binding, told["signature"]))
@@ -281,7 +281,7 @@ def plan_from_payload(
         Operator(
             name,
             OperatorKind(kind),
-            tuple(Member(*m) for m in members),
+            tuple(ParameterRows(*m) for m in members),
             layer,
             group,
             tuple(expert) if expert else None,
@@ -292,7 +292,7 @@ def plan_from_payload(
     costs = sharing.mean_costs(operators, operator_costs(binding, operators, compute_dtypes))
     capacity = told["scalars_capacity"]
     schedule = schedule_of(costs, told["phases"], fixed_bytes(binding, capacity), told["policy"])
-    return Plan(
+    return SnapshotPlan(
         operators,
         costs,
         schedule,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-__all__ = ["Pace"]
+__all__ = ["StepTiming"]
 
 _KEPT = 20
 # So many readings are enough where more than this share of a step is lost.
 _FEW, _SEVERE = 6, 0.3
 
 
-class Pace:
+class StepTiming:
     """Readings of the last steps; ``now_s`` is any monotonic clock."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from ckptd.storage.checkpoints.names import CheckpointId
 
-__all__ = ["Finding", "Progress", "Report", "Severity", "is_whole"]
+__all__ = ["Finding", "Progress", "Severity", "VerifyReport", "is_whole"]
 
 
 class Severity(StrEnum):
@@ -44,7 +44,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """What was found (errors first), and which checkpoints were found whole: (job, run, which)."""
 
     findings: tuple[Finding, ...]

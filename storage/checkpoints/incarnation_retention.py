@@ -17,7 +17,7 @@ from ckptd.storage.checkpoints.catalog import Catalog, CheckpointState, StoredCh
 from ckptd.storage.checkpoints.names import CheckpointId, RunName, WorldName, world_of_run
 from ckptd.storage.checkpoints.retention import Deletion, References, RetentionPolicy, wanted_by
 
-__all__ = ["StoredWorld", "WorldPlan", "plan_worlds", "replacing_world"]
+__all__ = ["IncarnationRemoval", "StoredWorld", "plan_worlds", "replacing_world"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class StoredWorld:
 
 
 @dataclass(frozen=True, slots=True)
-class WorldPlan:
+class IncarnationRemoval:
     """What goes of one world: first ``manifests``, then ``objects``; and where nothing is left, at last its ``names``.
 
     Args:
@@ -69,7 +69,7 @@ def replacing_world(
 
 def plan_worlds(
     newest: StoredWorld, earlier: Mapping[int, StoredWorld], policy: RetentionPolicy, *, now_ns: int
-) -> list[WorldPlan]:
+) -> list[IncarnationRemoval]:
     """What goes of earlier worlds; nothing while the newest one has no verified checkpoint that has settled.
 
     Args:
@@ -107,7 +107,7 @@ def _why_it_stays(
 
 def _plan(
     world: StoredWorld, wanted: Mapping[CheckpointId, str], by: int, grace_ns: int, now_ns: int
-) -> WorldPlan:
+) -> IncarnationRemoval:
     catalog, why = world.catalog, f"world {by} took its place"
     reasons = {c.id: _why_it_stays(c, wanted, grace_ns, now_ns) for c in catalog.checkpoints}
     kept = [c for c in catalog.checkpoints if reasons[c.id]]
@@ -133,6 +133,6 @@ def _plan(
         sizes = {} if catalog.identity is None else {run: catalog.identity.size}
         names = [Deletion(key, sizes.get(key, 0), why) for key in (run, world.name.key)]
     stays = {checkpoint.id: reasons[checkpoint.id] for checkpoint in kept}
-    return WorldPlan(
+    return IncarnationRemoval(
         world.name.world, tuple(manifests), tuple(sorted(objects)), tuple(names), stays
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from ckptd.storage.checkpoints.catalog import Catalog, CheckpointState, StoredCheckpoint
 from ckptd.storage.checkpoints.checkpoint_check import Checker
-from ckptd.storage.checkpoints.findings import Finding, Progress, Report, Severity, is_whole
+from ckptd.storage.checkpoints.findings import Finding, Progress, Severity, VerifyReport, is_whole
 from ckptd.storage.checkpoints.manifest import ManifestError
 from ckptd.storage.checkpoints.names import CheckpointId, RunName, WorldName, parse
 from ckptd.storage.checkpoints.reader import MapFunction, read_catalog, read_identity
@@ -20,8 +20,8 @@ from ckptd.storage.stores.objects import ObjectStore, TooLarge
 __all__ = [
     "Finding",
     "Progress",
-    "Report",
     "Severity",
+    "VerifyReport",
     "verify_checkpoint",
     "verify_run",
     "verify_store",
@@ -36,7 +36,7 @@ def verify_checkpoint(
     full: bool = True,
     map_fn: MapFunction = map,
     told: Callable[[Progress], None] | None = None,
-) -> Report:
+) -> VerifyReport:
     """Whether a checkpoint is whole; one that lacks a rank is not.
 
     Args:
@@ -59,7 +59,7 @@ def verify_run(
     full: bool = True,
     map_fn: MapFunction = map,
     told: Callable[[Progress], None] | None = None,
-) -> Report:
+) -> VerifyReport:
     """Whether all committed checkpoints of a run are whole, and what else lies there."""
     return _run(store, job, run, full, map_fn, told)
 
@@ -70,7 +70,7 @@ def verify_store(
     full: bool = True,
     map_fn: MapFunction = map,
     told: Callable[[Progress], None] | None = None,
-) -> Report:
+) -> VerifyReport:
     """Whether all committed checkpoints of all runs are whole, and what else lies there."""
     runs: set[tuple[str, str]] = set()
     foreign: list[str] = []
@@ -83,7 +83,7 @@ def verify_store(
     outside = [key for key in foreign if tuple(key.split("/")[:2]) not in runs]
     reports = [_run(store, job, run, full, map_fn, told) for job, run in sorted(runs)]
     findings = {finding for report in reports for finding in report.findings}
-    return Report(
+    return VerifyReport(
         _sorted(findings | _foreign(outside)),
         tuple([checkpoint for report in reports for checkpoint in report.whole]),
         sum(report.num_objects for report in reports),
@@ -98,7 +98,7 @@ def _run(
     full: bool,
     map_fn: MapFunction,
     told: Callable[[Progress], None] | None,
-) -> Report:
+) -> VerifyReport:
     checker = Checker(store, full=full, told=told)
     catalog = read_catalog(store, job, run)
     run_id, findings = _identity(store, catalog)
@@ -143,9 +143,9 @@ def _foreign(keys: Iterable[str]) -> set[Finding]:
 
 def _report(
     checker: Checker, findings: set[Finding], catalog: Catalog, whole: Iterable[CheckpointId]
-) -> Report:
+) -> VerifyReport:
     named = tuple([(catalog.job, catalog.run, checkpoint) for checkpoint in whole])
-    return Report(_sorted(findings), named, checker.num_objects, checker.read_bytes)
+    return VerifyReport(_sorted(findings), named, checker.num_objects, checker.read_bytes)
 
 
 def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -35,9 +35,9 @@ from ckptd.storage.images.image_header import (
 )
 
 __all__ = [
+    "DigestMap",
     "DigestMismatch",
     "ImageView",
-    "MapFunction",
     "Mismatch",
     "mismatches",
     "seal",
@@ -58,7 +58,7 @@ class DigestMismatch(ImageError):
         return f"the digest of {self.tensor!r} does not match: its bytes were changed"
 
 
-class MapFunction(Protocol):
+class DigestMap(Protocol):
     """``map``, or the ``map`` of a thread pool: results in the order of the arguments."""
 
     def __call__(
@@ -149,7 +149,7 @@ class ImageView:
         return name in self._parsed.by_name
 
 
-def seal(buf: memoryview, *, map_fn: MapFunction | None = None) -> bytes:
+def seal(buf: memoryview, *, map_fn: DigestMap | None = None) -> bytes:
     """Digest every tensor, write the digests into the header, return the header's digest.
 
     Args:
@@ -164,7 +164,7 @@ def seal(buf: memoryview, *, map_fn: MapFunction | None = None) -> bytes:
     return xxhash.xxh3_128_digest(buf[: parsed.data_offset])
 
 
-def verify(buf: memoryview, header_digest: bytes, *, map_fn: MapFunction | None = None) -> None:
+def verify(buf: memoryview, header_digest: bytes, *, map_fn: DigestMap | None = None) -> None:
     """Return if the image is, bit for bit, what was sealed with ``header_digest``.
 
     Raises:
@@ -179,7 +179,7 @@ def verify(buf: memoryview, header_digest: bytes, *, map_fn: MapFunction | None 
 
 
 def mismatches(
-    buf: memoryview, header_digest: bytes, *, map_fn: MapFunction | None = None
+    buf: memoryview, header_digest: bytes, *, map_fn: DigestMap | None = None
 ) -> list[Mismatch]:
     """Everything in the image that is not, bit for bit, what was sealed with ``header_digest``, in order and in one pass.
 
@@ -200,7 +200,7 @@ def mismatches(
     return [Mismatch(t.name, t.offset, t.offset + t.nbytes) for t in _changed(buf, map_fn)]
 
 
-def _digests(buf: memoryview, parsed: ParsedHeader, map_fn: MapFunction | None) -> list[bytes]:
+def _digests(buf: memoryview, parsed: ParsedHeader, map_fn: DigestMap | None) -> list[bytes]:
     """The digest of each tensor in data order."""
 
     def digest(batch: Batch) -> list[bytes]:
@@ -211,7 +211,7 @@ def _digests(buf: memoryview, parsed: ParsedHeader, map_fn: MapFunction | None) 
     return [one for _, group in in_order for one in group]
 
 
-def _changed(buf: memoryview, map_fn: MapFunction | None) -> Iterator[ImageTensor]:
+def _changed(buf: memoryview, map_fn: DigestMap | None) -> Iterator[ImageTensor]:
     """The tensors whose bytes do not match the digests in the header."""
     parsed, _ = parse_image_header(buf)
     stored = binascii.unhexlify(buf[AT_DIGESTS : AT_DIGESTS + DIGEST_HEX * len(parsed.tensors)])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckptd.storage.checkpoints.manifest import StoredSnapshot
 
-__all__ = ["ObjectReads", "Read", "Target", "plan_reads"]
+__all__ = ["ObjectReads", "RangeRead", "ReadTarget", "plan_reads"]
 
 SPLIT_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20
@@ -21,7 +21,7 @@ _JOINED_BYTES = 8 << 20
 _STAGED_BYTES = 64 << 20  # what one job may hold in buffers of its own
 
 
-class Target(NamedTuple):
+class ReadTarget(NamedTuple):
     """Bytes of a read: from ``at`` in it to ``image_offset`` in the image."""
 
     at: int
@@ -29,12 +29,12 @@ class Target(NamedTuple):
     length: int
 
 
-class Read(NamedTuple):
+class RangeRead(NamedTuple):
     """One range of an object, and where its bytes belong."""
 
     offset: int
     length: int
-    targets: tuple[Target, ...]
+    targets: tuple[ReadTarget, ...]
 
     @property
     def staged(self) -> bool:
@@ -46,7 +46,7 @@ class ObjectReads(NamedTuple):
     """Reads of one object that are asked for at once."""
 
     key: str
-    reads: tuple[Read, ...]
+    reads: tuple[RangeRead, ...]
 
 
 class _Piece(NamedTuple):
@@ -97,7 +97,7 @@ def _split(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
             yield _Piece(piece.offset + at, length, piece.image_offset + at)
 
 
-def _joined(pieces: Iterable[_Piece]) -> Iterator[Read]:
+def _joined(pieces: Iterable[_Piece]) -> Iterator[RangeRead]:
     """Small ones that lie close together become one read."""
     group: list[_Piece] = []
     for piece in pieces:
@@ -119,15 +119,15 @@ def _fits(group: list[_Piece], piece: _Piece) -> bool:
     )
 
 
-def _read(group: list[_Piece]) -> Read:
+def _read(group: list[_Piece]) -> RangeRead:
     begin = group[0].offset
-    targets = tuple([Target(p.offset - begin, p.image_offset, p.length) for p in group])
-    return Read(begin, group[-1].offset + group[-1].length - begin, targets)
+    targets = tuple([ReadTarget(p.offset - begin, p.image_offset, p.length) for p in group])
+    return RangeRead(begin, group[-1].offset + group[-1].length - begin, targets)
 
 
-def _batches(reads: Iterable[Read]) -> Iterator[tuple[Read, ...]]:
+def _batches(reads: Iterable[RangeRead]) -> Iterator[tuple[RangeRead, ...]]:
     """As many at once as their own buffers allow."""
-    batch: list[Read] = []
+    batch: list[RangeRead] = []
     staged = 0
     for read in reads:
         more = read.length if read.staged else 0

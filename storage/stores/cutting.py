@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from ckptd.storage.stores.objects import Range
 
-__all__ = ["Filler", "Piece", "cut", "flat", "part_size", "plan_reads", "total"]
+__all__ = ["Filler", "RangeRequest", "cut", "flat", "part_size", "plan_reads", "total"]
 
 MAX_PARTS = 10_000  # S3's limit
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RangeRequest:
     """One request: neighbouring bytes of an object, and the buffers they go to, in order."""
 
     offset: int
@@ -28,7 +28,7 @@ class Filler:
 
     __slots__ = ("_left", "_views")
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: RangeRequest) -> None:
         self._views = list(reversed(piece.into))
         self._left = piece.size
 
@@ -93,17 +93,17 @@ def cut(views: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
         yield group
 
 
-def plan_reads(ranges: Sequence[Range], size: int) -> list[Piece]:
+def plan_reads(ranges: Sequence[Range], size: int) -> list[RangeRequest]:
     """The fewest requests of at most ``size`` bytes; ranges that adjoin share one.
 
     Raises:
         ValueError: a range that begins before the object, or a buffer that cannot be written.
     """
-    pieces: list[Piece] = []
+    pieces: list[RangeRequest] = []
     for offset, run in _runs(ranges):
         at = offset
         for group in cut(run, size):
-            pieces.append(Piece(at, total(group), tuple(group)))
+            pieces.append(RangeRequest(at, total(group), tuple(group)))
             at += pieces[-1].size
     return pieces
 

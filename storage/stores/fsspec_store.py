@@ -15,15 +15,15 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from ckptd.storage.stores.cutting import Filler, Piece, cut
+from ckptd.storage.stores.cutting import Filler, RangeRequest, cut
 from ckptd.storage.stores.objects import (
     Damaged,
     NoSpace,
     ObjectExists,
     ObjectInfo,
     ObjectMissing,
-    Refused,
     StoreError,
+    StoreRefused,
     TooLarge,
     Unavailable,
 )
@@ -99,7 +99,7 @@ class FsspecStore(StoreBase):
             raise Damaged(key, f"{len(data)} bytes came of {size}")
         return data
 
-    def _read_pieces(self, key: str, pieces: Sequence[Piece]) -> None:
+    def _read_pieces(self, key: str, pieces: Sequence[RangeRequest]) -> None:
         size = self._size(key)  # what lies beyond the end, file systems answer each in its own way
         short = next((piece for piece in pieces if piece.offset + piece.size > size), None)
         if short is not None:
@@ -108,7 +108,7 @@ class FsspecStore(StoreBase):
             jobs: list[Callable[[], None]] = [partial(self._fetch, key, piece) for piece in pieces]
             run_all(self._pool, jobs)
 
-    def _fetch(self, key: str, piece: Piece) -> None:
+    def _fetch(self, key: str, piece: RangeRequest) -> None:
         end = piece.offset + piece.size
         data = self._fs.cat_file(self._path(key), start=piece.offset, end=end)
         if len(data) != piece.size:
@@ -163,7 +163,7 @@ class FsspecStore(StoreBase):
         except FileExistsError as error:
             raise ObjectExists(key, "exists already") from error
         except PermissionError as error:
-            raise Refused(key, self._options.hide(str(error))) from error
+            raise StoreRefused(key, self._options.hide(str(error))) from error
         except Exception as error:  # each file system has errors of its own: none gets lost
             detail = self._options.hide(f"{type(error).__name__}: {error}")
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

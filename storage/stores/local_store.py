@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptd.private_files import sync_folder
-from ckptd.storage.stores.cutting import Piece, cut
+from ckptd.storage.stores.cutting import RangeRequest, cut
 from ckptd.storage.stores.objects import (
     RESERVED,
     ContainerMissing,
@@ -26,8 +26,8 @@ from ckptd.storage.stores.objects import (
     ObjectExists,
     ObjectInfo,
     ObjectMissing,
-    Refused,
     StoreError,
+    StoreRefused,
     TooLarge,
     Unavailable,
     is_reserved,
@@ -106,7 +106,7 @@ class LocalStore(StoreBase):
             _fill(key, file, 0, [memoryview(data)])
             return bytes(data)
 
-    def _read_pieces(self, key: str, pieces: Sequence[Piece]) -> None:
+    def _read_pieces(self, key: str, pieces: Sequence[RangeRequest]) -> None:
         with self._mapped(key), _opened(self._path(key)) as file:
             jobs: list[Callable[[], None]] = [
                 partial(_fill, key, file, piece.offset, list(piece.into)) for piece in pieces
@@ -251,9 +251,9 @@ def _fault(key: str, error: OSError) -> StoreError:
     if error.errno in _FULL:
         return NoSpace(key, what)
     if error.errno in _REFUSED:
-        return Refused(key, what)
+        return StoreRefused(key, what)
     if error.errno in _IN_THE_WAY:
-        return Refused(key, f"{what}: an object and a folder cannot have one name here")
+        return StoreRefused(key, f"{what}: an object and a folder cannot have one name here")
     return Unavailable(key, what)
 
 

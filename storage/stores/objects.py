@@ -45,9 +45,9 @@ __all__ = [
     "ObjectMissing",
     "ObjectStore",
     "Range",
-    "Refused",
     "StoreError",
     "StoreFacts",
+    "StoreRefused",
     "Throttled",
     "TooLarge",
     "Unavailable",
@@ -91,7 +91,7 @@ class ContainerMissing(StoreError):
     """The bucket, or the base folder, is not there (any more)."""
 
 
-class Refused(StoreError):
+class StoreRefused(StoreError):
     """The store understood, and said no: credentials, permissions, an impossible key."""
 
 

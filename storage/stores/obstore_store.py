@@ -17,15 +17,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptd.storage.stores.aws_credentials import aws_credentials
-from ckptd.storage.stores.cutting import Filler, Piece, cut, part_size
+from ckptd.storage.stores.cutting import Filler, RangeRequest, cut, part_size
 from ckptd.storage.stores.objects import (
     Damaged,
     ObjectExists,
     ObjectInfo,
     ObjectMissing,
     ObjectStore,
-    Refused,
     StoreError,
+    StoreRefused,
     TooLarge,
     Unavailable,
 )
@@ -134,10 +134,10 @@ class ObstoreStore(StoreBase):
                 raise TooLarge(key, f"has {size} bytes, of which {limit} are allowed")
             return answer.bytes().to_bytes()
 
-    def _read_pieces(self, key: str, pieces: Sequence[Piece]) -> None:
+    def _read_pieces(self, key: str, pieces: Sequence[RangeRequest]) -> None:
         run_all(self._pool, [partial(self._fetch, key, piece) for piece in pieces])
 
-    def _fetch(self, key: str, piece: Piece) -> None:
+    def _fetch(self, key: str, piece: RangeRequest) -> None:
         import obstore
 
         end = piece.offset + piece.size
@@ -210,7 +210,7 @@ class ObstoreStore(StoreBase):
         except exceptions.AlreadyExistsError as error:
             raise ObjectExists(key, "exists already") from error
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise Refused(key, self._text(error)) from error
+            raise StoreRefused(key, self._text(error)) from error
         except (exceptions.BaseError, OSError) as error:
             raise self._fault(key, error) from error
 
@@ -225,7 +225,7 @@ class ObstoreStore(StoreBase):
         if _BEYOND.search(detail):
             return Damaged(key, detail)
         if _NO_CREDENTIALS.search(detail):
-            return Refused(key, detail)
+            return StoreRefused(key, detail)
         return Unavailable(key, detail)
 
     def _text(self, error: Exception) -> str:

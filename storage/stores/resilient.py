@@ -27,7 +27,7 @@ from ckptd.storage.stores.objects import (
 )
 from ckptd.storage.stores.resilience import Backoff, Circuit, RetryPolicy
 
-__all__ = ["Notice", "NoticeKind", "Resilient"]
+__all__ = ["NoticeKind", "Resilient", "StoreNotice"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class NoticeKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class StoreNotice:
     """Something that an operator should hear of once."""
 
     kind: NoticeKind
@@ -56,7 +56,7 @@ def _never() -> bool:
     return False
 
 
-def _log(notice: Notice) -> None:
+def _log(notice: StoreNotice) -> None:
     logger.warning("%s", notice.text)
 
 
@@ -81,7 +81,7 @@ class Resilient:
         sleep: Callable[[float], None] = time.sleep,
         rng: random.Random | None = None,
         cancelled: Callable[[], bool] = _never,
-        told: Callable[[Notice], None] = _log,
+        told: Callable[[StoreNotice], None] = _log,
     ) -> None:
         self._store = store
         self._policy = policy or RetryPolicy()
@@ -225,14 +225,14 @@ class Resilient:
             text = (
                 f"storage {self._url} is left in peace after {failures} failures in a row: {error}"
             )
-            self._told(Notice(NoticeKind.OPENED, self._url, text))
+            self._told(StoreNotice(NoticeKind.OPENED, self._url, text))
 
     def _succeeded(self) -> None:
         with self._lock:
             closed = self._circuit.succeeded()
         if closed:
             text = f"storage {self._url} answers again"
-            self._told(Notice(NoticeKind.CLOSED, self._url, text))
+            self._told(StoreNotice(NoticeKind.CLOSED, self._url, text))
 
     def _ours(self, key: str, parts: Sequence[memoryview]) -> ObjectInfo | None:
         """What is stored, if it is what was to be stored."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from ckptd.storage.stores.objects import Refused, StoreError, Unavailable
+from ckptd.storage.stores.objects import StoreError, StoreRefused, Unavailable
 from ckptd.storage.stores.resilience import Backoff
 from ckptd.storage.stores.s3_faults import s3_fault
 from ckptd.storage.stores.store_options import StoreOptions
@@ -106,7 +106,7 @@ class S3Client:
             return Unavailable(key, f"no answer within {self._options.request_timeout_s:g} s")
         detail = self._options.hide(f"{type(error).__name__}: {error}")
         if type(error).__name__ in _NO_CREDENTIALS:
-            return Refused(key, detail)
+            return StoreRefused(key, detail)
         answer = getattr(error, "response", None)
         if not isinstance(answer, Mapping):
             return Unavailable(key, detail)

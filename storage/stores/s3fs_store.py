@@ -16,7 +16,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from ckptd.storage.stores.cutting import Filler, Piece, cut, part_size
+from ckptd.storage.stores.cutting import Filler, RangeRequest, cut, part_size
 from ckptd.storage.stores.objects import (
     RESERVED,
     ContainerMissing,
@@ -76,8 +76,8 @@ class S3fsStore(StoreBase):
     def _read(self, key: str, limit: int) -> bytes:
         return self._client.run(key, self._client.again(key, lambda: self._get(key, limit)))
 
-    def _read_pieces(self, key: str, pieces: Sequence[Piece]) -> None:
-        async def fetch(piece: Piece) -> None:
+    def _read_pieces(self, key: str, pieces: Sequence[RangeRequest]) -> None:
+        async def fetch(piece: RangeRequest) -> None:
             await self._client.again(key, lambda: self._get_piece(key, piece))
 
         self._client.run(key, bounded(self._options.concurrency, fetch, pieces))
@@ -214,11 +214,11 @@ class S3fsStore(StoreBase):
             if size > limit:
                 raise TooLarge(key, f"has {size} bytes, of which {limit} are allowed")
             data = bytearray(size)
-            filler = Filler(Piece(0, size, (memoryview(data),)))
+            filler = Filler(RangeRequest(0, size, (memoryview(data),)))
             await body.fill(key, filler)
         return bytes(data)
 
-    async def _get_piece(self, key: str, piece: Piece) -> None:
+    async def _get_piece(self, key: str, piece: RangeRequest) -> None:
         asked = f"bytes={piece.offset}-{piece.offset + piece.size - 1}"
         answer = await self._client.call("get_object", Key=self._base + key, Range=asked)
         async with contextlib.aclosing(_Body(answer["Body"])) as body:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, wait
 from urllib.parse import urlsplit, urlunsplit
 
-from ckptd.storage.stores.cutting import Piece, flat, plan_reads, total
+from ckptd.storage.stores.cutting import RangeRequest, flat, plan_reads, total
 from ckptd.storage.stores.objects import (
     RESERVED,
     Damaged,
@@ -110,7 +110,7 @@ class StoreBase(ABC):
     def _read(self, key: str, limit: int) -> bytes: ...
 
     @abstractmethod
-    def _read_pieces(self, key: str, pieces: Sequence[Piece]) -> None: ...
+    def _read_pieces(self, key: str, pieces: Sequence[RangeRequest]) -> None: ...
 
     @abstractmethod
     def _info(self, key: str) -> ObjectInfo | None: ...

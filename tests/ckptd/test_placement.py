@@ -13,19 +13,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckptd.core.placement import NodeFacts, Placement, RankFacts, plan_placement
+from ckptd.core.placement import NodeFacts, PlacedRank, ReplicaPlacement, plan_placement
 
 
 def cluster(
     num_nodes: int, *, per_node: int = 8, ring: int = 100, **racks: int
-) -> tuple[list[NodeFacts], list[RankFacts]]:
+) -> tuple[list[NodeFacts], list[PlacedRank]]:
     """Equal nodes; ``rack=4`` deals them out to four racks."""
     nodes = [
         NodeFacts(f"n{index:04}", {label: f"{index % count}" for label, count in racks.items()})
         for index in range(num_nodes)
     ]
     ranks = [
-        RankFacts(index * per_node + local, facts.node, ring)
+        PlacedRank(index * per_node + local, facts.node, ring)
         for index, facts in enumerate(nodes)
         for local in range(per_node)
     ]
@@ -35,11 +35,11 @@ def cluster(
 @dataclass(frozen=True)
 class Case:
     nodes: list[NodeFacts]
-    ranks: list[RankFacts]
+    ranks: list[PlacedRank]
     replicas: int
     without: frozenset[str]
 
-    def plan(self) -> Placement:
+    def plan(self) -> ReplicaPlacement:
         return plan_placement(self.nodes, self.ranks, replicas=self.replicas, without=self.without)
 
     @property
@@ -47,7 +47,7 @@ class Case:
         return [facts for facts in self.nodes if facts.node not in self.without]
 
     @property
-    def live_ranks(self) -> list[RankFacts]:
+    def live_ranks(self) -> list[PlacedRank]:
         return [facts for facts in self.ranks if facts.node not in self.without]
 
 
@@ -59,7 +59,7 @@ def cases(
     rng = draw(st.randoms(use_true_random=False))
     num_zones, num_racks = rng.randint(1, 3), rng.randint(1, 4)
     nodes: list[NodeFacts] = []
-    ranks: list[RankFacts] = []
+    ranks: list[PlacedRank] = []
     for index in range(rng.randint(1, 12)):
         labels = {"zone": f"{rng.randrange(num_zones)}", "rack": f"{rng.randrange(num_racks)}"}
         kept = {k: v for k, v in labels.items() if not missing or rng.random() < 0.8}
@@ -67,7 +67,7 @@ def cases(
         nodes.append(NodeFacts(f"n{index}", kept, limit))
         for _ in range(rng.randint(0, 4)):
             group = rng.choice(["", "a", "b", "c"]) if groups else ""
-            ranks.append(RankFacts(len(ranks), f"n{index}", rng.choice([0, 10, 17, 40]), group))
+            ranks.append(PlacedRank(len(ranks), f"n{index}", rng.choice([0, 10, 17, 40]), group))
     without = frozenset(facts.node for facts in nodes if rng.random() < 0.15)
     return Case(nodes, ranks, rng.randint(0, 3), without)
 
@@ -78,7 +78,7 @@ def domain(facts: NodeFacts, level: int) -> tuple[str, ...]:
     return (facts.node,) if path[-1] is None else ("", *map(str, path))
 
 
-def copies(case: Case, placement: Placement, rank: RankFacts) -> list[NodeFacts]:
+def copies(case: Case, placement: ReplicaPlacement, rank: PlacedRank) -> list[NodeFacts]:
     by_name = {facts.node: facts for facts in case.nodes}
     return [by_name[name] for name in (rank.node, *placement.targets[rank.rank])]
 
@@ -150,7 +150,7 @@ def case_of(racks: str, rings: Sequence[tuple[int, int]], full: Sequence[int] = 
         NodeFacts(f"n{index}", {"zone": "0", "rack": rack}, 0 if index in full else None)
         for index, rack in enumerate(racks)
     ]
-    ranks = [RankFacts(rank, f"n{index}", size) for rank, (index, size) in enumerate(rings)]
+    ranks = [PlacedRank(rank, f"n{index}", size) for rank, (index, size) in enumerate(rings)]
     return Case(nodes, ranks, 1, frozenset())
 
 
@@ -239,7 +239,9 @@ def test_unequal_ranks_on_a_labelled_cluster_are_balanced_too(seed: int) -> None
     assert max(received.values()) <= sum(received.values()) / 48 + 400
 
 
-def changed(before: Placement, after: Placement, gone: str, ranks: Sequence[RankFacts]) -> int:
+def changed(
+    before: ReplicaPlacement, after: ReplicaPlacement, gone: str, ranks: Sequence[PlacedRank]
+) -> int:
     """How many ranks that are still there have to send to somebody new."""
     return sum(
         not set(after.targets[facts.rank]) <= set(before.targets[facts.rank])
@@ -250,7 +252,7 @@ def changed(before: Placement, after: Placement, gone: str, ranks: Sequence[Rank
 
 
 def removals(
-    nodes: Sequence[NodeFacts], ranks: Sequence[RankFacts], replicas: int
+    nodes: Sequence[NodeFacts], ranks: Sequence[PlacedRank], replicas: int
 ) -> Iterator[int]:
     before = plan_placement(nodes, ranks, replicas=replicas)
     for gone in nodes[:: max(1, len(nodes) // 16)]:
@@ -371,7 +373,7 @@ def test_a_node_without_room_for_a_whole_peer_takes_some_of_its_ranks() -> None:
     nodes = [replace(facts, capacity_bytes=450) for facts in nodes]
     placement = plan_placement(nodes, ranks, replicas=1)
     assert all(len(targets) == 1 for targets in placement.targets.values())
-    short = plan_placement(nodes, [*ranks, RankFacts(99, "n0000", 100)], replicas=1)
+    short = plan_placement(nodes, [*ranks, PlacedRank(99, "n0000", 100)], replicas=1)
     assert sum(not targets for targets in short.targets.values()) == 1
     assert any("0 of 1 replicas; no other node has room" in text for text in short.warnings)
 
@@ -380,7 +382,7 @@ def test_a_small_domain_that_all_others_need_is_named_and_bounded_by_capacity() 
     nodes = [
         NodeFacts(f"n{index}", {"rack": "small" if index == 0 else "big"}) for index in range(20)
     ]
-    ranks = [RankFacts(index, f"n{index}", 100) for index in range(20)]
+    ranks = [PlacedRank(index, f"n{index}", 100) for index in range(20)]
     (warning,) = plan_placement(nodes, ranks, replicas=1).warnings
     assert warning.startswith("node n0: receives 1.855 KiB where 100 B would be even")
     nodes[0] = replace(nodes[0], capacity_bytes=300)
@@ -391,7 +393,7 @@ def test_a_small_domain_that_all_others_need_is_named_and_bounded_by_capacity() 
 
 def test_warnings_are_bounded() -> None:
     nodes = [NodeFacts(f"n{i}", {"rack": f"{i % 50}", "zone": f"{i % 50}"}) for i in range(100)]
-    ranks = [RankFacts(i, f"n{i}", 1) for i in range(100)]
+    ranks = [PlacedRank(i, f"n{i}", 1) for i in range(100)]
     warnings = plan_placement(nodes, ranks, replicas=60).warnings
     assert len(warnings) == 32
     assert warnings[-1].startswith("and ")
@@ -399,7 +401,7 @@ def test_warnings_are_bounded() -> None:
 
 def test_racks_of_the_same_name_in_two_zones_are_two() -> None:
     nodes = [NodeFacts(f"n{i}", {"zone": f"{i // 2}", "rack": "1"}) for i in range(4)]
-    placement = plan_placement(nodes, [RankFacts(0, "n0", 1)], replicas=1)
+    placement = plan_placement(nodes, [PlacedRank(0, "n0", 1)], replicas=1)
     assert placement.targets[0][0] in ("n2", "n3")
     assert placement.warnings == ()
 
@@ -442,15 +444,15 @@ def test_the_placement_is_fixed_over_versions() -> None:
     ("nodes", "ranks", "replicas"),
     [
         ([NodeFacts("a"), NodeFacts("a")], [], 1),
-        ([NodeFacts("a")], [RankFacts(0, "a", 1), RankFacts(0, "a", 1)], 1),
-        ([NodeFacts("a")], [RankFacts(0, "b", 1)], 1),
-        ([NodeFacts("a")], [RankFacts(0, "a", -1)], 1),
+        ([NodeFacts("a")], [PlacedRank(0, "a", 1), PlacedRank(0, "a", 1)], 1),
+        ([NodeFacts("a")], [PlacedRank(0, "b", 1)], 1),
+        ([NodeFacts("a")], [PlacedRank(0, "a", -1)], 1),
         ([NodeFacts("a", {}, -1)], [], 1),
         ([NodeFacts("a")], [], -1),
     ],
 )
 def test_contradictions_are_refused(
-    nodes: list[NodeFacts], ranks: list[RankFacts], replicas: int
+    nodes: list[NodeFacts], ranks: list[PlacedRank], replicas: int
 ) -> None:
     with pytest.raises(ValueError, match=r"twice|negative|rank 0"):
         plan_placement(nodes, ranks, replicas=replicas)

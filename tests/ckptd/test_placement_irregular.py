@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptd.core.placement import NodeFacts, RankFacts, plan_placement
+from ckptd.core.placement import NodeFacts, PlacedRank, plan_placement
 
 NODES, PER_NODE, RING = 2048, 8, 100
 NEED = 2 * NODES * PER_NODE * RING
@@ -63,7 +63,7 @@ def test_sixteen_thousand_ranks_where_room_is_tight(
     rng = random.Random(7)
     nodes = cluster(rng)
     ranks = [
-        RankFacts(number, f"n{number // PER_NODE:04}", rng.choice(sizes))
+        PlacedRank(number, f"n{number // PER_NODE:04}", rng.choice(sizes))
         for number in range(NODES * PER_NODE)
     ]
     start = time.process_time()

@@ -27,7 +27,7 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client.capture.stage_shapes import StageShapes, shapes_of
-from ckptd.client.pipeline.isolated_stage import Apart
+from ckptd.client.pipeline.isolated_stage import IsolatedStage
 from ckptd.client.pipeline.stage_hooks import listen
 from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.errors import CorruptionError
@@ -300,7 +300,7 @@ class _Lives:
 
         with listen(life.stages, kept):  # type: ignore[arg-type]
             bases = dict.fromkeys(lost, BASE)
-            apart = Apart(life.stages, rank, bases, RESUME, logs, shapes=self.shapes)
+            apart = IsolatedStage(life.stages, rank, bases, RESUME, logs, shapes=self.shapes)
             try:
                 for iteration in range(base, TOTAL):
                     apart.begin(iteration)

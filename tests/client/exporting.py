@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.client import Checkpointer
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.schedule.export_facts import export_facts
 from ckptd.export.memory_source import SlotSource, open_slot
 from ckptd.transport.control.messages import GetSnapshots, GetStatus, Snapshots, Status
@@ -93,7 +93,7 @@ class Trained:
     @contextmanager
     def snapshot(self, iteration: int) -> Iterator[SlotSource]:
         """It, with what a trainer tells of its model and optimizer."""
-        told = export_facts(Binding(self.model, [self.optimizer], None))
+        told = export_facts(LiveState(self.model, [self.optimizer], None))
         with open_slot(self.segment_dir, iteration, run=self.run) as source:
             source.facts = replace(
                 source.facts,

@@ -16,7 +16,7 @@ from ckptd.client.daemon_link.communication_facts import LogFacts, facts_of
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.model.communication import Communication
 from ckptd.client.pipeline.boundary_log import BoundaryLog
-from ckptd.client.pipeline.isolated_stage import Apart, Records
+from ckptd.client.pipeline.isolated_stage import IsolatedStage, Records
 from ckptd.client.pipeline.log_reader import LogReader
 from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.errors import CorruptionError
@@ -40,14 +40,14 @@ def make(endpoint: str) -> Iterator[Callable[..., Trained]]:
         each.ckpt.close()
 
 
-def apart(reader: LogReader, **options: Any) -> Apart:
+def apart(reader: LogReader, **options: Any) -> IsolatedStage:
     """Rank 0 runs [LOST, RESUME) without rank 1, whose log is read."""
 
     def logs(rank: int, iteration: int) -> Records:
         assert rank == 1
         return reader.read(iteration)
 
-    return Apart([], 0, {0: LOST}, RESUME, logs, **options)
+    return IsolatedStage([], 0, {0: LOST}, RESUME, logs, **options)
 
 
 def segments(job: Trained) -> list[MappedSegment]:

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptd.client.model.live_state import Binding, local
-from ckptd.client.model.operators import Member, discover_operators
+from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.model.operators import ParameterRows, discover_operators
 from ckptd.client.model.tensor_sharding import check_sharded, placement_lines
 
 EXPERTS = 4
@@ -78,8 +78,8 @@ def test_experts_are_the_rows_of_the_local_shard() -> None:
     experts = {op.name: op.members for op in operators if op.expert is not None}
     assert experts == {
         f"experts.{index}": (
-            Member("experts.up", index - 2, index - 1),
-            Member("experts.down", index - 2, index - 1),
+            ParameterRows("experts.up", index - 2, index - 1),
+            ParameterRows("experts.down", index - 2, index - 1),
         )
         for index in (2, 3)
     }
@@ -93,7 +93,9 @@ def test_an_empty_shard_is_a_whole_operator() -> None:
     assert local(net.experts.up).shape == (0, 2, 3)
     operators = discover_operators(net, rows_allowed=lambda name: True)
     names = ["experts.up", "experts.down"]
-    assert [op.members for op in operators if op.name in names] == [(Member(n),) for n in names]
+    assert [op.members for op in operators if op.name in names] == [
+        (ParameterRows(n),) for n in names
+    ]
 
 
 @pytest.mark.usefixtures("second_of_three")
@@ -111,7 +113,7 @@ def test_placements_are_told_as_wrappers_tell_them() -> None:
     shard(net.experts, "up", 0)
     copied = DTensor.from_local(torch.zeros(2), mesh, [Replicate()], run_check=False)
     net.norm.weight = nn.Parameter(copied)
-    binding = Binding(net, [torch.optim.AdamW(net.parameters())], None)
+    binding = LiveState(net, [torch.optim.AdamW(net.parameters())], None)
     lines = placement_lines(binding)
     assert "parameters sharded along 0 over 3 ranks (dp): 1 (experts.up)" in lines
     assert "parameters replicated over 3 ranks (dp): 1 (norm.weight)" in lines
@@ -124,8 +126,8 @@ def test_what_only_all_ranks_can_update_is_in_every_snapshot() -> None:
     net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
     shard(net[0], "weight", 0)
     optimizer = torch.optim.Muon(net.parameters(), lr=0.1)
-    assert Binding(net, [optimizer], None).inseparable == {"0.weight"}
-    assert Binding(net, [torch.optim.AdamW(net.parameters())], None).inseparable == frozenset()
+    assert LiveState(net, [optimizer], None).inseparable == {"0.weight"}
+    assert LiveState(net, [torch.optim.AdamW(net.parameters())], None).inseparable == frozenset()
 
 
 @pytest.mark.usefixtures("second_of_three")
@@ -134,12 +136,12 @@ def test_parameters_that_are_gathered_are_refused() -> None:
     net: Any = nn.Linear(6, 6)
     fully_shard(net)
     optimizer = torch.optim.AdamW(net.parameters())
-    check_sharded(Binding(net, [optimizer], None))
+    check_sharded(LiveState(net, [optimizer], None))
     net.unshard()
     with pytest.raises(
         ValueError, match=r"2 shards that the optimizer updates are not in the model.*reshard\(\)"
     ):
-        check_sharded(Binding(net, [optimizer], None))
+        check_sharded(LiveState(net, [optimizer], None))
     net.reshard()
-    check_sharded(Binding(net, [optimizer], None))
+    check_sharded(LiveState(net, [optimizer], None))
     assert local(net.weight).shape == (2, 6)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptd.client.model.live_state import Binding
-from ckptd.client.model.operators import Member, Operator
+from ckptd.client.model.live_state import LiveState
+from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.model.snapshot_layout import StateTable, build_phase
 from ckptd.client.model.tensor_sharding import placement_lines
 from ckptd.core.schedules.schedule import OperatorKind
@@ -52,7 +52,7 @@ class TestBinding:
         """The wrapper's own ``state`` is empty: snapshots held no optimizer state at all, and nobody noticed."""
         model = model_of()
         optimizer = zero(model)
-        binding = Binding(model, [optimizer], None)
+        binding = LiveState(model, [optimizer], None)
         stepped(model, optimizer)
         kept = binding.owner.keys() - binding.elsewhere
         assert len(kept) == len(binding.elsewhere) == 2
@@ -67,40 +67,40 @@ class TestBinding:
         optimizer = zero(model)
         model(torch.ones(2, 6)).sum().backward()
         before = [p.detach().clone() for p in model.parameters()]
-        assert Binding(model, [optimizer], None).dependent() == []
+        assert LiveState(model, [optimizer], None).dependent() == []
         assert all(map(torch.equal, before, model.parameters()))
         assert not optimizer.optim.state
 
     def test_every_parameter_has_the_probe_of_the_inner_optimizer(self) -> None:
         """All ranks must find the same operators: rows may be apart where AdamW updates, here or elsewhere."""
         model = model_of()
-        binding = Binding(model, [zero(model)], None)
+        binding = LiveState(model, [zero(model)], None)
         assert all(binding.rows_allowed(n) for n in binding.params)
 
     def test_a_plain_optimizer_has_nothing_elsewhere(self) -> None:
         model = model_of()
-        binding = Binding(model, [torch.optim.AdamW(model.parameters())], None)
+        binding = LiveState(model, [torch.optim.AdamW(model.parameters())], None)
         assert binding.elsewhere == frozenset()
         assert binding.keepers == binding.optimizers
 
     def test_describe_tells_what_is_elsewhere(self) -> None:
         model = model_of()
-        binding = Binding(model, [zero(model)], None)
+        binding = LiveState(model, [zero(model)], None)
         (line,) = [told for told in placement_lines(binding) if "another rank" in told]
         assert line.endswith(f"2 ({min(binding.elsewhere)})")
 
     def test_updates_within_the_backward_are_refused(self) -> None:
         model = model_of()
         with pytest.raises(ValueError, match="overlap_with_ddp=False and call step"):
-            Binding(model, [zero(model, overlap_with_ddp=True)], None)
+            LiveState(model, [zero(model, overlap_with_ddp=True)], None)
 
 
 @pytest.mark.usefixtures("rank")
 def test_every_snapshot_holds_all_of_what_another_rank_updates() -> None:
     """Also one that neither anchors it nor, in an aligned window, would hold its weights; and in its own dtype."""
     model = model_of()
-    binding = Binding(model, [zero(model)], None)
-    operators = [Operator(n, OperatorKind.DENSE, (Member(n),)) for n in binding.params]
+    binding = LiveState(model, [zero(model)], None)
+    operators = [Operator(n, OperatorKind.DENSE, (ParameterRows(n),)) for n in binding.params]
     plan = build_phase(
         binding,
         operators,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptd.cuda.copy_transfers import Transfers, plan_transfers
+from ckptd.cuda.copy_transfers import CopyTransfers, plan_transfers
 from ckptd.cuda.engine import CopyItem
 
 SIZE = 1 << 16
@@ -21,13 +21,13 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def plan(items: list[CopyItem], *, pack_bytes: int = 4096, small_bytes: int = 256) -> Transfers:
+def plan(items: list[CopyItem], *, pack_bytes: int = 4096, small_bytes: int = 256) -> CopyTransfers:
     return plan_transfers(
         items, torch.empty(pack_bytes, dtype=torch.uint8), small_bytes=small_bytes
     )
 
 
-def through(items: list[CopyItem], transfers: Transfers) -> Tensor:
+def through(items: list[CopyItem], transfers: CopyTransfers) -> Tensor:
     """The image after ``send``; checks every byte of it, and that ``receive`` brings the tensors back."""
     image = torch.full((SIZE,), 0xA5, dtype=torch.uint8)
     transfers.send(image)

@@ -18,7 +18,7 @@ from ckptd.storage.checkpoints.retention import (
     choose_checkpoints,
     plan_retention,
 )
-from ckptd.storage.checkpoints.verifier import Report, verify_run
+from ckptd.storage.checkpoints.verifier import VerifyReport, verify_run
 from ckptd.storage.stores.objects import ObjectStore
 from ckptd.storage.stores.open_store import open_store
 from tests.storage.fault_proxy import Match, Request
@@ -87,7 +87,7 @@ class Bucket:
         """The ends of the durable checkpoints, newest first."""
         return [checkpoint.id.end for checkpoint in self.catalog(run).committed]
 
-    def verify(self, run: str) -> Report:
+    def verify(self, run: str) -> VerifyReport:
         """Every byte of what is committed."""
         return self._with(lambda store: verify_run(store, self.job, run))
 

@@ -51,7 +51,7 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
     from ckptd.client.elastic.incarnation.store_start import Storage
     from ckptd.client.elastic.incarnation.unit_loading import Loader
     from ckptd.client.elastic.job import elastic_job
-    from ckptd.client.elastic.job.garbage_collection import Retiring
+    from ckptd.client.elastic.job.garbage_collection import GarbageCollection
 
     faulthandler.register(STACKS, all_threads=True)
     rng = random.Random(seed)
@@ -63,7 +63,7 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
         (Phase.SHIPPING, state_transfer, "ship"),
         (Phase.LOADING, Loader, "scalars"),
         (Phase.ATTACHING, elastic_job, "Checkpointer"),
-        (Phase.RETIRING, Retiring, "_forget"),
+        (Phase.RETIRING, GarbageCollection, "_forget"),
     ):
         setattr(holder, name, _told(getattr(holder, name), phase, log, rng, phase_ms))
 

@@ -44,7 +44,7 @@ class Node:
     def start(self) -> None:
         """Another life of the keeper."""
         self.desk = Desk(self.url, settle_s=0.0, wall_ns=clock(self.off_s))
-        assert isinstance(self.desk.open(self.rank), w.Opened)
+        assert isinstance(self.desk.open(self.rank), w.RunOpened)
 
     def put(self, iteration: int) -> w.SnapshotId:
         snapshot = fill(self.segment, iteration % 6, iteration)

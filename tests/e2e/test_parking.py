@@ -18,7 +18,7 @@ import torch
 
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.model.freezing import Tape
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.replicated_params import NOTHING_SHARED
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.schedule.snapshot_plan import plan_from_payload
@@ -101,7 +101,7 @@ class Life:
         image = segment.image(index, header)
         verify(image, header.header_digest)
         fresh = Job(seed=5)
-        binding = Binding(fresh.model, [fresh.optimizer], None)
+        binding = LiveState(fresh.model, [fresh.optimizer], None)
         told = segment.descriptor
         identity = {"job": told.job, "run": told.run, "rank": str(rank), "world_size": "1"}
         plan = plan_from_payload(binding, told.client, identity, segment.geometry, NOTHING_SHARED)

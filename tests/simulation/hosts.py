@@ -52,7 +52,7 @@ class Hosts(Checks):
             rings += wide
         number = self._lease(daemon, peer, boot, wide[-1], rings)
         held = tuple(r for ring in rings for r in ring.records if r.sealed)
-        return rep.Opened(at, source.generation, number, held, f"{daemon.boot}")
+        return rep.TargetOpened(at, source.generation, number, held, f"{daemon.boot}")
 
     def _lease(
         self, daemon: Daemon, peer: str, boot: int, segment: Segment, rings: list[Segment]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckptd.core.placement import Placement
+from ckptd.core.placement import ReplicaPlacement
 from ckptd.core.replication.floor import NOTHING_CARRIED, Carried, FloorTree
 from ckptd.core.replication.known_runs import KnownRuns
 from ckptd.core.replication.replicas import Promise
@@ -61,7 +61,7 @@ TORN = ("torn",)
 JOB = ("job", "run")
 REPLICATION = ReplicationConfig(answer_s=2.0, retry_max_s=2.0, quota_s=1.0, quota_max_s=2.0)
 NO_PROMISE = Promise()
-NO_PLACEMENT = Placement({}, {}, (), "nobody has joined yet")
+NO_PLACEMENT = ReplicaPlacement({}, {}, (), "nobody has joined yet")
 
 Content = tuple[object, ...]
 State = tuple[int, int]  # the state of the model after an iteration of an epoch
@@ -193,7 +193,7 @@ class RunSide:
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     senders: dict[int, Sender] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
-    placement: Placement = NO_PLACEMENT
+    placement: ReplicaPlacement = NO_PLACEMENT
     promise: Promise = NO_PROMISE
     carried: Carried = NOTHING_CARRIED
     span: int = 1

@@ -8,8 +8,8 @@ from dataclasses import replace
 from ckptd.core.recovery.global_plan import (
     HeldRecords,
     NoRecovery,
-    Piece,
     RecoveryPlan,
+    SnapshotToLoad,
     plan_recovery,
 )
 from ckptd.core.slots.ring import NoSuffix, SlotState, find_suffix
@@ -119,13 +119,15 @@ class Recovering(Training):
             found.append(before)
         return found[::-1]
 
-    def _copy_of(self, piece: Piece) -> Slot:
+    def _copy_of(self, piece: SnapshotToLoad) -> Slot:
         """Any of its sources."""
         source = self.rng.choice(piece.sources)
         there = self.nodes[source.node].segments[source.segment].slots[source.index]
         return Slot(there.record, there.content)
 
-    def _load(self, rank: int, pieces: Iterable[Piece], copies: list[Slot], end: int) -> None:
+    def _load(
+        self, rank: int, pieces: Iterable[SnapshotToLoad], copies: list[Slot], end: int
+    ) -> None:
         """Map what lies here, else copy it into a new generation; free what came later here."""
         home, trainer = self.homes[rank], self.trainers[rank]
         own = {segment.name for segment in self.own_segments(rank)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from ckptd.core.placement import NodeFacts, Placement, RankFacts, plan_placement
+from ckptd.core.placement import NodeFacts, PlacedRank, ReplicaPlacement, plan_placement
 from ckptd.core.replication import replication_events as rep
 from ckptd.core.replication.floor import (
     ANY_SPAN,
@@ -41,7 +41,7 @@ class Runs(Senders):
     """Membership, placement and the floor."""
 
     def _init_runs(self) -> None:
-        self.placements: dict[object, Placement] = {}
+        self.placements: dict[object, ReplicaPlacement] = {}
         self.members: dict[str, tuple[int, ...]] = {}
         self.running = False
 
@@ -160,7 +160,7 @@ class Runs(Senders):
             missing = away and self.config.withholds
             self.feed(name, daemon, rank, sender, rep.Targets(targets, missing))
 
-    def _place(self, members: Mapping[str, tuple[int, ...]], dead: set[str]) -> Placement:
+    def _place(self, members: Mapping[str, tuple[int, ...]], dead: set[str]) -> ReplicaPlacement:
         """The same for all that know the same, so it is worked out once."""
         key = tuple(members.items()), frozenset(dead)
         if key not in self.placements:
@@ -169,7 +169,7 @@ class Runs(Senders):
                 for name in members
             ]
             ranks = [
-                RankFacts(rank, name, self.trainers[rank].window + 4)
+                PlacedRank(rank, name, self.trainers[rank].window + 4)
                 for name, of in members.items()
                 for rank in of
             ]

@@ -71,7 +71,7 @@ class Senders(Hosts):
         self, name: str, daemon: Daemon, rank: int, sender: Sender, effect: rep.Effect
     ) -> None:
         match effect:
-            case rep.Open(node, generation):
+            case rep.OpenTarget(node, generation):
                 self._open(name, daemon, rank, sender, node, generation)
             case rep.Begin():
                 self._begin(name, daemon, rank, sender, effect)
@@ -120,7 +120,7 @@ class Senders(Hosts):
         epoch = max(run.epoch, 0), run.epoch_start, run.span
 
         def opened(event: rep.Event, life: int) -> None:
-            if isinstance(event, rep.Opened):
+            if isinstance(event, rep.TargetOpened):
                 sender.leases[node, generation] = event.lease
                 sender.lives[event.boot_id] = life
             self.feed(name, daemon, rank, sender, event)

@@ -17,14 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from ckptd.core.schedules.registers import Add, Delete, Get, Has, Steps, Swap, accesses
+from ckptd.core.schedules.registers import Add, CompareAndSwap, Delete, Get, Has, Steps, accesses
 from ckptd.core.schedules.switching import (
     Apply,
     Change,
     Discard,
-    Failed,
     Prepare,
     Prepared,
+    RequestFailed,
     Stage,
     Switching,
     Unable,
@@ -225,20 +225,20 @@ class World:
 
     def _fail(self, rank: _Rank) -> None:
         self.seen["access failed"] += 1
-        rank.machine.handle(Failed(), now_s=self.now_s)
+        rank.machine.handle(RequestFailed(), now_s=self.now_s)
         self._after(self.rng.uniform(0.1, 1.0), lambda: self._beside(rank))
 
     def _message_s(self) -> float:
         slow = self.rng.random() < self.config.slow_messages
         return self.rng.uniform(0.5, 8.0) if slow else self.rng.uniform(0.0005, 0.01)
 
-    def _access(self, access: Add | Swap | Has | Get | Delete) -> bytes | int:
+    def _access(self, access: Add | CompareAndSwap | Has | Get | Delete) -> bytes | int:
         store, key = self._store, access.key
         match access:
             case Add():
                 store[key] = str(int(store.get(key, b"0")) + 1).encode()
                 return int(store[key])
-            case Swap():
+            case CompareAndSwap():
                 if store.get(key, b"") == access.old:
                     store[key] = access.new
                 return store.get(key, access.old)

@@ -22,8 +22,8 @@ from ckptd.storage.stores.objects import (
     ObjectExists,
     ObjectStore,
     Range,
-    Refused,
     StoreError,
+    StoreRefused,
     Throttled,
     Unavailable,
 )
@@ -232,7 +232,7 @@ class TestEveryCall:
         self, options: dict[str, Any], s3_url: str, backend: str, call: str
     ) -> None:
         store = open_store(s3_url, {**options, "secret": "not-the-secret"}, backend)
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(StoreRefused) as caught:
             CALLS[call](store)
         assert not caught.value.retriable
         for each in _chain(caught.value):

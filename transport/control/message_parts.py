@@ -185,7 +185,7 @@ class RankMismatch(Struct, frozen=True, tag=True):
 
 
 class ReplayFailure(Struct, frozen=True, tag=True):
-    """A replay that did not reproduce at ``iteration`` what was recorded there, and what follows from it (`ckptd.core.recovery.quarantine.Verdict`).
+    """A replay that did not reproduce at ``iteration`` what was recorded there, and what follows from it (`ckptd.core.recovery.quarantine.ReplayVerdict`).
 
     ``snapshots``: iteration, epoch and start of that epoch of every snapshot that the replay had used by then, oldest first. ``ranks``: the first of the
     ranks that differ. ``result`` is equal for replays that came to the same result on all ranks. ``freezing``: how it was replayed.

@@ -18,7 +18,7 @@ from ckptd.transport.fabric.frames import digest_of
 from ckptd.transport.fabric.regions import bytes_of
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey
 
-__all__ = ["Chunk", "ChunkUse", "ChunkedTransfer", "Hold"]
+__all__ = ["BufferUse", "Chunk", "ChunkUse", "ChunkedTransfer"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ PRUNE_HOLDS = 64
 DIGEST_TRIES = 4  # a link that damages a chunk this often is not going to carry it
 
 
-class Hold:
+class BufferUse:
     """An engine's use of a part of the caller's buffer. ``view`` is released when ``gone`` says that it ended."""
 
     __slots__ = ("_gone", "_view", "ended")
@@ -83,7 +83,7 @@ class ChunkUse:
         self._lock = lock
         self._busy = False
         self._over = False
-        chunk.transfer.hold(Hold(self.view, self._let_go))
+        chunk.transfer.hold(BufferUse(self.view, self._let_go))
 
     def claim(self) -> bool:
         """Begin to touch the buffer; false if that is not wanted any more."""
@@ -141,7 +141,7 @@ class ChunkedTransfer:
             1, -(-self._size // chunk_bytes)
         )  # nothing is sent as one empty chunk: it checks the key
         self._left_to_cut = self._left
-        self._holds: list[Hold] = []
+        self._holds: list[BufferUse] = []
         self._done = done
         self._on_cancel = on_cancel
         self._completion: Completion | None = None
@@ -210,7 +210,7 @@ class ChunkedTransfer:
             self.ended_at = time.monotonic()
             self._again.clear()
 
-    def hold(self, hold: Hold) -> None:
+    def hold(self, hold: BufferUse) -> None:
         """An engine begins to use a part of the buffer; completion waits for it."""
         if len(self._holds) >= PRUNE_HOLDS:
             self.is_free()

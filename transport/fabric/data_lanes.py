@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckptd.transport.fabric.chunks import Chunk, Hold
+from ckptd.transport.fabric.chunks import BufferUse, Chunk
 from ckptd.transport.fabric.frames import (
     Ack,
     Answer,
@@ -152,7 +152,7 @@ class ZmqChunkLane:
         if gone is None:
             view.release()
             return False
-        chunk.transfer.hold(Hold(view, gone))
+        chunk.transfer.hold(BufferUse(view, gone))
         return True
 
     def _read(self, op: int, chunk: Chunk) -> bool:

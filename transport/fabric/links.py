@@ -22,7 +22,7 @@ from ckptd.transport.fabric.data_lanes import ChunkEvents, ChunkLane, ZmqChunkLa
 from ckptd.transport.fabric.lanes import Lane, LaneEvents, LaneState, Wiring
 from ckptd.transport.fabric.pacing import Pacer
 from ckptd.transport.fabric.payloads import MAX_FRAMES, Payload
-from ckptd.transport.fabric.requests import Request, Requests
+from ckptd.transport.fabric.requests import PendingRequest, Requests
 from ckptd.transport.fabric.short_cut_copies import Copier, CopyLane
 from ckptd.transport.fabric.transfers import DRAIN_POLL_S, Transfers
 from ckptd.transport.verbs import (
@@ -35,7 +35,7 @@ from ckptd.transport.verbs import (
     Transfer,
 )
 
-__all__ = ["LinkParts", "PeerLink"]
+__all__ = ["FabricPeer", "LinkParts"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,10 @@ class LinkParts:
     vouch: Callable[[PeerAddress], str]  # why this address is not to be trusted; empty if it is
     chunk_bytes: int
     connections: int
-    forget: Callable[[PeerLink], None]
+    forget: Callable[[FabricPeer], None]
 
 
-class PeerLink:
+class FabricPeer:
     """Implements `Peer`."""
 
     def __init__(self, parts: LinkParts, address: PeerAddress) -> None:
@@ -156,7 +156,7 @@ class PeerLink:
         """
         if len(body) > f.MAX_BODY_BYTES:
             raise ValueError(f"a request of {len(body)} bytes; at most {f.MAX_BODY_BYTES}")
-        request = Request(body, answered, time.monotonic() + timeout_s)
+        request = PendingRequest(body, answered, time.monotonic() + timeout_s)
         if not self._parts.call(lambda: self._accept_request(request)):
             request.tell(Fault.CLOSED)
 
@@ -191,7 +191,7 @@ class PeerLink:
             return Fault.BOUNDS, f"an offset of {offset}"
         return None
 
-    def _accept_request(self, request: Request) -> None:
+    def _accept_request(self, request: PendingRequest) -> None:
         if self._closed:
             request.tell(Fault.CLOSED)
         elif self._parts.vouch(self._address):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ckptd.transport.verbs import Answered, Fault
 
-__all__ = ["Request", "Requests"]
+__all__ = ["PendingRequest", "Requests"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ FULL_RETRY_S = 0.01
 
 
 @dataclass(slots=True)
-class Request:
+class PendingRequest:
     """``answered`` is called once."""
 
     body: bytes
@@ -43,14 +43,14 @@ class Requests:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, PendingRequest] = {}
         self._unsent: deque[int] = deque()
 
     @property
     def wait_for_a_connection(self) -> bool:
         return bool(self._unsent)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: PendingRequest) -> None:
         if len(self._requests) >= MAX_REQUESTS:
             request.tell(Fault.DEADLINE)  # the peer has answered none of so many
             return
@@ -93,7 +93,7 @@ class Requests:
         if request is not None:
             request.tell(body)
 
-    def _end_those(self, fault: Fault, which: Callable[[Request], bool]) -> None:
+    def _end_those(self, fault: Fault, which: Callable[[PendingRequest], bool]) -> None:
         for number, request in list(self._requests.items()):
             if which(request):
                 del self._requests[number]

@@ -29,7 +29,7 @@ from ckptd.transport.fabric.lanes import (
     RECEIVE_BATCH,
     Wiring,
 )
-from ckptd.transport.fabric.links import LinkParts, PeerLink
+from ckptd.transport.fabric.links import FabricPeer, LinkParts
 from ckptd.transport.fabric.pacing import Pacer
 from ckptd.transport.fabric.payloads import MAX_WIRE_FRAME_BYTES, send_copy, send_view
 from ckptd.transport.fabric.regions import LocalRegion, Regions
@@ -115,8 +115,8 @@ class ZmqFabric:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._limits = limits or AdmissionLimits()
-        self._peers: dict[PeerAddress, PeerLink] = {}
-        self._ending: list[PeerLink] = []
+        self._peers: dict[PeerAddress, FabricPeer] = {}
+        self._ending: list[FabricPeer] = []
         self._trust_due_s = 0.0
         self._peers_lock = threading.Lock()
         self._link_parts = self._make_link_parts(chunk_bytes, connections_per_peer)
@@ -170,7 +170,7 @@ class ZmqFabric:
         """
         return self._regions.register(buffer, access, scope, file if self._copier else None)
 
-    def peer(self, address: PeerAddress) -> PeerLink:
+    def peer(self, address: PeerAddress) -> FabricPeer:
         """The peer behind an address; the same object for the same address until it is closed."""
         with self._peers_lock:
             link = self._peers.get(address)
@@ -196,8 +196,8 @@ class ZmqFabric:
 
     # --- making the parts ---
 
-    def _make_link(self, address: PeerAddress) -> PeerLink:
-        return PeerLink(self._link_parts, address)
+    def _make_link(self, address: PeerAddress) -> FabricPeer:
+        return FabricPeer(self._link_parts, address)
 
     def _make_link_parts(self, chunk_bytes: int, connections: int) -> LinkParts:
         keys = self._keys
@@ -302,11 +302,11 @@ class ZmqFabric:
         for link in self._links():
             link.check_trust()
 
-    def _links(self) -> list[PeerLink]:
+    def _links(self) -> list[FabricPeer]:
         with self._peers_lock:
             return [*self._peers.values(), *self._ending]
 
-    def _forget(self, link: PeerLink) -> None:
+    def _forget(self, link: FabricPeer) -> None:
         with self._peers_lock:
             if self._peers.get(link.address) is link:
                 del self._peers[link.address]

@@ -29,7 +29,7 @@ __all__ = [
     "TAG_BYTES",
     "Cipher",
     "Forged",
-    "RecordKey",
+    "StreamKey",
     "common_cipher",
     "offered_ciphers",
     "stream_keys",
@@ -104,7 +104,7 @@ def _has_aes_instructions() -> bool:
     return not flags or "aes" in flags[0].split()
 
 
-class RecordKey:
+class StreamKey:
     """One direction of a stream, at one of its ends: seals, or opens, its records in their order. One thread."""
 
     def __init__(self, cipher: Cipher, key: bytes) -> None:
@@ -144,7 +144,7 @@ class RecordKey:
 
 def stream_keys(
     cipher: Cipher, ticket: bytes, secrets: tuple[bytes, bytes], ends: tuple[str, str]
-) -> tuple[RecordKey, RecordKey]:
+) -> tuple[StreamKey, StreamKey]:
     """The keys of a new stream: up, from the asker, and down.
 
     Args:
@@ -160,7 +160,7 @@ def stream_keys(
         )
         for direction in (b"up", b"down")
     )
-    return RecordKey(cipher, up), RecordKey(cipher, down)
+    return StreamKey(cipher, up), StreamKey(cipher, down)
 
 
 def _derive(secret: bytes, salt: bytes, info: bytes) -> bytes:

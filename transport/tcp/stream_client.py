@@ -18,7 +18,7 @@ from enum import StrEnum
 from ckptd.transport.fabric.chunks import Chunk, ChunkUse
 from ckptd.transport.fabric.frames import Ticket
 from ckptd.transport.tcp import streams
-from ckptd.transport.tcp.sealing import Forged, RecordKey
+from ckptd.transport.tcp.sealing import Forged, StreamKey
 from ckptd.transport.tcp.stream_frames import (
     ANSWER_BYTES,
     StreamAnswer,
@@ -30,14 +30,14 @@ from ckptd.transport.tcp.stream_frames import (
 )
 from ckptd.transport.verbs import Fault
 
-__all__ = ["ClientStream", "Operation", "StreamEvents", "Verdict"]
+__all__ = ["ClientStream", "Operation", "StreamEvents", "StreamVerdict"]
 
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 
 
-class Verdict(StrEnum):
+class StreamVerdict(StrEnum):
     """What became of an operation."""
 
     DONE = "done"
@@ -63,7 +63,7 @@ class StreamEvents:
 
     call: Callable[[Callable[[], None]], bool]
     up: Callable[[ClientStream, int], None]
-    answered: Callable[[ClientStream, int, Verdict, StreamAnswer | None, str], None]
+    answered: Callable[[ClientStream, int, StreamVerdict, StreamAnswer | None, str], None]
     over: Callable[[ClientStream], None]
     garbage: Callable[[str], None]
     forged: Callable[[str], None]
@@ -81,7 +81,7 @@ class ClientStream:
         events: StreamEvents,
         ticket: Ticket,
         name: str,
-        keys: tuple[RecordKey, RecordKey] | None,
+        keys: tuple[StreamKey, StreamKey] | None,
     ) -> None:
         self.operations: dict[int, Operation] = {}
         self.was_useful = False  # something that was asked on it was done
@@ -173,7 +173,7 @@ class ClientStream:
             finally:
                 operation.finish()
         else:
-            self._tell(operation, Verdict.SKIPPED, None)
+            self._tell(operation, StreamVerdict.SKIPPED, None)
 
     # --- the receiver ---
 
@@ -211,7 +211,7 @@ class ClientStream:
         elif answer.kind is StreamKind.ACK and is_put:
             if operation.digest.value != answer.digest:
                 raise ValueError("an acknowledgement of something else")
-            self._tell(operation, Verdict.DONE, answer)
+            self._tell(operation, StreamVerdict.DONE, answer)
         elif answer.kind is StreamKind.DATA and not is_put:
             if answer.length != operation.chunk.length:
                 raise ValueError(f"{answer.length} bytes instead of {operation.chunk.length}")
@@ -223,29 +223,33 @@ class ClientStream:
         self, answer: StreamAnswer, operation: Operation, answers: streams.StreamReceiver
     ) -> None:
         detail = answers.receive(answer.length).decode(errors="replace")
-        self._tell(operation, Verdict.FAILED, answer, detail)
+        self._tell(operation, StreamVerdict.FAILED, answer, detail)
 
     def _arrived(
         self, answer: StreamAnswer, operation: Operation, answers: streams.StreamReceiver
     ) -> None:
         if not operation.claim():
             answers.drain(answer.length)
-            self._tell(operation, Verdict.SKIPPED, answer)
+            self._tell(operation, StreamVerdict.SKIPPED, answer)
             return
         try:
             good = answers.receive_payload(operation.view, operation.digest)
         except Forged:
-            self._tell(operation, Verdict.DAMAGED, answer)
+            self._tell(operation, StreamVerdict.DAMAGED, answer)
             raise
         finally:
             operation.finish()
-        self._tell(operation, Verdict.DONE if good else Verdict.DAMAGED, answer)
+        self._tell(operation, StreamVerdict.DONE if good else StreamVerdict.DAMAGED, answer)
 
     def _tell(
-        self, operation: Operation, verdict: Verdict, answer: StreamAnswer | None, detail: str = ""
+        self,
+        operation: Operation,
+        verdict: StreamVerdict,
+        answer: StreamAnswer | None,
+        detail: str = "",
     ) -> None:
-        if verdict is Verdict.FAILED and answer is not None and answer.fault is Fault.DIGEST:
-            verdict = Verdict.DAMAGED
+        if verdict is StreamVerdict.FAILED and answer is not None and answer.fault is Fault.DIGEST:
+            verdict = StreamVerdict.DAMAGED
         number = operation.number
         self._events.call(lambda: self._events.answered(self, number, verdict, answer, detail))
 

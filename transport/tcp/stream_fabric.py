@@ -21,7 +21,7 @@ import zmq
 from ckptd.transport.access.admission import AdmissionLimits
 from ckptd.transport.access.keys import Keys
 from ckptd.transport.fabric import frames as f
-from ckptd.transport.fabric.links import PeerLink
+from ckptd.transport.fabric.links import FabricPeer
 from ckptd.transport.fabric.regions import Refusal
 from ckptd.transport.fabric.serving import Connection, ServerParts
 from ckptd.transport.fabric.zmq_fabric import DEFAULT_CREDITS, ZmqFabric
@@ -140,7 +140,7 @@ class StreamFabric(ZmqFabric):
         super()._revoke_untrusted()
         self._streams.revoke_untrusted()
 
-    def _make_link(self, address: PeerAddress) -> PeerLink:
+    def _make_link(self, address: PeerAddress) -> FabricPeer:
         return StreamLink(self._link_parts, address, self._ciphers, self._forgeries)
 
     def _stop_serving(self) -> None:

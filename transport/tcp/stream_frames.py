@@ -37,7 +37,7 @@ from typing import NamedTuple
 import xxhash
 
 from ckptd.transport.fabric.frames import MAX_CHUNK_BYTES
-from ckptd.transport.tcp.sealing import TAG_BYTES, RecordKey
+from ckptd.transport.tcp.sealing import TAG_BYTES, StreamKey
 from ckptd.transport.verbs import Fault
 
 __all__ = [
@@ -114,7 +114,7 @@ class Preamble(NamedTuple):
     proven: bytes  # what the proof is bound to: all before it
 
 
-def encode_preamble(ticket: bytes, key: RecordKey | None = None) -> bytes:
+def encode_preamble(ticket: bytes, key: StreamKey | None = None) -> bytes:
     """With the proof that whoever shows the ticket has its key, if there is one."""
     proof = bytearray(TAG_BYTES)
     if key is not None:

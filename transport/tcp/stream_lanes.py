@@ -21,9 +21,9 @@ from ckptd.transport.fabric import frames as f
 from ckptd.transport.fabric.chunks import Chunk
 from ckptd.transport.fabric.data_lanes import ChunkEvents, ChunkLane
 from ckptd.transport.fabric.lanes import Lane, LaneState
-from ckptd.transport.fabric.links import LinkParts, PeerLink
-from ckptd.transport.tcp.sealing import SECRET_BYTES, Cipher, RecordKey, stream_keys
-from ckptd.transport.tcp.stream_client import ClientStream, StreamEvents, Verdict
+from ckptd.transport.fabric.links import FabricPeer, LinkParts
+from ckptd.transport.tcp.sealing import SECRET_BYTES, Cipher, StreamKey, stream_keys
+from ckptd.transport.tcp.stream_client import ClientStream, StreamEvents, StreamVerdict
 from ckptd.transport.tcp.stream_frames import StreamAnswer
 from ckptd.transport.verbs import FabricCounters, PeerAddress
 
@@ -122,7 +122,7 @@ class StreamLane:
     # --- for the link ---
 
     def granted(
-        self, ticket: f.Ticket, name: str, keys: tuple[RecordKey, RecordKey] | None
+        self, ticket: f.Ticket, name: str, keys: tuple[StreamKey, StreamKey] | None
     ) -> None:
         """The peer is done with the stream before; connect the next one, with these keys if it is sealed."""
         if self.state is not State.ASKED:
@@ -160,7 +160,7 @@ class StreamLane:
         self,
         stream: ClientStream,
         number: int,
-        verdict: Verdict,
+        verdict: StreamVerdict,
         answer: StreamAnswer | None,
         detail: str,
     ) -> None:
@@ -171,13 +171,13 @@ class StreamLane:
         chunk = operation.chunk
         if answer is not None:
             self._window = max(1, answer.window)
-        if verdict is Verdict.DONE:
+        if verdict is StreamVerdict.DONE:
             stream.was_useful = True
             self._failures = 0
             self._events.done(chunk)
-        elif verdict is Verdict.DAMAGED:
+        elif verdict is StreamVerdict.DAMAGED:
             self._events.damaged(chunk)
-        elif verdict is Verdict.FAILED and answer is not None and answer.fault is not None:
+        elif verdict is StreamVerdict.FAILED and answer is not None and answer.fault is not None:
             self._events.failed(chunk, answer.fault.value, detail)
 
     def _over(self, stream: ClientStream) -> None:
@@ -210,7 +210,7 @@ class _Dialled:
     secret: bytes
 
 
-class StreamLink(PeerLink):
+class StreamLink(FabricPeer):
     """A link whose chunks go over streams; over ZeroMQ, encrypted as the control connection is, if the peer has none for us.
 
     Args:

@@ -27,7 +27,7 @@ from ckptd.transport.access.refusals import ForgeryLog, RefusalLog
 from ckptd.transport.fabric.regions import LocalRegion, Refusal, Regions
 from ckptd.transport.tcp import streams
 from ckptd.transport.tcp.lobby import Lobby, Visit
-from ckptd.transport.tcp.sealing import SECRET_BYTES, Cipher, Forged, RecordKey, stream_keys
+from ckptd.transport.tcp.sealing import SECRET_BYTES, Cipher, Forged, StreamKey, stream_keys
 from ckptd.transport.tcp.stream_frames import (
     ANSWER_BYTES,
     ASK_BYTES,
@@ -59,7 +59,7 @@ LIMITS = AdmissionLimits(
 )
 
 SlotKey = tuple[str, bytes]  # node, slot: nobody can end another's stream
-DirectionKeys = tuple[RecordKey | None, RecordKey | None]  # up, down; None: in plaintext
+DirectionKeys = tuple[StreamKey | None, StreamKey | None]  # up, down; None: in plaintext
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +329,7 @@ class _ServedStream:
         self._keys = keys
         return True
 
-    def _talk(self, up: RecordKey | None, down: RecordKey | None) -> None:
+    def _talk(self, up: StreamKey | None, down: StreamKey | None) -> None:
         self._sender = streams.sender_of(self._connection, down)
         self._receiver = streams.receiver_of(self._connection, up)
         self._answer(StreamAnswer(StreamKind.WELCOME, 0, self._server.window()))

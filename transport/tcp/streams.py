@@ -16,7 +16,7 @@ from typing import Protocol
 import xxhash
 
 from ckptd.transport.fabric.frames import seed_of
-from ckptd.transport.tcp.sealing import RECORD_BYTES, TAG_BYTES, RecordKey
+from ckptd.transport.tcp.sealing import RECORD_BYTES, TAG_BYTES, StreamKey
 from ckptd.transport.tcp.stream_frames import TRAILER
 
 __all__ = [
@@ -133,12 +133,12 @@ class StreamReceiver(Protocol):
         """
 
 
-def sender_of(connection: socket.socket, key: RecordKey | None) -> StreamSender:
+def sender_of(connection: socket.socket, key: StreamKey | None) -> StreamSender:
     """Without a key, in plaintext."""
     return PlainSender(connection) if key is None else SealedSender(connection, key)
 
 
-def receiver_of(connection: socket.socket, key: RecordKey | None) -> StreamReceiver:
+def receiver_of(connection: socket.socket, key: StreamKey | None) -> StreamReceiver:
     """Without a key, of plaintext."""
     return PlainReceiver(connection) if key is None else SealedReceiver(connection, key)
 
@@ -207,7 +207,7 @@ class SealedSender:
     No length goes over the wire but in a header, so who receives knows where each record ends before it comes.
     """
 
-    def __init__(self, connection: socket.socket, key: RecordKey) -> None:
+    def __init__(self, connection: socket.socket, key: StreamKey) -> None:
         self._connection, self._key = connection, key
         self._record = memoryview(b"")
 
@@ -236,7 +236,7 @@ class SealedSender:
 class SealedReceiver:
     """Implements `StreamReceiver`. Nothing of a record is acted upon before all of it was authenticated."""
 
-    def __init__(self, connection: socket.socket, key: RecordKey) -> None:
+    def __init__(self, connection: socket.socket, key: StreamKey) -> None:
         self._connection, self._key = connection, key
         self._record = memoryview(b"")
 

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ckptd.errors import ElasticError
 
-__all__ = ["Cluster", "ElasticError", "Loads", "Placement", "checked_loads", "integers"]
+__all__ = ["Cluster", "ElasticError", "ExpertPlacement", "Loads", "checked_loads", "integers"]
 
 Loads: TypeAlias = NDArray[np.int64]
 """``[L, E]``: tokens that were routed to each expert of each layer in a period; never negative."""
@@ -101,7 +101,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
+class ExpertPlacement:
     """Which node holds how many replicas of which expert, for every layer.
 
     Args:
@@ -172,7 +172,7 @@ class Placement:
             )
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Placement):
+        if not isinstance(other, ExpertPlacement):
             return NotImplemented
         return np.array_equal(self.counts, other.counts)
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ckptd.core.elastic.elastic_types import Cluster, Placement, integers
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, integers
 from ckptd.core.elastic.flows import Crowded, Near, Network, feasible, nearest
 from ckptd.core.elastic.mapping import checked_bytes, where
 from ckptd.errors import ElasticError
@@ -84,8 +84,8 @@ class _Missing:
 
 
 def plan_transfers(
-    wanted: Placement,
-    held: Placement,
+    wanted: ExpertPlacement,
+    held: ExpertPlacement,
     cluster: Cluster,
     expert_bytes: ArrayLike,
     *,
@@ -120,7 +120,7 @@ def plan_transfers(
     return _summary(missing, source, cluster, speeds, wanted.num_experts)
 
 
-def _alive(alive: ArrayLike | None, wanted: Placement) -> Bools:
+def _alive(alive: ArrayLike | None, wanted: ExpertPlacement) -> Bools:
     if alive is None:
         return np.ones(wanted.num_nodes, dtype=np.bool_)
     alive_N = np.asarray(alive)
@@ -146,7 +146,7 @@ def _speeds(bytes_per_s: ArrayLike | None, num_nodes: int) -> list[int]:
     return [int(speed) for speed in speeds]
 
 
-def _missing(wanted: Placement, held: Placement, bytes_LE: Ints) -> _Missing:
+def _missing(wanted: ExpertPlacement, held: ExpertPlacement, bytes_LE: Ints) -> _Missing:
     layer, receiver, expert = where((wanted.counts > 0) & (held.counts == 0))
     order = np.lexsort((receiver, expert, layer))
     layer, receiver, expert = layer[order], receiver[order], expert[order]
@@ -156,7 +156,7 @@ def _missing(wanted: Placement, held: Placement, bytes_LE: Ints) -> _Missing:
 class _Owners:
     """The live nodes that hold each expert: ``nodes[first[key]:first[key + 1]]``, ascending."""
 
-    def __init__(self, held: Placement, alive_N: Bools) -> None:
+    def __init__(self, held: ExpertPlacement, alive_N: Bools) -> None:
         layer, node, expert = where(held.counts > 0)
         live = alive_N[node]
         key = (layer * held.num_experts + expert)[live]

@@ -21,7 +21,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ckptd.core.elastic.elastic_types import Cluster, Placement
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
 from ckptd.core.elastic.expert_transfers import SNAPSHOT, plan_transfers
 from ckptd.core.elastic.incarnations import Chosen, ExpertLayers, Unit
 from ckptd.core.elastic.shard_owners import shard_gives
@@ -95,9 +95,9 @@ def _moving_experts(
     chosen: Chosen, layers: ExpertLayers, replicas_LRE: ArrayLike, node_of: Sequence[int]
 ) -> tuple[list[Give], list[int], int]:
     """Who gives which expert, what each rank sends for that, and how many replicas travel."""
-    wanted = Placement(np.asarray(np.asarray(replicas_LRE) > 0, dtype=np.int32))
+    wanted = ExpertPlacement(np.asarray(np.asarray(replicas_LRE) > 0, dtype=np.int32))
     nodes = np.array(node_of, dtype=np.int64)
-    held = Placement(chosen.experts_LNE[:, nodes].astype(np.int32))
+    held = ExpertPlacement(chosen.experts_LNE[:, nodes].astype(np.int32))
     cluster = Cluster(
         np.full(len(nodes), layers.num_experts, dtype=np.int64),
         tuple(f"node-{node}" for node in node_of),

@@ -34,7 +34,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 
-from ckptd.core.elastic.elastic_types import Cluster, Placement, integers
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, integers
 
 __all__ = ["NodeMapping", "checked_bytes", "fetch_bytes", "held_now", "map_nodes", "where"]
 
@@ -65,14 +65,14 @@ class NodeMapping:
     def total_bytes(self) -> int:
         return sum(self.fetched_bytes.tolist())
 
-    def apply(self, plan: Placement) -> Placement:
+    def apply(self, plan: ExpertPlacement) -> ExpertPlacement:
         """The plan, with its nodes in the order of the cluster's."""
         counts = np.empty_like(plan.counts)
         counts[:, self.node_of] = plan.counts
-        return Placement(counts)
+        return ExpertPlacement(counts)
 
 
-def held_now(before: Placement, was: ArrayLike) -> Placement:
+def held_now(before: ExpertPlacement, was: ArrayLike) -> ExpertPlacement:
     """What the nodes of a cluster hold now, given what they held as nodes of another one.
 
     Args:
@@ -90,11 +90,11 @@ def held_now(before: Placement, was: ArrayLike) -> Placement:
         raise ValueError(f"was={was_N.tolist()}: there were {before.num_nodes} nodes")
     counts = np.zeros((before.num_layers, len(was_N), before.num_experts), dtype=np.int32)
     counts[:, was_N >= 0] = before.counts[:, old]
-    return Placement(counts)
+    return ExpertPlacement(counts)
 
 
 def map_nodes(
-    plan: Placement, held: Placement, cluster: Cluster, expert_bytes: ArrayLike
+    plan: ExpertPlacement, held: ExpertPlacement, cluster: Cluster, expert_bytes: ArrayLike
 ) -> NodeMapping:
     """Map the nodes of ``plan`` to those of ``cluster``; see the module.
 
@@ -120,7 +120,7 @@ def map_nodes(
     return NodeMapping(node_of, fetched)
 
 
-def fetch_bytes(plan: Placement, held: Placement, expert_bytes: ArrayLike) -> Ints:
+def fetch_bytes(plan: ExpertPlacement, held: ExpertPlacement, expert_bytes: ArrayLike) -> Ints:
     """``[N, N]``: what node q (second index) has to fetch if it becomes node p of the plan.
 
     A node fetches an expert once, however many replicas of it it is to hold.
@@ -142,7 +142,7 @@ def fetch_bytes(plan: Placement, held: Placement, expert_bytes: ArrayLike) -> In
     return np.asarray(needed_N[:, None] - shared.toarray(), dtype=np.int64)
 
 
-def checked_bytes(expert_bytes: ArrayLike, placement: Placement) -> Ints:
+def checked_bytes(expert_bytes: ArrayLike, placement: ExpertPlacement) -> Ints:
     """Bytes of a replica of each expert as ``[L, E]``.
 
     Raises:
@@ -165,7 +165,7 @@ def where(mask: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
     return layer, node, expert
 
 
-def _distinct(placement: Placement, weight_LE: Ints) -> csr_array[np.int64]:
+def _distinct(placement: ExpertPlacement, weight_LE: Ints) -> csr_array[np.int64]:
     """``[N, L * E]``: an expert's weight where a node holds it."""
     layers, nodes, experts = placement.counts.shape
     layer, node, expert = where(placement.counts > 0)

@@ -18,14 +18,14 @@ from ckptd.core.export.wording import first_of, named_ranks
 from ckptd.storage.images.image_format import DTYPE_SIZE, ImageTensor, TensorEntry
 from ckptd.storage.model_set import plain_names
 
-__all__ = ["ExportPlan", "Share", "SnapshotFacts", "Whole", "plan_export", "smallest_dtypes"]
+__all__ = ["ExportPlan", "SharedRows", "SnapshotFacts", "Whole", "plan_export", "smallest_dtypes"]
 
 _EXTRA = "extra/"  # parameters that an optimizer has and the model does not
 _TOLD = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SharedRows:
     """Rows of a parameter (None: all of it) that the images of another rank hold, for all ranks that have them."""
 
     param: str
@@ -54,7 +54,7 @@ class SnapshotFacts:
     transient: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
     groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    shares: tuple[Share, ...] = ()
+    shares: tuple[SharedRows, ...] = ()
     aligned: bool = True
 
 

@@ -1,7 +1,7 @@
 """From which ranks' images a rank's model is read. Pure.
 
 Where several ranks have the same parameter (under data parallelism all of them), one of them captures it for all, so that the
-image of one rank holds a share of it only: the trainer tells whose images hold the rest (`Share`). An export is the model of one
+image of one rank holds a share of it only: the trainer tells whose images hold the rest (`SharedRows`). An export is the model of one
 rank: its own image, which has everything that it does not share, all its buffers and step scalars, completed by the tensors
 that other ranks' images of the same iteration hold for it. Nothing else of these is taken: another rank's parameter of the same name
 may be another expert.
@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptd.core.export.entry_names import BUFFER, OURS, param_and_key, split_rows
-from ckptd.core.export.export_plan import Share, SnapshotFacts, smallest_dtypes
+from ckptd.core.export.export_plan import SharedRows, SnapshotFacts, smallest_dtypes
 from ckptd.storage.images.image_format import ImageTensor
 
-__all__ = ["Joined", "RankImage", "join", "lacking"]
+__all__ = ["JoinedSnapshot", "RankImage", "join", "lacking"]
 
 Rows = tuple[int, int]
 
@@ -37,7 +37,7 @@ class RankImage:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedSnapshot:
     """A rank's snapshot with what other ranks hold of it.
 
     Attributes:
@@ -51,14 +51,14 @@ class Joined:
 
 
 def lacking(
-    tensors: Iterable[ImageTensor], shares: Iterable[Share]
-) -> dict[int, tuple[Share, ...]]:
+    tensors: Iterable[ImageTensor], shares: Iterable[SharedRows]
+) -> dict[int, tuple[SharedRows, ...]]:
     """What other ranks capture and these tensors do not hold, by rank."""
     held: dict[str, list[Rows | None]] = {}
     for tensor in tensors:
         name, rows = split_rows(tensor.name)
         held.setdefault(name, []).append(rows)
-    found: dict[int, list[Share]] = {}
+    found: dict[int, list[SharedRows]] = {}
     for share in shares:
         if not _holds(held.get(share.param, ()), share.rows):
             found.setdefault(share.rank, []).append(share)
@@ -69,9 +69,9 @@ def join(
     rank: int,
     image: RankImage,
     facts: SnapshotFacts,
-    lacks: Mapping[int, Sequence[Share]],
+    lacks: Mapping[int, Sequence[SharedRows]],
     others: Mapping[int, RankImage],
-) -> Joined:
+) -> JoinedSnapshot:
     """Complete the image of ``rank`` by what it lacks; whether it is whole then is `plan_export`'s affair.
 
     Args:
@@ -91,10 +91,10 @@ def join(
         alike += [[t for t in found if _param(t) in params] for found in other.alike]
     # Of a dense one nothing is lost: it holds the parameters as they are trained.
     compute = {} if dense else smallest_dtypes(alike)
-    return Joined(replace(facts, dense=dense, compute=compute), tuple(tensors), ranks)
+    return JoinedSnapshot(replace(facts, dense=dense, compute=compute), tuple(tensors), ranks)
 
 
-def _taken(shares: Sequence[Share], tensors: Iterable[ImageTensor]) -> list[ImageTensor]:
+def _taken(shares: Sequence[SharedRows], tensors: Iterable[ImageTensor]) -> list[ImageTensor]:
     """The tensors that lie within the shares: rows of parameters, and their masters and optimizer state."""
     wanted: dict[str, list[Rows | None]] = {}
     for share in shares:

@@ -17,11 +17,11 @@ __all__ = [
     "Fenced",
     "Flush",
     "Forgotten",
-    "Lost",
-    "Slots",
+    "SlotReused",
+    "SlotTables",
+    "SnapshotStored",
     "Store",
     "StoreFailed",
-    "Stored",
 ]
 
 
@@ -36,7 +36,7 @@ class Durable:
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class SlotTables:
     """The rank's slot tables after a change; ``total`` counts the slots of all generations, whatever is in them."""
 
     records: tuple[SlotRecord, ...]
@@ -45,7 +45,7 @@ class Slots:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class SnapshotStored:
     """A snapshot is in storage; so many bytes of it had to travel."""
 
     key: SnapshotKey
@@ -61,7 +61,7 @@ class StoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class SlotReused:
     """The trainer was quicker than we: the slot holds something else."""
 
     key: SnapshotKey
@@ -102,10 +102,10 @@ class Flush:
 Event = (
     Joined
     | Durable
-    | Slots
-    | Stored
+    | SlotTables
+    | SnapshotStored
     | StoreFailed
-    | Lost
+    | SlotReused
     | Committed
     | CommitFailed
     | Forgotten

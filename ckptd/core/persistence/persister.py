@@ -34,10 +34,10 @@ from ckptd.core.persistence.persistence_events import (
     Fenced,
     Flush,
     Forgotten,
-    Lost,
-    Slots,
+    SlotReused,
+    SlotTables,
+    SnapshotStored,
     Store,
-    Stored,
     StoreFailed,
 )
 from ckptd.core.replication.replicas import spanning_suffix
@@ -126,18 +126,18 @@ class Persister:
                 self._join(event, effects)
             case Durable(end):
                 self._durable, self._written = max(self._durable, end), max(self._written, end)
-            case Slots():
+            case SlotTables():
                 self._look(event, now_s, effects)
             case Flush():
                 self._flush = not self._fenced
-            case Stored(key, uploaded_bytes):
+            case SnapshotStored(key, uploaded_bytes):
                 self._uploaded_bytes += uploaded_bytes
                 self._note_stored(key)
                 self._let_go(key, effects)
             case StoreFailed(key, reason):
                 if self._wants(key):
                     self._fail(reason, now_s, effects)
-            case Lost(key):
+            case SlotReused(key):
                 if self._wants(key):
                     self._overtake(f"iteration {key.iteration} was overwritten", now_s, effects)
             case Committed(key):
@@ -196,7 +196,7 @@ class Persister:
         self._newest, self._told = {}, False
         self._stored.clear()
 
-    def _look(self, event: Slots, now_s: float, effects: list[Effect]) -> None:
+    def _look(self, event: SlotTables, now_s: float, effects: list[Effect]) -> None:
         known = {self._epoch: self._epoch_start} if self._epoch >= 0 else {}
         self._newest, self._told = newest_by_iteration(event.records, known), True
         self._num_operators, self._total = event.num_operators, event.total

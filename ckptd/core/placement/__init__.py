@@ -38,24 +38,30 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from ckptd.core.placement.bundles import bundles_of
-from ckptd.core.placement.nodes import Ring
-from ckptd.core.placement.placement_facts import DOMAINS, NodeFacts, Placement, RankFacts, check
+from ckptd.core.placement.nodes import NodeRing
+from ckptd.core.placement.placement_facts import (
+    DOMAINS,
+    NodeFacts,
+    PlacedRank,
+    ReplicaPlacement,
+    check,
+)
 from ckptd.core.placement.relief import balance
 from ckptd.core.placement.shortcomings import warnings_of
 from ckptd.core.placement.spreading import Spreading
 from ckptd.units import format_bytes
 
-__all__ = ["DOMAINS", "NodeFacts", "Placement", "RankFacts", "plan_placement"]
+__all__ = ["DOMAINS", "NodeFacts", "PlacedRank", "ReplicaPlacement", "plan_placement"]
 
 
 def plan_placement(
     nodes: Sequence[NodeFacts],
-    ranks: Sequence[RankFacts],
+    ranks: Sequence[PlacedRank],
     *,
     replicas: int,
     domains: tuple[str, ...] = DOMAINS,
     without: Container[str] = (),
-) -> Placement:
+) -> ReplicaPlacement:
     """Place ``replicas`` replicas of every rank; see the module.
 
     Args:
@@ -64,7 +70,7 @@ def plan_placement(
         ValueError: a node or a rank twice, a rank on an unknown node, a negative number.
     """
     check(nodes, ranks, replicas)
-    ring = Ring([facts for facts in nodes if facts.node not in without], domains)
+    ring = NodeRing([facts for facts in nodes if facts.node not in without], domains)
     live = [facts for facts in ranks if facts.node in ring.position]
     wanted = max(0, min(replicas, len(ring.names) - 1))
     bundles = bundles_of(ring, sorted(live, key=lambda facts: facts.rank), wanted)
@@ -75,8 +81,8 @@ def plan_placement(
 
 
 def _result(
-    spreading: Spreading, ranks: Sequence[RankFacts], replicas: int, domains: tuple[str, ...]
-) -> Placement:
+    spreading: Spreading, ranks: Sequence[PlacedRank], replicas: int, domains: tuple[str, ...]
+) -> ReplicaPlacement:
     ring = spreading.ring
     targets: dict[int, tuple[str, ...]] = {
         facts.rank: () for facts in sorted(ranks, key=lambda f: f.rank)
@@ -91,4 +97,4 @@ def _result(
         f"{num_targets} replicas ({replicas} wanted) of {len(ranks)} ranks on {len(received)} nodes, "
         f"of which one receives {format_bytes(most)} at most, {format_bytes(mean)} on average"
     )
-    return Placement(targets, received, warnings_of(spreading, replicas, domains), reason)
+    return ReplicaPlacement(targets, received, warnings_of(spreading, replicas, domains), reason)

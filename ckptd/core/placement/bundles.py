@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptd.core.placement.nodes import Ring, hash_of
-from ckptd.core.placement.placement_facts import RankFacts
+from ckptd.core.placement.nodes import NodeRing, hash_of
+from ckptd.core.placement.placement_facts import PlacedRank
 
 __all__ = ["Bundle", "bundles_of"]
 
@@ -17,7 +17,7 @@ __all__ = ["Bundle", "bundles_of"]
 class Bundle:
     """Ranks of one node that go the same way. ``members``: their node, live copies, and then targets."""
 
-    ranks: list[RankFacts]
+    ranks: list[PlacedRank]
     members: list[int]
     num_copies: int
     size: int
@@ -26,14 +26,14 @@ class Bundle:
     def owner(self) -> int:
         return self.members[0]
 
-    def split(self, facts: RankFacts) -> Bundle:
+    def split(self, facts: PlacedRank) -> Bundle:
         """Take one rank out into a bundle of its own."""
         self.ranks.remove(facts)
         self.size -= facts.ring_bytes
         return Bundle([facts], list(self.members), self.num_copies, facts.ring_bytes)
 
 
-def bundles_of(ring: Ring, ranks: Sequence[RankFacts], wanted: int) -> list[Bundle]:
+def bundles_of(ring: NodeRing, ranks: Sequence[PlacedRank], wanted: int) -> list[Bundle]:
     """The ranks of each node that have the same live copies, in the order in which they choose."""
     groups: dict[str, set[int]] = defaultdict(set)
     for facts in ranks:
@@ -54,7 +54,9 @@ def bundles_of(ring: Ring, ranks: Sequence[RankFacts], wanted: int) -> list[Bund
     return sorted(bundles.values(), key=lambda b: (order[b.owner], b.ranks[0].rank))
 
 
-def _live_copies(ring: Ring, owner: int, group: tuple[int, ...], wanted: int) -> tuple[int, ...]:
+def _live_copies(
+    ring: NodeRing, owner: int, group: tuple[int, ...], wanted: int
+) -> tuple[int, ...]:
     """The nodes of live ranks with the same state that count as replicas, clockwise from the owner."""
     members = [owner]
     start = bisect_right(group, owner)

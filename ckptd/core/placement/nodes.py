@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ckptd.core.placement.placement_facts import NodeFacts
 
-__all__ = ["ALL", "UNBOUNDED", "Ring", "fair_share", "hash_of"]
+__all__ = ["ALL", "UNBOUNDED", "NodeRing", "fair_share", "hash_of"]
 
 ALL = -1  # the domain of all nodes
 UNBOUNDED = 1 << 80
 
 
-class Ring:
+class NodeRing:
     """The usable nodes in the order of their hashes, by position, and the domains they lie in."""
 
     def __init__(self, nodes: Iterable[NodeFacts], domains: tuple[str, ...]) -> None:

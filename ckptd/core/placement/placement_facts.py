@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["DOMAINS", "NodeFacts", "Placement", "RankFacts", "check"]
+__all__ = ["DOMAINS", "NodeFacts", "PlacedRank", "ReplicaPlacement", "check"]
 
 DOMAINS = ("zone", "rack", "host")
 
@@ -20,7 +20,7 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFacts:
+class PlacedRank:
     """A rank, its node, what a replica of it takes, and whose live state equals its own ("": nobody's)."""
 
     rank: int
@@ -30,7 +30,7 @@ class RankFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ReplicaPlacement:
     """Who holds whose replicas, and what that does not give.
 
     Attributes:
@@ -47,7 +47,7 @@ class Placement:
     reason: str
 
 
-def check(nodes: Sequence[NodeFacts], ranks: Sequence[RankFacts], replicas: int) -> None:
+def check(nodes: Sequence[NodeFacts], ranks: Sequence[PlacedRank], replicas: int) -> None:
     known = {facts.node for facts in nodes}
     if len(known) < len(nodes) or len({facts.rank for facts in ranks}) < len(ranks):
         raise ValueError("a node or a rank is given twice")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ckptd.core.placement.bundles import Bundle
 from ckptd.core.placement.nodes import UNBOUNDED, fair_share
-from ckptd.core.placement.placement_facts import RankFacts
+from ckptd.core.placement.placement_facts import PlacedRank
 from ckptd.core.placement.spreading import Spreading
 
 __all__ = ["balance"]
@@ -65,7 +65,7 @@ class _Relief:
             above = [source for source in above if not self._relieve(source, self._exchange)]
         return above
 
-    def _relieve(self, source: int, step: Callable[[Bundle, RankFacts | None, int], bool]) -> bool:
+    def _relieve(self, source: int, step: Callable[[Bundle, PlacedRank | None, int], bool]) -> bool:
         """Take steps until the node is down at the level; False if none is left before."""
         spreading = self.spreading
         while (excess := spreading.load[source] - self.level) > 0:
@@ -74,7 +74,7 @@ class _Relief:
                 spreading.held[source],
                 key=lambda b: (-self.ring.distance(b.owner, source), b.ranks[0].rank),
             )
-            items: list[tuple[Bundle, RankFacts | None]] = [
+            items: list[tuple[Bundle, PlacedRank | None]] = [
                 (bundle, None) for bundle in held if 0 < bundle.size <= 2 * excess
             ]
             items += [
@@ -85,7 +85,7 @@ class _Relief:
         self._reopen(source)
         return True
 
-    def _move(self, bundle: Bundle, facts: RankFacts | None, source: int) -> bool:
+    def _move(self, bundle: Bundle, facts: PlacedRank | None, source: int) -> bool:
         """Move the bundle, or one rank of it, to the next node that has room."""
         target = self._find(bundle, bundle.size if facts is None else facts.ring_bytes, source)
         if target is None:
@@ -93,7 +93,7 @@ class _Relief:
         self._transfer(bundle, facts, source, target)
         return True
 
-    def _exchange(self, bundle: Bundle, facts: RankFacts | None, source: int) -> bool:
+    def _exchange(self, bundle: Bundle, facts: PlacedRank | None, source: int) -> bool:
         """Move it to a node without room, of which something else moves to one that has, if it must."""
         if self._move(bundle, facts, source):
             return True
@@ -136,7 +136,7 @@ class _Relief:
         self.stuck[position] = size
         return False
 
-    def _transfer(self, bundle: Bundle, facts: RankFacts | None, source: int, target: int) -> None:
+    def _transfer(self, bundle: Bundle, facts: PlacedRank | None, source: int, target: int) -> None:
         if facts is not None and len(bundle.ranks) > 1:
             bundle = self.spreading.split(bundle, facts)
         self.num_moves += 1

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ckptd.core.placement.bundles import Bundle
-from ckptd.core.placement.nodes import ALL, UNBOUNDED, Ring, fair_share
-from ckptd.core.placement.placement_facts import RankFacts
+from ckptd.core.placement.nodes import ALL, UNBOUNDED, NodeRing, fair_share
+from ckptd.core.placement.placement_facts import PlacedRank
 
 __all__ = ["Spreading"]
 
@@ -16,7 +16,7 @@ __all__ = ["Spreading"]
 class Spreading:
     """The replicas on their way to nodes: loads, limits, and who holds which bundle."""
 
-    def __init__(self, ring: Ring, largest: int) -> None:
+    def __init__(self, ring: NodeRing, largest: int) -> None:
         self.ring = ring
         self.largest = largest
         self.bundles: list[Bundle] = []
@@ -127,7 +127,7 @@ class Spreading:
         return None
 
     def _with_room(self, bundle: Bundle, seen: set[int]) -> tuple[int, list[int]]:
-        """The best that `Ring.shared` is among the nodes with room, and all nodes of which it is that."""
+        """The best that `NodeRing.shared` is among the nodes with room, and all nodes of which it is that."""
         load, capacity, size = self.load, self.ring.capacity, bundle.size
         hood, members = self.ring.neighbourhood, bundle.members
         order = _clockwise(self.open, bundle.owner, bundle.owner)
@@ -140,7 +140,7 @@ class Spreading:
         return best, [position for position in room if shared_by[hood[position]] == best]
 
     def _lying_in(self, members: Sequence[int], seen: set[int], least: int) -> list[int]:
-        """The nodes of which `Ring.shared` is ``least``, by position; members may be among them."""
+        """The nodes of which `NodeRing.shared` is ``least``, by position; members may be among them."""
         hood = self.ring.neighbourhood
         key = (least, *sorted([hood[member] for member in members]))
         if key not in self.lying_in:
@@ -161,7 +161,7 @@ class Spreading:
         parts = [self.split(bundle, facts) for facts in bundle.ranks[1:]]
         return [bundle, *parts]
 
-    def split(self, bundle: Bundle, facts: RankFacts) -> Bundle:
+    def split(self, bundle: Bundle, facts: PlacedRank) -> Bundle:
         part = bundle.split(facts)
         self.bundles.append(part)
         for position in part.members[1 + part.num_copies :]:

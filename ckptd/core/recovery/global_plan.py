@@ -30,7 +30,7 @@ from itertools import chain
 from types import MappingProxyType
 
 from ckptd.core.recovery.held import HeldRecords, from_wire, to_wire
-from ckptd.core.recovery.snapshot_sources import Piece, Source, Sources
+from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad, Sources
 from ckptd.core.recovery.spans import (
     all_spans,
     best_group,
@@ -61,9 +61,9 @@ __all__ = [
     "VERIFY_ITERATIONS",
     "HeldRecords",
     "NoRecovery",
-    "Piece",
     "RecoveryPlan",
-    "Source",
+    "SnapshotCopy",
+    "SnapshotToLoad",
     "complete_suffixes",
     "from_wire",
     "plan_recovery",
@@ -92,7 +92,7 @@ class RecoveryPlan:
     start: int
     end: int
     epoch: int
-    per_rank: Mapping[int, tuple[Piece, ...]]
+    per_rank: Mapping[int, tuple[SnapshotToLoad, ...]]
     replayed: int
     reason: str
     moved_bytes: Mapping[int, int]
@@ -220,7 +220,7 @@ def _plan(
         else "verify_iterations=0"
     )
     start, unverified = (needed, before) if isinstance(before, str) else (before, "")
-    per_rank: dict[int, tuple[Piece, ...]] = {}
+    per_rank: dict[int, tuple[SnapshotToLoad, ...]] = {}
     conflicts: list[str] = []
     dense = True
     for rank, groups in sorted(tables.items()):

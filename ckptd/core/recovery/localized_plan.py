@@ -36,8 +36,16 @@ import msgspec
 from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.rank_inventory import RankHoldings
 from ckptd.core.recovery.recovery_facts import RankFacts, Relations, relate
-from ckptd.core.recovery.scope import DomainSpans, Place, Scope, Stand, lacking, settle, verified
-from ckptd.core.recovery.snapshot_sources import Piece, Sources
+from ckptd.core.recovery.scope import (
+    DomainSpans,
+    DomainStart,
+    RecoveryScope,
+    Stand,
+    lacking,
+    settle,
+    verified,
+)
+from ckptd.core.recovery.snapshot_sources import SnapshotToLoad, Sources
 from ckptd.core.recovery.spans import best_group, between, newest_span
 from ckptd.core.recovery.tables import (
     in_order,
@@ -69,7 +77,7 @@ class Feed(msgspec.Struct, frozen=True, gc=False):
     neighbour: int
     first: int
     end: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SnapshotToLoad, ...]
 
 
 class RankPlan(msgspec.Struct, frozen=True, gc=False):
@@ -89,13 +97,13 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
     kind: RankKind
     start: int
     exact_at: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SnapshotToLoad, ...]
     feeds: tuple[Feed, ...]
     values: tuple[Feed, ...] = ()
     unverified: str = ""
 
     @property
-    def snapshots(self) -> tuple[Piece, ...]:
+    def snapshots(self) -> tuple[SnapshotToLoad, ...]:
         """Those of the pieces that are snapshots of its own."""
         match self.kind:
             case RankKind.PARKED:
@@ -106,7 +114,7 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
                 return self.pieces
 
     @property
-    def logs(self) -> dict[int, dict[int, Piece]]:
+    def logs(self) -> dict[int, dict[int, SnapshotToLoad]]:
         """What it is fed, by neighbour and iteration."""
         return {
             f.neighbour: dict(zip(range(f.first, f.end), f.pieces, strict=True)) for f in self.feeds
@@ -271,7 +279,7 @@ class _Assembly:
         self,
         held: RankHoldings,
         relations: Relations,
-        scope: Scope,
+        scope: RecoveryScope,
         homes: Mapping[int, str],
         resume: int,
     ) -> None:
@@ -292,7 +300,7 @@ class _Assembly:
         moved = {rank: self._snapshots.moved[rank] for rank in ranks}
         return LocalizedPlan(self._resume, epoch, per_rank, self._reason(per_rank), moved)
 
-    def _place(self, rank: int) -> Place:
+    def _place(self, rank: int) -> DomainStart:
         return self._scope.places[self._relations.domain_of[rank]]
 
     def _rank(self, rank: int) -> RankPlan:
@@ -303,7 +311,7 @@ class _Assembly:
         unverified = self._scope.unverified.get(self._relations.domain_of[rank], "")
         return RankPlan(kind, place.start, place.exact_at, pieces, feeds, values, unverified)
 
-    def _state(self, rank: int, place: Place) -> tuple[RankKind, tuple[Piece, ...]]:
+    def _state(self, rank: int, place: DomainStart) -> tuple[RankKind, tuple[SnapshotToLoad, ...]]:
         if place.stand is None:
             return RankKind.REPLAYS, self._suffix(rank, place)
         at = place.stand.iteration
@@ -317,7 +325,7 @@ class _Assembly:
         kind = RankKind.MOVED if moved else RankKind.COPIED
         return kind, (state, self._snapshots.piece(rank, own))
 
-    def _suffix(self, rank: int, place: Place) -> tuple[Piece, ...]:
+    def _suffix(self, rank: int, place: DomainStart) -> tuple[SnapshotToLoad, ...]:
         group = best_group(self._held.groups(rank), place.start, place.exact_at)
         wanted = [r.iteration for r in reversed(between(group, place.start, place.exact_at))]
         self._conflicts += [
@@ -336,7 +344,7 @@ class _Assembly:
                 feeds.append(Feed(neighbour, start, end, tuple(pieces)))
         return tuple(feeds)
 
-    def _values_of(self, rank: int, place: Place, feeds: Sequence[Feed]) -> tuple[Feed, ...]:
+    def _values_of(self, rank: int, place: DomainStart, feeds: Sequence[Feed]) -> tuple[Feed, ...]:
         """A log of each iteration that tells what all ranks computed together, where none is fed."""
         found = []
         for iteration in range(place.exact_at, self._together):
@@ -394,7 +402,7 @@ def _way(kind: RankKind, start: int, exact_at: int, ranks: Sequence[int]) -> str
             return f"{who} replaying from {start}, exact at {exact_at}"
 
 
-def _because(scope: Scope) -> str:
+def _because(scope: RecoveryScope) -> str:
     found = [lacking(scope.widened[domain]) for domain in sorted(scope.widened)]
     text = "".join(f"; {each}" for each in found[:_WIDENINGS_TOLD])
     more = len(found) - _WIDENINGS_TOLD

@@ -26,13 +26,13 @@ from enum import StrEnum
 import msgspec
 
 from ckptd.core.recovery.held import HeldRecords
-from ckptd.core.recovery.snapshot_sources import Piece
+from ckptd.core.recovery.snapshot_sources import SnapshotToLoad
 from ckptd.transport.control.messages import ReplayFailure
 
 __all__ = [
     "Mark",
+    "ReplayVerdict",
     "Used",
-    "Verdict",
     "add_failure",
     "describe_failure",
     "epochs_told",
@@ -54,7 +54,7 @@ _LIMIT = 32  # failures of a run that are remembered
 _SHOWN = 8
 
 
-class Verdict(StrEnum):
+class ReplayVerdict(StrEnum):
     """What a failed replay is taken for; see the module."""
 
     SUSPECTED = "suspected"
@@ -65,13 +65,13 @@ class Verdict(StrEnum):
     LEFT = "left"
 
 
-_DECIDED = (Verdict.QUARANTINED, Verdict.LEFT)
-_COUNTS_AS_TRY = (Verdict.SUSPECTED, Verdict.UNSTABLE)
+_DECIDED = (ReplayVerdict.QUARANTINED, ReplayVerdict.LEFT)
+_COUNTS_AS_TRY = (ReplayVerdict.SUSPECTED, ReplayVerdict.UNSTABLE)
 
 
 def judge_replay(
     failure: ReplayFailure, known: Iterable[ReplayFailure], *, changed: str = ""
-) -> Verdict:
+) -> ReplayVerdict:
     """What a failure of a recovery of all ranks shows, given those before it.
 
     Args:
@@ -80,14 +80,14 @@ def judge_replay(
         changed: how the machine differs from the one that recorded.
     """
     if changed:
-        return Verdict.ENVIRONMENT
+        return ReplayVerdict.ENVIRONMENT
     before = [k for k in known if _same_start(k, failure) and k.verdict in _COUNTS_AS_TRY]
     if any((k.iteration, k.result) == (failure.iteration, failure.result) for k in before):
-        return Verdict.QUARANTINED
+        return ReplayVerdict.QUARANTINED
     # Replayed otherwise (`drop` after `inputs`) it may come to something else without being unstable.
     if any(k.freezing == failure.freezing for k in before):
-        return Verdict.UNSTABLE
-    return Verdict.SUSPECTED
+        return ReplayVerdict.UNSTABLE
+    return ReplayVerdict.SUSPECTED
 
 
 def add_failure(known: Sequence[ReplayFailure], fresh: ReplayFailure) -> tuple[ReplayFailure, ...]:
@@ -96,28 +96,30 @@ def add_failure(known: Sequence[ReplayFailure], fresh: ReplayFailure) -> tuple[R
     if fresh not in kept:
         kept.append(fresh)
     while len(kept) > _LIMIT:
-        kept.remove(next((k for k in kept if k.verdict == Verdict.LEFT), kept[0]))
+        kept.remove(next((k for k in kept if k.verdict == ReplayVerdict.LEFT), kept[0]))
     return tuple(kept)
 
 
 def settled(known: Iterable[ReplayFailure]) -> tuple[ReplayFailure, ...]:
     """What is left to remember after a replay that reproduced."""
     return tuple(
-        msgspec.structs.replace(k, verdict=Verdict.LEFT) for k in known if k.verdict in _DECIDED
+        msgspec.structs.replace(k, verdict=ReplayVerdict.LEFT)
+        for k in known
+        if k.verdict in _DECIDED
     )
 
 
 def open_failures(known: Iterable[ReplayFailure]) -> list[ReplayFailure]:
     """Those after which no replay has reproduced yet."""
-    return [k for k in known if k.verdict != Verdict.LEFT]
+    return [k for k in known if k.verdict != ReplayVerdict.LEFT]
 
 
 def quarantined_failures(known: Iterable[ReplayFailure]) -> list[ReplayFailure]:
     """Those of which somebody may have to decide."""
-    return [k for k in known if k.verdict == Verdict.QUARANTINED]
+    return [k for k in known if k.verdict == ReplayVerdict.QUARANTINED]
 
 
-def snapshots_used(pieces: Iterable[Piece]) -> tuple[Used, ...]:
+def snapshots_used(pieces: Iterable[SnapshotToLoad]) -> tuple[Used, ...]:
     """What a replay of these uses."""
     records = (piece.record for piece in pieces)
     return tuple((r.iteration, r.epoch, r.epoch_start) for r in records)
@@ -159,19 +161,19 @@ def spans_told(failures: Iterable[ReplayFailure]) -> str:
 def reason_of(failure: ReplayFailure, *, changed: str = "") -> str:
     """For a message: what follows."""
     match failure.verdict:
-        case Verdict.SUSPECTED:
+        case ReplayVerdict.SUSPECTED:
             return "This was the first time: the next start replays the same snapshots once more"
-        case Verdict.QUARANTINED:
+        case ReplayVerdict.QUARANTINED:
             return (
                 "Two replays came to the same result, so what was recorded is wrong: the snapshots of "
                 f"{spans_told([failure])} are quarantined on every node, and the next start goes back to an older state"
             )
-        case Verdict.UNSTABLE:
+        case ReplayVerdict.UNSTABLE:
             return (
                 "Two replays of the same snapshots came to different results: the program is not deterministic. "
                 "Nothing is quarantined. Make the step deterministic and start again"
             )
-        case Verdict.ENVIRONMENT:
+        case ReplayVerdict.ENVIRONMENT:
             return (
                 f"This process does not run as the one that recorded ({changed}), which can change bits. "
                 "Nothing is quarantined. Start it as before"

@@ -21,8 +21,8 @@ from ckptd.core.recovery.tables import Group, listed
 
 __all__ = [
     "DomainSpans",
-    "Place",
-    "Scope",
+    "DomainStart",
+    "RecoveryScope",
     "Stand",
     "Widening",
     "lacking",
@@ -45,7 +45,7 @@ class Stand:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DomainStart:
     """Where a domain starts, and from which iteration on it is dense and exact; ``stand`` is None if it replays."""
 
     start: int
@@ -63,10 +63,10 @@ class Widening:
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class RecoveryScope:
     """Where each domain starts, and by domain the last reason to start so early, and why what it loads is not all compared."""
 
-    places: Sequence[Place]
+    places: Sequence[DomainStart]
     widened: Mapping[int, Widening]
     unverified: Mapping[int, str] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ def settle(
     spans: DomainSpans,
     has_log: HasLog,
     resume: int,
-) -> Scope | str:
+) -> RecoveryScope | str:
     """Where everybody starts, as late as can be; or why some cannot start at all.
 
     Args:
@@ -88,8 +88,12 @@ def settle(
 
 
 def verified(
-    scope: Scope, relations: Relations, spans: DomainSpans, has_log: HasLog, why_not: str = ""
-) -> Scope:
+    scope: RecoveryScope,
+    relations: Relations,
+    spans: DomainSpans,
+    has_log: HasLog,
+    why_not: str = "",
+) -> RecoveryScope:
     """The same, in which those who replay begin one iteration earlier than they must, so that all that they would load first is compared.
 
     Only where that costs nobody else anything: they have the snapshot before, and of that iteration there is every log that they would be fed.
@@ -105,8 +109,8 @@ def verified(
             if lack:
                 unverified[domain] = lack
             else:
-                places[domain] = Place(start - 1, end, None)
-    return Scope(places, scope.widened, unverified)
+                places[domain] = DomainStart(start - 1, end, None)
+    return RecoveryScope(places, scope.widened, unverified)
 
 
 def _components(relations: Relations, replays: Sequence[bool]) -> list[list[int]]:
@@ -133,7 +137,7 @@ def _lack_before(
     start: int,
     end: int,
     component: Sequence[int],
-    scope: Scope,
+    scope: RecoveryScope,
     relations: Relations,
     spans: DomainSpans,
     has_log: HasLog,
@@ -251,12 +255,14 @@ class _Settling:
         self._has_log, self._resume = has_log, resume
         count = len(relations.domains)
         self._limits = [resume] * count
-        self._places: list[Place | None] = [None] * count
+        self._places: list[DomainStart | None] = [None] * count
         self._widened: dict[int, Widening] = {}
         self._beside: dict[int, frozenset[int]] = {}  # by domain: its neighbours
-        self._together: dict[frozenset[int], tuple[int, Place]] = {}  # with the limit it is for
+        self._together: dict[
+            frozenset[int], tuple[int, DomainStart]
+        ] = {}  # with the limit it is for
 
-    def run(self) -> Scope | str:
+    def run(self) -> RecoveryScope | str:
         changed = set(range(len(self._places)))
         while changed:
             moved = self._place(changed)
@@ -265,7 +271,7 @@ class _Settling:
             changed = self._widen(moved)
         places = [place for place in self._places if place is not None]
         assert len(places) == len(self._places)
-        return Scope(places, self._widened)
+        return RecoveryScope(places, self._widened)
 
     def _place(self, changed: Iterable[int]) -> set[int] | str:
         """Give these domains, and those who replay with them, a place within their limits; the domains that moved."""
@@ -273,7 +279,7 @@ class _Settling:
         for domain in changed:
             stands = (s for s in self._stands[domain] if s.iteration <= self._limits[domain])
             stand = next(stands, None)
-            place = None if stand is None else Place(stand.iteration, stand.iteration, stand)
+            place = None if stand is None else DomainStart(stand.iteration, stand.iteration, stand)
             if place != self._places[domain]:
                 self._places[domain] = place  # None: it replays
                 moved.add(domain)
@@ -316,7 +322,7 @@ class _Settling:
             ) - {domain}
         return self._beside[domain]
 
-    def _replayed(self, component: frozenset[int]) -> Place | None:
+    def _replayed(self, component: frozenset[int]) -> DomainStart | None:
         limit = min(self._limits[domain] for domain in component)
         known = self._together.get(component)
         if known is not None and known[0] == limit:
@@ -324,7 +330,7 @@ class _Settling:
         span = self._spans.newest(component, limit)
         if span is None:
             return None
-        place = Place(*span, None)
+        place = DomainStart(*span, None)
         self._together[component] = limit, place
         return place
 

@@ -12,12 +12,12 @@ from ckptd.core.recovery.tables import Copy, Known, listed, record_of
 from ckptd.core.slots.ring import SlotRecord
 from ckptd.units import format_bytes
 
-__all__ = ["Piece", "Source", "Sources"]
+__all__ = ["SnapshotCopy", "SnapshotToLoad", "Sources"]
 
 
 # A large world has hundreds of thousands of sources: structs outside of the garbage collector's sight
 # are made five times as fast, and do not set it off (they cannot be part of a cycle).
-class Source(msgspec.Struct, frozen=True, gc=False):
+class SnapshotCopy(msgspec.Struct, frozen=True, gc=False):
     """Where a copy of a snapshot lies: slot ``index`` of a segment on a node."""
 
     node: str
@@ -25,11 +25,11 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     index: int
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class SnapshotToLoad(msgspec.Struct, frozen=True, gc=False):
     """One snapshot to load and all its copies; ``record`` is that of the first, preferred one."""
 
     record: SlotRecord
-    sources: tuple[Source, ...]
+    sources: tuple[SnapshotCopy, ...]
 
 
 class Sources:
@@ -50,7 +50,7 @@ class Sources:
         self.moved: Counter[int] = beside.moved if beside else Counter()  # bytes by rank
         self._stored: Counter[int] = beside._stored if beside else Counter()  # of them from storage
 
-    def piece(self, rank: int, copies: Sequence[Copy]) -> Piece:
+    def piece(self, rank: int, copies: Sequence[Copy]) -> SnapshotToLoad:
         """For ``rank``: the home's copies first, its own segment before a replica; then the others in turn."""
         home = self._homes.get(rank)
         near = [copy for copy in copies if self._known[copy[0]].node == home]
@@ -64,7 +64,7 @@ class Sources:
             self._charge(rank, far[0])
         ordered = near + far
         sources = tuple([self._source(copy) for copy in ordered])
-        return Piece(record_of(ordered[0], self._known), sources)
+        return SnapshotToLoad(record_of(ordered[0], self._known), sources)
 
     def moves(self) -> str:
         """What travels, where the homes are known."""
@@ -87,6 +87,6 @@ class Sources:
         if self._known[copy[0]].node == STORE_NODE:
             self._stored[rank] += size
 
-    def _source(self, copy: Copy) -> Source:
+    def _source(self, copy: Copy) -> SnapshotCopy:
         held = self._known[copy[0]]
-        return Source(held.node, held.segment, held.records[copy[1]].index)
+        return SnapshotCopy(held.node, held.segment, held.records[copy[1]].index)

@@ -29,7 +29,7 @@ from typing import Generic, TypeVar
 
 from ckptd.core.recovery.mixes import next_mix
 
-__all__ = ["PART_BYTES", "Cancel", "Part", "Pull", "Span", "Stripes"]
+__all__ = ["PART_BYTES", "Cancel", "ImagePart", "Pull", "Span", "Stripes"]
 
 PART_BYTES = 8 << 20
 _IN_FLIGHT = 2  # per holder: the next request is on its way while one is served
@@ -47,7 +47,7 @@ Span = tuple[int, int]  # bytes [start, stop) of the image
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ImagePart:
     """Bytes ``[start, stop)`` of the image; ``index`` names the part, and is not its place."""
 
     index: int
@@ -60,7 +60,7 @@ class Pull(Generic[Holder]):
     """Effect: get this part from this holder."""
 
     holder: Holder
-    part: Part
+    part: ImagePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Cancel(Generic[Holder]):
     """Effect: another holder takes this part over; end the transfer before it begins."""
 
     holder: Holder
-    part: Part
+    part: ImagePart
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class _State(Generic[Holder]):
     ``wrong`` brought it wrong; ``cannot`` said that they cannot bring it; ``only``, if not None, has its turn in a combination.
     """
 
-    part: Part
+    part: ImagePart
     by: Holder | None = None
     wrong: set[Holder] = field(default_factory=set)
     cannot: set[Holder] = field(default_factory=set)
@@ -124,7 +124,7 @@ class Stripes(Generic[Holder]):
         self._look_for_stuck()
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ImagePart]:
         """All of them, as they lie; `blame` makes new ones."""
         return [state.part for state in self._order]
 
@@ -146,7 +146,7 @@ class Stripes(Generic[Holder]):
     def holders_left(self) -> list[Holder]:
         return [name for name, holder in self._holders.items() if not holder.lost]
 
-    def hopeless(self) -> list[Part]:
+    def hopeless(self) -> list[ImagePart]:
         """What nobody is left to deliver."""
         spans = {state.span for state in self._stuck if state.span is not None}
         over = {None, *(span for span in spans if self._next_mix(span) is None)}
@@ -157,7 +157,7 @@ class Stripes(Generic[Holder]):
         self._holders.setdefault(holder, _Work())
         self._look_for_stuck()
 
-    def wanted_of(self, holder: Holder) -> list[Part]:
+    def wanted_of(self, holder: Holder) -> list[ImagePart]:
         """What is missing, not under way, and may be asked of this holder."""
         return [self._states[i].part for i in self._todo if self._may(holder, self._states[i])]
 
@@ -182,12 +182,12 @@ class Stripes(Generic[Holder]):
             effects.append(self._start(name, self._states[index], now_s))
         return effects + self._take_over(now_s, ready)
 
-    def claim(self, holder: Holder, part: Part) -> None:
+    def claim(self, holder: Holder, part: ImagePart) -> None:
         """The part was brought from this holder without being asked for (a copy on the same node)."""
         self._todo.remove(part.index)
         self._arrived(holder, self._states[part.index])
 
-    def delivered(self, holder: Holder, part: Part, now_s: float) -> None:
+    def delivered(self, holder: Holder, part: ImagePart, now_s: float) -> None:
         """The part has arrived whole (chunk digests held)."""
         work, state = self._holders[holder], self._states[part.index]
         since = work.in_flight.pop(part.index, None)
@@ -197,14 +197,16 @@ class Stripes(Generic[Holder]):
         self._durations.append(now_s - since)
         self._arrived(holder, state)
 
-    def failed_part(self, holder: Holder, part: Part, *, gone: bool = False) -> list[Part]:
+    def failed_part(
+        self, holder: Holder, part: ImagePart, *, gone: bool = False
+    ) -> list[ImagePart]:
         """The transfer failed; ``gone``: the holder cannot be asked again. Returns as `lose` does, if it is lost by that."""
         work = self._holders[holder]
         work.failures += 1
         self._requeue(holder, part)
         return self.lose(holder) if gone or work.failures >= _FAILURES else []
 
-    def cannot(self, holder: Holder, part: Part) -> None:
+    def cannot(self, holder: Holder, part: ImagePart) -> None:
         """The holder has said that it will never deliver this part; it is asked for others as before."""
         state = self._states[part.index]
         state.cannot.add(holder)
@@ -212,7 +214,7 @@ class Stripes(Generic[Holder]):
         if self._is_stuck(state) and state not in self._stuck:
             self._stuck.append(state)
 
-    def lose(self, holder: Holder) -> list[Part]:
+    def lose(self, holder: Holder) -> list[ImagePart]:
         """The holder is not asked again; returns its parts in flight, which the shell cancels."""
         work = self._holders[holder]
         work.lost = True
@@ -258,7 +260,7 @@ class Stripes(Generic[Holder]):
     # -- parts -----------------------------------------------------------------------------------
 
     def _new(self, start: int, stop: int) -> _State[Holder]:
-        part = Part(next(self._numbers), start, stop)
+        part = ImagePart(next(self._numbers), start, stop)
         return self._states.setdefault(part.index, _State(part))
 
     def _arrived(self, holder: Holder, state: _State[Holder]) -> None:
@@ -273,7 +275,7 @@ class Stripes(Generic[Holder]):
         self._missing += 1
         self._todo.appendleft(state.part.index)
 
-    def _requeue(self, holder: Holder, part: Part) -> None:
+    def _requeue(self, holder: Holder, part: ImagePart) -> None:
         was_its = self._holders[holder].in_flight.pop(part.index, None) is not None
         if was_its and self._states[part.index].by is None:
             self._todo.appendleft(part.index)

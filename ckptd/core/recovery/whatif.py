@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ckptd.core.recovery.global_plan import (
     HeldRecords,
     NoRecovery,
-    Piece,
     RecoveryPlan,
+    SnapshotToLoad,
     plan_recovery,
 )
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized, RankKind, plan_localized
@@ -284,7 +284,7 @@ def _outcome(
     return RankOutcome(rank, home, gone, nodes, plan.replayed, behind, plan.moved_bytes[rank])
 
 
-def _preferred(pieces: Iterable[Piece]) -> tuple[str, ...]:
+def _preferred(pieces: Iterable[SnapshotToLoad]) -> tuple[str, ...]:
     return tuple(sorted({piece.sources[0].node for piece in pieces}))
 
 

@@ -1,7 +1,7 @@
 """One rank's snapshots: those that are here, what each target holds of them, and which one a target lacks next (pure).
 
-What a target holds is believed from what it told alone (`Copies.believe`, and a key added to ``Target.held`` before `Copies.recount`).
-The complete suffixes that it holds end at the iterations of ``Target.run``, without a gap.
+What a target holds is believed from what it told alone (`Copies.believe`, and a key added to ``ReplicationTarget.held`` before `Copies.recount`).
+The complete suffixes that it holds end at the iterations of ``ReplicationTarget.run``, without a gap.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from ckptd.core.replication.replicas import spanning_suffix
-from ckptd.core.replication.target import NO_INTERVAL, Interval, Lag, Target
+from ckptd.core.replication.target import NO_INTERVAL, Interval, Lag, ReplicationTarget
 from ckptd.core.slots.ring import (
     SlotRecord,
     Suffix,
@@ -57,7 +57,7 @@ class Copies:
 
     # What is learned.
 
-    def join(self, event: Joined, targets: Collection[Target]) -> bool:
+    def join(self, event: Joined, targets: Collection[ReplicationTarget]) -> bool:
         """The run goes on in this epoch; whether that is another history, or another span, than before."""
         if self._joined == {event.epoch: event.epoch_start} and self._span == event.span:
             return False
@@ -69,7 +69,7 @@ class Copies:
         self,
         records: Iterable[SlotRecord],
         num_operators: int,
-        targets: Collection[Target],
+        targets: Collection[ReplicationTarget],
         *,
         ring_slots: int = 0,
     ) -> None:
@@ -83,7 +83,9 @@ class Copies:
                 target.opened.clear()
         self._see(records, targets)
 
-    def believe(self, target: Target, generation: int, held: Iterable[SlotRecord]) -> None:
+    def believe(
+        self, target: ReplicationTarget, generation: int, held: Iterable[SlotRecord]
+    ) -> None:
         """What a target told that it holds of this generation."""
         told = {key_of(record): record for record in held if record.sealed}
         self._known.update(told)
@@ -91,7 +93,7 @@ class Copies:
         target.run = NO_INTERVAL  # counted anew, from what it told
         self.recount(target)
 
-    def doubt_newer(self, target: Target, record: SlotRecord) -> None:
+    def doubt_newer(self, target: ReplicationTarget, record: SlotRecord) -> None:
         """What comes after ``record`` there and is in no complete suffix: nothing links to it, so the host may fill its slot.
 
         It is begun once more in its turn; the host answers ``held`` if it has it still.
@@ -104,18 +106,18 @@ class Copies:
         target.held = {k for k in target.held if k.iteration <= record.iteration or k in kept}
         target.planned = False
 
-    def doubt_all(self, target: Target) -> None:
+    def doubt_all(self, target: ReplicationTarget) -> None:
         """It does not count any more, so the floor goes on without it, and the host may give away what ends before: a ring that grew
         has several replicas there, and of the older ones nobody would tell. It is asked again for each."""
         target.held.clear()
         target.opened.clear()
         self.recount(target)
 
-    def lose(self, key: SnapshotKey, targets: Collection[Target]) -> None:
+    def lose(self, key: SnapshotKey, targets: Collection[ReplicationTarget]) -> None:
         """This snapshot was given away since the table was taken."""
         self._see([r for r in self.local.values() if key_of(r) != key], targets)
 
-    def _see(self, records: Iterable[SlotRecord], targets: Collection[Target]) -> None:
+    def _see(self, records: Iterable[SlotRecord], targets: Collection[ReplicationTarget]) -> None:
         """Take these as the local table (or the epochs anew) and forget what nobody holds."""
         table = list(records)
         self._num_slots = max(self._num_slots, len(table))
@@ -142,7 +144,7 @@ class Copies:
         ends = self._own_ends()
         return Interval(ends[0], ends[-1]) if ends else NO_INTERVAL
 
-    def take_aim(self, floor: int, horizon: int, target: Target | None) -> None:
+    def take_aim(self, floor: int, horizon: int, target: ReplicationTarget | None) -> None:
         """Choose what is to become the next floor, unless that is under way.
 
         After a recovery the first one is all that is here up to where the recovery went back to, also what is still on its way: until the
@@ -183,12 +185,12 @@ class Copies:
     def _reach(self) -> int:
         return max(_REACH, self._ring_slots - 2 * self._span - 2)
 
-    def holds(self, target: Target, end: int) -> bool:
+    def holds(self, target: ReplicationTarget, end: int) -> bool:
         """Whether the target holds the suffix that ends there."""
         table = self._held_table(target)
         return spanning_suffix(table, self._num_operators, self._span, end=end) is not None
 
-    def in_aim(self, target: Target | None) -> Interval:
+    def in_aim(self, target: ReplicationTarget | None) -> Interval:
         """Where suffixes end, within the aim and without a gap, that the local ring holds, and the target; the last is -1: at none
         yet, and never at one before the first."""
         mine: list[int] = []
@@ -211,13 +213,13 @@ class Copies:
         oldest = known.index(False, newest) if False in known[newest:] else len(mine)
         return Interval(mine[oldest - 1], mine[newest])
 
-    def next_for(self, target: Target) -> SlotRecord | None:
+    def next_for(self, target: ReplicationTarget) -> SlotRecord | None:
         """The snapshot to send next; None if the target has everything."""
         if not target.planned:
             target.planned, target.upcoming = True, self._plan(target)
         return target.upcoming
 
-    def lag(self, target: Target) -> Lag:
+    def lag(self, target: ReplicationTarget) -> Lag:
         """How far it is behind."""
         if not self.local:
             return Lag(0, 0)
@@ -225,7 +227,7 @@ class Copies:
         start = target.run.last if target.run.last >= 0 else min(self.local) - 1
         return Lag(max(0, max(self.local) - start), sum(r.image_len for r in missing))
 
-    def recount(self, target: Target) -> None:
+    def recount(self, target: ReplicationTarget) -> None:
         """The interval of complete ends, from what is held; and forget what no promise needs."""
         target.planned = False
         table = self._held_table(target)
@@ -252,11 +254,11 @@ class Copies:
                     return found
         return spanning_suffix(usable, self._num_operators, self._span)
 
-    def _held_table(self, target: Target) -> dict[int, SlotRecord]:
+    def _held_table(self, target: ReplicationTarget) -> dict[int, SlotRecord]:
         records = (self._known[key] for key in target.held if key in self._known)
         return newest_by_iteration(records, self._epochs)
 
-    def _usable(self, target: Target | None) -> Mapping[int, SlotRecord]:
+    def _usable(self, target: ReplicationTarget | None) -> Mapping[int, SlotRecord]:
         """What is here, but for what the target does not take."""
         if target is None or not target.skipped:
             return self.local
@@ -299,14 +301,14 @@ class Copies:
                 break
         return Interval(first, newest.end)
 
-    def _plan(self, target: Target) -> SlotRecord | None:
+    def _plan(self, target: ReplicationTarget) -> SlotRecord | None:
         for record in self.needed(target):
             key = key_of(record)
             if key not in target.held and key not in target.skipped:
                 return record
         return None
 
-    def needed(self, target: Target) -> list[SlotRecord]:
+    def needed(self, target: ReplicationTarget) -> list[SlotRecord]:
         """The local snapshots, in order, that bring the target up to date.
 
         It goes on where the target is, if what comes next is still here; otherwise it begins with the suffix of the aim, which

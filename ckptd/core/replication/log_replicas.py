@@ -18,7 +18,7 @@ from ckptd.core.replication.copies import Copies
 from ckptd.core.replication.replicas import Admit, Deny
 from ckptd.core.replication.replication_events import Effect, Event
 from ckptd.core.replication.replicator import Replicator
-from ckptd.core.replication.target import ReplicationConfig, Target
+from ckptd.core.replication.target import ReplicationConfig, ReplicationTarget
 from ckptd.core.slots.boundary import choose_log_slot, logged_iterations, outdated
 from ckptd.core.slots.ring import SlotRecord, epoch_table
 from ckptd.core.slots.snapshot_events import Note
@@ -41,10 +41,10 @@ _PEER_LOST = "replication_peer_lost"
 class _LogCopies(Copies):
     """Logs need no others: a target needs all of them."""
 
-    def doubt_newer(self, target: Target, record: SlotRecord) -> None:
+    def doubt_newer(self, target: ReplicationTarget, record: SlotRecord) -> None:
         """Nothing: a host gives away what is older than the primary's oldest, never what is newer."""
 
-    def needed(self, target: Target) -> list[SlotRecord]:
+    def needed(self, target: ReplicationTarget) -> list[SlotRecord]:
         """Everything that is here."""
         return [self.local[iteration] for iteration in sorted(self.local)]
 

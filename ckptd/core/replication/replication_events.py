@@ -22,9 +22,8 @@ __all__ = [
     "Effect",
     "Event",
     "Granted",
-    "Open",
     "OpenRefused",
-    "Opened",
+    "OpenTarget",
     "PeerBack",
     "PeerLost",
     "Put",
@@ -33,6 +32,7 @@ __all__ = [
     "SealRefused",
     "SealedThere",
     "Slots",
+    "TargetOpened",
     "Targets",
 ]
 
@@ -72,7 +72,7 @@ class Agreed:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class TargetOpened:
     """The replica of ``generation`` is there; ``held`` is what it holds sealed, with that generation. ``boot_id``: of the daemon there."""
 
     node: str
@@ -158,7 +158,7 @@ class PeerBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenTarget:
     """Make or find the replica of this generation on the node."""
 
     node: str
@@ -207,7 +207,7 @@ Event = (
     | Targets
     | Slots
     | Agreed
-    | Opened
+    | TargetOpened
     | OpenRefused
     | Granted
     | BeginRefused
@@ -218,4 +218,4 @@ Event = (
     | PeerBack
     | Tick
 )
-Effect = Open | Begin | Put | Seal | Abort | Hold | Release | Note
+Effect = OpenTarget | Begin | Put | Seal | Abort | Hold | Release | Note

@@ -16,11 +16,11 @@ What the shell guarantees:
   reused), the begin is refused, or the put ends at once, not ok.
 * Exactly one `PutEnded` for each `Put`, also after `Abort` (which cancels the transfer) and after `PeerLost`.
   Until then the slot stays held, because the fabric may still be reading it.
-* `Opened`, `Granted`, `SealedThere` and the refusals may come late, twice or never. What does not answer the
+* `TargetOpened`, `Granted`, `SealedThere` and the refusals may come late, twice or never. What does not answer the
   question that stands is ignored; a grant that nobody waits for is given back by `Abort`.
 * `Tick` comes when `wake_at_s` says so.
 
-What a target holds (`ckptd.core.replication.copies`) is believed from `Opened` and `SealedThere` alone, and told anew after each of its
+What a target holds (`ckptd.core.replication.copies`) is believed from `TargetOpened` and `SealedThere` alone, and told anew after each of its
 restarts. The complete suffixes that it holds end at the iterations ``first`` to ``last``, without a gap: a
 target that was begun anew (a substitute, or one that fell behind the local ring) holds none that ends
 before ``first``, hence a common end of all ranks exists only within every rank's interval.
@@ -43,9 +43,8 @@ from ckptd.core.replication.replication_events import (
     Effect,
     Event,
     Granted,
-    Open,
-    Opened,
     OpenRefused,
+    OpenTarget,
     PeerBack,
     PeerLost,
     Put,
@@ -54,6 +53,7 @@ from ckptd.core.replication.replication_events import (
     SealedThere,
     SealRefused,
     Slots,
+    TargetOpened,
     Targets,
 )
 from ckptd.core.replication.target import (
@@ -63,7 +63,7 @@ from ckptd.core.replication.target import (
     Lag,
     Phase,
     ReplicationConfig,
-    Target,
+    ReplicationTarget,
     TargetState,
 )
 from ckptd.core.slots.ring import SlotRecord
@@ -88,7 +88,7 @@ class Replicator:
         aim: Interval = NO_INTERVAL,
     ) -> None:
         self._config = config or ReplicationConfig()
-        self._targets: dict[str, Target] = {}
+        self._targets: dict[str, ReplicationTarget] = {}
         self._copies = copies or Copies(aim)
         self._agreed: Agreed | None = None
         self._missing = False
@@ -226,7 +226,7 @@ class Replicator:
 
     def _of_target(
         self,
-        event: Opened | OpenRefused | Granted | BeginRefused | PutEnded | SealedThere | SealRefused
+        event: TargetOpened | OpenRefused | Granted | BeginRefused | PutEnded | SealedThere | SealRefused
         | PeerLost | PeerBack,
     ) -> None:  # fmt: skip
         target = self._targets.get(event.node)
@@ -237,7 +237,7 @@ class Replicator:
                 self._granted(target, event)
             case _ if target is None:
                 return
-            case Opened() if target.phase is Phase.OPENING:
+            case TargetOpened() if target.phase is Phase.OPENING:
                 self._opened(target, event)
             case OpenRefused() if target.phase is Phase.OPENING:
                 if event.generation == target.generation:
@@ -266,7 +266,7 @@ class Replicator:
         for node in sorted(wanted):
             target = self._targets.get(node)
             if target is None:
-                self._targets[node] = Target(node, self._now_s)
+                self._targets[node] = ReplicationTarget(node, self._now_s)
             elif not target.wanted:
                 target.wanted, target.since_s = True, self._now_s
         for target in list(self._targets.values()):
@@ -303,7 +303,7 @@ class Replicator:
 
     # One target: going on.
 
-    def _advance(self, target: Target) -> None:
+    def _advance(self, target: ReplicationTarget) -> None:
         """Whatever the target can do next, now."""
         self._watch(target)
         if not (target.wanted and target.alive) or target.phase not in (Phase.CLOSED, Phase.IDLE):
@@ -318,7 +318,7 @@ class Replicator:
         if record.generation not in target.opened:
             target.generation = record.generation
             target.go(Phase.OPENING)
-            self._effects.append(Open(target.node, record.generation))
+            self._effects.append(OpenTarget(target.node, record.generation))
             return
         target.record = record
         target.go(Phase.BEGINNING)
@@ -326,7 +326,7 @@ class Replicator:
         self._hold(record)
         self._effects.append(Begin(target.node, key_of(record), record))
 
-    def _watch(self, target: Target) -> None:
+    def _watch(self, target: ReplicationTarget) -> None:
         """Time: questions that stand too long, and targets that get nowhere."""
         waited_s = self._now_s - target.asked_s
         if target.phase in ASKING and waited_s >= self._config.answer_s:
@@ -342,7 +342,7 @@ class Replicator:
             text = f"{target.node} sealed nothing for {quiet_s:.0f} s ({target.reason or 'slow'})"
             self._effects.append(Note("warning", "replication_stalled", text))
 
-    def _wake_of(self, target: Target) -> float | None:
+    def _wake_of(self, target: ReplicationTarget) -> float | None:
         if not (target.wanted and target.alive):
             return None
         if target.phase in ASKING:
@@ -351,7 +351,7 @@ class Replicator:
             return target.retry_at_s
         return None
 
-    def _opened(self, target: Target, event: Opened) -> None:
+    def _opened(self, target: ReplicationTarget, event: TargetOpened) -> None:
         if event.generation != target.generation:
             return
         target.go(Phase.IDLE)
@@ -363,7 +363,7 @@ class Replicator:
         target.no_memory = False
         self._copies.believe(target, event.generation, event.held)
 
-    def _open_refused(self, target: Target, event: OpenRefused) -> None:
+    def _open_refused(self, target: ReplicationTarget, event: OpenRefused) -> None:
         target.go(Phase.CLOSED)
         if event.code == "quota" and not target.no_memory:
             target.no_memory = True
@@ -372,7 +372,7 @@ class Replicator:
             self._effects.append(Note("warning", "replication_refused", text))
         self._back_off(target, event.code, event.reason)
 
-    def _granted(self, target: Target | None, event: Granted) -> None:
+    def _granted(self, target: ReplicationTarget | None, event: Granted) -> None:
         waits = target is not None and target.phase is Phase.BEGINNING and target.key == event.key
         if target is None or not waits:
             mine = target is not None and target.key == event.key and target.grant == event.grant
@@ -388,7 +388,7 @@ class Replicator:
         target.grant, target.record = event.grant, record
         self._effects.append(Put(event.node, event.key, record, event.grant))
 
-    def _begin_refused(self, target: Target, event: BeginRefused) -> None:
+    def _begin_refused(self, target: ReplicationTarget, event: BeginRefused) -> None:
         if event.code == "unknown":
             self._unknown(target, event.reason)
             return
@@ -404,7 +404,7 @@ class Replicator:
         else:
             self._back_off(target, event.code, event.reason)
 
-    def _put_ended(self, target: Target | None, event: PutEnded) -> None:
+    def _put_ended(self, target: ReplicationTarget | None, event: PutEnded) -> None:
         phase = None if target is None else target.phase
         putting = phase in (Phase.PUTTING, Phase.CANCELLING)
         if target is None or not putting or target.key != event.key:
@@ -428,12 +428,12 @@ class Replicator:
             target.go(Phase.IDLE)
             self._back_off(target, "put", event.reason)
 
-    def _sealed(self, target: Target, key: SnapshotKey) -> None:
+    def _sealed(self, target: ReplicationTarget, key: SnapshotKey) -> None:
         target.go(Phase.IDLE)
         target.record = target.grant = None
         self._progress(target, key)
 
-    def _seal_refused(self, target: Target, event: SealRefused) -> None:
+    def _seal_refused(self, target: ReplicationTarget, event: SealRefused) -> None:
         if event.code == "unknown":
             self._unknown(target, event.reason)
             return
@@ -455,7 +455,7 @@ class Replicator:
 
     # One target: stopping and starting again.
 
-    def _lose(self, target: Target, reason: str) -> None:
+    def _lose(self, target: ReplicationTarget, reason: str) -> None:
         if target.alive:
             self._effects.append(
                 Note("warning", "replication_peer_lost", f"{target.node}: {reason}")
@@ -463,12 +463,12 @@ class Replicator:
         target.alive = False
         self._stop(target, reason)
 
-    def _return(self, target: Target) -> None:
+    def _return(self, target: ReplicationTarget) -> None:
         if not target.alive:
             target.alive, target.since_s, target.reason = True, self._now_s, ""
             target.no_memory = target.stalled = False
 
-    def _stop(self, target: Target, reason: str) -> None:
+    def _stop(self, target: ReplicationTarget, reason: str) -> None:
         """Whatever runs ends, and nothing is believed any more."""
         target.reason = reason
         target.forget()
@@ -479,13 +479,13 @@ class Replicator:
                 self._effects.append(Abort(target.node, key_of(target.record), target.grant))
             self._let_go(target, Phase.CLOSED)
 
-    def _cancel(self, target: Target, reason: str) -> None:
+    def _cancel(self, target: ReplicationTarget, reason: str) -> None:
         assert target.record is not None
         target.go(Phase.CANCELLING)
         target.reason = reason
         self._effects.append(Abort(target.node, key_of(target.record), target.grant))
 
-    def _reopen(self, target: Target, reason: str, *, at_once: bool = False) -> None:
+    def _reopen(self, target: ReplicationTarget, reason: str, *, at_once: bool = False) -> None:
         """The lease is not known there (any more), or nobody can tell: ask what it holds."""
         target.opened.clear()
         self._let_go(target, Phase.CLOSED)
@@ -494,18 +494,18 @@ class Replicator:
         else:
             self._back_off(target, "unknown", reason)
 
-    def _unknown(self, target: Target, reason: str) -> None:
+    def _unknown(self, target: ReplicationTarget, reason: str) -> None:
         """The lease means nothing there: it was restarted, and may have lost everything that it ever told of."""
         target.held.clear()
         self._copies.recount(target)
         self._reopen(target, reason, at_once=target.unknowns == 0)
         target.unknowns += 1
 
-    def _drop_if_done(self, target: Target) -> None:
+    def _drop_if_done(self, target: ReplicationTarget) -> None:
         if not target.wanted and target.phase is not Phase.CANCELLING:
             del self._targets[target.node]
 
-    def _let_go(self, target: Target, phase: Phase) -> None:
+    def _let_go(self, target: ReplicationTarget, phase: Phase) -> None:
         """Nothing is being sent any more; a slot that was held for a `Begin` is released."""
         if target.phase is Phase.BEGINNING and target.record is not None:
             self._release(key_of(target.record))
@@ -524,7 +524,7 @@ class Replicator:
             del self._holders[key]
             self._effects.append(Release(key))
 
-    def _back_off(self, target: Target, code: str, reason: str) -> None:
+    def _back_off(self, target: ReplicationTarget, code: str, reason: str) -> None:
         config = self._config
         bounds = {
             "busy": (config.busy_s, config.busy_max_s),
@@ -536,7 +536,7 @@ class Replicator:
         target.retry_at_s = self._now_s + delay_s
         target.reason = f"{code}: {reason}"
 
-    def _progress(self, target: Target, key: SnapshotKey) -> None:
+    def _progress(self, target: ReplicationTarget, key: SnapshotKey) -> None:
         target.held.add(key)
         target.failures = target.unknowns = target.digest_refusals = 0
         target.stalled, target.since_s, target.reason = False, self._now_s, ""

@@ -22,7 +22,7 @@ __all__ = [
     "Lag",
     "Phase",
     "ReplicationConfig",
-    "Target",
+    "ReplicationTarget",
     "TargetState",
 ]
 
@@ -114,7 +114,7 @@ class TargetState:
 
 
 @dataclass(slots=True)
-class Target:
+class ReplicationTarget:
     """What is known of, and going on with, one target node."""
 
     node: str

@@ -23,18 +23,18 @@ from ckptd.core.schedules.switching import (
     Ask,
     Change,
     Decided,
-    Drop,
+    EndAttempt,
     Event,
-    Look,
-    Promise,
+    LookForAttempt,
     Propose,
     Proposed,
+    TellPromise,
     TellReady,
     Watch,
 )
 from ckptd.unpacking import unpack
 
-__all__ = ["Access", "Add", "Delete", "Get", "Has", "Steps", "Swap", "accesses"]
+__all__ = ["Access", "Add", "CompareAndSwap", "Delete", "Get", "Has", "Steps", "accesses"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class CompareAndSwap:
     """Write ``new`` if the register holds ``old`` (empty: nothing yet); sent what it holds then."""
 
     key: str
@@ -74,7 +74,7 @@ class Delete:
     key: str
 
 
-Access = Add | Swap | Has | Get | Delete
+Access = Add | CompareAndSwap | Has | Get | Delete
 Steps = Generator[Access, bytes | int, Event | None]
 
 
@@ -103,20 +103,20 @@ def accesses(ask: Ask, world_size: int) -> Steps:
             return _propose(ask)
         case TellReady():
             return _tell_ready(ask.number, world_size)
-        case Promise():
+        case TellPromise():
             return _promise(ask, world_size)
-        case Drop():
+        case EndAttempt():
             return _decide(ask.number, _Outcome(-1, ask.why))
         case Watch():
             return _watch(ask)
-        case Look():
+        case LookForAttempt():
             return _look(ask.number)
 
 
 def _propose(ask: Propose) -> Steps:
     number = ask.number
     mine = msgspec.msgpack.encode(_Proposal(ask.change, ask.margin_s))
-    held = yield Swap(f"{number}/proposal", b"", mine)
+    held = yield CompareAndSwap(f"{number}/proposal", b"", mine)
     yield from _raise_to("head", number)
     for what in ("proposal", "ready", "all", "at", "promised"):
         if number > 2:
@@ -136,11 +136,11 @@ def _look(number: int) -> Steps:
 def _tell_ready(number: int, world_size: int) -> Steps:
     if (yield Add(f"{number}/ready")) != world_size:
         return None
-    yield Swap(f"{number}/all", b"", b"1")
+    yield CompareAndSwap(f"{number}/all", b"", b"1")
     return AllReady(number)
 
 
-def _promise(ask: Promise, world_size: int) -> Steps:
+def _promise(ask: TellPromise, world_size: int) -> Steps:
     # Before it is counted: who counts the last one must find the largest of all.
     yield from _raise_to(f"{ask.number}/at", ask.at)
     if (yield Add(f"{ask.number}/promised")) != world_size:
@@ -150,7 +150,7 @@ def _promise(ask: Promise, world_size: int) -> Steps:
 
 
 def _decide(number: int, outcome: _Outcome) -> Steps:
-    held = yield Swap(f"{number}/outcome", b"", msgspec.msgpack.encode(outcome))
+    held = yield CompareAndSwap(f"{number}/outcome", b"", msgspec.msgpack.encode(outcome))
     return _decided(number, held)
 
 
@@ -165,7 +165,7 @@ def _watch(ask: Watch) -> Steps:
 def _raise_to(key: str, value: int) -> Steps:
     known = b""
     while True:
-        found = yield Swap(key, known, str(value).encode())
+        found = yield CompareAndSwap(key, known, str(value).encode())
         assert isinstance(found, bytes)
         if int(found) >= value:
             return None

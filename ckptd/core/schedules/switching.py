@@ -43,18 +43,18 @@ __all__ = [
     "Change",
     "Decided",
     "Discard",
-    "Drop",
     "Effect",
+    "EndAttempt",
     "Event",
-    "Failed",
-    "Look",
+    "LookForAttempt",
     "Prepare",
     "Prepared",
-    "Promise",
     "Propose",
     "Proposed",
+    "RequestFailed",
     "Stage",
     "Switching",
+    "TellPromise",
     "TellReady",
     "Unable",
     "Watch",
@@ -134,11 +134,11 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RequestFailed:
     """The store did not answer what was asked last; it may have been done all the same."""
 
 
-Event = Proposed | Prepared | Unable | AllReady | Decided | Failed
+Event = Proposed | Prepared | Unable | AllReady | Decided | RequestFailed
 
 # -- what to ask the store, one thing at a time ----------------------------------------------------
 
@@ -160,7 +160,7 @@ class TellReady:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class TellPromise:
     """Tell this rank's promise, once: Decided if it is the last."""
 
     number: int
@@ -168,7 +168,7 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class EndAttempt:
     """End the attempt, unless it is decided: Decided."""
 
     number: int
@@ -184,13 +184,13 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class LookForAttempt:
     """See whether there is an attempt later than ``number``."""
 
     number: int
 
 
-Ask = Propose | TellReady | Promise | Drop | Watch | Look
+Ask = Propose | TellReady | TellPromise | EndAttempt | Watch | LookForAttempt
 
 # -- what the trainer is to do ---------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class Switching:
         Raises:
             LocalProtocolError: it cannot have happened if all keep to the rules.
         """
-        if isinstance(event, Failed):
+        if isinstance(event, RequestFailed):
             if self.stage is Stage.PROPOSING:
                 self._rest(now_s, came_about=False)
             return
@@ -324,7 +324,7 @@ class Switching:
                 self._decided(event, now_s)
 
     def _is_past(self, event: Event) -> bool:
-        assert not isinstance(event, Failed)
+        assert not isinstance(event, RequestFailed)
         if isinstance(event, Proposed):
             return event.number <= self.number
         ended = self.stage in (Stage.IDLE, Stage.PROPOSING, Stage.DECIDED)
@@ -373,14 +373,14 @@ class Switching:
         if stage is Stage.DECIDED:
             return None
         if self._dropping:
-            return Drop(number, self._dropping)
+            return EndAttempt(number, self._dropping)
         once, self._told = not self._told, True
         if stage is Stage.PROPOSING:
             return Propose(number + 1, self._change, self._margin_s) if once else None
         if stage is Stage.READY and once:
             return TellReady(number)
         if stage is Stage.PROMISED and once:
-            return Promise(number, self._promised)
+            return TellPromise(number, self._promised)
         if stage is Stage.IDLE:
-            return Look(number)
+            return LookForAttempt(number)
         return Watch(number, stage is Stage.READY)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.core.elastic.elastic_types import Placement
+from ckptd.core.elastic.elastic_types import ExpertPlacement
 from ckptd.core.elastic.expert_transfers import SNAPSHOT, TransferPlan, plan_transfers
 from ckptd.core.elastic.mapping import map_nodes
 from ckptd.core.elastic.placement.allocation import allocate
@@ -24,11 +24,11 @@ from ckptd.ctl.elastic.elastic_input import InputProblem, Situation
 from ckptd.errors import ElasticError
 
 __all__ = [
-    "Fetch",
-    "Lost",
-    "Move",
+    "ExpertFetch",
+    "LossReport",
     "NextTime",
     "Outlook",
+    "PlacementMove",
     "Planned",
     "as_planned",
     "lose",
@@ -52,7 +52,7 @@ class Outlook:
         tokens_LR: predicted tokens of every rank, those of the first node first.
     """
 
-    placement: Placement
+    placement: ExpertPlacement
     recovery: tuple[tuple[int, Chance], ...]
     domain_recovery: tuple[tuple[int, Chance], ...]
     straggler: float
@@ -61,7 +61,7 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class ExpertFetch:
     """What one node gets from one other, or from snapshots (``source`` is empty then); bytes are -1 where sizes are not known."""
 
     receiver: str
@@ -71,7 +71,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Move:
+class PlacementMove:
     """What brings nodes from what they hold to a plan.
 
     Args:
@@ -91,7 +91,7 @@ class Move:
     snapshot_bytes: int
     seconds: float
     lost: tuple[tuple[int, int], ...]
-    fetches: tuple[Fetch, ...]
+    fetches: tuple[ExpertFetch, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,11 +107,11 @@ class Planned:
     method: str
     guarantee: str
     outlook: Outlook
-    move: Move | None
+    move: PlacementMove | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lost:
+class LossReport:
     """What the loss of nodes would mean.
 
     Args:
@@ -149,7 +149,7 @@ class NextTime:
     pays: bool | None
 
 
-def outlook(situation: Situation, placement: Placement) -> Outlook:
+def outlook(situation: Situation, placement: ExpertPlacement) -> Outlook:
     """What a placement on these nodes is worth under this load.
 
     Raises:
@@ -174,7 +174,7 @@ def outlook(situation: Situation, placement: Placement) -> Outlook:
 
 
 def _chances(
-    placement: Placement, num_units: int, units: NDArray[np.int64] | None
+    placement: ExpertPlacement, num_units: int, units: NDArray[np.int64] | None
 ) -> tuple[tuple[int, Chance], ...]:
     out = []
     for lost in _numbers(num_units):
@@ -214,7 +214,7 @@ def _sizes(situation: Situation) -> NDArray[np.int64]:
     return np.ones_like(situation.loads_LE) if known is None else known
 
 
-def _move(situation: Situation, held: Placement, wanted: Placement) -> Move:
+def _move(situation: Situation, held: ExpertPlacement, wanted: ExpertPlacement) -> PlacementMove:
     sized = situation.expert_bytes_LE is not None
     transfers = plan_transfers(
         wanted, held, situation.cluster, _sizes(situation), bytes_per_s=situation.speeds_N
@@ -226,7 +226,7 @@ def _move(situation: Situation, held: Placement, wanted: Placement) -> Move:
         transfers.expert[from_snapshots].tolist(),
         strict=True,
     )
-    return Move(
+    return PlacementMove(
         replicas=len(transfers.source),
         from_snapshots=int(from_snapshots.sum()),
         total_bytes=int(fetched.sum()) if sized else -1,
@@ -238,7 +238,9 @@ def _move(situation: Situation, held: Placement, wanted: Placement) -> Move:
     )
 
 
-def _fetches(names: tuple[str, ...], transfers: TransferPlan, *, sized: bool) -> tuple[Fetch, ...]:
+def _fetches(
+    names: tuple[str, ...], transfers: TransferPlan, *, sized: bool
+) -> tuple[ExpertFetch, ...]:
     pairs, which, replicas = np.unique(
         np.stack([transfers.receiver, transfers.source], axis=1),
         axis=0,
@@ -249,7 +251,7 @@ def _fetches(names: tuple[str, ...], transfers: TransferPlan, *, sized: bool) ->
     np.add.at(size, which, transfers.size_bytes)
     rows = zip(pairs.tolist(), replicas.tolist(), size.tolist(), strict=True)
     return tuple(
-        Fetch(
+        ExpertFetch(
             names[receiver],
             "" if source == SNAPSHOT else names[source],
             number,
@@ -281,7 +283,7 @@ def as_planned(situation: Situation) -> Situation:
     return dataclasses.replace(situation, held=plan(situation).outlook.placement)
 
 
-def lose(situation: Situation, nodes: tuple[str, ...]) -> Lost:
+def lose(situation: Situation, nodes: tuple[str, ...]) -> LossReport:
     """What is left without these nodes, and how it would be placed; what the nodes hold has to be known."""
     assert situation.held is not None, "as_planned() where it is not told"
     left = np.array([n for n, name in enumerate(situation.names) if name not in nodes], np.int64)
@@ -289,9 +291,9 @@ def lose(situation: Situation, nodes: tuple[str, ...]) -> Lost:
     there = situation.held.replicas > 0
     gone = tuple((int(at[0]), int(at[1])) for at in np.argwhere(missing & there))
     try:
-        return Lost(nodes, gone, plan(situation.only(left)))
+        return LossReport(nodes, gone, plan(situation.only(left)))
     except (ElasticError, InputProblem) as error:
-        return Lost(nodes, gone, str(error))
+        return LossReport(nodes, gone, str(error))
 
 
 def next_time(situation: Situation, now: Outlook, planned: Planned) -> NextTime:

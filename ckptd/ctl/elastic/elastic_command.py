@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptd.ctl.elastic.elastic_answers import (
-    Lost,
+    LossReport,
     Outlook,
     Planned,
     as_planned,
@@ -32,7 +32,7 @@ from ckptd.ctl.elastic.elastic_render import (
     planned_text,
 )
 from ckptd.ctl.peers_command import as_json, ask_what_if, render_what_if
-from ckptd.ctl.store.checkpoints import Outcome
+from ckptd.ctl.store.checkpoints import CommandOutcome
 from ckptd.errors import ElasticError
 from ckptd.transport.control import messages as m
 from ckptd.transport.control.wire import ControlClient, RefusedError
@@ -44,7 +44,7 @@ Connect = Callable[[], ControlClient]
 _FAILED = 1
 
 
-def run_elastic(args: argparse.Namespace, connect: Connect) -> Outcome:
+def run_elastic(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
     """`ckptctl elastic plan|show|whatif`.
 
     Raises:
@@ -52,7 +52,7 @@ def run_elastic(args: argparse.Namespace, connect: Connect) -> Outcome:
         ElasticError: there are fewer slots than experts.
         RefusedError: no job told this daemon of its placement, or several did and none is named.
     """
-    run: Callable[[argparse.Namespace, Connect], Outcome] = {
+    run: Callable[[argparse.Namespace, Connect], CommandOutcome] = {
         "plan": _plan,
         "show": _show,
         "whatif": _what_if,
@@ -60,19 +60,21 @@ def run_elastic(args: argparse.Namespace, connect: Connect) -> Outcome:
     return run(args, connect)
 
 
-def _plan(args: argparse.Namespace, connect: Connect) -> Outcome:
+def _plan(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
     found = situation(read_file(args.file) if args.file else _told(args, connect).elastic)
     planned = plan(found)
-    return Outcome(planned_json(planned), planned_text(planned, _canvas(args, found)))
+    return CommandOutcome(planned_json(planned), planned_text(planned, _canvas(args, found)))
 
 
-def _show(args: argparse.Namespace, connect: Connect) -> Outcome:
+def _show(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
     with connect() as client:
         told = client.ask(m.GetElastic(args.job or "", args.run or ""), m.SeenElastic).told
     if not told:
         raise _nobody(args)
     shown = [_shown(one, args) for one in told]
-    return Outcome({"runs": [one for one, _ in shown]}, "\n\n".join(text for _, text in shown))
+    return CommandOutcome(
+        {"runs": [one for one, _ in shown]}, "\n\n".join(text for _, text in shown)
+    )
 
 
 def _shown(one: m.ElasticTold, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -109,7 +111,7 @@ def _history_text(shares: list[float]) -> str:
     return f"share of a layer's tokens on its hottest expert, by period, the newest last: {told}"
 
 
-def _what_if(args: argparse.Namespace, connect: Connect) -> Outcome:
+def _what_if(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
     told = None if args.file else _told(args, connect)
     found = situation(read_file(args.file) if told is None else told.elastic)
     nodes, text = lost_nodes(found, args.lose), []
@@ -133,13 +135,13 @@ def _what_if(args: argparse.Namespace, connect: Connect) -> Outcome:
         )
     answer["recoverable"] = recoverable
     text.append(_next_after(found, lost))
-    return Outcome(
+    return CommandOutcome(
         answer, "\n\n".join(part for part in text if part), _FAILED if recoverable is False else 0
     )
 
 
 def _from_snapshots(
-    args: argparse.Namespace, connect: Connect, told: m.ElasticTold, lost: Lost
+    args: argparse.Namespace, connect: Connect, told: m.ElasticTold, lost: LossReport
 ) -> tuple[dict[str, Any], str]:
     """What the memory tier would give the ranks of these nodes, as `ckptctl whatif` has it."""
     asked = argparse.Namespace(
@@ -158,7 +160,7 @@ def _from_snapshots(
     return as_json(found), f"snapshots, {render_what_if(found)}"
 
 
-def _next_after(found: Situation, lost: Lost) -> str:
+def _next_after(found: Situation, lost: LossReport) -> str:
     if isinstance(lost.planned, str):
         return "next rebalance: as soon as there are nodes with slots enough"
     gather = "120 s after the last node has come (at most 600 s after the first)"
@@ -233,7 +235,7 @@ def planned_json(planned: Planned) -> dict[str, Any]:
     }
 
 
-def lost_json(lost: Lost) -> dict[str, Any]:
+def lost_json(lost: LossReport) -> dict[str, Any]:
     """What the loss of nodes would mean, as plain values."""
     return {
         "lost_nodes": list(lost.nodes),

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.core.elastic.elastic_types import Cluster, Loads, Placement, checked_loads
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads, checked_loads
 from ckptd.transport.control.messages import Elastic, ElasticNode
 
 __all__ = ["InputProblem", "Situation", "read_file", "situation"]
@@ -43,7 +43,7 @@ class Situation:
     told: Elastic
     cluster: Cluster
     loads_LE: Loads
-    held: Placement | None
+    held: ExpertPlacement | None
     expert_bytes_LE: Ints | None
     speeds_N: Ints | None
     max_straggler: float | None
@@ -73,7 +73,7 @@ class Situation:
             self,
             told=told,
             cluster=_cluster(told),
-            held=None if self.held is None else Placement(self.held.counts[:, nodes]),
+            held=None if self.held is None else ExpertPlacement(self.held.counts[:, nodes]),
             speeds_N=None if self.speeds_N is None else self.speeds_N[nodes],
         )
 
@@ -221,7 +221,7 @@ def _domain(node: ElasticNode, label: str) -> str:
     return node.labels[label]
 
 
-def _held(told: Elastic, shape: tuple[int, ...]) -> Placement | None:
+def _held(told: Elastic, shape: tuple[int, ...]) -> ExpertPlacement | None:
     if not any(node.holds for node in told.nodes):
         return None
     counts = np.zeros((shape[0], len(told.nodes), shape[1]), dtype=np.int32)
@@ -238,7 +238,7 @@ def _held(told: Elastic, shape: tuple[int, ...]) -> Placement | None:
                     f"node {node.name} holds expert {max(experts)} of layer {layer}, which has {shape[1]}: they count from 0"
                 )
             np.add.at(counts[layer, number], list(experts), 1)
-    return Placement(counts)
+    return ExpertPlacement(counts)
 
 
 def _expert_bytes(told: Elastic, shape: tuple[int, ...]) -> Ints | None:

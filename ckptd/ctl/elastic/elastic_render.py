@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.core.elastic.placement.survival import Chance
-from ckptd.ctl.elastic.elastic_answers import Lost, Move, NextTime, Outlook, Planned
+from ckptd.ctl.elastic.elastic_answers import LossReport, NextTime, Outlook, PlacementMove, Planned
 from ckptd.ctl.elastic.elastic_input import Situation
 from ckptd.units import format_bytes, format_table
 
@@ -60,7 +60,7 @@ def outlook_text(situation: Situation, found: Outlook, canvas: Canvas) -> str:
     return "\n".join([*lines, "", _tokens(situation, found)])
 
 
-def lost_text(situation: Situation, lost: Lost, canvas: Canvas) -> str:
+def lost_text(situation: Situation, lost: LossReport, canvas: Canvas) -> str:
     """What the loss of nodes would mean, but for where snapshots are."""
     head = f"without {', '.join(lost.nodes)}: "
     if lost.gone:
@@ -181,7 +181,7 @@ def _tokens(situation: Situation, found: Outlook) -> str:
     return "\n".join([text, format_table(["rank", "node", "tokens"], rows)])
 
 
-def _move_text(situation: Situation, move: Move) -> str:
+def _move_text(situation: Situation, move: PlacementMove) -> str:
     if not move.replicas:
         return "nothing has to be moved: every node holds what it is to hold"
     text = f"to move from what nodes hold: {move.replicas} experts"
@@ -198,7 +198,7 @@ def _move_text(situation: Situation, move: Move) -> str:
     return f"{text}\n{_fetches_text(move)}"
 
 
-def _fetches_text(move: Move) -> str:
+def _fetches_text(move: PlacementMove) -> str:
     """Who gets what from whom; where that are many, what each node gets, those that get most first."""
     if len(move.fetches) <= _MOST_FETCHES:
         pairs = [

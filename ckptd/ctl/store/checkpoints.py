@@ -42,7 +42,7 @@ from ckptd.storage.checkpoints.retention import RetentionPolicy
 from ckptd.storage.stores.open_store import BACKENDS
 
 __all__ = [
-    "Outcome",
+    "CommandOutcome",
     "add_checkpoints_commands",
     "add_verify_arguments",
     "run_checkpoints",
@@ -55,7 +55,7 @@ _GRACE_S, _SETTLE_S = RetentionPolicy().grace_ns / 1e9, RetentionPolicy().settle
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommandOutcome:
     """What a command found: for ``--json``, for people, and the exit status."""
 
     answer: Any
@@ -63,7 +63,7 @@ class Outcome:
     code: int = 0
 
 
-def run_checkpoints(args: argparse.Namespace) -> Outcome:
+def run_checkpoints(args: argparse.Namespace) -> CommandOutcome:
     """Perform a subcommand of `ckptctl checkpoints`.
 
     Raises:
@@ -72,11 +72,11 @@ def run_checkpoints(args: argparse.Namespace) -> Outcome:
     """
     place, config = configured_place(args.store, args.store_options, args.store_backend)
     with opened(place, args.timeout) as store:
-        found: Outcome = args.stored(store, args, config)
+        found: CommandOutcome = args.stored(store, args, config)
         return found
 
 
-def run_verify(args: argparse.Namespace) -> Outcome:
+def run_verify(args: argparse.Namespace) -> CommandOutcome:
     """`ckptctl verify URL`.
 
     Raises:
@@ -96,10 +96,10 @@ def run_verify(args: argparse.Namespace) -> Outcome:
 # -- the commands --------------------------------------------------------------------------------
 
 
-def _list(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Outcome:
+def _list(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> CommandOutcome:
     families = families_of(store, args.job, args.run)
     shown = [each for family in families for each in _family_shown(store, family, args)]
-    return Outcome(
+    return CommandOutcome(
         {"store": store.place.shown, "runs": shown}, render.runs(shown, store.place.shown)
     )
 
@@ -123,7 +123,7 @@ def _run_shown(store: OpenedStore, catalog: Catalog, args: argparse.Namespace) -
     return RunShown(catalog.job, catalog.run, rows, unreadable)
 
 
-def _show(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Outcome:
+def _show(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> CommandOutcome:
     catalog = find_catalog(store, args.job, args.run)
     chosen = choose_checkpoint(
         catalog, args.iteration, args.epoch, args.agreement, prefer_committed=True
@@ -135,10 +135,10 @@ def _show(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Outc
     if args.rank is not None and args.rank not in [rank.rank for rank in shown.ranks]:
         raise StoreProblem(f"{chosen.id} has no manifest of rank {args.rank}: {chosen.reason}")
     text = render.checkpoint(shown, only_rank=args.rank)
-    return Outcome(shown, text, _DAMAGED if shown.damaged else 0)
+    return CommandOutcome(shown, text, _DAMAGED if shown.damaged else 0)
 
 
-def _verify(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Outcome:
+def _verify(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> CommandOutcome:
     if args.all and args.iteration is not None:
         raise StoreProblem("give an ITERATION or --all, not both")
     catalog = find_catalog(store, args.job, args.run)
@@ -169,21 +169,21 @@ def _verify(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Ou
     return _checked(checked)
 
 
-def _checked(checked: Checked) -> Outcome:
-    return Outcome(checked, render.checked(checked), 0 if checked.ok else _DAMAGED)
+def _checked(checked: Checked) -> CommandOutcome:
+    return CommandOutcome(checked, render.checked(checked), 0 if checked.ok else _DAMAGED)
 
 
-def _pin(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Outcome:
+def _pin(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> CommandOutcome:
     done = pin(store, args) if args.action == "pin" else unpin(store, args)
-    return Outcome(done, render.pinned(done))
+    return CommandOutcome(done, render.pinned(done))
 
 
-def _rm(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Outcome:
+def _rm(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> CommandOutcome:
     done = remove(store, args)
-    return Outcome(done, render.removed(done))
+    return CommandOutcome(done, render.removed(done))
 
 
-def _gc(store: OpenedStore, args: argparse.Namespace, config: DaemonConfig) -> Outcome:
+def _gc(store: OpenedStore, args: argparse.Namespace, config: DaemonConfig) -> CommandOutcome:
     def planned(plan: Collected) -> None:
         if not args.json:
             print(for_terminal(render.planned(plan)), flush=True)
@@ -191,7 +191,7 @@ def _gc(store: OpenedStore, args: argparse.Namespace, config: DaemonConfig) -> O
     found = collect(store, args, policy_of(args, config), planned)
     refused = any(each.refused for each in found)
     answer = {"dry_run": args.dry_run, "runs": found}
-    return Outcome(
+    return CommandOutcome(
         answer, render.collected(found, dry_run=args.dry_run), EXIT_REFUSED if refused else 0
     )
 
@@ -219,7 +219,7 @@ def add_checkpoints_commands(
 
     def add(
         name: str,
-        function: Callable[[OpenedStore, argparse.Namespace, DaemonConfig], Outcome],
+        function: Callable[[OpenedStore, argparse.Namespace, DaemonConfig], CommandOutcome],
         text: str,
     ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text, parents=[common, where])

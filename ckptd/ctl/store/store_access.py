@@ -30,9 +30,9 @@ from ckptd.storage.stores.objects import (
     ObjectInfo,
     ObjectStore,
     Range,
-    Refused,
     StoreError,
     StoreFacts,
+    StoreRefused,
 )
 from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.stores.resilience import Circuit, RetryPolicy
@@ -45,7 +45,7 @@ __all__ = [
     "EXIT_UNUSABLE",
     "ListedStore",
     "OpenedStore",
-    "Place",
+    "StorePlace",
     "StoreProblem",
     "configured_place",
     "named_place",
@@ -75,7 +75,7 @@ class StoreProblem(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StorePlace:
     """Which store is meant."""
 
     url: str = field(repr=False)
@@ -102,14 +102,14 @@ class Place:
 class OpenedStore:
     """A store that answers within a command's patience; ``map`` works on several things at a time."""
 
-    place: Place
+    place: StorePlace
     store: ObjectStore
     map: MapFunction
 
 
 def configured_place(
     url: str | None, options: str | None, backend: str | None
-) -> tuple[Place, DaemonConfig]:
+) -> tuple[StorePlace, DaemonConfig]:
     """The store of the configuration; what is given takes precedence, each for itself.
 
     Raises:
@@ -123,7 +123,7 @@ def configured_place(
         raise ConfigError(_without_value(str(error))) from error
     if not config.store:
         raise StoreProblem("no store is configured: pass --store URL, or set CKPTD_STORE")
-    place = Place(
+    place = StorePlace(
         config.store,
         json.loads(config.store_options or "{}"),
         config.store_backend,
@@ -133,7 +133,7 @@ def configured_place(
     return place, config
 
 
-def named_place(url: str, options: str | None, backend: str | None) -> Place:
+def named_place(url: str, options: str | None, backend: str | None) -> StorePlace:
     """The store at a URL or in a folder, whatever store is configured. Whose manifests are believed is as configured, if the configuration can be used;
     else a line on stderr says that signatures are not looked at.
 
@@ -151,12 +151,14 @@ def named_place(url: str, options: str | None, backend: str | None) -> Place:
     except ConfigError as error:
         text = _without_value(str(error))
         print(f"ckptctl: signatures are not looked at: {text}", file=sys.stderr)
-        return Place(_url_of(url), found, backend or "auto")
-    return Place(_url_of(url), found, backend or "auto", config.keys_dir, config.store_signed_only)
+        return StorePlace(_url_of(url), found, backend or "auto")
+    return StorePlace(
+        _url_of(url), found, backend or "auto", config.keys_dir, config.store_signed_only
+    )
 
 
 @contextmanager
-def opened(place: Place, timeout_s: float) -> Iterator[OpenedStore]:
+def opened(place: StorePlace, timeout_s: float) -> Iterator[OpenedStore]:
     """The store, until the end of the block; its errors leave the block as `StoreProblem`.
 
     Args:
@@ -201,7 +203,7 @@ class ListedStore:
 
     def put(self, key: str, parts: Sequence[memoryview], *, if_absent: bool = False) -> ObjectInfo:
         """Refused."""
-        raise Refused(key, "it is only looked at")
+        raise StoreRefused(key, "it is only looked at")
 
     def read(self, key: str, *, limit: int) -> bytes:
         """See `ObjectStore.read`."""
@@ -221,17 +223,17 @@ class ListedStore:
 
     def delete(self, keys: Sequence[str]) -> None:
         """Refused."""
-        raise Refused(keys[0] if keys else "", "it is only looked at")
+        raise StoreRefused(keys[0] if keys else "", "it is only looked at")
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
         """Refused."""
-        raise Refused(prefix, "it is only looked at")
+        raise StoreRefused(prefix, "it is only looked at")
 
     def close(self) -> None:
         """Nothing: who opened the store closes it."""
 
 
-def _open(place: Place) -> ObjectStore:
+def _open(place: StorePlace) -> ObjectStore:
     try:
         parts = urlsplit(place.url)
         if parts.scheme in ("file", "local") and not Path(unquote(parts.path)).is_dir():
@@ -248,7 +250,7 @@ def _open(place: Place) -> ObjectStore:
         raise StoreProblem(f"whose manifests are believed cannot be told: {error}") from error
 
 
-def _believed(place: Place, store: ObjectStore) -> ObjectStore:
+def _believed(place: StorePlace, store: ObjectStore) -> ObjectStore:
     """With ``store_signed_only`` what trusted signers signed; else signatures of those that are known must be theirs."""
     folder = Path(place.keys_dir)
     if place.signed_only:
@@ -257,14 +259,14 @@ def _believed(place: Place, store: ObjectStore) -> ObjectStore:
     return store if signers is None else SignedStore(store, signers, required=False)
 
 
-def _sentence(place: Place, error: StoreError) -> str:
+def _sentence(place: StorePlace, error: StoreError) -> str:
     what = error.detail if error.key == place.shown else str(error)
     return f"{place.shown}: {place.hide(what)}{_hint(error)}"
 
 
 def _hint(error: StoreError) -> str:
     """What to do about it."""
-    if isinstance(error, Refused):
+    if isinstance(error, StoreRefused):
         return (
             " -> check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or key and "
             "secret in the store options) and what they allow"

@@ -13,8 +13,8 @@ from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.checkpoints.verifier import (
     Finding,
     Progress,
-    Report,
     Severity,
+    VerifyReport,
     verify_checkpoint,
     verify_run,
     verify_store,
@@ -59,7 +59,7 @@ class Checked:
 
 _BRING_BACK = "bring it back from a version or a backup of the store"
 
-_Look = Callable[[ListedStore, bool, ProgressBar], Report]
+_Look = Callable[[ListedStore, bool, ProgressBar], VerifyReport]
 
 
 def check_checkpoint(
@@ -74,11 +74,11 @@ def check_checkpoint(
     """One checkpoint; ``total_bytes`` are those of its objects, 0 if that is not known."""
     job, run = catalog.job, catalog.run
 
-    def look(listed: ListedStore, full: bool, bar: ProgressBar) -> Report:
+    def look(listed: ListedStore, full: bool, bar: ProgressBar) -> VerifyReport:
         seen = read_catalog(listed, job, run)
         found = next((c for c in seen.checkpoints if c.id == checkpoint.id), None)
         if found is None:
-            return Report((), (), 0, 0)  # it was removed while it was verified
+            return VerifyReport((), (), 0, 0)  # it was removed while it was verified
         return verify_checkpoint(
             listed, seen, found, full=full, map_fn=opened.map, told=_telling(bar)
         )
@@ -89,7 +89,7 @@ def check_checkpoint(
 def check_run(opened: OpenedStore, job: str, run: str, *, full: bool, quiet: bool) -> Checked:
     """All checkpoints of a run, and what else lies there."""
 
-    def look(listed: ListedStore, full: bool, bar: ProgressBar) -> Report:
+    def look(listed: ListedStore, full: bool, bar: ProgressBar) -> VerifyReport:
         return verify_run(listed, job, run, full=full, map_fn=opened.map, told=_telling(bar))
 
     return _check(opened, f"{job}/{run}/", look, full=full, quiet=quiet)
@@ -98,7 +98,7 @@ def check_run(opened: OpenedStore, job: str, run: str, *, full: bool, quiet: boo
 def check_store(opened: OpenedStore, *, full: bool, quiet: bool) -> Checked:
     """Everything in the store."""
 
-    def look(listed: ListedStore, full: bool, bar: ProgressBar) -> Report:
+    def look(listed: ListedStore, full: bool, bar: ProgressBar) -> VerifyReport:
         return verify_store(listed, full=full, map_fn=opened.map, told=_telling(bar))
 
     return _check(opened, "", look, full=full, quiet=quiet)
@@ -128,7 +128,9 @@ def _check(
     return Checked(report.ok, full, findings, tuple(whole), report.num_objects, report.read_bytes)
 
 
-def _without_removed(report: Report, then: ListedStore, now: ListedStore, again: Report) -> Report:
+def _without_removed(
+    report: VerifyReport, then: ListedStore, now: ListedStore, again: VerifyReport
+) -> VerifyReport:
     """What was found, without what concerns keys that have been removed meanwhile.
 
     ``again`` is what a quick look finds now: an object that should be there still is among it.
@@ -148,12 +150,12 @@ def _telling(bar: ProgressBar) -> Callable[[Progress], None]:
     return lambda progress: bar.update(progress.read_bytes)
 
 
-def _advised(finding: Finding, report: Report) -> Advised:
+def _advised(finding: Finding, report: VerifyReport) -> Advised:
     advice = _advice(finding, report)
     return Advised(str(finding.severity), finding.key, finding.tensor, finding.what, advice)
 
 
-def _advice(finding: Finding, report: Report) -> str:
+def _advice(finding: Finding, report: VerifyReport) -> str:
     if finding.severity is Severity.INFO:
         return ""
     if isinstance(parse(finding.key), RunName):
@@ -170,7 +172,7 @@ def _advice(finding: Finding, report: Report) -> str:
     return f"{_BRING_BACK}, or {remove}; {_instead(job, run, report)}"
 
 
-def _instead(job: str, run: str, report: Report) -> str:
+def _instead(job: str, run: str, report: VerifyReport) -> str:
     """What a restore does without a damaged checkpoint."""
     ends = [checkpoint.end for j, r, checkpoint in report.whole if (j, r) == (job, run)]
     if not ends:

@@ -23,8 +23,8 @@ from ckptd.ctl.store.store_lookup import (
 from ckptd.ctl.store.store_views import Manifests
 from ckptd.storage.checkpoints.catalog import Catalog
 from ckptd.storage.checkpoints.incarnation_retention import (
+    IncarnationRemoval,
     StoredWorld,
-    WorldPlan,
     plan_worlds,
     replacing_world,
 )
@@ -34,7 +34,7 @@ from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.checkpoints.retention import Deletion, RetentionPolicy, plan_retention
 from ckptd.storage.stores.objects import ObjectStore
 
-__all__ = ["Collected", "Gone", "Kept", "collect", "delete_soon"]
+__all__ = ["Collected", "Gone", "KeptCheckpoint", "collect", "delete_soon"]
 
 _BATCH = 500
 # What was decided is done so soon after the listing was begun, or not at all: writers count on it (docs/format.md section 8).
@@ -45,7 +45,7 @@ _READ_WITHIN_S = (
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptCheckpoint:
     """A checkpoint that stays, and why."""
 
     iteration: int
@@ -75,7 +75,7 @@ class Collected:
     job: str
     run: str
     refused: str = ""
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[KeptCheckpoint, ...] = ()
     manifests: tuple[Gone, ...] = ()
     objects: tuple[Gone, ...] = ()
     names: tuple[Gone, ...] = ()
@@ -183,7 +183,7 @@ def _plans(
     clock = family.chosen[0]
     now_ns = time.time_ns() if dry_run else store_clock_ns(opened.store, family.job, clock)
     worlds = {number: seen[run].world for number, run in family.worlds.items()}
-    replaced: dict[str, WorldPlan] = {}
+    replaced: dict[str, IncarnationRemoval] = {}
     by = replacing_world(worlds, policy, now_ns=now_ns)
     if by is not None:
         earlier = {number: world for number, world in worlds.items() if number < by}
@@ -193,7 +193,7 @@ def _plans(
 
 
 def _plan_of(
-    seen: _Seen, replaced: WorldPlan | None, policy: RetentionPolicy, now_ns: int
+    seen: _Seen, replaced: IncarnationRemoval | None, policy: RetentionPolicy, now_ns: int
 ) -> Collected:
     """Of one run.
 
@@ -229,7 +229,7 @@ def _collected(
         catalog.job,
         catalog.run,
         "",
-        tuple([Kept(c.end, c.epoch, c.agreement, reason) for c, reason in kept.items()]),
+        tuple([KeptCheckpoint(c.end, c.epoch, c.agreement, reason) for c, reason in kept.items()]),
         _gone(manifests),
         _gone(objects),
         _gone(names),

@@ -34,7 +34,7 @@ from ckptd.peers.replicas.replica_leases import Leasing
 from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.peers.replicas.write_grants import Filling
 from ckptd.peers.run_records import RunRecords
-from ckptd.storage.images.image import MapFunction
+from ckptd.storage.images.image import DigestMap
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import GetHoldings, Holdings, ReplayFailure, RunRecord
 from ckptd.transport.verbs import Fabric
@@ -77,7 +77,7 @@ class Host:
         sealers: Workers,
         slow: Workers,
         settlers: Workers,
-        map_fn: MapFunction | None,
+        map_fn: DigestMap | None,
         threads: int = 1,
         vouch: Vouch,
         boot_id: str,

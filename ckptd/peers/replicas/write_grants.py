@@ -32,7 +32,7 @@ from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.replicas.region_loans import Lending, Loan
 from ckptd.peers.replicas.replica_leases import Leasing
 from ckptd.peers.replicas.replica_store import ReplicaStore
-from ckptd.storage.images.image import MapFunction, verify
+from ckptd.storage.images.image import DigestMap, verify
 from ckptd.storage.images.image_format import ImageError
 from ckptd.storage.images.strong_digest import matches
 from ckptd.transport.control import peer_messages as p
@@ -78,7 +78,7 @@ class Filling:
         *,
         busy: Callable[[Segment], set[int]],
         sealers: Workers,
-        map_fn: MapFunction | None,
+        map_fn: DigestMap | None,
         threads: int,
         ids: Iterator[int],
         deadline_s: float,
@@ -304,7 +304,7 @@ class Filling:
 
 
 def _wrong_with(
-    image: memoryview, header_digest: bytes, digest: str, map_fn: MapFunction | None, threads: int
+    image: memoryview, header_digest: bytes, digest: str, map_fn: DigestMap | None, threads: int
 ) -> tuple[str, str]:
     """What in an image does not match its digests, and the event that says so; empty if all of it does."""
     try:

@@ -8,7 +8,12 @@ from typing import NoReturn
 
 import msgspec
 
-from ckptd.client.elastic.incarnation.store_start import Storage, Stored, missing_ranks, newer_than
+from ckptd.client.elastic.incarnation.store_start import (
+    DurableState,
+    Storage,
+    missing_ranks,
+    newer_than,
+)
 from ckptd.client.log_lines import get_logger
 from ckptd.core.elastic.incarnations import Chosen, ExpertLayers, NodeHeld, choose
 from ckptd.errors import ElasticError, LocalProtocolError
@@ -24,7 +29,7 @@ _FEW_STEPS = 10
 
 def choose_with_storage(
     held: Sequence[NodeHeld], layers: ExpertLayers, speakers: Sequence[int], storage: Storage
-) -> tuple[Chosen | None, Stored] | None:
+) -> tuple[Chosen | None, DurableState] | None:
     """Where to go on, and what is durable; a collective call.
 
     Args:

@@ -25,7 +25,7 @@ from ckptd.launch import connect
 from ckptd.transport.control.messages import Hello, Welcome
 from ckptd.transport.control.wire import RequestTimeout, WireError
 
-__all__ = ["Here", "Looked", "Wishes", "find_here", "look"]
+__all__ = ["Discovery", "Here", "Wishes", "find_here", "look"]
 
 _DRAWN = 1000
 _SETTLE_S = 5.0
@@ -71,7 +71,7 @@ class _Told(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Looked:
+class Discovery:
     """What all have told, the same on all ranks, and what lies on this node.
 
     Args:
@@ -135,7 +135,7 @@ def look(
     rank: int,
     meet: Exchange,
     unusable: frozenset[ImageKey],
-) -> Looked:
+) -> Discovery:
     """Tell what this rank has, and hear what all have; a collective call.
 
     Args:
@@ -169,7 +169,7 @@ def look(
     words = NodeHeld() if inventory is None else inventory.told
     said = meet(msgspec.msgpack.encode(words) if rank in speakers else b"")
     held = [msgspec.msgpack.decode(said[r], type=NodeHeld) for r in speakers]
-    return Looked(seats, speakers, held, inventory, told[0].clock_s, told[0].drawn)
+    return Discovery(seats, speakers, held, inventory, told[0].clock_s, told[0].drawn)
 
 
 def _check_alike(told: Sequence[_Told]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ckptd.core.elastic.elastic_types import Cluster, Loads, Placement
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads
 from ckptd.core.elastic.handover import Handover, plan_handover
 from ckptd.core.elastic.incarnations import Chosen, ExpertLayers
 from ckptd.core.elastic.mapping import map_nodes
@@ -23,7 +23,7 @@ from ckptd.core.elastic.placement.balance import straggler_factor
 from ckptd.core.elastic.placement.expert_placement import place
 from ckptd.core.elastic.placement.rank_split import split_over_ranks
 
-__all__ = ["Seat", "WorldPlan", "nodes_of", "placement_of", "plan_world", "replicas_by_load"]
+__all__ = ["IncarnationPlan", "Seat", "nodes_of", "placement_of", "plan_world", "replicas_by_load"]
 
 _NO_SHARDS: Mapping[str, int] = MappingProxyType({})
 
@@ -37,7 +37,7 @@ class Seat(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WorldPlan:
+class IncarnationPlan:
     """A world.
 
     Args:
@@ -55,7 +55,7 @@ class WorldPlan:
     nodes: tuple[str, ...]
     node_of: tuple[int, ...]
     cluster: Cluster
-    placement: Placement
+    placement: ExpertPlacement
     replicas_LRE: NDArray[np.int64]
     straggler: float
     handover: Handover | None
@@ -97,7 +97,7 @@ def plan_world(
     threshold: int,
     max_straggler: float | None,
     numels: Mapping[str, int] = _NO_SHARDS,
-) -> WorldPlan:
+) -> IncarnationPlan:
     """Place the experts, and share out who gives what.
 
     Args:
@@ -124,14 +124,14 @@ def plan_world(
     placement = plan.placement
     # Of shards the weights of all replicas are sent anew: no placement is nearer than another.
     if chosen is not None and not chosen.shards:
-        held = Placement(chosen.experts_LNE.astype(np.int32))
+        held = ExpertPlacement(chosen.experts_LNE.astype(np.int32))
         placement = map_nodes(placement, held, cluster, chosen.expert_bytes_LE).apply(placement)
     replicas_LRE = _on_ranks(placement, cluster, loads_LE, node_of)
     handover = None
     if chosen is not None:
         handover = plan_handover(chosen, layers, replicas_LRE, node_of, numels)
     where = "the job begins" if chosen is None else f"goes on from {chosen.reason}"
-    return WorldPlan(
+    return IncarnationPlan(
         number,
         0 if chosen is None else chosen.iteration,
         nodes,
@@ -146,7 +146,7 @@ def plan_world(
 
 
 def replicas_by_load(
-    plan: WorldPlan, loads_LE: Loads, *, threshold: int, max_straggler: float | None
+    plan: IncarnationPlan, loads_LE: Loads, *, threshold: int, max_straggler: float | None
 ) -> NDArray[np.int64]:
     """``[L, R, E]``: where the experts would be placed on this world's ranks for these loads, whatever has to be sent for it."""
     allocation = allocate(loads_LE, plan.cluster, threshold)
@@ -154,17 +154,19 @@ def replicas_by_load(
     return _on_ranks(placed.placement, plan.cluster, loads_LE, plan.node_of)
 
 
-def placement_of(plan: WorldPlan, replicas_LRE: Sequence[NDArray[np.int64]]) -> Placement:
+def placement_of(
+    plan: IncarnationPlan, replicas_LRE: Sequence[NDArray[np.int64]]
+) -> ExpertPlacement:
     """What the nodes of a world hold where its ranks hold these replicas."""
     on_ranks = np.stack(replicas_LRE)
     counts_LNE = np.zeros((len(on_ranks), len(plan.nodes), on_ranks.shape[2]), dtype=np.int32)
     for rank, node in enumerate(plan.node_of):
         counts_LNE[:, node] += on_ranks[:, rank].astype(np.int32)
-    return Placement(counts_LNE)
+    return ExpertPlacement(counts_LNE)
 
 
 def _on_ranks(
-    placement: Placement, cluster: Cluster, loads_LE: Loads, node_of: Sequence[int]
+    placement: ExpertPlacement, cluster: Cluster, loads_LE: Loads, node_of: Sequence[int]
 ) -> NDArray[np.int64]:
     """``[L, R, E]``: what the nodes hold, split over their ranks, wherever these stand."""
     by_node = split_over_ranks(placement, cluster, loads_LE)

@@ -18,7 +18,7 @@ from ckptd.client.elastic.incarnation.checkpoint_selection import choose_with_st
 from ckptd.client.elastic.incarnation.collective_read import read_together
 from ckptd.client.elastic.incarnation.discovery import Here, Wishes, look
 from ckptd.client.elastic.incarnation.image_inventory import ImageKey, LocalImage
-from ckptd.client.elastic.incarnation.incarnation_plan import WorldPlan, plan_world
+from ckptd.client.elastic.incarnation.incarnation_plan import IncarnationPlan, plan_world
 from ckptd.client.elastic.incarnation.recorded_loads import read_recorded
 from ckptd.client.elastic.incarnation.store_start import Storage
 from ckptd.client.elastic.incarnation.unit_reading import LocalState
@@ -38,7 +38,7 @@ _PLANS = 20
 class Started:
     """A world that is planned; ``local`` holds what this rank will read until it is closed."""
 
-    plan: WorldPlan
+    plan: IncarnationPlan
     chosen: Chosen | None
     loads_LE: Loads
     local: LocalState | None
@@ -142,7 +142,7 @@ class _Clock:
 
 
 def _verify(
-    local: LocalState | None, plan: WorldPlan, node: str, rank: int, meet: Exchange
+    local: LocalState | None, plan: IncarnationPlan, node: str, rank: int, meet: Exchange
 ) -> frozenset[ImageKey] | None:
     """Hold and verify what this rank is to read; None if all ranks could, and have made the same plan."""
     handover = plan.handover

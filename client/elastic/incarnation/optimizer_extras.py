@@ -17,8 +17,8 @@ import xxhash
 from torch import Tensor
 
 from ckptd.client import values
-from ckptd.client.model.live_state import Binding, local
-from ckptd.client.optimizers.value_trees import Refused
+from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.optimizers.value_trees import NotCapturable
 from ckptd.client.ranks.collectives import Exchange
 from ckptd.core.elastic.incarnations import ExpertLayers
 
@@ -35,7 +35,7 @@ class KeptApart:
         binding: of an `ElasticJob`'s model, whose optimizers are as the program makes them.
     """
 
-    def __init__(self, binding: Binding, layers: ExpertLayers) -> None:
+    def __init__(self, binding: LiveState, layers: ExpertLayers) -> None:
         self._binding, self._layers = binding, layers
         self._fresh = [dict(each) for each in binding.kept.tree()["attributes"]]
         self._moving = {binding.owner[n][0] for n in binding.owner if self._moves(n)}
@@ -78,13 +78,13 @@ class KeptApart:
     def _fit(self, node: Node, fresh: Node, path: str) -> Node:
         if values.equal(node, fresh) or not isinstance(node, list):
             if isinstance(node, np.ndarray) and node.size > 1 and not values.equal(node, fresh):
-                raise Refused(path, f"an array; {_BY_POSITION}")
+                raise NotCapturable(path, f"an array; {_BY_POSITION}")
             return node
         tag = node[0]
         if tag == "k" and self._moves(_name_in(node)):
-            raise Refused(path, f"a tensor of {_name_in(node)}, which not all ranks have")
+            raise NotCapturable(path, f"a tensor of {_name_in(node)}, which not all ranks have")
         if tag in ("x", "w") and (tag == "w" or _size(node[1]) > 1):
-            raise Refused(path, f"a tensor; {_BY_POSITION}")
+            raise NotCapturable(path, f"a tensor; {_BY_POSITION}")
         if tag in ("l", "q", "s"):
             return self._list(node, fresh, path)
         if tag == "t":
@@ -111,14 +111,16 @@ class KeptApart:
         parts = key[1] if key[0] == "T" else [key]
         for part in parts:
             if part[0] in ("k", "n", "a") and self._moves(_name_in(part)):
-                raise Refused(f"{path}[{_name_in(part)}]", "not all ranks have this parameter")
+                raise NotCapturable(
+                    f"{path}[{_name_in(part)}]", "not all ranks have this parameter"
+                )
 
     def _list(self, node: Node, fresh: Node, path: str) -> Node:
         """Parameters, as the optimizer's constructor puts them together, are this rank's own; nothing else can be known to fit."""
         theirs, own = self._common(node), self._common(fresh)
         if theirs is not None and values.equal(theirs, own):
             return fresh
-        raise Refused(path, f"a {'set' if node[0] == 's' else 'list'}; {_BY_POSITION}")
+        raise NotCapturable(path, f"a {'set' if node[0] == 's' else 'list'}; {_BY_POSITION}")
 
     def _common(self, node: Node) -> list[Node] | None:
         """Of a list of nothing but parameters those that all ranks have; None of anything else."""
@@ -129,9 +131,11 @@ class KeptApart:
     def _check_entry(self, node: Node, name: str, path: str) -> None:
         for part in _nodes(node):
             if part[0] == "k" and _name_in(part) != name and self._moves(_name_in(part)):
-                raise Refused(path, f"a tensor of {_name_in(part)}, which not all ranks have")
+                raise NotCapturable(path, f"a tensor of {_name_in(part)}, which not all ranks have")
             if part[0] == "x" and not self._of_its_own(part[1], name):
-                raise Refused(path, f"a tensor of shape {list(part[1].shape)}; {_BY_POSITION}")
+                raise NotCapturable(
+                    path, f"a tensor of shape {list(part[1].shape)}; {_BY_POSITION}"
+                )
 
     def _of_its_own(self, tensor: Tensor, name: str) -> bool:
         """Whether a tensor in the state of a parameter can be of that one alone: by its shape, where the optimizer may mix parameters."""

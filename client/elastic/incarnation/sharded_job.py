@@ -14,7 +14,7 @@ from torch import nn
 
 from ckptd.client.elastic import ExpertShards
 from ckptd.client.elastic.sharded.shard_shapes import ShardShapes, numels_of
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.client.ranks.collectives import Exchange
 from ckptd.core.elastic.incarnations import SHARDS, ExpertLayers
@@ -96,7 +96,7 @@ def _first(experts: Sequence[Any]) -> str:
 
 
 def firsts_of(
-    binding: Binding, shards: ExpertShards | None, layers: ExpertLayers, rank: int, ranks: int
+    binding: LiveState, shards: ExpertShards | None, layers: ExpertLayers, rank: int, ranks: int
 ) -> dict[str, int]:
     """Of each parameter of which this rank has a shard, by the shard's name: the element with which it begins."""
     if shards is None:

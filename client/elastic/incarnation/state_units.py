@@ -10,12 +10,12 @@ import torch
 
 from ckptd.client import values
 from ckptd.client.model.host_bytes import DTYPES
-from ckptd.client.model.snapshot_layout import SCALARS, STATIC, Source, parse_entry_name
+from ckptd.client.model.snapshot_layout import SCALARS, STATIC, EntrySource, parse_entry_name
 from ckptd.core.elastic.incarnations import BUFFER, ExpertLayers, Unit
 from ckptd.storage.images.image import ImageView
 from ckptd.storage.images.image_format import ImageTensor
 
-__all__ = ["ParamFacts", "Part", "UnitIndex", "operator_units"]
+__all__ = ["EntryRows", "ParamFacts", "UnitIndex", "operator_units"]
 
 
 def operator_units(payload: bytes) -> tuple[Unit, ...]:
@@ -33,7 +33,7 @@ def operator_units(payload: bytes) -> tuple[Unit, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class EntryRows:
     """Rows of one entry.
 
     Args:
@@ -57,7 +57,7 @@ class UnitIndex:
     """
 
     def __init__(self, view: ImageView, layers: ExpertLayers, rank: int) -> None:
-        self._entries: dict[str, list[tuple[Source, ImageTensor]]] = {}
+        self._entries: dict[str, list[tuple[EntrySource, ImageTensor]]] = {}
         self.buffers: dict[str, ImageTensor] = {}
         self.shards: list[Unit] = []
         for entry in view:
@@ -83,25 +83,25 @@ class UnitIndex:
                 found.append((unit, sum(part.nbytes for part in parts)))
         return found
 
-    def parts(self, unit: Unit) -> list[Part]:
+    def parts(self, unit: Unit) -> list[EntryRows]:
         """What there is of a unit, in the order of the image."""
         parts = (_part(unit, s, entry) for s, entry in self._entries.get(unit.param, ()))
         return [part for part in parts if part is not None]
 
 
-def _of_whole(source: Source, entry: ImageTensor, rank: int) -> Source:
+def _of_whole(source: EntrySource, entry: ImageTensor, rank: int) -> EntrySource:
     """A rank's shard, by its elements among those of all shards."""
     assert source.start is None, "of shards all is anchored, as one entry"
     length = entry.shape[0]
     return replace(source, start=rank * length, stop=(rank + 1) * length) if length else source
 
 
-def _part(unit: Unit, source: Source, entry: ImageTensor) -> Part | None:
+def _part(unit: Unit, source: EntrySource, entry: ImageTensor) -> EntryRows | None:
     """The rows of the unit, if the entry has all of them."""
     told = source.kind, source.key, entry.dtype
     if not unit.stop:  # all of it: its entries have no rows in their names
         whole = source.start is None
-        return Part(*told, entry.shape, entry.offset, entry.nbytes) if whole else None
+        return EntryRows(*told, entry.shape, entry.offset, entry.nbytes) if whole else None
     rows = entry.shape[0] if entry.shape else 1
     first = source.start or 0
     if not first <= unit.start <= unit.stop <= first + rows:
@@ -109,7 +109,7 @@ def _part(unit: Unit, source: Source, entry: ImageTensor) -> Part | None:
     row_bytes = entry.nbytes // rows
     count = unit.stop - unit.start
     offset = entry.offset + (unit.start - first) * row_bytes
-    return Part(*told, (count, *entry.shape[1:]), offset, count * row_bytes)
+    return EntryRows(*told, (count, *entry.shape[1:]), offset, count * row_bytes)
 
 
 class ParamFacts:

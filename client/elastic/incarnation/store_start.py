@@ -34,7 +34,7 @@ from ckptd.transport.control.messages import (
 )
 from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["Storage", "Stored", "missing_ranks", "newer_than", "share_out"]
+__all__ = ["DurableState", "Storage", "missing_ranks", "newer_than", "share_out"]
 
 logger = get_logger(__name__)
 
@@ -63,7 +63,7 @@ class _Came(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class DurableState:
     """What is durable of a run, the same on all ranks.
 
     Args:
@@ -100,7 +100,7 @@ class Storage:
         self.brought: tuple[int, int] | None = None
         """World and iteration of what came."""
 
-    def look(self, speakers: Sequence[int], *, enough: bool) -> Stored:
+    def look(self, speakers: Sequence[int], *, enough: bool) -> DurableState:
         """What is durable of the run; a collective call.
 
         Args:
@@ -152,10 +152,10 @@ class Storage:
 
     def _common(
         self, seen: Sequence[DurableWorlds], able: Sequence[int], *, enough: bool
-    ) -> Stored:
+    ) -> DurableState:
         """What one node sees, without what any has found to be damaged."""
         if not able:
-            return Stored()
+            return DurableState()
         damaged = {which for one in seen for which in one.damaged}
         usable = [c for c in seen[0].checkpoints if (c.world, c.iteration) not in damaged]
         if damaged and not usable and not enough:
@@ -165,13 +165,13 @@ class Storage:
                 hint="`ckptctl events` and `ckptctl checkpoints verify` name what is damaged. To begin anew remove it with "
                 "`ckptctl checkpoints rm`, or pass run= a new name",
             )
-        return Stored(tuple(able), seen[0].worlds, tuple(usable))
+        return DurableState(tuple(able), seen[0].worlds, tuple(usable))
 
     def bring(
         self,
         wanted: DurableWorld,
         missing: Sequence[int],
-        stored: Stored,
+        stored: DurableState,
         speakers: Sequence[int],
     ) -> bool:
         """Have the nodes' daemons bring these ranks' images; a collective call. Whether all came: else another checkpoint may do.
@@ -243,7 +243,7 @@ def _ask(client: ControlClient, message: Request, kind: type[_Reply]) -> _Reply:
     return client.ask(message, kind)
 
 
-def newer_than(chosen: Chosen | None, stored: Stored) -> DurableWorld | None:
+def newer_than(chosen: Chosen | None, stored: DurableState) -> DurableWorld | None:
     """The durable checkpoint to go on from; None: what memory holds is newer, or there is none.
 
     A later world went on from an earlier one, which may hold iterations that were abandoned since: the world counts first.

@@ -15,8 +15,8 @@ from ckptd.client.capture.step_state import Stateful, apply_groups
 from ckptd.client.elastic.incarnation.optimizer_extras import KeptApart
 from ckptd.client.elastic.incarnation.unit_reading import UnitHead
 from ckptd.client.model.host_bytes import DTYPES
-from ckptd.client.model.live_state import Binding, local
-from ckptd.client.optimizers.value_trees import Refused
+from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.optimizers.value_trees import NotCapturable
 from ckptd.client.rng_state import restore_rng
 from ckptd.core.elastic.incarnations import BUFFER, Unit
 
@@ -26,7 +26,7 @@ _TOLD = 4
 _NO_SHARDS: Mapping[str, int] = MappingProxyType({})
 
 
-def check_fits(binding: Binding, held: Sequence[Unit], mine: set[str]) -> None:
+def check_fits(binding: LiveState, held: Sequence[Unit], mine: set[str]) -> None:
     """The model has what is held, and nothing else.
 
     Args:
@@ -58,7 +58,7 @@ class Loader:
 
     def __init__(
         self,
-        binding: Binding,
+        binding: LiveState,
         stateful: Mapping[str, Stateful],
         kept: KeptApart,
         firsts: Mapping[str, int] = _NO_SHARDS,
@@ -158,7 +158,7 @@ class Loader:
         keys = {n: facts[n]["deviating"][0] for n in names if facts[n]["deviating"]}
         try:
             fitted = self._rules.fitted({**kept, "entries": entries, "keys": keys})
-        except Refused as refused:
+        except NotCapturable as refused:
             raise ValueError(
                 f"the optimizer ({binding.kept.whose}) kept {refused.path}: {refused.why}. Pass run= a new name to begin anew"
             ) from None

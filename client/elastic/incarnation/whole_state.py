@@ -16,7 +16,7 @@ from ckptd.client.elastic.incarnation.recorded_loads import LOADS
 from ckptd.client.elastic.incarnation.sharded_job import with_shards
 from ckptd.client.elastic.load_history import LoadHistory
 from ckptd.client.elastic.sharded.shard_shapes import SHAPES, ShardShapes
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.client.option_checks import check_state
 from ckptd.core.elastic.incarnations import ExpertLayers
@@ -39,7 +39,7 @@ class WholeState:
     model: nn.Module
     optimizers: list[Any]
     stateful: dict[str, Stateful]
-    binding: Binding
+    binding: LiveState
     kept: KeptApart
     dense: tuple[str, ...]
 
@@ -78,7 +78,7 @@ def whole_state_of(
         _check_names(state, SHAPES)
         model, optimizers = with_shards(model, optimizers, shards)
         stateful[SHAPES] = ShardShapes(shards.layers)
-    binding = Binding(model, [unwrap_optimizer(o) for o in optimizers], masters, optimizers)
+    binding = LiveState(model, [unwrap_optimizer(o) for o in optimizers], masters, optimizers)
     owner_of = (layers.expert_of, layers.shard_of)
     dense = tuple(name for name in binding.params if not any(of(name) for of in owner_of))
     return WholeState(model, optimizers, stateful, binding, KeptApart(binding, layers), dense)

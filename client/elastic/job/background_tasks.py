@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ckptd.client.elastic import ElasticExperts
 from ckptd.client.elastic.incarnation.discovery import Here, Wishes
-from ckptd.client.elastic.incarnation.incarnation_plan import WorldPlan
+from ckptd.client.elastic.incarnation.incarnation_plan import IncarnationPlan
 from ckptd.client.elastic.incarnation.incarnation_start import Started
-from ckptd.client.elastic.job.garbage_collection import Retiring, forget, needless
+from ckptd.client.elastic.job.garbage_collection import GarbageCollection, forget, needless
 from ckptd.client.elastic.job.incarnation_report import WorldTeller
 from ckptd.client.elastic.job.rebalancing import Rebalancing
 from ckptd.client.ranks.collectives import Exchange
-from ckptd.core.elastic.elastic_types import Loads, Placement
+from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
 from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
 from ckptd.transport.control.messages import Elastic
 
-__all__ = ["Alongside", "make_room"]
+__all__ = ["BackgroundTasks", "make_room"]
 
 
 def make_room(here: Here, wishes: Wishes, world: Started, rank: int) -> None:
@@ -29,7 +29,7 @@ def make_room(here: Here, wishes: Wishes, world: Started, rank: int) -> None:
         forget(here.endpoint, wishes.job, runs)
 
 
-class Alongside:
+class BackgroundTasks:
     """Begins when this world's checkpointer is there.
 
     Args:
@@ -50,7 +50,7 @@ class Alongside:
         when: TimesConfig | None,
         layers: Sequence[ElasticExperts],
     ) -> None:
-        self._retiring: Retiring | None = None
+        self._retiring: GarbageCollection | None = None
         self._teller: WorldTeller | None = None
         self._rebalancing: Rebalancing | None = None
         if _speaks(world.plan, rank):
@@ -63,7 +63,7 @@ class Alongside:
         self,
         step: int,
         total: int,
-        placement: Callable[[], Placement],
+        placement: Callable[[], ExpertPlacement],
         loads_LE: Callable[[], Loads],
         seconds: Mapping[str, float],
     ) -> str | None:
@@ -73,7 +73,7 @@ class Alongside:
         return self._rebalancing.look(step, total, placement(), loads_LE(), seconds)
 
     def step_over(
-        self, step: int, placement: Callable[[], Placement], loads_LE: Callable[[], Loads]
+        self, step: int, placement: Callable[[], ExpertPlacement], loads_LE: Callable[[], Loads]
     ) -> None:
         """A step is done."""
         if self._rebalancing is not None:
@@ -91,15 +91,17 @@ class Alongside:
             self._retiring.close()
 
 
-def _speaks(plan: WorldPlan, rank: int) -> bool:
+def _speaks(plan: IncarnationPlan, rank: int) -> bool:
     """Whether this is the first rank of its node."""
     return plan.node_of.index(plan.node_of[rank]) == rank
 
 
-def _retiring(here: Here, wishes: Wishes, plan: WorldPlan, rank: int) -> Retiring | None:
+def _retiring(
+    here: Here, wishes: Wishes, plan: IncarnationPlan, rank: int
+) -> GarbageCollection | None:
     if here.folder is None or here.endpoint is None:
         return None
-    return Retiring(
+    return GarbageCollection(
         here.endpoint, here.folder, wishes.job, wishes.run, plan.number, plan.start, rank
     )
 

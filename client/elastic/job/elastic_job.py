@@ -41,7 +41,7 @@ from ckptd.client.elastic.incarnation.sharded_job import same_call
 from ckptd.client.elastic.incarnation.state_transfer import take_over
 from ckptd.client.elastic.incarnation.unit_loading import Loader
 from ckptd.client.elastic.incarnation.whole_state import WholeState, whole_state_of
-from ckptd.client.elastic.job.background_tasks import Alongside, make_room
+from ckptd.client.elastic.job.background_tasks import BackgroundTasks, make_room
 from ckptd.client.elastic.job.dense_gradients import DenseGradients
 from ckptd.client.elastic.job.garbage_collection import floor_of
 from ckptd.client.elastic.job.job_checks import (
@@ -55,7 +55,7 @@ from ckptd.client.elastic.load_history import LoadHistory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import all_or_none
 from ckptd.client.ranks.rank_exchange import exchange
-from ckptd.core.elastic.elastic_types import Loads, Placement
+from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
 from ckptd.core.elastic.incarnations import ExpertLayers
 from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
@@ -134,7 +134,7 @@ class ElasticJob:
         self._layers: list[ElasticExperts] = []
         self._checkpointer: Checkpointer | None = None
         self._loader: Loader | None = None
-        self._alongside: Alongside | None = None
+        self._alongside: BackgroundTasks | None = None
         self._gradients: DenseGradients | None = None
         self._shards: ExpertShards | None = None
         self.again = False
@@ -198,7 +198,7 @@ class ElasticJob:
         )
         return dict(zip(self.layers.names, found, strict=True))
 
-    def _placement(self) -> Placement:
+    def _placement(self) -> ExpertPlacement:
         """Where the experts are now, by node."""
         if self._shards is None:
             return self.plan.placement
@@ -324,7 +324,7 @@ class ElasticJob:
             self._checkpointer._binding.kept.check_also(whole.kept.check)
         self.seconds["attach_s"] = time.perf_counter() - began
         memory = self._checkpointer._memory
-        self._alongside = Alongside(
+        self._alongside = BackgroundTasks(
             self._here,
             self._wishes,
             self._world,
@@ -373,7 +373,7 @@ class ElasticJob:
         finally:
             steps.close()
 
-    def _body(self, steps: Iterator[int], total: int, alongside: Alongside) -> Iterator[int]:
+    def _body(self, steps: Iterator[int], total: int, alongside: BackgroundTasks) -> Iterator[int]:
         for step in steps:
             why = alongside.why_anew(step, total, self._placement, self._loads, self.seconds)
             if why is not None:

@@ -17,7 +17,7 @@ from ckptd.launch import connect
 from ckptd.transport.control.messages import Done, Forget
 from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["Retiring", "floor_of", "forget", "needless"]
+__all__ = ["GarbageCollection", "floor_of", "forget", "needless"]
 
 logger = get_logger(__name__)
 
@@ -70,7 +70,7 @@ def _forget_one(client: ControlClient, job: str, run: str) -> None:
         logger.warning("the memory of %s is not freed: %s; it expires by itself", run, error)
 
 
-class Retiring:
+class GarbageCollection:
     """Frees what this node holds of earlier worlds; of the ranks on a node one does so.
 
     Args:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptd.client.elastic.incarnation.incarnation_plan import WorldPlan
+from ckptd.client.elastic.incarnation.incarnation_plan import IncarnationPlan
 from ckptd.client.elastic.job.placement_report import PlacementTeller, Placing
 from ckptd.client.log_lines import get_logger
-from ckptd.core.elastic.elastic_types import Loads, Placement
+from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
 from ckptd.core.elastic.incarnations import Chosen, ExpertLayers
 from ckptd.errors import ElasticError
 from ckptd.transport.control.messages import Elastic
@@ -33,7 +33,7 @@ class WorldTeller:
     def __init__(
         self,
         send: Callable[[Elastic], None],
-        plan: WorldPlan,
+        plan: IncarnationPlan,
         layers: ExpertLayers,
         chosen: Chosen | None,
         loads_LE: Loads,
@@ -63,7 +63,7 @@ class WorldTeller:
             logger.warning("the daemon is not told of the placement: %s", error)
 
     def step_over(
-        self, step: int, placement: Callable[[], Placement], loads_LE: Callable[[], Loads]
+        self, step: int, placement: Callable[[], ExpertPlacement], loads_LE: Callable[[], Loads]
     ) -> None:
         """A step is done. Where the experts are may change in any step with shards: it is told where it is not what was told last."""
         self._steps += 1

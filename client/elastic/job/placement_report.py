@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ckptd.core.elastic.elastic_types import Cluster, Placement, checked_loads
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, checked_loads
 from ckptd.core.elastic.mapping import checked_bytes
 from ckptd.transport.control.messages import Elastic, ElasticNode, ElasticWhen
 
@@ -41,7 +41,7 @@ class Placing:
         method, reason: how it was found, and why it was made.
     """
 
-    placement: Placement
+    placement: ExpertPlacement
     cluster: Cluster
     names: tuple[str, ...]
     expert_bytes: ArrayLike

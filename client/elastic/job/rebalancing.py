@@ -9,10 +9,10 @@ import msgspec
 
 from ckptd.client.elastic import ElasticExperts
 from ckptd.client.elastic.incarnation.discovery import Wishes
-from ckptd.client.elastic.incarnation.incarnation_plan import WorldPlan
+from ckptd.client.elastic.incarnation.incarnation_plan import IncarnationPlan
 from ckptd.client.elastic.load_history import LayerClock, forecast
 from ckptd.client.ranks.collectives import Exchange
-from ckptd.core.elastic.elastic_types import Loads, Placement
+from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
 from ckptd.core.elastic.placement.rebalance_policy import (
     Action,
     PlacementTimes,
@@ -40,7 +40,7 @@ class Rebalancing:
 
     def __init__(
         self,
-        plan: WorldPlan,
+        plan: IncarnationPlan,
         wishes: Wishes,
         config: TimesConfig,
         layers: Sequence[ElasticExperts],
@@ -64,7 +64,7 @@ class Rebalancing:
         self,
         step: int,
         total: int,
-        placement: Placement,
+        placement: ExpertPlacement,
         loads_LE: Loads,
         seconds: Mapping[str, float],
     ) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ckptd.client.elastic.layer.token_rows import Share
+from ckptd.client.elastic.layer.token_rows import RowCounts
 from ckptd.client.log_lines import get_logger
 from ckptd.core.elastic.token_dispatch import plan_dispatch
 from ckptd.cuda.dispatch import DeviceDispatcher, KernelsUnavailable
@@ -41,7 +41,7 @@ class Dispatcher:
         self._rank = rank
         self._on_device: dict[torch.device, DeviceDispatcher | None] = {}
 
-    def share(self, counts: Tensor) -> Share:
+    def share(self, counts: Tensor) -> RowCounts:
         """What this rank sends and gets.
 
         Args:
@@ -55,15 +55,15 @@ class Dispatcher:
         planner = self._on_device[device]
         return self._by_cpu(counts) if planner is None else self._by(planner, counts)
 
-    def _by_cpu(self, counts: Tensor) -> Share:
+    def _by_cpu(self, counts: Tensor) -> RowCounts:
         plan = plan_dispatch(counts.cpu().numpy(), self._replicas_RE, nodes=self._nodes_R)
         sends = plan.sends(self._rank)
         arrays = (sends.tokens, sends.first, plan.receives(self._rank))
-        return Share(*(torch.from_numpy(array) for array in arrays))
+        return RowCounts(*(torch.from_numpy(array) for array in arrays))
 
-    def _by(self, planner: DeviceDispatcher, counts: Tensor) -> Share:
+    def _by(self, planner: DeviceDispatcher, counts: Tensor) -> RowCounts:
         sends, received = planner.plan(counts).share(self._rank)
-        return Share(sends.tokens, sends.first, received)
+        return RowCounts(sends.tokens, sends.first, received)
 
     def _tried(self, counts: Tensor) -> DeviceDispatcher | None:
         """The GPU form, if it works on this machine."""
@@ -90,7 +90,7 @@ class Dispatcher:
         return DeviceDispatcher(torch.tensor(self._replicas_RE), device, nodes=nodes)
 
 
-def _same(one: Share, other: Share) -> bool:
+def _same(one: RowCounts, other: RowCounts) -> bool:
     return (
         torch.equal(one.tokens_RE.cpu(), other.tokens_RE)
         and torch.equal(one.first_RE.cpu(), other.first_RE)

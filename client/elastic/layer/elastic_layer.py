@@ -25,10 +25,15 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from ckptd.client.elastic.layer.dispatch_planning import Dispatcher
-from ckptd.client.elastic.layer.layer_check import Agreed, agree, differing_replicas, digests_of
+from ckptd.client.elastic.layer.layer_check import (
+    LayerAgreement,
+    agree,
+    differing_replicas,
+    digests_of,
+)
 from ckptd.client.elastic.layer.layer_inputs import Inputs, exchange_inputs
 from ckptd.client.elastic.layer.replica_gradients import ReplicaGradients
-from ckptd.client.elastic.layer.row_exchange import Swap, swap_rows
+from ckptd.client.elastic.layer.row_exchange import RowExchange, swap_rows
 from ckptd.client.elastic.layer.token_rows import Route, plan_route, reorder, spread
 from ckptd.client.ranks.rank_exchange import gather_bytes
 from ckptd.errors import CorruptionError
@@ -101,7 +106,7 @@ class ElasticExperts(nn.Module):
         return self._sharded
 
     @property
-    def agreed(self) -> Agreed:
+    def agreed(self) -> LayerAgreement:
         """What all ranks have alike: placement, nodes, and the parameters of each expert."""
         return self._agreed
 
@@ -192,7 +197,7 @@ class ElasticExperts(nn.Module):
         """The experts of this rank by number."""
         return {int(number): module for number, module in self.experts.items()}
 
-    def agree_anew(self) -> Agreed:
+    def agree_anew(self) -> LayerAgreement:
         """What the ranks have alike now, after the layer may have been converted; a collective call that reads all weights.
 
         Raises:
@@ -201,7 +206,7 @@ class ElasticExperts(nn.Module):
         nodes_R = self._agreed.nodes_R
         return agree(self.held_experts(), self.replicas_RE, nodes_R, "mean", self._group)
 
-    def hide_experts(self, agreed: Agreed) -> None:
+    def hide_experts(self, agreed: LayerAgreement) -> None:
         """Take the experts out of the module tree, and leave their gradients to ``reduce_to_owners``.
 
         What is trained are the shards; the weights here are copies of them, which come and go with the placement. So neither an optimizer of the model's
@@ -224,7 +229,7 @@ class ElasticExperts(nn.Module):
 
     def adopt(self, experts: Mapping[int, nn.Module], replicas_RE: NDArray[np.int64]) -> None:
         """Go on with another placement; on all ranks the same one, with this rank's experts of it, which fit the layer's."""
-        self._agreed = Agreed(replicas_RE, self._agreed.nodes_R, self._agreed.shapes_E)
+        self._agreed = LayerAgreement(replicas_RE, self._agreed.nodes_R, self._agreed.shapes_E)
         self._hold(experts)
         self.experts.train(self.training)
 
@@ -269,14 +274,18 @@ class ElasticExperts(nn.Module):
     def _computed(self, rows: Tensor, route: Route, inputs: Inputs) -> Tensor:
         """The experts' outputs of the rows that this rank sends, in the same order."""
         ticket = torch.zeros((), device=rows.device, requires_grad=inputs.tokens_learn)
-        received, ticket = swap_rows(rows, ticket, Swap(route.sends, route.receives, self._group))
+        received, ticket = swap_rows(
+            rows, ticket, RowExchange(route.sends, route.receives, self._group)
+        )
         outputs = reorder(
             self._by_experts(reorder(received, route.by_expert), route),
             route.by_expert.undone(),
         )
         if inputs.experts_learn and not inputs.tokens_learn:
             ticket = torch.zeros((), device=rows.device, requires_grad=True)
-        back = Swap(route.receives, route.sends, self._group, self._gradients.backward_begins)
+        back = RowExchange(
+            route.receives, route.sends, self._group, self._gradients.backward_begins
+        )
         returned, _ = swap_rows(outputs, ticket, back)
         return returned
 

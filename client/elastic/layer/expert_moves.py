@@ -15,14 +15,14 @@ from torch import nn
 from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
 from ckptd.client.elastic.layer.layer_check import shapes_of
 
-__all__ = ["MakeExpert", "Move", "PlacementState", "plan_moves"]
+__all__ = ["LayerMove", "MakeExpert", "PlacementState", "plan_moves"]
 
 MakeExpert: TypeAlias = Callable[[str, int], nn.Module]
 """``(layer, expert) -> module``; its weights will be overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class LayerMove:
     """A layer's next placement, and the modules for this rank's experts of it; new ones have weights of something else yet."""
 
     name: str
@@ -64,7 +64,7 @@ def plan_moves(
     rank: int,
     device: torch.device,
     make_expert: MakeExpert | None,
-) -> list[Move]:
+) -> list[LayerMove]:
     """What it takes to go to these placements; nothing is changed yet.
 
     Args:
@@ -88,7 +88,7 @@ def plan_moves(
             if module is None:
                 module = _new(name, layer, expert, spare, make_expert).to(device)
             experts[expert] = module
-        moves.append(Move(name, replicas_RE, experts))
+        moves.append(LayerMove(name, replicas_RE, experts))
     return moves
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ckptd.client.elastic.layer.layer_check import Agreed
+from ckptd.client.elastic.layer.layer_check import LayerAgreement
 
-__all__ = ["Held", "Piece", "by_dtype", "pieces_of", "rounds"]
+__all__ = ["ExpertTensor", "Held", "by_dtype", "pieces_of", "rounds"]
 
 # Of the busiest rank in one round: bounds what is needed beside the tensors, two to three times this.
 _ROUND_BYTES = 64 << 20
@@ -38,7 +38,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ExpertTensor:
     """A parameter of an expert, by its place in the expert's ``parameters()``, and who holds it."""
 
     expert: int
@@ -46,28 +46,32 @@ class Piece:
     held: Held
 
 
-def pieces_of(agreed: Agreed) -> list[Piece]:
+def pieces_of(agreed: LayerAgreement) -> list[ExpertTensor]:
     """Every parameter of every expert."""
     return [
-        Piece(expert, index, Held(shape.numel, holders))
+        ExpertTensor(expert, index, Held(shape.numel, holders))
         for expert, shapes in enumerate(agreed.shapes_E)
         for holders in [tuple(agreed.replicas_RE[:, expert].nonzero()[0].tolist())]
         for index, shape in enumerate(shapes)
     ]
 
 
-def by_dtype(pieces: Sequence[Piece], agreed: Agreed) -> dict[torch.dtype, list[Piece]]:
+def by_dtype(
+    pieces: Sequence[ExpertTensor], agreed: LayerAgreement
+) -> dict[torch.dtype, list[ExpertTensor]]:
     """The pieces of each dtype, as it was when the ranks agreed; the same order of dtypes on all ranks."""
-    found: dict[torch.dtype, list[Piece]] = {}
+    found: dict[torch.dtype, list[ExpertTensor]] = {}
     for piece in pieces:
         name = agreed.shapes_E[piece.expert][piece.index].dtype
         found.setdefault(getattr(torch, name), []).append(piece)
     return found
 
 
-def rounds(pieces: Sequence[Piece], ranks: int, itemsize: int) -> Iterator[list[Piece]]:
+def rounds(
+    pieces: Sequence[ExpertTensor], ranks: int, itemsize: int
+) -> Iterator[list[ExpertTensor]]:
     """As many at once as fit."""
-    taken: list[Piece] = []
+    taken: list[ExpertTensor] = []
     sizes = [0] * ranks
     for piece in pieces:
         size = piece.held.numel * itemsize

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
-from ckptd.client.elastic.layer.expert_tensors import Piece, by_dtype, pieces_of, rounds
+from ckptd.client.elastic.layer.expert_tensors import ExpertTensor, by_dtype, pieces_of, rounds
 from ckptd.client.elastic.layer.layer_devices import common_device
 from ckptd.client.elastic.layer.model_surgery import elastic_layers
 from ckptd.client.elastic.layer.row_exchange import all_to_all
@@ -121,7 +121,7 @@ def _brought(layer: ElasticExperts, to: int, device: torch.device) -> dict[tuple
 
 
 def _brought_round(
-    pieces: Sequence[Piece],
+    pieces: Sequence[ExpertTensor],
     params: Mapping[int, Sequence[nn.Parameter]],
     to: int,
     nothing: Tensor,

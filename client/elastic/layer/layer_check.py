@@ -27,7 +27,7 @@ from ckptd.client.ranks.rank_exchange import gather_bytes
 from ckptd.core.elastic.elastic_types import integers
 
 __all__ = [
-    "Agreed",
+    "LayerAgreement",
     "ParamShape",
     "agree",
     "check_replicas_RE",
@@ -54,7 +54,7 @@ class ParamShape(msgspec.Struct, frozen=True):
         return out
 
 
-class Agreed(msgspec.Struct, frozen=True):
+class LayerAgreement(msgspec.Struct, frozen=True):
     """What all ranks have alike.
 
     Args:
@@ -83,7 +83,7 @@ def agree(
     nodes: ArrayLike | None,
     reduce: str,
     group: Any,
-) -> Agreed:
+) -> LayerAgreement:
     """Check this rank's part of the layer, and that the others have made the same; a collective call.
 
     Args:
@@ -107,7 +107,7 @@ def agree(
         raise refused(_WHAT, problems) from failed
     _raise_unless_same(said)
     shapes_E = _shapes(said, replicas.shape[1])
-    return Agreed(replicas, nodes_R, shapes_E)
+    return LayerAgreement(replicas, nodes_R, shapes_E)
 
 
 def digests_of(module: nn.Module) -> str:

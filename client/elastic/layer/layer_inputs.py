@@ -19,13 +19,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["DTYPES", "Inputs", "Problem", "exchange_inputs"]
+__all__ = ["DTYPES", "Inputs", "LayerInputProblem", "exchange_inputs"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What is sent; the ranks tell each other a dtype by its place here."""
 
 
-class Problem(IntEnum):
+class LayerInputProblem(IntEnum):
     """Why a rank cannot take part in a call."""
 
     NONE = 0
@@ -37,11 +37,11 @@ class Problem(IntEnum):
 
 
 _WORDS = {
-    Problem.TOKENS: "tokens are not a tensor [T, H] of float16, bfloat16, float32 or float64",
-    Problem.EXPERTS: "experts are not a tensor [T, K] of int32 or int64, with a row for each token and a choice at least",
-    Problem.WEIGHTS: "weights are not floating point of the shape of experts, [T, K]",
-    Problem.NO_SUCH_EXPERT: "a token is routed to an expert that there is not: experts are numbered from 0",
-    Problem.UNSUMMED: "an expert's weights were changed by a gradient that was not summed over its replicas, which now differ: "
+    LayerInputProblem.TOKENS: "tokens are not a tensor [T, H] of float16, bfloat16, float32 or float64",
+    LayerInputProblem.EXPERTS: "experts are not a tensor [T, K] of int32 or int64, with a row for each token and a choice at least",
+    LayerInputProblem.WEIGHTS: "weights are not floating point of the shape of experts, [T, K]",
+    LayerInputProblem.NO_SUCH_EXPERT: "a token is routed to an expert that there is not: experts are numbered from 0",
+    LayerInputProblem.UNSUMMED: "an expert's weights were changed by a gradient that was not summed over its replicas, which now differ: "
     "call sync_gradients() after each backward, before the optimizer's step",
 }
 
@@ -90,7 +90,7 @@ def exchange_inputs(
         head[_WIDTH], head[_DTYPE] = tokens_TH.shape[1], DTYPES.index(tokens_TH.dtype)
         head[_TOKENS_LEARN] = tokens_TH.requires_grad
     if unsummed:
-        head[_PROBLEM] = Problem.UNSUMMED
+        head[_PROBLEM] = LayerInputProblem.UNSUMMED
     row = torch.zeros(_HEAD + num_experts, dtype=torch.int64, device=tokens_TH.device)
     row[:_HEAD] = torch.tensor([int(value) for value in head])
     if not head[_PROBLEM]:
@@ -100,29 +100,33 @@ def exchange_inputs(
     return _agreed(everything.cpu().numpy(), everything)
 
 
-def _problem_of(tokens_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Problem:
+def _problem_of(tokens_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> LayerInputProblem:
     if tokens_TH.ndim != 2 or tokens_TH.dtype not in DTYPES:
-        return Problem.TOKENS
+        return LayerInputProblem.TOKENS
     integer = experts_TK.dtype in (torch.int32, torch.int64)
     fits = experts_TK.ndim == 2 and len(experts_TK) == len(tokens_TH) and experts_TK.shape[1] > 0
     if not (integer and fits):
-        return Problem.EXPERTS
+        return LayerInputProblem.EXPERTS
     if weights_TK.shape != experts_TK.shape or not weights_TK.is_floating_point():
-        return Problem.WEIGHTS
-    return Problem.NONE
+        return LayerInputProblem.WEIGHTS
+    return LayerInputProblem.NONE
 
 
 def _count(experts_TK: Tensor, row: Tensor) -> None:
     """Write how many of the pairs are for each expert, or that some are for none; the device is not waited for."""
     num_experts = len(row) - _HEAD
     wrong = ((experts_TK < 0) | (experts_TK >= num_experts)).any()
-    row[_PROBLEM] = torch.where(wrong, int(Problem.NO_SUCH_EXPERT), 0)
+    row[_PROBLEM] = torch.where(wrong, int(LayerInputProblem.NO_SUCH_EXPERT), 0)
     ids = experts_TK.reshape(-1).to(torch.int64).clamp(0, num_experts - 1)
     row[_HEAD:].scatter_add_(0, ids, torch.ones_like(ids))
 
 
 def _agreed(rows: NDArray[np.int64], on_device: Tensor) -> Inputs:
-    troubled = {rank: Problem(code) for rank, code in enumerate(rows[:, _PROBLEM].tolist()) if code}
+    troubled = {
+        rank: LayerInputProblem(code)
+        for rank, code in enumerate(rows[:, _PROBLEM].tolist())
+        if code
+    }
     if troubled:
         words = "; ".join(f"rank {rank}: {_WORDS[why]}" for rank, why in troubled.items())
         raise ValueError(f"the layer of experts was not computed: {words}")

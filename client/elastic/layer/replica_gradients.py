@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ckptd.client.elastic.layer.expert_tensors import Piece, pieces_of, rounds
+from ckptd.client.elastic.layer.expert_tensors import ExpertTensor, pieces_of, rounds
 from ckptd.client.elastic.layer.holder_sums import sum_over_holders
-from ckptd.client.elastic.layer.layer_check import Agreed
+from ckptd.client.elastic.layer.layer_check import LayerAgreement
 from ckptd.client.elastic.layer.layer_inputs import DTYPES
 from ckptd.client.elastic.layer.shard_exchange import sums_to_owners
 
@@ -45,7 +45,7 @@ class ReplicaGradients:
     """
 
     def __init__(
-        self, experts: Mapping[int, nn.Module], agreed: Agreed, *, mean: bool, group: Any
+        self, experts: Mapping[int, nn.Module], agreed: LayerAgreement, *, mean: bool, group: Any
     ) -> None:
         self._experts = dict(experts)
         self._agreed = agreed
@@ -149,7 +149,9 @@ class ReplicaGradients:
                         "call zero_grad() before the next backward, and sync_gradients() after the last one of a step"
                     )
 
-    def _present(self, params: _Params, device: torch.device) -> dict[torch.dtype, list[Piece]]:
+    def _present(
+        self, params: _Params, device: torch.device
+    ) -> dict[torch.dtype, list[ExpertTensor]]:
         """Those that have a gradient on any rank, by its dtype; the same on all ranks."""
         most = max(len(shapes) for shapes in self._agreed.shapes_E)
         mine_EP = torch.zeros((len(self._agreed.shapes_E), most), dtype=torch.uint8)
@@ -160,13 +162,13 @@ class ReplicaGradients:
         rows = row.new_empty((len(self._agreed.replicas_RE), len(row)))
         dist.all_gather(list(rows.unbind()), row, group=self._group)
         code_EP = rows.amax(dim=0).view(mine_EP.shape).tolist()
-        found: dict[torch.dtype, list[Piece]] = {dtype: [] for dtype in DTYPES}
+        found: dict[torch.dtype, list[ExpertTensor]] = {dtype: [] for dtype in DTYPES}
         for piece in self._pieces:
             if code := code_EP[piece.expert][piece.index]:
                 found[DTYPES[code - 1]].append(piece)
         return found
 
-    def _alone(self, piece: Piece, params: _Params) -> None:
+    def _alone(self, piece: ExpertTensor, params: _Params) -> None:
         """The only holder has the sum already."""
         if piece.held.holders == (self._rank,) and self._divisor > 1:
             grad = params[piece.expert][piece.index].grad
@@ -174,7 +176,11 @@ class ReplicaGradients:
             grad.div_(self._divisor)
 
     def _sum_round(
-        self, pieces: Sequence[Piece], params: _Params, dtype: torch.dtype, device: torch.device
+        self,
+        pieces: Sequence[ExpertTensor],
+        params: _Params,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         mine = [piece for piece in pieces if self._rank in piece.held.holders]
         own = [params[piece.expert][piece.index] for piece in mine]

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Swap", "all_to_all", "swap_rows"]
+__all__ = ["RowExchange", "all_to_all", "swap_rows"]
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class RowExchange:
     """One exchange.
 
     Args:
@@ -37,7 +37,7 @@ class Swap:
     before_backward: Callable[[], None] | None = None
 
 
-def swap_rows(rows: Tensor, ticket: Tensor, swap: Swap) -> tuple[Tensor, Tensor]:
+def swap_rows(rows: Tensor, ticket: Tensor, swap: RowExchange) -> tuple[Tensor, Tensor]:
     """What this rank gets for its rows, and the ticket for the next exchange of this call; a collective call."""
     received, onward = _Swap.apply(rows, ticket, swap)
     return received, onward
@@ -52,7 +52,7 @@ def all_to_all(rows: Tensor, sends: list[int], receives: list[int], group: Any) 
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ticket: Tensor, swap: Swap) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, rows: Tensor, ticket: Tensor, swap: RowExchange) -> tuple[Tensor, Tensor]:
         ctx.swap = swap
         return all_to_all(rows, swap.sends, swap.receives, swap.group), torch.zeros_like(ticket)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Order", "Route", "Share", "plan_route", "reorder", "spread"]
+__all__ = ["Order", "Route", "RowCounts", "plan_route", "reorder", "spread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RowCounts:
     """What one rank sends and gets, itself included; int64, on the host or on the rank's device.
 
     Args:
@@ -77,7 +77,7 @@ class Route:
     computes: list[tuple[int, int]]
 
 
-def plan_route(experts_TK: Tensor, share: Share) -> Route:
+def plan_route(experts_TK: Tensor, share: RowCounts) -> Route:
     """The orders of this rank's rows; waits once for the device, for how many rows go to whom.
 
     Args:

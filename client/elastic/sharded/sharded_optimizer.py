@@ -27,8 +27,19 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
-from ckptd.client.elastic.layer.expert_moves import MakeExpert, Move, PlacementState, plan_moves
-from ckptd.client.elastic.layer.expert_tensors import Held, Piece, by_dtype, pieces_of, rounds
+from ckptd.client.elastic.layer.expert_moves import (
+    LayerMove,
+    MakeExpert,
+    PlacementState,
+    plan_moves,
+)
+from ckptd.client.elastic.layer.expert_tensors import (
+    ExpertTensor,
+    Held,
+    by_dtype,
+    pieces_of,
+    rounds,
+)
 from ckptd.client.elastic.layer.layer_check import check_replicas_RE
 from ckptd.client.elastic.layer.layer_devices import common_device
 from ckptd.client.elastic.layer.shard_exchange import shards_to_holders, sums_to_owners
@@ -295,8 +306,8 @@ class ExpertShards(nn.Module):
 
     # -- a step ------------------------------------------------------------------------------------------
 
-    def _agreed_moves(self, placements: Placements | None) -> list[Move]:
-        moves: list[Move] = []
+    def _agreed_moves(self, placements: Placements | None) -> list[LayerMove]:
+        moves: list[LayerMove] = []
 
         def say() -> bytes:
             moves.extend(
@@ -338,7 +349,7 @@ class ExpertShards(nn.Module):
         }
 
     @torch.no_grad()
-    def _send(self, moves: Sequence[Move]) -> None:
+    def _send(self, moves: Sequence[LayerMove]) -> None:
         for move in moves:
             self.layers[move.name].adopt(move.experts, move.replicas_RE)
         self.placed.forget()
@@ -350,7 +361,7 @@ class ExpertShards(nn.Module):
 
     def _send_round(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ExpertTensor],
         owned: _Owned,
         params: Mapping[int, Sequence[nn.Parameter]],
         dtype: torch.dtype,

@@ -13,8 +13,8 @@ from ckptd.core.sessions import (
     RankKey,
     Rejected,
     SegmentFacts,
-    Session,
     SessionTable,
+    TrainerSession,
     decide_attach,
     reject_if_too_large,
     room_beside_ranks,
@@ -199,10 +199,10 @@ def test_a_second_generation_needs_room_beside_the_first() -> None:
     assert rejected.code == "quota"
 
 
-def session(identity: bytes, rank: int) -> Session:
+def session(identity: bytes, rank: int) -> TrainerSession:
     key = RankKey("moe", "run7", rank)
     wish = dataclasses.replace(WISH, key=key)
-    return Session(identity, 100 + rank, key, wish, 0.0, 0.0, "pidfd", 100 + rank)
+    return TrainerSession(identity, 100 + rank, key, wish, 0.0, 0.0, "pidfd", 100 + rank)
 
 
 def test_sessions_are_found_by_connection_and_by_rank() -> None:

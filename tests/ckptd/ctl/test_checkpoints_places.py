@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.ctl.store.store_access import Place, opened
+from ckptd.ctl.store.store_access import StorePlace, opened
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.stores.objects import ObjectStore
 from tests.ckptd.running import ROOT
@@ -205,7 +205,7 @@ def test_all_of_it_on_a_real_server(
 ) -> None:
     url = "s3://ckpt/ctl"
     options = dict(server.options)
-    place = Place(url, options, "auto")
+    place = StorePlace(url, options, "auto")
     with opened(place, 20) as there:
         fill_store(there.store)
         victim = object_keys(there.store, iteration=21)[0]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckptd.client.elastic.job.placement_report import PlacementTeller, Placing
-from ckptd.core.elastic.elastic_types import Cluster, Placement
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
 from ckptd.ctl.main import main
 from ckptd.ctl.peers_command import ask_whereabouts
 from ckptd.transport.control.wire import ControlClient
@@ -166,7 +166,7 @@ def test_elastic_whatif_knows_which_experts_come_from_replicated_snapshots(
         return json.loads(captured.out)
 
     cluster = Cluster.uniform(3, 2)
-    held = Placement(np.array([[[0, 2], [1, 0], [0, 1]]]))
+    held = ExpertPlacement(np.array([[[0, 2], [1, 0], [0, 1]]]))
     names = tuple(node.name for node in job.homes)
     for trainer in job.trainers:
         teller = PlacementTeller(trainer.memory.session.tell_elastic)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.core.recovery.quarantine import Verdict
+from ckptd.core.recovery.quarantine import ReplayVerdict
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import slot_lock_byte
 from ckptd.event_log import EventLog
@@ -48,7 +48,7 @@ class Daemon:
         return [event.kind for event in self.events.page(0, 100).events]
 
 
-def failure(segment: Segment, *indices: int, verdict: Verdict) -> ReplayFailure:
+def failure(segment: Segment, *indices: int, verdict: ReplayVerdict) -> ReplayFailure:
     """A replay of what is in these slots."""
     headers = [segment.header(index) for index in indices]
     used = tuple((h.iteration, h.epoch, h.epoch_start) for h in headers if h is not None)
@@ -64,10 +64,10 @@ F, S, Q = SlotState.FREE, SlotState.SEALED, SlotState.QUARANTINED
 
 def test_only_what_is_decided_touches_slots(store: SegmentStore, segment: Segment) -> None:
     daemon = Daemon(store)
-    daemon.quarantine.tell("job", "run", failure(segment, 1, 2, verdict=Verdict.SUSPECTED))
+    daemon.quarantine.tell("job", "run", failure(segment, 1, 2, verdict=ReplayVerdict.SUSPECTED))
     assert states(segment) == [S, S, S, F]
     before = [bytes(segment.image(i, h)) for i, h in segment.headers() if h.state is S]
-    daemon.quarantine.tell("job", "run", failure(segment, 1, 2, verdict=Verdict.QUARANTINED))
+    daemon.quarantine.tell("job", "run", failure(segment, 1, 2, verdict=ReplayVerdict.QUARANTINED))
     assert states(segment) == [S, Q, Q, F]
     assert daemon.damaged == [segment]
     assert daemon.kinds() == ["replay_mismatch", "replay_mismatch", "slots_quarantined"]
@@ -77,14 +77,14 @@ def test_only_what_is_decided_touches_slots(store: SegmentStore, segment: Segmen
 
 def test_the_next_daemon_goes_on_from_it(store: SegmentStore, segment: Segment) -> None:
     """The trainer that found out has ended, and the daemon may be killed before the next one comes."""
-    told = failure(segment, 1, 2, verdict=Verdict.SUSPECTED)
+    told = failure(segment, 1, 2, verdict=ReplayVerdict.SUSPECTED)
     Daemon(store).quarantine.tell("job", "run", told)
     assert Daemon(store).quarantine.failures("job", "run") == (told,)
 
 
 def test_a_copy_that_comes_later_is_quarantined_too(store: SegmentStore, segment: Segment) -> None:
     daemon = Daemon(store)
-    told = failure(segment, 1, 2, verdict=Verdict.QUARANTINED)
+    told = failure(segment, 1, 2, verdict=ReplayVerdict.QUARANTINED)
     daemon.quarantine.tell("job", "run", told)
     fill(segment, 3, 2)
     daemon.quarantine.tick()
@@ -93,7 +93,7 @@ def test_a_copy_that_comes_later_is_quarantined_too(store: SegmentStore, segment
 
 def test_a_slot_that_is_being_filled_is_left_alone(store: SegmentStore, segment: Segment) -> None:
     daemon = Daemon(store)
-    told = failure(segment, 1, 2, verdict=Verdict.QUARANTINED)
+    told = failure(segment, 1, 2, verdict=ReplayVerdict.QUARANTINED)
     with locks.lock_file(segment.path, slot_lock_byte(1), exclusive=True) as taken:
         assert taken
         daemon.quarantine.tell("job", "run", told)
@@ -104,7 +104,7 @@ def test_a_slot_that_is_being_filled_is_left_alone(store: SegmentStore, segment:
 
 def test_it_can_be_taken_back(store: SegmentStore, segment: Segment) -> None:
     daemon = Daemon(store)
-    daemon.quarantine.tell("job", "run", failure(segment, 1, 2, verdict=Verdict.QUARANTINED))
+    daemon.quarantine.tell("job", "run", failure(segment, 1, 2, verdict=ReplayVerdict.QUARANTINED))
     lifted = daemon.quarantine.lift("job", "run")
     assert [index for _, index, _ in lifted] == [1, 2]
     assert states(segment) == [S, S, S, F]
@@ -115,7 +115,7 @@ def test_it_can_be_taken_back(store: SegmentStore, segment: Segment) -> None:
 
 def test_it_goes_with_the_last_segment_of_the_run(store: SegmentStore, segment: Segment) -> None:
     daemon = Daemon(store)
-    daemon.quarantine.tell("job", "run", failure(segment, 1, verdict=Verdict.QUARANTINED))
+    daemon.quarantine.tell("job", "run", failure(segment, 1, verdict=ReplayVerdict.QUARANTINED))
     store.remove(segment)
     daemon.quarantine.tick()
     assert list(store.folder.glob("*.replays")) == []

@@ -22,7 +22,7 @@ from ckptd.core.slots.segment_names import Kind
 from ckptd.memory import locks
 from ckptd.memory.adoption import Adopted
 from ckptd.memory.pages import filesystem_kind, is_in_memory
-from ckptd.memory.sealer import Verdict, scrub_slot, seal_slot
+from ckptd.memory.sealer import SealVerdict, scrub_slot, seal_slot
 from ckptd.memory.segment_file import open_segment, settle
 from ckptd.memory.segment_store import CannotReserve, SegmentStore
 from tests.ckptd.running import MIB, descriptor, fill, own, small_tmpfs, state_of
@@ -262,13 +262,13 @@ def test_settling_frees_what_was_being_filled_and_reports_what_was_filled(folder
 def test_sealing_makes_a_slot_verifiable(folder: Path) -> None:
     segment = make_store(folder).create(descriptor(), 1, MIB)
     fill(segment, 0, 3)
-    assert seal_slot(segment, 0).verdict is Verdict.SEALED
+    assert seal_slot(segment, 0).verdict is SealVerdict.SEALED
     header = segment.header(0)
     assert header is not None
     assert header.state is SlotState.SEALED
     assert header.sealed_at_ns > 0
-    assert scrub_slot(segment, 0, header.sequence).verdict is Verdict.INTACT
-    assert seal_slot(segment, 0).verdict is Verdict.CHANGED
+    assert scrub_slot(segment, 0, header.sequence).verdict is SealVerdict.INTACT
+    assert seal_slot(segment, 0).verdict is SealVerdict.CHANGED
 
 
 def test_sealing_garbage_frees_the_slot_and_says_why(folder: Path) -> None:
@@ -276,7 +276,7 @@ def test_sealing_garbage_frees_the_slot_and_says_why(folder: Path) -> None:
     fill(segment, 0, 3)
     segment.buffer[segment.geometry.slot_offset(0) + 8] = 0
     outcome = seal_slot(segment, 0)
-    assert outcome.verdict is Verdict.DAMAGED
+    assert outcome.verdict is SealVerdict.DAMAGED
     assert outcome.reason
     assert state_of(segment, 0) is SlotState.FREE
 
@@ -289,7 +289,7 @@ def test_a_flipped_bit_is_found_and_its_tensor_named(folder: Path) -> None:
     assert header is not None
     segment.buffer[segment.geometry.slot_offset(0) + header.image_len - 1] ^= 1
     outcome = scrub_slot(segment, 0, header.sequence)
-    assert outcome.verdict is Verdict.DAMAGED
+    assert outcome.verdict is SealVerdict.DAMAGED
     assert "'layer.weight'" in outcome.reason
     assert state_of(segment, 0) is SlotState.QUARANTINED
 
@@ -299,8 +299,8 @@ def test_a_slot_that_is_being_written_is_not_scrubbed(folder: Path) -> None:
     fill(segment, 0, 3)
     seal_slot(segment, 0)
     with locks.lock_file(segment.path, slot_lock_byte(0), exclusive=True):
-        assert scrub_slot(segment, 0, 4).verdict is Verdict.BUSY
-    assert scrub_slot(segment, 0, sequence=99).verdict is Verdict.CHANGED
+        assert scrub_slot(segment, 0, 4).verdict is SealVerdict.BUSY
+    assert scrub_slot(segment, 0, sequence=99).verdict is SealVerdict.CHANGED
 
 
 def test_a_file_that_was_removed_or_replaced_is_noticed(folder: Path) -> None:

@@ -24,7 +24,7 @@ from ckptd.core.slots.segment_names import Kind
 from ckptd.ctl import render
 from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper
-from ckptd.memory.sealer import Verdict, seal_slot
+from ckptd.memory.sealer import SealVerdict, seal_slot
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.peering import Peering
@@ -243,7 +243,7 @@ def replace_kind(descriptor: SegmentDescriptor, kind: Kind = "log") -> SegmentDe
 def put(segment: Segment, index: int, iteration: int) -> None:
     """A sealed slot that anchors everything: were it taken for a snapshot, it could be recovered from."""
     fill(segment, index, iteration, anchors=1)
-    assert seal_slot(segment, index).verdict is Verdict.SEALED
+    assert seal_slot(segment, index).verdict is SealVerdict.SEALED
 
 
 def test_a_log_is_asked_for_by_a_message_of_its_own(setting: Setting) -> None:

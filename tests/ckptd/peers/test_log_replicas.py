@@ -20,7 +20,7 @@ from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.log_facts import facts_told_by_logs
 from ckptd.core.recovery.recovery_facts import RankFacts
-from ckptd.core.recovery.snapshot_sources import Piece, Source
+from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.boundary import RecordKey, SentKind, record_name
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import SlotHeader
@@ -200,11 +200,11 @@ def leave(job: Job, node: Node) -> None:
     job.trainers.remove(gone)
 
 
-def pieces_of(replica: HeldRecords) -> dict[int, Piece]:
+def pieces_of(replica: HeldRecords) -> dict[int, SnapshotToLoad]:
     """What a plan would name, if this is the only copy."""
     ordered = sorted(replica.records, key=lambda record: record.iteration)
     source = (replica.node, replica.segment)
-    return {r.iteration: Piece(r, (Source(*source, r.index),)) for r in ordered}
+    return {r.iteration: SnapshotToLoad(r, (SnapshotCopy(*source, r.index),)) for r in ordered}
 
 
 def parked_at(iteration: int, beside: SlotRecord) -> HeldRecords:

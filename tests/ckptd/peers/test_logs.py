@@ -19,7 +19,7 @@ from ckptd.core.slots.segment_format import (
     unpack_slot_header,
 )
 from ckptd.core.slots.segment_names import Kind
-from ckptd.memory.sealer import Verdict, seal_slot
+from ckptd.memory.sealer import SealVerdict, seal_slot
 from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.storage.images.image import verify
 from ckptd.transport.control import peer_messages as p
@@ -40,7 +40,7 @@ def test_a_peer_is_told_of_a_log_apart_and_reads_it(setting: Setting) -> None:
     log = setting.store.create(descriptor(kind="log"), 2, MIB)
     sent = bytes(range(64))
     fill(log, 1, 7, anchors=0, tensors=(("activation/0/0/0/0", "U8", (64,), sent),))
-    assert seal_slot(log, 1).verdict is Verdict.SEALED
+    assert seal_slot(log, 1).verdict is SealVerdict.SEALED
     told = setting.ask(GetHoldings("job", "run"))
     assert isinstance(told, Holdings)
     assert told.segments == ()

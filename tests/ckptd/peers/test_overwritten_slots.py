@@ -17,7 +17,7 @@ from ckptd.client.capture.slot_writer import Capture
 from ckptd.client.daemon_link.mapped_segment import MappedSegment, SlotTable
 from ckptd.client.stats import Stats
 from ckptd.core.replication.replicas import Promise, spanning_suffix
-from ckptd.core.replication.replication_events import Opened
+from ckptd.core.replication.replication_events import TargetOpened
 from ckptd.core.replication.target import Interval
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState, newest_by_iteration
@@ -139,7 +139,7 @@ def both_know(run: Run, segment: Segment, **held: tuple[int, ...]) -> None:
     records = {record.iteration: record for record in records_of([segment])}
     for name, iterations in held.items():
         told = tuple(records[iteration] for iteration in iterations)
-        run.ranks[0].feed(Opened(name, segment.generation, 1, told, "boot"))
+        run.ranks[0].feed(TargetOpened(name, segment.generation, 1, told, "boot"))
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -62,7 +62,7 @@ def test_a_checkpoint_of_which_something_is_gone_is_not_offered_again(
     else:
         newest_object(folder).write_bytes(newest_object(folder).read_bytes()[:100])
     refused = read(desk, newest.name, segment)
-    assert isinstance(refused, w.Failed)
+    assert isinstance(refused, w.KeeperFailed)
     assert [found.end for found in desk.find(0)] == [4]
     assert any(told.kind == "checkpoint_damaged" for told in desk.told)
 
@@ -76,9 +76,9 @@ def test_where_nothing_can_be_used_that_is_said_and_looked_at_anew_when_asked_ag
     for path in objects:
         path.unlink()
     for name in names:
-        assert isinstance(read(desk, name, segment), w.Failed)
+        assert isinstance(read(desk, name, segment), w.KeeperFailed)
     refused = desk.ask(w.FindStored, "job", "run", [0])
-    assert isinstance(refused, w.Failed)
+    assert isinstance(refused, w.KeeperFailed)
     assert "can be used" in refused.reason
     for path, data in objects.items():
         path.write_bytes(data)

@@ -25,7 +25,7 @@ class World:
         self._desk, self._run = desk, run
         self.segment: Segment = segment_store(folder / run).create(told, 6, 1 << 20)
         self.name = w.RankName("job", run, 0)
-        assert isinstance(desk.ask(w.OpenRank, self.name, 1, -1), w.Opened)
+        assert isinstance(desk.ask(w.OpenRank, self.name, 1, -1), w.RunOpened)
 
     def checkpoint(self, end: int) -> None:
         """Durable, and seen to be complete."""
@@ -80,7 +80,7 @@ def test_worlds_are_found_the_latest_first_and_what_is_called_like_one_is_not(
     offered = desk.ask(w.OfferStored, "job", "run.w5", 50, [0])
     assert [(one.rank, one.end) for one in offered.checkpoints] == [(0, 50)]
     refused = desk.ask(w.OfferStored, "job", "run.w5", 49, [0])
-    assert isinstance(refused, w.Failed)
+    assert isinstance(refused, w.KeeperFailed)
     assert "not committed" in refused.reason
 
 
@@ -95,7 +95,7 @@ def test_what_a_start_has_found_to_be_damaged_is_passed_over_until_the_next_one(
     manifest.write_text(manifest.read_text().replace("8", "9", 1))
     assert found(desk)[1] == [(5, 8), (5, 4)]
     refused = desk.ask(w.OfferStored, "job", "run.w5", 8, [0])
-    assert isinstance(refused, w.Failed)
+    assert isinstance(refused, w.KeeperFailed)
     assert "cannot be used" in refused.reason
     reply = desk.ask(w.FindWorlds, "job", "run", True)
     assert [(one.world, one.end) for one in reply.checkpoints] == [(5, 4)]

@@ -58,7 +58,7 @@ class Desk:
         self.said: queue.Queue[Any] = queue.Queue()
         configure = w.Configure(url, **{**given, **settings})
         self.keeper = Keeper(configure, self.said.put, settle_s=settle_s, wall_ns=wall_ns)
-        self.told: list[w.Told] = []
+        self.told: list[w.KeeperEvent] = []
         self.settled: list[w.Settled] = []
         self.fenced: list[w.RankFenced] = []
         self._ids = 0
@@ -74,7 +74,7 @@ class Desk:
 
     def _heard(self, found: Any) -> bool:
         """Whether it was told without a question."""
-        if isinstance(found, w.Told):
+        if isinstance(found, w.KeeperEvent):
             self.told.append(found)
         elif isinstance(found, w.Settled):
             self.settled.append(found)
@@ -114,7 +114,7 @@ class Desk:
         self.hear_until(lambda: self.settled)
         return self.settled.pop()
 
-    def find(self, *ranks: int) -> list[w.StoredCheckpoint]:
+    def find(self, *ranks: int) -> list[w.CommittedCheckpoint]:
         found = self.ask(w.FindStored, "job", "run", list(ranks))
         assert isinstance(found, w.Found), found
         return found.checkpoints

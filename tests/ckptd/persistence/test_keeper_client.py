@@ -66,7 +66,7 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
 
 def test_it_starts_with_the_first_question_and_answers(loop: Loop) -> None:
     assert loop.child.pid == 0
-    assert isinstance(loop.open(), w.Opened)
+    assert isinstance(loop.open(), w.RunOpened)
     assert loop.child.pid > 0
 
 
@@ -89,7 +89,7 @@ def test_what_was_asked_fails_when_it_dies_and_it_is_started_again(loop: Loop) -
     assert (code, "SIGKILL" in reason) == (AWAY, True)
     assert len(loop.died) == 1
     assert loop.open()[0] == AWAY  # for a moment
-    loop.run_until(lambda: isinstance(loop.open(), w.Opened))
+    loop.run_until(lambda: isinstance(loop.open(), w.RunOpened))
     assert loop.child.pid not in (0, pid)
 
 

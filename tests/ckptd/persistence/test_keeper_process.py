@@ -77,10 +77,10 @@ def test_a_store_that_cannot_be_opened_is_one_line_and_every_question_is_answere
     started.append(keeper)
     for number in (1, 2):
         answer = keeper.ask(w.FindStored(number, "job", "run", [0]))
-        assert answer == w.Failed(
+        assert answer == w.KeeperFailed(
             number, w.FailureCode.STORE, f"the store cannot be opened: {reason}"
         )
-    assert keeper.ask(w.Ping()) == w.Pong()
+    assert keeper.ask(w.KeeperPing()) == w.KeeperPong()
     keeper.channel.close()
     assert keeper.end() == (0, f"ckptd store keeper: the store cannot be opened: {reason}\n")
 
@@ -92,9 +92,9 @@ def test_a_daemon_that_is_gone_ends_its_keeper_without_a_traceback(
     """It was killed while questions lay in the socket: each answer, also that to a ping, meets a closed connection."""
     keeper = Process(url)
     started.append(keeper)
-    assert keeper.ask(w.Ping()) == w.Pong()  # it is up
+    assert keeper.ask(w.KeeperPing()) == w.KeeperPong()  # it is up
     keeper.process.send_signal(signal.SIGSTOP)
-    for message in (w.Ping(), w.FindStored(1, "job", "run", [0]), w.Ping()):
+    for message in (w.KeeperPing(), w.FindStored(1, "job", "run", [0]), w.KeeperPing()):
         keeper.channel.send(message)
     keeper.socket.close()
     keeper.process.send_signal(signal.SIGCONT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core.recovery.striping import Part
+from ckptd.core.recovery.striping import ImagePart
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import set_slot_state
 from ckptd.restore.fetched_image import Wrong, _bounded, copy_parts, wrong_ranges
@@ -50,7 +50,7 @@ def test_parts_are_copied_of_a_slot_that_has_the_snapshot_whole_or_damaged(
     source = setting.segments[setting.holding(state=SlotState.SEALED).segment]
     set_slot_state(source.buffer, source.geometry, 1, state)
     target = memoryview(bytearray(len(SNAPSHOT.image)))
-    parts = [Part(0, 10, 20), Part(1, 1000, 5000)]
+    parts = [ImagePart(0, 10, 20), ImagePart(1, 1000, 5000)]
     there = copy_parts(source, 1, SNAPSHOT.header, target, parts)
     assert there is (state in (SlotState.SEALED, SlotState.QUARANTINED))
     expected = bytearray(len(SNAPSHOT.image))
@@ -64,5 +64,5 @@ def test_a_slot_that_has_another_snapshot_is_not_copied(setting: Setting) -> Non
     source = setting.segments[setting.holding().segment]
     other = snapshot_of(5)
     target = memoryview(bytearray(len(other.image)))
-    assert not copy_parts(source, 1, other.header, target, [Part(0, 0, 10)])
+    assert not copy_parts(source, 1, other.header, target, [ImagePart(0, 0, 10)])
     assert not any(target)

@@ -21,7 +21,7 @@ from ckptd.core.slots.segment_format import (
 )
 from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper
-from ckptd.memory.sealer import Verdict, seal_slot
+from ckptd.memory.sealer import SealVerdict, seal_slot
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.peering import Peering
@@ -73,7 +73,7 @@ class Setting:
         for index, iteration in enumerate(iterations):
             sent = (("activation/1/0/0/0", "U8", (64,), bytes([iteration] * 64)),)
             fill(segment, index, iteration, anchors=3, tensors=sent)
-            assert seal_slot(segment, index).verdict is Verdict.SEALED
+            assert seal_slot(segment, index).verdict is SealVerdict.SEALED
         return segment
 
     def copies(self) -> list[Path]:
@@ -214,7 +214,7 @@ def test_what_exceeds_the_quota_is_refused_with_numbers(setting: Setting) -> Non
     source = setting.make("log", 5, slot_bytes=40 * MIB)
     image = 30 * MIB
     fill(source, 0, 5, anchors=0, tensors=(("activation/1/0/0/0", "U8", (image,), b""),))
-    assert seal_slot(source, 0).verdict is Verdict.SEALED
+    assert seal_slot(source, 0).verdict is SealVerdict.SEALED
     refused = setting.ask(wanted(source))
     assert isinstance(refused, m.Refused)
     assert refused.code is m.RefusalCode.QUOTA

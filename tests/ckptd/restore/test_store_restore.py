@@ -44,7 +44,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         segment = segment_store(folder / f"shm-{rank}").create(told, 6, 1 << 20)
         name = w.RankName("job", RUN, rank)
-        assert isinstance(desk.ask(w.OpenRank, name, 1, -1), w.Opened)
+        assert isinstance(desk.ask(w.OpenRank, name, 1, -1), w.RunOpened)
         for end in (4, 8):
             keys = [fill(segment, i % 6, i, seed=100 * rank + i) for i in (end - 1, end)]
             for key in keys:

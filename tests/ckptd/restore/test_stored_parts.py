@@ -31,7 +31,7 @@ class Child:
     def ask(self, message: Any, done: Any, failed: Any) -> None:
         fields = [getattr(message, name) for name in message.__struct_fields__[1:]]
         reply = self.desk.ask(type(message), *fields)
-        if isinstance(reply, w.Failed):
+        if isinstance(reply, w.KeeperFailed):
             failed(reply.code, reply.reason)
         else:
             done(reply)
@@ -93,4 +93,6 @@ def test_what_is_left_of_a_snapshot_is_read_and_what_is_lost_is_told_to_be(
         assert (completion.fault, "ObjectMissing" in completion.detail) == (Fault.DAMAGED, True)
         assert read(left.image_offset).ok
         link.tell(p.DoubtSlot("job", "run", stored.name, 1, newest.sequence))
-    assert isinstance(desk.ask(w.FindStored, "job", "run", [0]), w.Failed)  # it was the only one
+    assert isinstance(
+        desk.ask(w.FindStored, "job", "run", [0]), w.KeeperFailed
+    )  # it was the only one

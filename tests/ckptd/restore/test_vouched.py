@@ -7,7 +7,7 @@ import pytest
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.recovery.striping import PART_BYTES
 from ckptd.memory.segment_file import Segment
-from ckptd.restore.vouchers import Verdict, Vouchers
+from ckptd.restore.vouchers import Vouchers, Vouching
 from ckptd.storage.images.strong_digest import strong_digest
 from ckptd.transport.control.messages import FetchSource
 from tests.ckptd.forging import forged
@@ -147,20 +147,20 @@ def test_a_stored_snapshot_with_another_digest_is_not_had(setting: Setting) -> N
 @pytest.mark.parametrize(
     ("told", "matching", "verdict"),
     [
-        ({AWAY: "x"}, {"x"}, Verdict.GOOD),
-        ({AWAY: "x"}, set(), Verdict.WRONG),
-        ({}, set(), Verdict.GOOD),
-        ({AWAY: ""}, set(), Verdict.GOOD),
-        ({AWAY: "x", OTHER: "y"}, {"x"}, Verdict.DISPUTED),
-        ({AWAY: "x", OTHER: "y"}, {"x", "y"}, Verdict.GOOD),
-        ({AWAY: "x", OTHER: "x", THIRD: "y"}, {"x"}, Verdict.GOOD),
-        ({AWAY: "x", OTHER: "x", THIRD: "y"}, {"y"}, Verdict.WRONG),
-        ({FetchSource("here", "c", 0): "y", AWAY: "x", OTHER: "x"}, {"y"}, Verdict.GOOD),
-        ({FetchSource("here", "c", 0): "y", AWAY: "x", OTHER: "x"}, {"x"}, Verdict.WRONG),
-        ({AWAY: "x", FetchSource("away", "a2", 0): "x", OTHER: "y"}, {"x"}, Verdict.DISPUTED),
+        ({AWAY: "x"}, {"x"}, Vouching.GOOD),
+        ({AWAY: "x"}, set(), Vouching.WRONG),
+        ({}, set(), Vouching.GOOD),
+        ({AWAY: ""}, set(), Vouching.GOOD),
+        ({AWAY: "x", OTHER: "y"}, {"x"}, Vouching.DISPUTED),
+        ({AWAY: "x", OTHER: "y"}, {"x", "y"}, Vouching.GOOD),
+        ({AWAY: "x", OTHER: "x", THIRD: "y"}, {"x"}, Vouching.GOOD),
+        ({AWAY: "x", OTHER: "x", THIRD: "y"}, {"y"}, Vouching.WRONG),
+        ({FetchSource("here", "c", 0): "y", AWAY: "x", OTHER: "x"}, {"y"}, Vouching.GOOD),
+        ({FetchSource("here", "c", 0): "y", AWAY: "x", OTHER: "x"}, {"x"}, Vouching.WRONG),
+        ({AWAY: "x", FetchSource("away", "a2", 0): "x", OTHER: "y"}, {"x"}, Vouching.DISPUTED),
     ],
 )
-def test_verdicts(told: dict[FetchSource, str], matching: set[str], verdict: Verdict) -> None:
+def test_verdicts(told: dict[FetchSource, str], matching: set[str], verdict: Vouching) -> None:
     """Two digests of one image may differ because they are of different algorithms: then both match."""
     vouchers = Vouchers("here")
     for source, digest in told.items():

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client import values
 from ckptd.client.capture.stage_shapes import StageShapes, shapes_of, without_rehearsal
-from ckptd.client.pipeline.isolated_stage import Apart
+from ckptd.client.pipeline.isolated_stage import IsolatedStage
 
 MIDDLE: StageShapes = {
     "inputs": [[[1, 3], [3, 1], "float32", True], [[1], [1], "int64", False]],
@@ -63,7 +63,7 @@ def test_a_stage_begins_without_asking_and_knows_the_same() -> None:
 
 def test_a_stage_of_which_nothing_is_recorded_is_refused() -> None:
     with pytest.raises(ValueError, match=r"shapes of stage 1; there are \[0, 2\]"):
-        Apart([stage()], 1, {}, 5, lambda *_: {}, shapes={0: MIDDLE, 1: None, 2: MIDDLE})
+        IsolatedStage([stage()], 1, {}, 5, lambda *_: {}, shapes={0: MIDDLE, 1: None, 2: MIDDLE})
 
 
 class OlderStage:

@@ -15,13 +15,13 @@ from ckptd.client.capture.step_state import (
     grad_flags,
     zero_grads,
 )
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 
 AdamW = torch.optim.AdamW
 
 
-def bound(model: nn.Module, **options: Any) -> Binding:
-    return Binding(model, [AdamW(model.parameters(), **options)], None)
+def bound(model: nn.Module, **options: Any) -> LiveState:
+    return LiveState(model, [AdamW(model.parameters(), **options)], None)
 
 
 class TestGroups:
@@ -46,7 +46,7 @@ class TestGroups:
 
     def test_another_number_of_groups(self) -> None:
         model = nn.Linear(2, 2)
-        two = Binding(model, [AdamW([{"params": [p]} for p in model.parameters()])], None)
+        two = LiveState(model, [AdamW([{"params": [p]} for p in model.parameters()])], None)
         with pytest.raises(ValueError, match=r"\[1\] here, \[2\] in the snapshot"):
             apply_groups(bound(nn.Linear(2, 2)), gather_groups(two))
 
@@ -83,7 +83,7 @@ class TestGradFlags:
     def test_masters_have_flags_of_their_own(self) -> None:
         model = nn.Linear(2, 2).bfloat16()
         masters = {n: p.detach().float() for n, p in model.named_parameters()}
-        binding = Binding(model, [AdamW(list(masters.values()))], masters)
+        binding = LiveState(model, [AdamW(list(masters.values()))], masters)
         masters["bias"].grad = torch.ones(2)
         flags = grad_flags(binding)
         masters["bias"].grad = None
@@ -103,14 +103,14 @@ class Counts(torch.optim.SGD):
                 p.sub_(p.grad)
 
 
-def python_state_of(binding: Binding) -> dict[str, dict[str, Any]]:
+def python_state_of(binding: LiveState) -> dict[str, dict[str, Any]]:
     binding.kept.look({})
     return binding.kept.python()
 
 
 def test_plain_values_in_optimizer_state_are_found() -> None:
     model = nn.Linear(2, 2)
-    binding = Binding(model, [Counts(model.parameters())], None)
+    binding = LiveState(model, [Counts(model.parameters())], None)
     assert python_state_of(binding) == {}
     model.weight.grad = torch.ones(2, 2)
     binding.optimizers[0].step()

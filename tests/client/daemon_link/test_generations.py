@@ -11,7 +11,7 @@ import pytest
 from ckptd.client.daemon_link.generations import Generations
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
-from ckptd.core.recovery.global_plan import Piece, Source
+from ckptd.core.recovery.global_plan import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.holdings import operators_id
 from tests.ckptd.running import MIB
@@ -52,15 +52,15 @@ def test_an_own_copy_is_one_on_this_node_that_is_mapped(memory: RankMemory) -> N
     found = Generations()
     name = segment.path.rpartition("/")[2]
     record = SlotRecord(7, 0, SlotState.SEALED, iteration=5)
-    elsewhere = Source("elsewhere", name, 1)
-    piece = Piece(record, (elsewhere, Source("here", name, 2)))
+    elsewhere = SnapshotCopy("elsewhere", name, 1)
+    piece = SnapshotToLoad(record, (elsewhere, SnapshotCopy("here", name, 2)))
     assert found.own_copy("here", piece) is None
     found.add(segment)
     own = found.own_copy("here", piece)
     assert own is not None
     assert (own.generation, own.index, own.iteration) == (segment.generation, 2, 5)
     assert found.of(own) is segment
-    assert found.own_copy("here", Piece(record, (elsewhere,))) is None
+    assert found.own_copy("here", SnapshotToLoad(record, (elsewhere,))) is None
 
 
 def test_a_run_goes_on_only_in_slots_that_were_made_for_its_window(memory: RankMemory) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptd.client import Checkpointer
 from ckptd.client.interchange.starting_weights import StartMismatch, load_start
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.export.dcp import export_dcp
 from ckptd.export.exports import export_hf
 from ckptd.export.importing import import_to_folder, import_to_store, open_import
@@ -27,8 +27,8 @@ TOTAL, AT = 9, 7
 MEMORY = "memory://start-from"
 
 
-def binding_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Binding:
-    return Binding(model, [optimizer or make_adamw(model)], None)
+def binding_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> LiveState:
+    return LiveState(model, [optimizer or make_adamw(model)], None)
 
 
 def saved(path: Path, **changed: Tensor | None) -> Path:
@@ -145,7 +145,7 @@ def test_masters_follow_the_parameters(tmp_path: Path) -> None:
     model = nn.Linear(4, 4).bfloat16()
     masters = {n: p.detach().float().clone() for n, p in model.named_parameters()}
     optimizer = torch.optim.SGD(list(masters.values()), lr=0.1)
-    load_start(Binding(model, [optimizer], masters), tmp_path / "m.safetensors")
+    load_start(LiveState(model, [optimizer], masters), tmp_path / "m.safetensors")
     assert torch.equal(model.weight, wanted)
     assert torch.equal(masters["weight"], wanted.float())
 
@@ -160,7 +160,7 @@ def test_masters_and_state_of_the_optimizer_lie_beside_the_model(tmp_path: Path)
     model = nn.Linear(4, 3, bias=False).bfloat16()
     master = model.weight.detach().float().clone()
     optimizer = torch.optim.SGD([master], lr=0.1, momentum=0.9)
-    binding = Binding(model, [optimizer], {"weight": master})
+    binding = LiveState(model, [optimizer], {"weight": master})
     load_start(binding, tmp_path)
     assert torch.equal(model.weight, wanted)
     assert torch.equal(master, finer)
@@ -168,7 +168,8 @@ def test_masters_and_state_of_the_optimizer_lie_beside_the_model(tmp_path: Path)
     plain = nn.Linear(4, 3, bias=False).bfloat16()
     with pytest.raises(StartMismatch, match=r"unexpected: master\.weight; dtype of state\.weight"):
         load_start(
-            Binding(plain, [torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)], None), tmp_path
+            LiveState(plain, [torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)], None),
+            tmp_path,
         )
     save_file({"state.weight.momentum_buffer": torch.zeros(3)}, tmp_path / "optimizer.safetensors")
     with pytest.raises(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ckptd.client.model.live_state import Binding, find_masters
+from ckptd.client.model.live_state import LiveState, find_masters
 
 AdamW = torch.optim.AdamW
 
@@ -71,7 +71,7 @@ class TestBinding:
     def test_masters_are_what_the_optimizer_updates(self) -> None:
         model = bf16_model()
         masters = masters_of(model)
-        bound = Binding(model, [AdamW(list(masters.values()))], None)
+        bound = LiveState(model, [AdamW(list(masters.values()))], None)
         assert bound.held("0.weight") is masters["0.weight"]
         assert set(bound.params) == set(masters)
         assert dict(bound.named_held()).keys() == masters.keys()
@@ -82,14 +82,14 @@ class TestBinding:
         loose = nn.Parameter(torch.zeros(3))
         second = AdamW([loose])
         second.add_param_group({"params": [late := nn.Parameter(torch.zeros(3))]})
-        bound = Binding(model, [AdamW(model.parameters()), second], None)
+        bound = LiveState(model, [AdamW(model.parameters()), second], None)
         assert bound.params["extra/1.0.0"] is loose
         assert bound.params["extra/1.1.0"] is late
         assert bound.owner["extra/1.1.0"] == (1, 1)
 
     def test_a_parameter_without_optimizer_has_no_state(self) -> None:
         model = nn.Linear(2, 2)
-        bound = Binding(model, [AdamW([model.weight])], None)
+        bound = LiveState(model, [AdamW([model.weight])], None)
         assert "bias" in bound.params
         assert "bias" not in bound.owner
         assert bound.state("bias") == {}
@@ -101,7 +101,7 @@ class TestBinding:
         """``optimizer.state`` is a defaultdict: a careless read would make empty entries that are saved."""
         model = nn.Linear(2, 2)
         optimizer = AdamW(model.parameters())
-        bound = Binding(model, [optimizer], None)
+        bound = LiveState(model, [optimizer], None)
         assert bound.state("weight") == {}
         bound.specs("weight")
         assert len(optimizer.state) == 0
@@ -109,7 +109,7 @@ class TestBinding:
     def test_specs_before_and_after_the_first_step_are_the_same(self) -> None:
         model = nn.Linear(2, 2)
         optimizer = AdamW(model.parameters())
-        bound = Binding(model, [optimizer], None)
+        bound = LiveState(model, [optimizer], None)
         before = {n: bound.specs(n) for n in bound.params}
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -117,34 +117,34 @@ class TestBinding:
 
     def test_factored_state_is_known_in_its_true_shape(self) -> None:
         model = nn.Linear(5, 7)
-        bound = Binding(model, [torch.optim.Adafactor(model.parameters())], None)
+        bound = LiveState(model, [torch.optim.Adafactor(model.parameters())], None)
         shapes = {s.key: s.shape for s in bound.specs("weight") if s.kind == "tensor"}
         assert shapes == {"row_var": (7, 1), "col_var": (1, 5)}
 
     def test_one_probe_serves_all_parameters_of_a_kind(self) -> None:
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-        bound = Binding(model, [AdamW(model.parameters())], None)
+        bound = LiveState(model, [AdamW(model.parameters())], None)
         assert bound.probe("0.weight") is bound.probe("2.weight")
         assert bound.probe("0.weight") is not bound.probe("0.bias")
 
     def test_tied_parameters_appear_once(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         model[1].weight = model[0].weight
-        bound = Binding(model, [AdamW(model.parameters())], None)
+        bound = LiveState(model, [AdamW(model.parameters())], None)
         assert list(bound.params) == ["0.weight", "0.bias", "1.bias"]
 
     def test_buffers_that_are_not_persistent_count_and_none_does_not(self) -> None:
         model = nn.Linear(2, 2)
         model.register_buffer("load", torch.zeros(2), persistent=False)
         model.register_buffer("absent", None)
-        assert set(Binding(model, [AdamW(model.parameters())], None).buffers()) == {"load"}
+        assert set(LiveState(model, [AdamW(model.parameters())], None).buffers()) == {"load"}
 
 
 class TestErrors:
     def test_two_optimizers_for_one_parameter(self) -> None:
         model = nn.Linear(3, 2)
         with pytest.raises(ValueError, match=r"shape \(2, 3\) is held by two optimizers"):
-            Binding(model, [AdamW(model.parameters()), AdamW([model.weight])], None)
+            LiveState(model, [AdamW(model.parameters()), AdamW([model.weight])], None)
 
     def test_a_master_of_an_unknown_parameter(self) -> None:
         model = bf16_model()
@@ -153,7 +153,7 @@ class TestErrors:
         with pytest.raises(
             ValueError, match=r"masters\['no\.such'\]: .*names look like '0\.weight'"
         ):
-            Binding(model, [AdamW(list(masters.values()))], masters)
+            LiveState(model, [AdamW(list(masters.values()))], masters)
 
     def test_a_master_of_another_shape(self) -> None:
         model = bf16_model()
@@ -161,20 +161,20 @@ class TestErrors:
         with pytest.raises(
             ValueError, match=r"masters\['0\.weight'\] has shape \(2, 3\), .*\(3, 3\)"
         ):
-            Binding(model, [AdamW(list(masters.values()))], masters)
+            LiveState(model, [AdamW(list(masters.values()))], masters)
 
     def test_a_master_that_no_optimizer_holds(self) -> None:
         model = bf16_model()
         masters = masters_of(model)
         optimizer = AdamW([m.clone() for m in masters.values()])
         with pytest.raises(ValueError, match=r"masters\['0\.weight'\] is in no optimizer"):
-            Binding(model, [optimizer], masters)
+            LiveState(model, [optimizer], masters)
 
 
 def test_state_for_blocks_of_rows_is_not_cut_into_rows() -> None:
     """8-bit optimizers keep fp32 state for tensors as small as a probe's. Their snapshots with a window failed, and were given up."""
     model = nn.Linear(4, 4)
-    binding = Binding(model, [torch.optim.AdamW(model.parameters())], None)
+    binding = LiveState(model, [torch.optim.AdamW(model.parameters())], None)
     assert binding.rows_allowed("weight")
     weight = binding.params["weight"]
     binding.optimizers[0].state[weight] = {

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ckptd.client.model.operators import (
     Grouping,
-    Member,
     Operator,
+    ParameterRows,
     discover_operators,
     split_operator,
 )
@@ -153,7 +153,7 @@ def test_fused_experts_are_slices(attribute: str | None) -> None:
     experts = [op for op in operators if op.kind is OperatorKind.EXPERT]
     assert [op.name for op in experts] == [f"layers.0.mlp.experts.{i}" for i in range(EXPERTS)]
     assert experts[1].members == tuple(
-        Member(f"layers.0.mlp.experts.{n}", 1, 2)
+        ParameterRows(f"layers.0.mlp.experts.{n}", 1, 2)
         for n in ("gate_up_proj", "down_proj", "down_proj_bias")
     )
     assert {op.group for op in experts} == {"layers.0.mlp.experts"}
@@ -172,16 +172,20 @@ def test_a_parameter_of_the_experts_module_that_is_not_per_expert_stays_whole() 
     moe.experts.bias = nn.Parameter(torch.zeros(WIDTH))
     moe.experts.router = nn.Linear(WIDTH, EXPERTS)
     by_member = {m: op for op in find(Model(moe)) for m in op.members}
-    assert by_member[Member("layers.0.mlp.experts.bias")].kind is OperatorKind.DENSE
-    assert by_member[Member("layers.0.mlp.experts.router.weight")].kind is OperatorKind.DENSE
-    assert by_member[Member("layers.0.mlp.experts.down_proj", 0, 1)].kind is OperatorKind.EXPERT
+    assert by_member[ParameterRows("layers.0.mlp.experts.bias")].kind is OperatorKind.DENSE
+    assert by_member[ParameterRows("layers.0.mlp.experts.router.weight")].kind is OperatorKind.DENSE
+    assert (
+        by_member[ParameterRows("layers.0.mlp.experts.down_proj", 0, 1)].kind is OperatorKind.EXPERT
+    )
 
 
 def test_a_bias_as_wide_as_there_are_experts_is_not_cut() -> None:
     """A one-dimensional parameter whose length happens to be the number of experts is no fused tensor."""
     moe = FusedMoE()
     moe.experts.bias = nn.Parameter(torch.zeros(EXPERTS))
-    assert Member("layers.0.mlp.experts.bias") in [m for op in find(Model(moe)) for m in op.members]
+    assert ParameterRows("layers.0.mlp.experts.bias") in [
+        m for op in find(Model(moe)) for m in op.members
+    ]
 
 
 def test_shared_experts_are_dense() -> None:
@@ -253,7 +257,7 @@ class TestSplitting:
     SHAPES = {"a": (10, 4), "b": (4,), "c": ()}  # noqa: RUF012
 
     def split(self, op: Operator, max_bytes: int, *, rows: bool = True) -> list[Operator]:
-        def bytes_of(member: Member) -> int:
+        def bytes_of(member: ParameterRows) -> int:
             total = torch.Size(self.SHAPES[member.param]).numel() * 4
             count = self.SHAPES[member.param][0] if self.SHAPES[member.param] else 1
             start, stop = member.range(count)
@@ -262,7 +266,7 @@ class TestSplitting:
         return split_operator(op, self.SHAPES, bytes_of, max_bytes, lambda name: rows)
 
     def dense(self, *params: str) -> Operator:
-        return Operator("d", OperatorKind.DENSE, tuple(map(Member, params)))
+        return Operator("d", OperatorKind.DENSE, tuple(map(ParameterRows, params)))
 
     def test_between_tensors_and_rows(self) -> None:
         parts = self.split(self.dense("a", "b", "c"), 48)
@@ -285,7 +289,7 @@ class TestSplitting:
         assert len(self.split(op, 175)) > 1
 
     def test_experts_stay_whole(self) -> None:
-        op = Operator("e", OperatorKind.EXPERT, (Member("a"),))
+        op = Operator("e", OperatorKind.EXPERT, (ParameterRows("a"),))
         assert self.split(op, 1) == [op]
 
     def test_a_piece_that_cannot_be_cut_stays_larger(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import discover_operators
 from ckptd.client.model.parameter_names import (
     is_compiled,
@@ -83,7 +83,7 @@ def test_a_binding_finds_live_tensors_by_plain_names() -> None:
         n: p.detach().clone() for n, p in model.named_parameters() if n.endswith("head.bias")
     }
     rest = [p for n, p in model.named_parameters() if not n.endswith("head.bias")]
-    binding = Binding(model, [torch.optim.SGD([*rest, *masters.values()], lr=0.1)], masters)
+    binding = LiveState(model, [torch.optim.SGD([*rest, *masters.values()], lr=0.1)], masters)
     assert list(binding.masters) == ["head.bias"]  # given as `module.head.bias`
     places, leaf = binding.buffer_places()["layers.1.running_mean"]
     assert places[leaf] is binding.buffers()["layers.1.running_mean"]

@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client.model import replicated_params as sharing_module
-from ckptd.client.model.live_state import Binding
-from ckptd.client.model.operators import Member, Operator, discover_operators
+from ckptd.client.model.live_state import LiveState
+from ckptd.client.model.operators import Operator, ParameterRows, discover_operators
 from ckptd.client.model.replicated_params import (
     EVERY_RANK,
     NOTHING_SHARED,
     Replicas,
-    Sharing,
+    ReplicatedParams,
     find_replicas,
     meet_sharing,
 )
@@ -33,7 +33,7 @@ from ckptd.client.ranks.collectives import Exchange
 from ckptd.client.schedule.planning import make_plan, most_pieces
 from ckptd.client.schedule.schedule_change import table_digest
 from ckptd.client.schedule.snapshot_plan import (
-    Plan,
+    SnapshotPlan,
     captured_once,
     operator_costs,
     plan_from_payload,
@@ -66,11 +66,11 @@ class Net(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
 
 
-def bound(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Binding:
-    return Binding(model, [optimizer or torch.optim.AdamW(model.parameters())], None)
+def bound(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> LiveState:
+    return LiveState(model, [optimizer or torch.optim.AdamW(model.parameters())], None)
 
 
-def ranks_of(binding: Binding, told: dict[str, Any] | None = None) -> dict[str, tuple[int, ...]]:
+def ranks_of(binding: LiveState, told: dict[str, Any] | None = None) -> dict[str, tuple[int, ...]]:
     return {name: found.ranks for name, found in find_replicas(binding, told).items()}
 
 
@@ -131,11 +131,13 @@ class TestWhoSaysSo:
             find_replicas(bound(Net()), {"dense.*": 4})
 
 
-def sharing_of(binding: Binding, own_bytes: dict[int, int] | None = None) -> Sharing:
-    return Sharing(dict.fromkeys(binding.params, BOTH), own_bytes or {})
+def sharing_of(binding: LiveState, own_bytes: dict[int, int] | None = None) -> ReplicatedParams:
+    return ReplicatedParams(dict.fromkeys(binding.params, BOTH), own_bytes or {})
 
 
-def planned(binding: Binding, sharing: Sharing, rank: int = 0, **changes: Any) -> Plan:
+def planned(
+    binding: LiveState, sharing: ReplicatedParams, rank: int = 0, **changes: Any
+) -> SnapshotPlan:
     operators = discover_operators(binding.model, rows_allowed=binding.rows_allowed)
     options: dict[str, Any] = {
         "policy": "sliding",
@@ -152,7 +154,9 @@ def planned(binding: Binding, sharing: Sharing, rank: int = 0, **changes: Any) -
     return make_plan(binding, operators, sharing=sharing, **(options | changes))
 
 
-def captured(plan: Plan, binding: Binding, ordinal: int) -> set[tuple[str, str, int | None]]:
+def captured(
+    plan: SnapshotPlan, binding: LiveState, ordinal: int
+) -> set[tuple[str, str, int | None]]:
     """Parameters, masters and optimizer state in a snapshot."""
     built = plan.phase_plan(binding, ordinal)
     assert built is not None
@@ -238,15 +242,15 @@ class TestPlans:
         shared = {"dense.weight": BOTH, "dense.bias": BOTH}
         rest = [p for n, p in model.named_parameters() if n not in shared]
 
-        def binding(kept: type[torch.optim.Optimizer]) -> Binding:
+        def binding(kept: type[torch.optim.Optimizer]) -> LiveState:
             dense = torch.optim.AdamW([model.dense.weight, model.dense.bias])
             first = torch.optim.SGD(rest[:2], lr=0.1)
-            return Binding(model, [dense, first, kept(rest[2:], lr=0.1)], None)  # type: ignore[call-arg]
+            return LiveState(model, [dense, first, kept(rest[2:], lr=0.1)], None)  # type: ignore[call-arg]
 
-        first = planned(binding(torch.optim.SGD), Sharing(shared))
+        first = planned(binding(torch.optim.SGD), ReplicatedParams(shared))
         more = binding(torch.optim.AdamW)
-        assert planned(more, Sharing(shared)).schedule.phases != first.schedule.phases
-        again = planned(more, Sharing(shared), before=first)
+        assert planned(more, ReplicatedParams(shared)).schedule.phases != first.schedule.phases
+        again = planned(more, ReplicatedParams(shared), before=first)
         assert again.schedule.phases == first.schedule.phases
         assert again.owners == first.owners
         assert again.slot_bytes > first.slot_bytes
@@ -310,16 +314,16 @@ class TestPlans:
         assert told(plan.schedule.phases, plan.owners[::-1]) != same
 
     def test_an_operator_of_mixed_parameters_is_each_ranks_own(self) -> None:
-        sharing = Sharing({"a": BOTH, "b": Replicas((0, 1, 2), None)})
-        mixed = Operator("x", OperatorKind.DENSE, (Member("a"), Member("b")))
-        partly = Operator("y", OperatorKind.DENSE, (Member("a"), Member("c")))
-        whole = Operator("z", OperatorKind.DENSE, (Member("a"),))
+        sharing = ReplicatedParams({"a": BOTH, "b": Replicas((0, 1, 2), None)})
+        mixed = Operator("x", OperatorKind.DENSE, (ParameterRows("a"), ParameterRows("b")))
+        partly = Operator("y", OperatorKind.DENSE, (ParameterRows("a"), ParameterRows("c")))
+        whole = Operator("z", OperatorKind.DENSE, (ParameterRows("a"),))
         assert [sharing.group_of(op) for op in (mixed, partly, whole)] == [None, None, BOTH]
 
     def test_alike_are_those_who_have_all_operators(self) -> None:
         three = Replicas((0, 1, 2), None)
-        of = {name: Operator(name, OperatorKind.DENSE, (Member(name),)) for name in "abc"}
-        sharing = Sharing({"a": BOTH, "b": three})
+        of = {name: Operator(name, OperatorKind.DENSE, (ParameterRows(name),)) for name in "abc"}
+        sharing = ReplicatedParams({"a": BOTH, "b": three})
         assert sharing.alike([of["b"]], 1) == (0, 2)
         assert sharing.alike([of["a"], of["b"]], 1) == (0,)
         assert sharing.alike(list(of.values()), 1) == ()
@@ -329,20 +333,22 @@ class TestPlans:
         binding = bound(Net())
         operators = discover_operators(binding.model, rows_allowed=binding.rows_allowed)
         whole = operator_costs(binding, operators, {})
-        part = Sharing({"dense.weight": BOTH, "dense.bias": BOTH}).mean_costs(operators, whole)
+        part = ReplicatedParams({"dense.weight": BOTH, "dense.bias": BOTH}).mean_costs(
+            operators, whole
+        )
         for before, after in zip(whole, part, strict=True):
             halves = 2 if before.name == "dense" else 1
             assert after.anchor_bytes == before.anchor_bytes // halves
 
 
 class TestMeeting:
-    def both(self, *models: nn.Module) -> list[Sharing]:
-        def work(model: nn.Module, exchange: Exchange) -> Sharing:
+    def both(self, *models: nn.Module) -> list[ReplicatedParams]:
+        def work(model: nn.Module, exchange: Exchange) -> ReplicatedParams:
             binding = bound(model)
             return meet_sharing(binding, dict.fromkeys(binding.params, BOTH), 7, exchange)
 
         found = outcomes([partial(work, model) for model in models])
-        assert all(isinstance(f, Sharing) for f in found), found
+        assert all(isinstance(f, ReplicatedParams) for f in found), found
         return found  # type: ignore[return-value]
 
     def test_equal_values_are_shared(self) -> None:
@@ -450,13 +456,13 @@ class TestMeeting:
     def test_a_rank_that_does_not_share_takes_the_others_out(self) -> None:
         binding = bound(Net())
 
-        def work(replicas: dict[str, Replicas], exchange: Exchange) -> Sharing:
+        def work(replicas: dict[str, Replicas], exchange: Exchange) -> ReplicatedParams:
             return meet_sharing(binding, replicas, 0, exchange)
 
         wants = dict.fromkeys(binding.params, BOTH)
         first, second = outcomes([lambda e: work(wants, e), lambda e: work({}, e)])
-        assert isinstance(first, Sharing)
-        assert isinstance(second, Sharing)
+        assert isinstance(first, ReplicatedParams)
+        assert isinstance(second, ReplicatedParams)
         assert first.replicas == second.replicas == {}
         plan = planned(binding, first)
         assert plan.left_out == frozenset()

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckptd.client import values
-from ckptd.client.model.live_state import Binding
-from ckptd.client.model.operators import Member, Operator
+from ckptd.client.model.live_state import LiveState
+from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.model.snapshot_layout import (
+    EntrySource,
     PhasePlan,
-    Source,
     StateTable,
     build_phase,
     entry_name,
@@ -33,29 +33,29 @@ ROWS = st.none() | st.tuples(st.integers(0, 99), st.integers(1, 99))
 @given(st.sampled_from(["param", "master", "optim"]), NAMES, PART, ROWS)
 def test_names_round_trip(kind: str, name: str, key: str, rows: tuple[int, int] | None) -> None:
     start, stop = rows if rows is not None else (None, None)
-    source = Source(kind, name, key if kind == "optim" else "", start, stop, torch.bfloat16)
+    source = EntrySource(kind, name, key if kind == "optim" else "", start, stop, torch.bfloat16)
     assert parse_entry_name(entry_name(source), torch.bfloat16) == source
 
 
 @given(NAMES)
 def test_buffer_names_round_trip(name: str) -> None:
-    source = Source("buffer", name, dtype=torch.int64)
+    source = EntrySource("buffer", name, dtype=torch.int64)
     assert parse_entry_name(entry_name(source), torch.int64) == source
 
 
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        (Source("param", "a.weight"), "a.weight"),
-        (Source("param", "a.weight", "", 2, 4), "a.weight[2:4]"),
-        (Source("master", "a.weight"), "master/a.weight"),
-        (Source("optim", "a.weight", "exp_avg", 0, 1), "optim/exp_avg/a.weight[0:1]"),
-        (Source("buffer", "a.mean"), "buffer/a.mean"),
-        (Source("packed", "F32"), "ckptd.optim_scalars/F32"),
+        (EntrySource("param", "a.weight"), "a.weight"),
+        (EntrySource("param", "a.weight", "", 2, 4), "a.weight[2:4]"),
+        (EntrySource("master", "a.weight"), "master/a.weight"),
+        (EntrySource("optim", "a.weight", "exp_avg", 0, 1), "optim/exp_avg/a.weight[0:1]"),
+        (EntrySource("buffer", "a.mean"), "buffer/a.mean"),
+        (EntrySource("packed", "F32"), "ckptd.optim_scalars/F32"),
     ],
     ids=["param", "rows", "master", "optim", "buffer", "packed"],
 )
-def test_names_are_those_of_the_format(source: Source, name: str) -> None:
+def test_names_are_those_of_the_format(source: EntrySource, name: str) -> None:
     """docs/architecture.md §3."""
     assert entry_name(source) == name
     assert parse_entry_name(name, torch.float32) == source
@@ -73,19 +73,23 @@ class Model(nn.Module):
         self.register_buffer("nothing", None)
 
 
-EXPERTS = [Operator(f"e{i}", OperatorKind.EXPERT, (Member("fused", i, i + 1),)) for i in range(4)]
+EXPERTS = [
+    Operator(f"e{i}", OperatorKind.EXPERT, (ParameterRows("fused", i, i + 1),)) for i in range(4)
+]
 OPERATORS = [
     *EXPERTS,
-    Operator("dense", OperatorKind.DENSE, (Member("dense.weight"), Member("temperature"))),
+    Operator(
+        "dense", OperatorKind.DENSE, (ParameterRows("dense.weight"), ParameterRows("temperature"))
+    ),
 ]
 
 
-def binding(**options: Any) -> Binding:
+def binding(**options: Any) -> LiveState:
     model = Model()
-    return Binding(model, [torch.optim.AdamW(model.parameters(), **options)], None)
+    return LiveState(model, [torch.optim.AdamW(model.parameters(), **options)], None)
 
 
-def plan(bound: Binding, anchored: Iterable[int], **changes: Any) -> PhasePlan:
+def plan(bound: LiveState, anchored: Iterable[int], **changes: Any) -> PhasePlan:
     anchored = set(anchored)
     arguments: dict[str, Any] = {
         "phase": 0,
@@ -164,7 +168,7 @@ def test_operators_that_are_neither_anchored_nor_compute_are_left_out() -> None:
 def test_masters_are_anchored_too() -> None:
     model = Model().bfloat16()
     masters = {n: p.detach().float() for n, p in model.named_parameters()}
-    bound = Binding(model, [torch.optim.AdamW(list(masters.values()))], masters)
+    bound = LiveState(model, [torch.optim.AdamW(list(masters.values()))], masters)
     found = {e.name: e.dtype for e in plan(bound, {0}).layout.entries}
     assert found["fused[0:1]"] == "BF16"
     assert found["master/fused[0:1]"] == "F32"
@@ -206,7 +210,7 @@ def test_sizes_of_members_add_up_to_the_entries(anchored: bool) -> None:
 
 def test_rows_of_a_tensor_whose_state_is_not_per_row_are_a_bug_of_ours() -> None:
     model = Model()
-    bound = Binding(model, [torch.optim.Adafactor(model.parameters())], None)
+    bound = LiveState(model, [torch.optim.Adafactor(model.parameters())], None)
     with pytest.raises(AssertionError, match="fused"):
         plan(bound, {0})
 
@@ -221,6 +225,6 @@ def test_the_order_of_state_keys_is_the_optimizers_own() -> None:
 def test_a_dtype_that_no_image_can_hold_is_named() -> None:
     model = Model()
     model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
-    bound = Binding(model, [torch.optim.AdamW(model.parameters())], None)
+    bound = LiveState(model, [torch.optim.AdamW(model.parameters())], None)
     with pytest.raises(ValueError, match=r"buffer/odd has dtype torch\.complex128"):
         plan(bound, {0})

@@ -12,22 +12,22 @@ from torch import nn
 
 from ckptd.client import values
 from ckptd.client.capture.step_state import gather_groups
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.snapshot_layout import StateTable
 from ckptd.client.optimizers.optimizer_audit import cannot_be_captured
-from ckptd.client.optimizers.value_trees import Refused
+from ckptd.client.optimizers.value_trees import NotCapturable
 from tests.habits.optimizers import SAM, CountsInState, Lookahead
 
 
-def bound(make: Any) -> tuple[Binding, Any]:
+def bound(make: Any) -> tuple[LiveState, Any]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     given = make(model.parameters())
     inner = getattr(given, "optimizer", given)
-    return Binding(model, [inner], None, [given]), given
+    return LiveState(model, [inner], None, [given]), given
 
 
-def step(binding: Binding, given: Any, times: int = 1) -> None:
+def step(binding: LiveState, given: Any, times: int = 1) -> None:
     def closure() -> Any:
         binding.model.zero_grad()
         loss = binding.model(torch.ones(2, 3)).square().mean()
@@ -42,7 +42,7 @@ def step(binding: Binding, given: Any, times: int = 1) -> None:
             given.step()
 
 
-def gathered(binding: Binding) -> bytes:
+def gathered(binding: LiveState) -> bytes:
     binding.kept.look(StateTable.of(binding).specs)
     return binding.kept.gather()
 
@@ -91,7 +91,7 @@ def test_an_object_in_the_state_is_refused_by_its_path() -> None:
     """Such a training was left unprotected after one cryptic line."""
     binding, given = bound(lambda ps: KeepsAnObject(ps, lr=0.1))
     step(binding, given)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(NotCapturable) as refused:
         gathered(binding)
     text = cannot_be_captured(binding.kept.whose, refused.value)
     assert text.startswith("optimizer KeepsAnObject keeps state[0.weight]['projector'] (type ")

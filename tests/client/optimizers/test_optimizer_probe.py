@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.optimizers.optimizer_probe import (
     ProbeResult,
     StateSpec,
@@ -353,6 +353,6 @@ def test_a_wrapper_of_itself_is_not_followed_for_ever() -> None:
 
 def test_dependent_optimizers_are_reported_once_each() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    binding = Binding(model, [Prodigy(model.parameters())], None)
+    binding = LiveState(model, [Prodigy(model.parameters())], None)
     assert len(binding.dependent()) == 1
-    assert Binding(model, [optim.AdamW(model.parameters())], None).dependent() == []
+    assert LiveState(model, [optim.AdamW(model.parameters())], None).dependent() == []

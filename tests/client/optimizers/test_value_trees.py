@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from ckptd.client import values
-from ckptd.client.optimizers.value_trees import Baseline, Refused, TreeReader, TreeWriter, unlike
+from ckptd.client.optimizers.value_trees import (
+    Baseline,
+    NotCapturable,
+    TreeReader,
+    TreeWriter,
+    unlike,
+)
 from tests.client.doubled import Doubled
 
 
@@ -152,7 +158,7 @@ def test_what_cannot_be_held_is_refused_by_its_path(value: object, message: str)
     here = Thing(kept=Thing(x=[]))
     baseline = baseline_of(here)
     here.kept.x.append(value)
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(NotCapturable, match=message):
         written(here, baseline)
 
 
@@ -168,9 +174,9 @@ def test_depth_and_size_have_bounds() -> None:
     deep: list[Any] = []
     for _ in range(100):
         deep = [deep]
-    with pytest.raises(Refused, match="nested deeper than"):
+    with pytest.raises(NotCapturable, match="nested deeper than"):
         written(Thing(deep=deep))
-    with pytest.raises(Refused, match="more than 100000 values"):
+    with pytest.raises(NotCapturable, match="more than 100000 values"):
         written(Thing(wide=[[] for _ in range(100_001)]))
 
 

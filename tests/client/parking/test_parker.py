@@ -14,7 +14,7 @@ import torch
 
 from ckptd.client import Checkpointer
 from ckptd.client.model.freezing import Tape
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.parking.park_memory import parked_image, parked_records
 from ckptd.client.parking.parker import Parking
 from ckptd.client.pipeline.upstream_feed import FedLogs
@@ -94,7 +94,7 @@ class Trained(Job):
         plan = self.ckpt._loop.recorder.plan  # type: ignore[union-attr]
         assert plan is not None
         replay = Replay(
-            Binding(fresh.model, [fresh.optimizer], None),
+            LiveState(fresh.model, [fresh.optimizer], None),
             plan.operators,
             CpuEngine(),
             [parked_image(self.memory, record)],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.client.pipeline.isolated_stage import Apart
+from ckptd.client.pipeline.isolated_stage import IsolatedStage
 from ckptd.core.slots.boundary import RecordKey, SentKind
 from tests.client.apart_ranks import BASE, RESUME, TOTAL, Log, Outcome, run_ranks
 from tests.long import long
@@ -94,4 +94,4 @@ def test_a_missing_record_is_told_by_its_name(tmp_path: Path) -> None:
 
 def test_bases_after_the_end_are_refused() -> None:
     with pytest.raises(ValueError, match="rank 3 begins at 9, after all run together at 8"):
-        Apart([], 0, {3: 9}, 8, lambda *_: {})
+        IsolatedStage([], 0, {3: 9}, 8, lambda *_: {})

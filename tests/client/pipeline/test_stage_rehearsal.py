@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client.capture.ddp_buckets import Buckets
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.pipeline.stage_rehearsal import (
     _warn_unknown,
     callables_of,
@@ -172,7 +172,7 @@ def test_of_two_checkpointers_the_first_may_end_first() -> None:
 
 def test_nothing_stays_of_what_runs_without_trace() -> None:
     model = Counting()
-    binding = Binding(model, [torch.optim.SGD(model.parameters(), lr=0.1)], None)
+    binding = LiveState(model, [torch.optim.SGD(model.parameters(), lr=0.1)], None)
     rng = capture_rng()
     with without_trace(binding):
         model(torch.randn(2, 3))

@@ -25,7 +25,7 @@ from ckptd.client.pipeline import upstream_feed
 from ckptd.client.pipeline.log_reader import LogFile
 from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.client.stats import Stats
-from ckptd.core.recovery.global_plan import Piece, Source
+from ckptd.core.recovery.global_plan import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.boundary import RecordKey, SentKind, parse_record_name
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import unpack_slot_header
@@ -66,7 +66,7 @@ class Job:
         finally:
             memory.close()
 
-    def logged(self, node: Node) -> tuple[dict[int, Piece], NodeCard]:
+    def logged(self, node: Node) -> tuple[dict[int, SnapshotToLoad], NodeCard]:
         """What a node holds of rank 0's log, and how it is reached."""
         with node.client() as client:
             seen = client.ask(SeeRun("job", self.run), RunSeen)
@@ -77,7 +77,9 @@ class Job:
             header = unpack_slot_header(slot.header)
             assert header is not None
             record = header_record(header, held.generation, slot.slot, b"")
-            pieces[header.iteration] = Piece(record, (Source(node.name, held.name, slot.slot),))
+            pieces[header.iteration] = SnapshotToLoad(
+                record, (SnapshotCopy(node.name, held.name, slot.slot),)
+            )
         return pieces, NodeCard(node.name, f"tcp://{node.address}:{PORT}")
 
     def file(self, node: Node) -> Path:
@@ -130,12 +132,12 @@ def log(memory: RankMemory, *iterations: int, size: int = BYTES) -> MappedSegmen
     return segment
 
 
-def also_on(node: Node, pieces: dict[int, Piece]) -> dict[int, Piece]:
+def also_on(node: Node, pieces: dict[int, SnapshotToLoad]) -> dict[int, SnapshotToLoad]:
     """The same pieces, with copies of the same file on this node as well, which come after the others."""
     return {
-        i: Piece(
+        i: SnapshotToLoad(
             piece.record,
-            (*piece.sources, *(Source(node.name, s.segment, s.index) for s in piece.sources)),
+            (*piece.sources, *(SnapshotCopy(node.name, s.segment, s.index) for s in piece.sources)),
         )
         for i, piece in pieces.items()
     }
@@ -413,11 +415,11 @@ def test_a_rank_of_another_job_gets_nothing(job: Job, pair: Net) -> None:
         log(sender, 3)
     pieces, card = job.logged(pair[0])
     (source,) = pieces[3].sources
-    renamed = Source(source.node, source.segment.replace("job~", "spy~", 1), source.index)
+    renamed = SnapshotCopy(source.node, source.segment.replace("job~", "spy~", 1), source.index)
     for node in (pair[0], pair[1]):
         with job.rank(node, 1, job="spy") as spy:
             for at, code in ((source, "bad_message"), (renamed, "not_found")):
-                stolen = {0: {3: Piece(pieces[3].record, (at,))}}
+                stolen = {0: {3: SnapshotToLoad(pieces[3].record, (at,))}}
                 with pytest.raises(AttachRefused) as refused:
                     FedLogs(spy.session, stolen, (card,))
                 assert refused.value.code == code

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from ckptd.client.ranks import failure_detector
-from ckptd.client.ranks.failure_detector import RankWatch
+from ckptd.client.ranks.failure_detector import FailureDetector
 from tests.client.watched_ranks import Ranks, store_process
 
 BROKE = "rank 1 of {} (127.0.0.1) is gone: its connection broke"
@@ -116,7 +116,7 @@ def until(store: Any, key: str, there: bool) -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_connection_that_breaks_and_can_be_made_again_says_nothing(store: Any) -> None:
     after = Next(store)
-    watch = RankWatch(store, "ranks", rank=0, world_size=2)
+    watch = FailureDetector(store, "ranks", rank=0, world_size=2)
     for _ in range(3):
         after.connected().close()
     held = after.connected()  # it came again each time
@@ -130,7 +130,7 @@ def test_a_connection_that_breaks_and_can_be_made_again_says_nothing(store: Any)
 @pytest.mark.usefixtures("quick")
 def test_one_that_is_found_again_is_not_gone_any_more(store: Any) -> None:
     after = Next(store)
-    watch = RankWatch(store, "ranks", rank=0, world_size=2)
+    watch = FailureDetector(store, "ranks", rank=0, world_size=2)
     held = after.connected()
     after.listening.close()
     held.close()
@@ -147,7 +147,7 @@ def test_one_that_is_found_again_is_not_gone_any_more(store: Any) -> None:
 def test_what_another_rank_says_is_left(store: Any) -> None:
     """Two are gone, and the one whose sign stands in the store is not the one that comes back."""
     after = Next(store)
-    watch = RankWatch(store, "ranks", rank=0, world_size=2)
+    watch = FailureDetector(store, "ranks", rank=0, world_size=2)
     held = after.connected()
     after.listening.close()
     held.close()
@@ -168,7 +168,7 @@ def test_what_an_earlier_life_left_in_the_store_does_not_count(store: Any) -> No
     before = Next(store)
     before.listening.close()
     store.set("ranks/gone", "rank 1 is gone")
-    watch = RankWatch(store, "ranks", rank=0, world_size=2)
+    watch = FailureDetector(store, "ranks", rank=0, world_size=2)
     until(store, watch.gone_key, there=False)
     after = Next(store)
     held = after.connected()
@@ -182,7 +182,7 @@ def test_what_an_earlier_life_left_in_the_store_does_not_count(store: Any) -> No
 @pytest.mark.usefixtures("quick")
 def test_ranks_that_are_connected_leave_the_store_alone(store: Any) -> None:
     """It is gone before the last of them at the end of most jobs, and each question to it would be a warning of torch."""
-    watches = [RankWatch(store, "ranks", rank=rank, world_size=2) for rank in range(2)]
+    watches = [FailureDetector(store, "ranks", rank=rank, world_size=2) for rank in range(2)]
     for watch in watches:
         deadline = time.monotonic() + 60
         while watch._connection is None or watch._watched_by is None:
@@ -198,6 +198,6 @@ def test_ranks_that_are_connected_leave_the_store_alone(store: Any) -> None:
 
 def test_other_stores_watch_nobody(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 2)  # type: ignore[attr-defined]
-    watch = RankWatch(store, "ranks", rank=0, world_size=2)
+    watch = FailureDetector(store, "ranks", rank=0, world_size=2)
     assert not store.check([watch.gone_key, "ranks/at/0"])
     watch.close()

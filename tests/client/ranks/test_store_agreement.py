@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ckptd.client.identity import Identity
-from ckptd.client.ranks.store_agreement import Together, propose
+from ckptd.client.ranks.store_agreement import StoreAgreement, propose
 from tests.ckptd.running import eventually
 
 WORLD = 5
@@ -23,9 +23,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return dist.TCPStore("127.0.0.1", 0, is_master=True)  # type: ignore[attr-defined]
 
 
-def ranks(store: Any, count: int = WORLD) -> list[Together]:
+def ranks(store: Any, count: int = WORLD) -> list[StoreAgreement]:
     return [
-        Together(store, Identity("job", "run", rank, WORLD), prefix="ckptd/job/run/7")
+        StoreAgreement(store, Identity("job", "run", rank, WORLD), prefix="ckptd/job/run/7")
         for rank in range(count)
     ]
 

@@ -25,7 +25,7 @@ from ckptd.client.ranks.collectives import Exchange
 from ckptd.client.recovery import localized_recovery
 from ckptd.client.recovery.global_recovery import recover_together
 from ckptd.client.recovery.localized_recovery import ApartStart, begin_apart, come_together
-from ckptd.core.recovery.global_plan import Piece, Source
+from ckptd.core.recovery.global_plan import SnapshotCopy, SnapshotToLoad
 from ckptd.core.recovery.localized_plan import LocalizedPlan, RankKind
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_hints import HINT_APART, HINT_APART_AGAIN
@@ -250,7 +250,7 @@ def test_what_one_rank_cannot_reach_is_wanted_by_no_plan_of_this_start(
     out_of_reach: list[str] = []
     read = ParkedCopy.read
 
-    def reach(session: Any, piece: Piece, cards: Any) -> SnapshotImage:
+    def reach(session: Any, piece: SnapshotToLoad, cards: Any) -> SnapshotImage:
         segment = piece.sources[0].segment
         out_of_reach[:] = out_of_reach or [segment]
         if segment in out_of_reach:
@@ -285,7 +285,7 @@ def test_a_copy_that_the_daemon_has_just_sealed_is_read(endpoint: str) -> None:
         segment: Any = memory.parks.newest
         (record,) = parked_records(memory)
         assert segment.try_lock_slot(0)
-        piece = Piece(record, (Source("elsewhere", Path(segment.path).name, 0),))
+        piece = SnapshotToLoad(record, (SnapshotCopy("elsewhere", Path(segment.path).name, 0),))
         copied = ParkedCopy.read(Lends(), piece, ())  # type: ignore[arg-type]
         assert copied.iteration == CUT_OFF
         segment.unlock_slot(0)
@@ -420,9 +420,9 @@ def test_what_another_run_has_parked_is_not_read(endpoint: str, ranks: list[Rank
         segment = other.parks.newest
         assert segment is not None
         (record,) = parked_records(other)
-    source = Source(ranks[1].session.node_id, Path(segment.path).name, 0)
+    source = SnapshotCopy(ranks[1].session.node_id, Path(segment.path).name, 0)
     with pytest.raises(AttachRefused, match="no segment of"):
-        ParkedCopy.read(ranks[1].session, Piece(record, (source,)), ())
+        ParkedCopy.read(ranks[1].session, SnapshotToLoad(record, (source,)), ())
 
 
 def test_one_rank_has_nobody_to_be_apart_from(endpoint: str) -> None:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptd.client.model.operators import Member, Operator
-from ckptd.client.model.replicated_params import EVERY_RANK, Replicas, Sharing
-from ckptd.client.model.snapshot_layout import Source
+from ckptd.client.model.operators import Operator, ParameterRows
+from ckptd.client.model.replicated_params import EVERY_RANK, Replicas, ReplicatedParams
+from ckptd.client.model.snapshot_layout import EntrySource
 from ckptd.client.ranks.collectives import Exchange
 from ckptd.client.recovery import replica_broadcast
-from ckptd.client.recovery.replica_broadcast import Handing, arrange
+from ckptd.client.recovery.replica_broadcast import ReplicaBroadcast, arrange
 from ckptd.core.schedules.schedule import OperatorKind
 from tests.client.gloo_ranks import run_in_ranks
 from tests.client.meeting import outcomes
@@ -25,22 +25,22 @@ NAMES = ("a", "b", "c", "d")
 
 
 def operators(names: tuple[str, ...] = NAMES) -> list[Operator]:
-    return [Operator(n, OperatorKind.DENSE, (Member(n),)) for n in names]
+    return [Operator(n, OperatorKind.DENSE, (ParameterRows(n),)) for n in names]
 
 
-def shared(num_ranks: int, names: tuple[str, ...] = NAMES) -> Sharing:
-    return Sharing(dict.fromkeys(names, Replicas(tuple(range(num_ranks)), None)))
+def shared(num_ranks: int, names: tuple[str, ...] = NAMES) -> ReplicatedParams:
+    return ReplicatedParams(dict.fromkeys(names, Replicas(tuple(range(num_ranks)), None)))
 
 
-def arranged(*owners: list[int], sharing: list[Sharing] | None = None) -> list[Any]:
+def arranged(*owners: list[int], sharing: list[ReplicatedParams] | None = None) -> list[Any]:
     """What each rank hands over, by what each has planned; or what it raises."""
     sharings = sharing or [shared(len(owners))] * len(owners)
 
-    def work(rank: int, exchange: Exchange) -> Handing:
+    def work(rank: int, exchange: Exchange) -> ReplicaBroadcast:
         return arrange(sharings[rank], operators(), owners[rank], rank, exchange)
 
     found = outcomes([lambda e, r=r: work(r, e) for r in range(len(owners))])  # type: ignore[misc]
-    return [f.sends() if isinstance(f, Handing) else f for f in found]
+    return [f.sends() if isinstance(f, ReplicaBroadcast) else f for f in found]
 
 
 class TestFromWhom:
@@ -54,11 +54,14 @@ class TestFromWhom:
         """Told to be alike and found not to be, so that each captured its own, of another number: such a run must be able to resume."""
         names = [NAMES, NAMES[:3]]
 
-        def work(rank: int, exchange: Exchange) -> Handing:
+        def work(rank: int, exchange: Exchange) -> ReplicaBroadcast:
             return arrange(shared(2), operators(names[rank]), [], rank, exchange)
 
         found = outcomes([lambda e: work(0, e), lambda e: work(1, e)])
-        assert [isinstance(f, Handing) and f.sends() for f in found] == [frozenset(), frozenset()]
+        assert [isinstance(f, ReplicaBroadcast) and f.sends() for f in found] == [
+            frozenset(),
+            frozenset(),
+        ]
 
     def test_of_several_who_have_it_the_first(self) -> None:
         """Rank 1 captured everything (its plan differed); ranks 0 and 2 still rely on each other, and on it."""
@@ -77,27 +80,29 @@ class TestFromWhom:
 
     def test_without_a_group_there_is_nobody_to_ask(self) -> None:
         """The run had a DDP wrapper, and has none now."""
-        first, second = arranged([0, 1, 1, 0], [0, 1, 1, 0], sharing=[Sharing(), Sharing()])
+        first, second = arranged(
+            [0, 1, 1, 0], [0, 1, 1, 0], sharing=[ReplicatedParams(), ReplicatedParams()]
+        )
         assert "b was captured on rank 1, with which this rank shares nothing now" in str(first)
         assert "a was captured on rank 0" in str(second)
 
 
 BF16 = torch.arange(6, dtype=torch.float32).view(2, 3).to(torch.bfloat16)
-PARTS: dict[str, list[tuple[Source, Tensor]]] = {
-    "a": [(Source("param", "a", dtype=torch.bfloat16), BF16)],
+PARTS: dict[str, list[tuple[EntrySource, Tensor]]] = {
+    "a": [(EntrySource("param", "a", dtype=torch.bfloat16), BF16)],
     "b": [
-        (Source("param", "b", "", 2, 4, torch.float32), torch.tensor([[1.5], [-0.0]])),
-        (Source("optim", "b", "exp_avg", None, None, torch.float64), torch.rand(3).double()),
-        (Source("master", "b", dtype=torch.float32), torch.tensor(7.25)),
+        (EntrySource("param", "b", "", 2, 4, torch.float32), torch.tensor([[1.5], [-0.0]])),
+        (EntrySource("optim", "b", "exp_avg", None, None, torch.float64), torch.rand(3).double()),
+        (EntrySource("master", "b", dtype=torch.float32), torch.tensor(7.25)),
     ],
     "c": [],
-    "d": [(Source("param", "d", dtype=torch.float32), torch.empty(0, 5))],
+    "d": [(EntrySource("param", "d", dtype=torch.float32), torch.empty(0, 5))],
 }
 
 
 def handed(rank: int) -> None:
     replica_broadcast._CHUNK_BYTES = 100  # several chunks, and a part that is larger than one
-    sharing = Sharing(dict.fromkeys(NAMES, Replicas((0, 1, 2), dist.group.WORLD)))
+    sharing = ReplicatedParams(dict.fromkeys(NAMES, Replicas((0, 1, 2), dist.group.WORLD)))
 
     def meet(said: bytes) -> list[bytes]:
         told: list[Any] = [None] * 3
@@ -108,9 +113,9 @@ def handed(rank: int) -> None:
     found = arrange(sharing, operators(), owners, rank, meet)
     torch.manual_seed(3)
     parts = {n: [(s, torch.rand_like(t) if s.key else t) for s, t in p] for n, p in PARTS.items()}
-    got: list[tuple[Source, Tensor]] = []
+    got: list[tuple[EntrySource, Tensor]] = []
 
-    def mine(of: frozenset[int]) -> tuple[list[tuple[Source, Tensor]], list[str]]:
+    def mine(of: frozenset[int]) -> tuple[list[tuple[EntrySource, Tensor]], list[str]]:
         return [p for i in sorted(of) for p in parts[NAMES[i]]], [NAMES[i] for i in of if i == 2]
 
     absent = found.hand(mine, lambda source, data: got.append((source, data.clone())))
@@ -132,7 +137,7 @@ def handed(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _of(owner: int, owners: list[int], parts: Any) -> list[tuple[Source, Tensor]]:
+def _of(owner: int, owners: list[int], parts: Any) -> list[tuple[EntrySource, Tensor]]:
     return [p for name, o in zip(NAMES, owners, strict=True) if o == owner for p in parts[name]]
 
 

@@ -15,7 +15,7 @@ from ckptd.client.capture.step_state import Stateful
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.identity import Identity
 from ckptd.client.model.freezing import Tape
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import discover_operators
 from ckptd.client.model.replicated_params import NOTHING_SHARED
 from ckptd.client.ranks.collectives import Exchange
@@ -23,7 +23,7 @@ from ckptd.client.recovery import start
 from ckptd.client.recovery.global_recovery import recover_together
 from ckptd.client.recovery.start import Recovery, Resumption
 from ckptd.client.schedule.planning import make_plan
-from ckptd.client.training_state import Subject
+from ckptd.client.training_state import TrainingState
 from ckptd.core.schedules.schedule import Ordering
 from ckptd.core.slots.segment_hints import HINT_DROP_GRADIENTS
 from ckptd.cuda.engine import CopyEngine
@@ -36,9 +36,9 @@ from tests.client.meeting import outcomes
 NO_STATE: dict[str, Stateful] = {}
 
 
-def bound(width: int) -> Binding:
+def bound(width: int) -> LiveState:
     model = nn.Linear(width, 2)
-    return Binding(model, [torch.optim.SGD(model.parameters())], None)
+    return LiveState(model, [torch.optim.SGD(model.parameters())], None)
 
 
 def payload(width: int) -> bytes:
@@ -100,7 +100,7 @@ def find(
 
     def work(rank: int, exchange: Exchange) -> Resumption | None:
         exchanges[rank] = exchange
-        subject = Subject(
+        subject = TrainingState(
             bound(widths[rank]),
             NO_STATE,
             Identity("job", "run", rank, 2),

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.client.model.operators import Member, Operator
+from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.schedule.describe import describe_table, human
 from ckptd.core.schedules.schedule import OperatorCost, OperatorKind, plan_schedule
 
 OPERATORS = [
-    Operator("layers.0.experts.0", OperatorKind.EXPERT, (Member("w", 0, 1), Member("b", 0, 1))),
-    Operator("layers.0.gate", OperatorKind.GATE, (Member("g"),)),
+    Operator(
+        "layers.0.experts.0",
+        OperatorKind.EXPERT,
+        (ParameterRows("w", 0, 1), ParameterRows("b", 0, 1)),
+    ),
+    Operator("layers.0.gate", OperatorKind.GATE, (ParameterRows("g"),)),
 ]
 COSTS = [
     OperatorCost("layers.0.experts.0", OperatorKind.EXPERT, 12 << 20, 2 << 20),

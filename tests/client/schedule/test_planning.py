@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import discover_operators
 from ckptd.client.model.signature import recorded_specs, signature, signature_difference
 from ckptd.client.optimizers.optimizer_probe import StateSpec
 from ckptd.client.schedule.planning import TrainingSpeed, make_plan, plan_alike
-from ckptd.client.schedule.snapshot_plan import Plan, plan_from_payload
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, plan_from_payload
 from ckptd.core.schedules.schedule import OperatorKind, Ordering
 from ckptd.core.slots.segment_format import plan_geometry
 
@@ -30,12 +30,12 @@ class MoE(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
 
 
-def bound(**options: Any) -> Binding:
+def bound(**options: Any) -> LiveState:
     model = MoE(**options)
-    return Binding(model, [torch.optim.AdamW(model.parameters())], None)
+    return LiveState(model, [torch.optim.AdamW(model.parameters())], None)
 
 
-def planned(binding: Binding, **changes: Any) -> Plan:
+def planned(binding: LiveState, **changes: Any) -> SnapshotPlan:
     operators = discover_operators(binding.model, rows_allowed=binding.rows_allowed)
     options: dict[str, Any] = {
         "policy": "sliding",
@@ -189,7 +189,7 @@ class TestSignature:
 
     def test_another_optimizer_shows_by_its_name(self) -> None:
         model = MoE()
-        sgd = Binding(model, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)], None)
+        sgd = LiveState(model, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)], None)
         text = signature_difference(signature(bound()), signature(sgd))
         assert text == "optimizer 0: AdamW[1] in the snapshot, SGD[1] here"
 

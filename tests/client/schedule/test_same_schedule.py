@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from ckptd.client import values
-from ckptd.client.schedule.same_schedule import Told, differing, of_parked
+from ckptd.client.schedule.same_schedule import ScheduleStart, differing, of_parked
 
 
-def parked(iteration: int, phase: int, span: int = 3, stride: int = 1) -> Told:
-    return Told([(iteration, phase)], span, stride)
+def parked(iteration: int, phase: int, span: int = 3, stride: int = 1) -> ScheduleStart:
+    return ScheduleStart([(iteration, phase)], span, stride)
 
 
-def suffix(*phases: int, start: int = 0) -> Told:
-    return Told(list(enumerate(phases, start)))
+def suffix(*phases: int, start: int = 0) -> ScheduleStart:
+    return ScheduleStart(list(enumerate(phases, start)))
 
 
 @pytest.mark.parametrize(
@@ -21,11 +21,11 @@ def suffix(*phases: int, start: int = 0) -> Told:
     [
         [parked(10, 1), parked(11, 2), suffix(2, 0, 1, start=8)],
         [suffix(2, 0, 1, start=8), parked(10, 1)],
-        [parked(12, 1, stride=4), Told([(4, 2), (8, 0)])],
+        [parked(12, 1, stride=4), ScheduleStart([(4, 2), (8, 0)])],
         [parked(10, 0, span=1), suffix(0, 0, start=9)],
     ],
 )
-def test_what_agrees(told: list[Told]) -> None:
+def test_what_agrees(told: list[ScheduleStart]) -> None:
     assert differing(told) == ""
 
 
@@ -38,11 +38,11 @@ def test_what_agrees(told: list[Told]) -> None:
         [parked(10, 0, span=5), suffix(0, 1, 2, start=7)],  # from the window before: 10 begins one
         [parked(10, 0, span=2), suffix(0, 1, 2, start=7)],
         [parked(10, 0, span=1), suffix(0, 1, 2, start=7)],
-        [parked(10, 1), Told()],
+        [parked(10, 1), ScheduleStart()],
         [suffix(0, 1, 2)],
     ],
 )
-def test_what_differs(told: list[Told]) -> None:
+def test_what_differs(told: list[ScheduleStart]) -> None:
     assert differing(told).startswith("rank ")
 
 
@@ -55,4 +55,4 @@ def test_what_a_parked_rank_tells(policy: str, phases: int, span: int) -> None:
     recorded = 1 if policy == "dense" else 3
     payload = values.pack({"policy": policy, "every": 5, "phases": [[0]] * recorded}, "a plan")
     told = of_parked(10, 1, scalars, payload)
-    assert told == (Told([(10, 1)], span, 2) if span else Told())
+    assert told == (ScheduleStart([(10, 1)], span, 2) if span else ScheduleStart())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckptd.client.schedule.schedule_agreement import Switches
+from ckptd.client.schedule.schedule_agreement import ScheduleAgreement
 from ckptd.core.schedules.switching import Apply, Change, Discard, Prepare, Switching
 from tests.ckptd.running import eventually
 
@@ -23,7 +23,9 @@ class Rank:
 
     def __init__(self, find_store: Callable[[], Any], prefix: str = "ckptd/j/r/7/switch") -> None:
         machine = Switching(patience_s=60, apart_s=0.0, apart_max_s=0.0)
-        self.switches = Switches(find_store, prefix=prefix, world_size=WORLD, machine=machine)
+        self.switches = ScheduleAgreement(
+            find_store, prefix=prefix, world_size=WORLD, machine=machine
+        )
         self.iteration = 0
         self.applied: list[Apply] = []
         self.discarded: list[Discard] = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ckptd.client.schedule.step_timing import Pace
+from ckptd.client.schedule.step_timing import StepTiming
 
 
 def _steps(
-    pace: Pace, count: int, *, boundary: float, wait: float, forward: float, rest: float
+    pace: StepTiming, count: int, *, boundary: float, wait: float, forward: float, rest: float
 ) -> None:
     now = 100.0
     for _ in range(count):
@@ -21,14 +21,14 @@ def _steps(
 
 
 def test_what_is_ours_is_not_counted_as_room_for_copies() -> None:
-    pace = Pace()
+    pace = StepTiming()
     _steps(pace, 5, boundary=0.25, wait=0.5, forward=4.0, rest=1.0)
     assert pace.copy_window_s == 4.0
     assert pace.iteration_s == 5.75
 
 
 def test_preparation_is_no_steps_stall() -> None:
-    pace = Pace()
+    pace = StepTiming()
     pace.top(10.0)
     pace.prepared(2.0)
     pace.boundary_over(12.5)
@@ -36,7 +36,7 @@ def test_preparation_is_no_steps_stall() -> None:
 
 
 def test_the_stall_share_waits_for_enough_steps_and_can_be_forgotten() -> None:
-    pace = Pace()
+    pace = StepTiming()
     _steps(pace, 10, boundary=2.0, wait=1.0, forward=1.0, rest=4.0)
     assert pace.stall_share == 0.0
     _steps(pace, 20, boundary=2.0, wait=1.0, forward=1.0, rest=4.0)
@@ -46,7 +46,7 @@ def test_the_stall_share_waits_for_enough_steps_and_can_be_forgotten() -> None:
 
 
 def test_a_severe_stall_is_told_after_a_few_steps() -> None:
-    mild, severe = Pace(), Pace()
+    mild, severe = StepTiming(), StepTiming()
     _steps(mild, 8, boundary=1.0, wait=0.0, forward=3.0, rest=4.0)
     assert (mild.stall_share, mild.stalls_severely) == (0.0, False)
     _steps(severe, 8, boundary=0.0, wait=5.0, forward=1.0, rest=4.0)
@@ -55,7 +55,7 @@ def test_a_severe_stall_is_told_after_a_few_steps() -> None:
 
 
 def test_a_devices_wait_and_sealing_are_stalls_and_take_nothing_from_the_hosts_time() -> None:
-    pace, now = Pace(), 100.0
+    pace, now = StepTiming(), 100.0
     for _ in range(21):
         pace.top(now)
         pace.sealed(0.5)
@@ -69,6 +69,6 @@ def test_a_devices_wait_and_sealing_are_stalls_and_take_nothing_from_the_hosts_t
 
 
 def test_the_first_step_has_no_predecessor() -> None:
-    pace = Pace()
+    pace = StepTiming()
     assert pace.top(1.0) is None
     assert pace.top(3.0) == 2.0

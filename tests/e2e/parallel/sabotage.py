@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ckptd.client.capture.row_ranges import Rows
-from ckptd.client.model.snapshot_layout import Source
+from ckptd.client.model.snapshot_layout import EntrySource
 from ckptd.client.parking.parked_copy import CopiedImage
 from ckptd.client.pipeline.boundary_log import BoundaryLog
 from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.client.recovery import replay
 from ckptd.client.recovery.activation import Activity
 from ckptd.client.recovery.replay import Replay
-from ckptd.client.recovery.replica_broadcast import Handing, Take
+from ckptd.client.recovery.replica_broadcast import ReplicaBroadcast, Take
 from ckptd.core.slots.boundary import RecordKey, SentKind
 
 __all__ = ["LEAVE_OUT"]
@@ -28,7 +28,7 @@ def _frozen_weights() -> None:
     original = Replay._pieces
     victims: list[str] = []
 
-    def without(self: Replay, source: Source, wanted: Rows, also: Rows) -> list[Source]:
+    def without(self: Replay, source: EntrySource, wanted: Rows, also: Rows) -> list[EntrySource]:
         frozen, binding = self._activity.frozen_rows, self._binding
         if not victims:
             victims.extend(n for n in frozen if binding.num_rows(n) and n in binding.owner)
@@ -81,11 +81,11 @@ def _believing_in_itself(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _handed_weights() -> None:
     """What this rank is handed of one frozen parameter is lost."""
-    original = Handing.hand
+    original = ReplicaBroadcast.hand
     victims: list[str] = []
 
-    def without(self: Handing, mine: Any, take: Take, **among: Any) -> set[str]:
-        def some(source: Source, data: Tensor) -> None:
+    def without(self: ReplicaBroadcast, mine: Any, take: Take, **among: Any) -> set[str]:
+        def some(source: EntrySource, data: Tensor) -> None:
             if source.kind == "param" and not victims:
                 victims.append(source.name)
             if source.kind != "param" or source.name != victims[0]:
@@ -93,7 +93,7 @@ def _handed_weights() -> None:
 
         return original(self, mine, some, **among)
 
-    Handing.hand = without  # type: ignore[method-assign]
+    ReplicaBroadcast.hand = without  # type: ignore[method-assign]
 
 
 def _one_record() -> None:
@@ -118,7 +118,7 @@ def _handed_state() -> None:
     """What this rank is handed of the optimizer's state when replay ends is damaged."""
     original = Replay._take
 
-    def damaged(self: Replay, piece: Source, data: Tensor) -> None:
+    def damaged(self: Replay, piece: EntrySource, data: Tensor) -> None:
         original(self, piece, data + 1 if self.dense and piece.kind == "optim" else data)
 
     Replay._take = damaged  # type: ignore[method-assign]
@@ -160,7 +160,7 @@ def _parked_weight() -> None:
     original = Replay._targets
     victims: list[str] = []
 
-    def without(self: Replay, image: Any, source: Source, *others: Any, **named: Any) -> Any:
+    def without(self: Replay, image: Any, source: EntrySource, *others: Any, **named: Any) -> Any:
         if source.kind == "param" and self.dense:
             victims.append(source.name)
             if source.name == victims[0]:

@@ -7,7 +7,11 @@ from collections.abc import Collection
 import pytest
 
 from ckptd.storage.checkpoints.catalog import build_catalog
-from ckptd.storage.checkpoints.incarnation_retention import StoredWorld, WorldPlan, plan_worlds
+from ckptd.storage.checkpoints.incarnation_retention import (
+    IncarnationRemoval,
+    StoredWorld,
+    plan_worlds,
+)
 from ckptd.storage.checkpoints.names import (
     CheckpointId,
     ManifestName,
@@ -54,12 +58,12 @@ def world(
     return StoredWorld(build_catalog(listing, JOB, run), verified, {} if unread else references)
 
 
-def plans(newest: StoredWorld, *earlier: StoredWorld, policy: RetentionPolicy = POLICY) -> dict[str, WorldPlan]:  # fmt: skip
+def plans(newest: StoredWorld, *earlier: StoredWorld, policy: RetentionPolicy = POLICY) -> dict[str, IncarnationRemoval]:  # fmt: skip
     found = plan_worlds(newest, {w.name.world: w for w in earlier}, policy, now_ns=NOW)
     return {run_of_world(RUN, plan.world): plan for plan in found}
 
 
-def gone(plan: WorldPlan) -> set[int]:
+def gone(plan: IncarnationRemoval) -> set[int]:
     return {int(deletion.key.split("/")[2]) for deletion in plan.manifests}
 
 

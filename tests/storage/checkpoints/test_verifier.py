@@ -18,8 +18,8 @@ from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.checkpoints.verifier import (
     Finding,
     Progress,
-    Report,
     Severity,
+    VerifyReport,
     verify_checkpoint,
     verify_run,
     verify_store,
@@ -69,7 +69,7 @@ def manifests_of(store: MemoryStore) -> list[str]:
     return [key for key in store.objects if isinstance(parse(key), ManifestName)]
 
 
-def errors(report: Report) -> list[Finding]:
+def errors(report: VerifyReport) -> list[Finding]:
     return [f for f in report.findings if f.severity is Severity.ERROR]
 
 

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.storage.stores.cutting import Filler, Piece, cut, flat, part_size, plan_reads, total
+from ckptd.storage.stores.cutting import (
+    Filler,
+    RangeRequest,
+    cut,
+    flat,
+    part_size,
+    plan_reads,
+    total,
+)
 from ckptd.storage.stores.objects import Range
 
 
@@ -52,7 +60,7 @@ def test_neighbours_share_a_request() -> None:
 
 
 def test_too_much_is_refused() -> None:
-    filler = Filler(Piece(0, 3, (memoryview(bytearray(3)),)))
+    filler = Filler(RangeRequest(0, 3, (memoryview(bytearray(3)),)))
     filler.take(memoryview(b"ab"))
     with pytest.raises(ValueError, match="missing"):
         filler.take(memoryview(b"cd"))

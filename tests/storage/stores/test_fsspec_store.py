@@ -11,14 +11,14 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckptd.storage.stores.cutting import Piece, total
+from ckptd.storage.stores.cutting import RangeRequest, total
 from ckptd.storage.stores.fsspec_store import FsspecStore
 from ckptd.storage.stores.objects import (
     Damaged,
     NoSpace,
     ObjectInfo,
-    Refused,
     StoreError,
+    StoreRefused,
     Unavailable,
 )
 from ckptd.storage.stores.store_base import StoreBase
@@ -78,7 +78,7 @@ def store() -> FsspecStore:
     ("error", "expected"),
     [
         (OSError(errno.ENOSPC, "full"), NoSpace),
-        (PermissionError("no"), Refused),
+        (PermissionError("no"), StoreRefused),
         (TimeoutError("late"), Unavailable),
         (RuntimeError("who knows"), Unavailable),
         (ConnectionResetError("gone"), Unavailable),
@@ -137,7 +137,7 @@ class InMemory(StoreBase):
     def _read(self, key: str, limit: int) -> bytes:
         return self.objects[key]
 
-    def _read_pieces(self, key: str, pieces: Sequence[Piece]) -> None:
+    def _read_pieces(self, key: str, pieces: Sequence[RangeRequest]) -> None:
         raise NotImplementedError
 
     def _info(self, key: str) -> ObjectInfo | None:

@@ -21,7 +21,7 @@ from ckptd.storage.stores.objects import (
     ObjectMissing,
     ObjectStore,
     Range,
-    Refused,
+    StoreRefused,
 )
 from ckptd.storage.stores.open_store import open_store
 
@@ -226,10 +226,10 @@ def test_what_others_put_there_is_an_object_too(store: ObjectStore, tmp_path: Pa
 
 def test_an_object_in_the_way_of_a_folder(store: ObjectStore) -> None:
     _put(store, "a", b"x")
-    with pytest.raises(Refused, match="one name"):
+    with pytest.raises(StoreRefused, match="one name"):
         _put(store, "a/b", b"x")
     _put(store, "c/d", b"x")
-    with pytest.raises(Refused, match="one name"):
+    with pytest.raises(StoreRefused, match="one name"):
         _put(store, "c", b"x")
     store.delete(["c"])  # a folder: no such object
     assert store.read("c/d", limit=1) == b"x"
@@ -240,7 +240,7 @@ def test_no_permission(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.M
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(Refused):
+    with pytest.raises(StoreRefused):
         _put(store, "a", b"x")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.storage.stores.objects import ObjectStore, Range, Refused
+from ckptd.storage.stores.objects import ObjectStore, Range, StoreRefused
 from ckptd.storage.stores.obstore_store import ObstoreStore
 from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.stores.store_options import StoreOptions
@@ -68,7 +68,7 @@ def test_no_credentials_at_all(
 ) -> None:
     where = {"endpoint_url": s3_server.endpoint, "region": "us-east-1"}
     store = open_store(s3_url, where, backend)
-    with pytest.raises(Refused, match=r"(?i)credentials"):
+    with pytest.raises(StoreRefused, match=r"(?i)credentials"):
         store.read("a", limit=1)
     store.close()
 
@@ -77,7 +77,7 @@ def test_no_credentials_at_all(
 def test_anonymous(s3_server: S3Server, s3_url: str, backend: str) -> None:
     where = {"endpoint_url": s3_server.endpoint, "region": "us-east-1", "anon": True}
     store = open_store(s3_url, where, backend)
-    with pytest.raises(Refused):  # it is not a public bucket
+    with pytest.raises(StoreRefused):  # it is not a public bucket
         store.read("a", limit=1)
     store.close()
 

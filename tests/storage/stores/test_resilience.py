@@ -19,15 +19,15 @@ from ckptd.storage.stores.objects import (
     ObjectMissing,
     ObjectStore,
     Range,
-    Refused,
     StoreError,
     StoreFacts,
+    StoreRefused,
     Throttled,
     Unavailable,
 )
 from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.stores.resilience import Backoff, Circuit, CircuitState, RetryPolicy
-from ckptd.storage.stores.resilient import Notice, NoticeKind, Resilient
+from ckptd.storage.stores.resilient import NoticeKind, Resilient, StoreNotice
 
 
 class TestBackoff:
@@ -203,7 +203,7 @@ class Setting:
         self.now_s = 0.0
         self.slept: list[float] = []
         self.cancelled = False
-        self.notices: list[Notice] = []
+        self.notices: list[StoreNotice] = []
         self.store = Scripted()
         self.resilient = Resilient(
             self.store,
@@ -243,7 +243,11 @@ class TestRetries:
         assert setting.resilient.counters() == {"Unavailable": 2, "Throttled": 1}
 
     def test_what_is_not_is_not(self) -> None:
-        for error in (Refused("key", "no"), NoSpace("key", "full"), ObjectMissing("key", "none")):
+        for error in (
+            StoreRefused("key", "no"),
+            NoSpace("key", "full"),
+            ObjectMissing("key", "none"),
+        ):
             setting = Setting()
             setting.fails(error)
             with pytest.raises(type(error)):
@@ -424,8 +428,8 @@ class TestOpenCircuit:
     def test_answers_that_nobody_likes_are_answers(self) -> None:
         setting = Setting(circuit=Circuit(threshold=2))
         for _ in range(10):
-            setting.fails(Refused("key", "no"))
-            with pytest.raises(Refused):
+            setting.fails(StoreRefused("key", "no"))
+            with pytest.raises(StoreRefused):
                 setting.resilient.info("key")
         assert setting.notices == []
 

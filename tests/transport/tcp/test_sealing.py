@@ -19,7 +19,7 @@ from ckptd.transport.tcp.sealing import (
     TAG_BYTES,
     Cipher,
     Forged,
-    RecordKey,
+    StreamKey,
     common_cipher,
     offered_ciphers,
     stream_keys,
@@ -31,19 +31,19 @@ SECRETS = (b"a" * 32, b"s" * 32)
 CIPHERS = (Cipher.AES_256_GCM, Cipher.CHACHA20_POLY1305)
 
 
-def sealed(key: RecordKey, content: bytes, bound: bytes = b"") -> bytes:
+def sealed(key: StreamKey, content: bytes, bound: bytes = b"") -> bytes:
     record = bytearray(len(content) + TAG_BYTES)
     key.seal(content, memoryview(record), bound)
     return bytes(record)
 
 
-def opened(key: RecordKey, record: bytes, bound: bytes = b"") -> bytes:
+def opened(key: StreamKey, record: bytes, bound: bytes = b"") -> bytes:
     content = bytearray(len(record) - TAG_BYTES)
     key.open(memoryview(record), memoryview(content), bound)
     return bytes(content)
 
 
-def up(cipher: Cipher = Cipher.AES_256_GCM) -> RecordKey:
+def up(cipher: Cipher = Cipher.AES_256_GCM) -> StreamKey:
     return stream_keys(cipher, TICKET, SECRETS, ("here", "there"))[0]
 
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ckptd.core.elastic.elastic_types import Cluster, Loads, Placement, checked_loads
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads, checked_loads
 
 __all__ = ["busiest", "node_tokens", "straggler_by_layer", "straggler_factor", "token_shares"]
 
 SHARE_BITS = 60  # of the tokens of a layer in fixed point: a node's sum stays within int64
 
 
-def straggler_factor(placement: Placement, loads: ArrayLike, cluster: Cluster) -> float:
+def straggler_factor(placement: ExpertPlacement, loads: ArrayLike, cluster: Cluster) -> float:
     """Load of the busiest rank over the mean, over all layers; 1.0 is perfect balance (or no load).
 
     Raises:
@@ -31,7 +31,7 @@ def straggler_factor(placement: Placement, loads: ArrayLike, cluster: Cluster) -
 
 
 def straggler_by_layer(
-    placement: Placement, loads: ArrayLike, cluster: Cluster
+    placement: ExpertPlacement, loads: ArrayLike, cluster: Cluster
 ) -> tuple[float, ...]:
     """``straggler_factor`` of each layer for itself."""
     most, total = _most_and_total(placement, loads, cluster)
@@ -39,7 +39,7 @@ def straggler_by_layer(
 
 
 def _most_and_total(
-    placement: Placement, loads: ArrayLike, cluster: Cluster
+    placement: ExpertPlacement, loads: ArrayLike, cluster: Cluster
 ) -> tuple[list[int], list[int]]:
     loads_LE = checked_loads(loads)
     if loads_LE.shape != (placement.num_layers, placement.num_experts):

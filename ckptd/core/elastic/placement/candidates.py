@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ckptd.core.elastic.elastic_types import Cluster
 from ckptd.core.elastic.placement.allocation import domain_slots
 from ckptd.core.elastic.placement.expert_layout import (
-    Problem,
+    LayoutProblem,
     Shape,
     ascending,
     complete,
@@ -22,13 +22,13 @@ from ckptd.core.elastic.placement.expert_layout import (
 __all__ = ["domain_problem", "guaranteed", "layouts", "within_domains"]
 
 
-def domain_problem(cluster: Cluster, problem: Problem) -> Problem:
+def domain_problem(cluster: Cluster, problem: LayoutProblem) -> LayoutProblem:
     """The same replicas on domains instead of nodes."""
-    return Problem(problem.replicas, problem.shares, domain_slots(cluster))
+    return LayoutProblem(problem.replicas, problem.shares, domain_slots(cluster))
 
 
 def layouts(
-    problem: Problem, threshold: int, *, whole_family: bool, balanced: bool
+    problem: LayoutProblem, threshold: int, *, whole_family: bool, balanced: bool
 ) -> Iterator[tuple[str, NDArray[np.int32]]]:
     """The layouts to try, with their names: the likely best first, each ``[L, U, E]``.
 
@@ -43,7 +43,7 @@ def layouts(
     yield "spread", spread_out(problem)
 
 
-def _few(problem: Problem, *, balanced: bool) -> list[Shape]:
+def _few(problem: LayoutProblem, *, balanced: bool) -> list[Shape]:
     groups, slots = num_groups(problem), int(problem.capacity.min())
     out = [Shape(groups), Shape(groups, len(problem.capacity))]
     if balanced:
@@ -53,7 +53,7 @@ def _few(problem: Problem, *, balanced: bool) -> list[Shape]:
     return out
 
 
-def _family(problem: Problem, threshold: int) -> list[Shape]:
+def _family(problem: LayoutProblem, threshold: int) -> list[Shape]:
     units, slots = len(problem.capacity), int(problem.capacity.min())
     levels = dict.fromkeys(
         [0, units] if problem.uniform else [units, threshold, min(2 * threshold, units)]
@@ -70,7 +70,7 @@ def _family(problem: Problem, threshold: int) -> list[Shape]:
     ]
 
 
-def _name(problem: Problem, shape: Shape) -> str:
+def _name(problem: LayoutProblem, shape: Shape) -> str:
     if not shape.groups:
         return f"dealt out in bundles of {shape.bundle}"
     cut = "truncated" if shape.level else "levelled"
@@ -83,7 +83,7 @@ def _name(problem: Problem, shape: Shape) -> str:
 
 
 def within_domains(
-    cluster: Cluster, problem: Problem, counts_LDE: NDArray[np.int32]
+    cluster: Cluster, problem: LayoutProblem, counts_LDE: NDArray[np.int32]
 ) -> NDArray[np.int32]:
     """Replicas of each domain onto its nodes, by maximum rank overlap among themselves: ``[L, N, E]``."""
     num_layers, _, num_experts = counts_LDE.shape
@@ -99,13 +99,15 @@ def within_domains(
             if not len(present):
                 continue
             replicas = counts_LDE[layer, domain, present].astype(np.int64)[None]
-            inner = Problem(replicas, problem.shares[layer, present][None], cluster.slots[nodes])
+            inner = LayoutProblem(
+                replicas, problem.shares[layer, present][None], cluster.slots[nodes]
+            )
             laid = lay_out(inner, Shape(num_groups(inner)))[0]
             out[layer, nodes[:, None], present] = laid
     return out
 
 
-def guaranteed(cluster: Cluster, problem: Problem, nodes_wanted: int) -> NDArray[np.int32]:
+def guaranteed(cluster: Cluster, problem: LayoutProblem, nodes_wanted: int) -> NDArray[np.int32]:
     """A placement that keeps the promise wherever one can: the experts in turn, node after node.
 
     Proof. A node takes ``min(slots, E)`` experts in a row, all different. A domain with E such slots or more gets

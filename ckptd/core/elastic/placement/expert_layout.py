@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "Problem",
+    "LayoutProblem",
     "Shape",
     "ascending",
     "complete",
@@ -52,7 +52,7 @@ SCANNED = 1024  # replicas looked at together
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class LayoutProblem:
     """``replicas`` and ``shares`` (tokens of one replica) are ``[L, E]``, ``capacity`` is ``[U]``."""
 
     replicas: NDArray[np.int64]
@@ -86,12 +86,12 @@ class _Group(NamedTuple):
         return int(self.units.min())
 
 
-def num_groups(problem: Problem) -> int:
+def num_groups(problem: LayoutProblem) -> int:
     """How many groups there are when all units are as large as the largest."""
     return -(-int(problem.replicas.shape[1]) // int(problem.capacity.max()))
 
 
-def strict_exists(problem: Problem) -> bool:
+def strict_exists(problem: LayoutProblem) -> bool:
     """Whether every layer has a strict MRO: units of one size, enough of them for every group."""
     if not problem.uniform:
         return False
@@ -101,7 +101,7 @@ def strict_exists(problem: Problem) -> bool:
     return bool((representatives_LG.sum(axis=1) <= num_units).all())
 
 
-def lay_out(problem: Problem, shape: Shape) -> NDArray[np.int32]:
+def lay_out(problem: LayoutProblem, shape: Shape) -> NDArray[np.int32]:
     """Replicas ``[L, U, E]`` of the layout of that shape; all replicas are placed.
 
     The slots must be enough for the replicas, and each unit must have more than ``even``. Whether every
@@ -129,14 +129,14 @@ def lay_out(problem: Problem, shape: Shape) -> NDArray[np.int32]:
     return counts
 
 
-def _evenly_placed(problem: Problem, order_LE: NDArray[np.int64], even: int) -> int:
+def _evenly_placed(problem: LayoutProblem, order_LE: NDArray[np.int64], even: int) -> int:
     """How many of the most replicated experts fit the slots set aside, in every layer."""
     ascending_LE = np.take_along_axis(problem.replicas, order_LE, axis=1)
     taken_LE = np.cumsum(ascending_LE[:, ::-1], axis=1)
     return int((taken_LE <= even * len(problem.capacity)).all(axis=0).sum())
 
 
-def complete(problem: Problem, counts: NDArray[np.int32]) -> None:
+def complete(problem: LayoutProblem, counts: NDArray[np.int32]) -> None:
     """Place the replicas that are not placed yet, in place."""
     units = np.argsort(-problem.capacity, kind="stable")
     for layer in range(len(counts)):
@@ -145,7 +145,7 @@ def complete(problem: Problem, counts: NDArray[np.int32]) -> None:
         filling.fill_up()
 
 
-def spread_out(problem: Problem) -> NDArray[np.int32]:
+def spread_out(problem: LayoutProblem) -> NDArray[np.int32]:
     """Round robin: the replicas of expert after expert go to one unit after the other."""
     num_layers, num_experts = problem.replicas.shape
     units = np.arange(len(problem.capacity))
@@ -161,13 +161,13 @@ def spread_out(problem: Problem) -> NDArray[np.int32]:
 # --- groups ----------------------------------------------------------------------------------------------
 
 
-def ascending(problem: Problem) -> NDArray[np.int64]:
+def ascending(problem: LayoutProblem) -> NDArray[np.int64]:
     """``[L, E]``: experts by replicas, then by load, then by number."""
     order = np.lexsort((problem.shares, problem.replicas), axis=1)
     return np.asarray(order, dtype=np.int64)
 
 
-def _groups(problem: Problem, order_LE: NDArray[np.int64], shape: Shape) -> list[_Group]:
+def _groups(problem: LayoutProblem, order_LE: NDArray[np.int64], shape: Shape) -> list[_Group]:
     ascending_LE = np.take_along_axis(problem.replicas, order_LE, axis=1)
     capacity = np.sort(problem.capacity)[::-1] - shape.even
     limit_L = _levels(problem, ascending_LE, shape)
@@ -186,7 +186,9 @@ def _groups(problem: Problem, order_LE: NDArray[np.int64], shape: Shape) -> list
     return _topped_up(out, ascending_LE, left_L, shape)
 
 
-def _levels(problem: Problem, ascending_LE: NDArray[np.int64], shape: Shape) -> NDArray[np.int64]:
+def _levels(
+    problem: LayoutProblem, ascending_LE: NDArray[np.int64], shape: Shape
+) -> NDArray[np.int64]:
     """``[L]``: the most units of a group, so that all groups find room (where units are alike)."""
     num_units = len(problem.capacity)
     if shape.level or not problem.uniform:
@@ -240,7 +242,11 @@ class _Filling:
     """One layer's slots and replicas that are left. ``counts`` is ``[U, E]`` and is filled in place."""
 
     def __init__(
-        self, problem: Problem, layer: int, counts: NDArray[np.int32], units: NDArray[np.int64]
+        self,
+        problem: LayoutProblem,
+        layer: int,
+        counts: NDArray[np.int32],
+        units: NDArray[np.int64],
     ) -> None:
         self.counts = counts
         self.units = units

@@ -42,7 +42,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ckptd.core.elastic.elastic_types import Cluster, Loads, Placement, checked_loads
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads, checked_loads
 from ckptd.core.elastic.placement.allocation import Allocation, domain_slots, reachable_threshold
 from ckptd.core.elastic.placement.balance import busiest, token_shares
 from ckptd.core.elastic.placement.candidates import (
@@ -52,7 +52,7 @@ from ckptd.core.elastic.placement.candidates import (
     within_domains,
 )
 from ckptd.core.elastic.placement.expert_layout import (
-    Problem,
+    LayoutProblem,
     Shape,
     lay_out,
     num_groups,
@@ -69,7 +69,7 @@ from ckptd.core.elastic.placement.survival import (
 )
 from ckptd.errors import ElasticError
 
-__all__ = ["Plan", "compact", "place", "spread"]
+__all__ = ["PlacementPlan", "compact", "place", "spread"]
 
 MOVES = 2000  # of the search, over all layers: about 0.1 s
 SEARCHED_UNITS = 10
@@ -80,10 +80,10 @@ SAMPLED_WORK = 1_000_000_000  # samples x units x sets for each number of lost u
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class PlacementPlan:
     """A placement, how it was found, and how many distinct nodes and domains every expert has at least."""
 
-    placement: Placement
+    placement: ExpertPlacement
     method: str
     node_threshold: int
     domain_threshold: int
@@ -98,7 +98,7 @@ def place(
     max_straggler: float | None = None,
     moves: int = MOVES,
     seed: int = 0,
-) -> Plan:
+) -> PlacementPlan:
     """Place the replicas of an allocation on the nodes it was made for; see the module.
 
     Args:
@@ -154,7 +154,7 @@ def _check_fits(allocation: Allocation, cluster: Cluster) -> None:
         )
 
 
-def spread(allocation: Allocation, cluster: Cluster) -> Placement:
+def spread(allocation: Allocation, cluster: Cluster) -> ExpertPlacement:
     """The baseline: replicas of expert after expert, round robin over the nodes.
 
     Raises:
@@ -162,10 +162,12 @@ def spread(allocation: Allocation, cluster: Cluster) -> Placement:
     """
     _check_fits(allocation, cluster)
     replicas = allocation.replicas
-    return Placement(spread_out(Problem(replicas, np.zeros_like(replicas), cluster.slots)))
+    return ExpertPlacement(
+        spread_out(LayoutProblem(replicas, np.zeros_like(replicas), cluster.slots))
+    )
 
 
-def compact(allocation: Allocation, cluster: Cluster) -> Placement:
+def compact(allocation: Allocation, cluster: Cluster) -> ExpertPlacement:
     """The baseline: replicas of expert after expert, each node filled before the next.
 
     Raises:
@@ -179,7 +181,7 @@ def compact(allocation: Allocation, cluster: Cluster) -> Placement:
     for layer in range(num_layers):
         experts = np.repeat(np.arange(num_experts), replicas[layer])
         np.add.at(counts[layer], (nodes[: len(experts)], experts), 1)
-    return Placement(counts)
+    return ExpertPlacement(counts)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -211,7 +213,7 @@ class _Planner:
         # With a single domain all is lost with it: nodes are what can be planned for.
         self.flat = cluster.num_domains in (1, cluster.num_nodes)
         self.ids = np.arange(cluster.num_nodes) if self.flat else cluster.domain_ids
-        self.nodes = Problem(allocation.replicas, shares, cluster.slots)
+        self.nodes = LayoutProblem(allocation.replicas, shares, cluster.slots)
         self.units = self.nodes if self.flat else domain_problem(cluster, self.nodes)
         self.ranks = np.array(cluster.ranks, dtype=np.int64)
         self.lost = lost
@@ -296,10 +298,10 @@ class _Planner:
         better = self._on_nodes(counts_LUE)
         return _Candidate(f"{start.name}, searched on", better) if self._keeps(better) else start
 
-    def plan(self, chosen: _Candidate) -> Plan:
-        placement = Placement(chosen.counts)
+    def plan(self, chosen: _Candidate) -> PlacementPlan:
+        placement = ExpertPlacement(chosen.counts)
         placement.check(self.cluster)
-        return Plan(placement, chosen.name, *self._thresholds(chosen.counts))
+        return PlacementPlan(placement, chosen.name, *self._thresholds(chosen.counts))
 
     # --- between nodes and units ---------------------------------------------------------------------
 
@@ -336,7 +338,7 @@ class _Planner:
     # --- the judge -----------------------------------------------------------------------------------
 
     def _value(self, counts_LNE: NDArray[np.int32]) -> _Value:
-        placement = Placement(counts_LNE)
+        placement = ExpertPlacement(counts_LNE)
         sets = holder_sets(placement, self.ids)
         busy = int(busiest(counts_LNE, self.nodes.shares, self.ranks).sum())
         units = self._mean_recovery(sets, self.lost)

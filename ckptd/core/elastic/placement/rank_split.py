@@ -15,14 +15,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ckptd.core.elastic.elastic_types import Cluster, Placement, checked_loads
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, checked_loads
 from ckptd.core.elastic.placement.balance import token_shares
 
 __all__ = ["rank_slots", "split_over_ranks"]
 
 
 def split_over_ranks(
-    placement: Placement, cluster: Cluster, loads: ArrayLike | None = None
+    placement: ExpertPlacement, cluster: Cluster, loads: ArrayLike | None = None
 ) -> NDArray[np.int32]:
     """``[L, R, E]``: replicas of each rank; the ranks of node 0 first, then those of node 1.
 

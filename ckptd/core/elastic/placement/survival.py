@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
-from ckptd.core.elastic.elastic_types import Placement, integers
+from ckptd.core.elastic.elastic_types import ExpertPlacement, integers
 
 __all__ = [
     "Chance",
@@ -74,7 +74,7 @@ class Chance:
 
 
 def recovery_probability(
-    placement: Placement,
+    placement: ExpertPlacement,
     lost: int,
     *,
     units: NDArray[np.int64] | None = None,
@@ -95,7 +95,7 @@ def recovery_probability(
 
 
 def recovery_by_layer(
-    placement: Placement,
+    placement: ExpertPlacement,
     lost: int,
     *,
     units: NDArray[np.int64] | None = None,
@@ -103,7 +103,7 @@ def recovery_by_layer(
     seed: int = 0,
 ) -> tuple[Chance, ...]:
     """``recovery_probability`` of each layer for itself; training needs all of them at once."""
-    layers = (Placement(placement.counts[i : i + 1]) for i in range(placement.num_layers))
+    layers = (ExpertPlacement(placement.counts[i : i + 1]) for i in range(placement.num_layers))
     return tuple(
         recovery_probability(layer, lost, units=units, samples=samples, seed=seed)
         for layer in layers
@@ -130,7 +130,9 @@ def _chance(held_MU: NDArray[np.bool_], lost: int, samples: int, seed: int) -> C
 # --- the sets --------------------------------------------------------------------------------------------
 
 
-def holder_sets(placement: Placement, units: NDArray[np.int64] | None = None) -> NDArray[np.bool_]:
+def holder_sets(
+    placement: ExpertPlacement, units: NDArray[np.int64] | None = None
+) -> NDArray[np.bool_]:
     """``[M, U]``: the minimal sets of units whose loss loses an expert of some layer, in a fixed order."""
     held_LNE = placement.counts > 0
     held_MN = np.ascontiguousarray(held_LNE.transpose(0, 2, 1)).reshape(-1, placement.num_nodes)

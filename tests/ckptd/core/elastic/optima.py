@@ -19,7 +19,7 @@ import numpy as np
 
 from ckptd.core.elastic.elastic_types import Cluster
 from ckptd.core.elastic.placement.allocation import Allocation, reachable_threshold
-from ckptd.core.elastic.placement.expert_placement import Plan, place
+from ckptd.core.elastic.placement.expert_placement import PlacementPlan, place
 from ckptd.core.elastic.placement.survival import holder_sets, survivor_counts
 from tests.ckptd.core.elastic.bounded import best_above, mean_weights
 from tests.ckptd.core.elastic.exhaustive import instances
@@ -40,7 +40,9 @@ class Distance:
     states: int
 
 
-def planned(layers: list[tuple[int, ...]], num_nodes: int, slots: int, moves: int = 100) -> Plan:
+def planned(
+    layers: list[tuple[int, ...]], num_nodes: int, slots: int, moves: int = 100
+) -> PlacementPlan:
     """A plan for given numbers of replicas, which promise what their smallest can."""
     replicas = np.array(layers)
     cluster = Cluster.uniform(num_nodes, slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.core.elastic.elastic_types import Cluster, Placement, checked_loads
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, checked_loads
 from ckptd.errors import ElasticError
 
 
@@ -72,28 +72,28 @@ def test_loads_say_what_is_wrong(loads: list[list[float]], said: str) -> None:
 
 
 def test_arrays_cannot_be_written_afterwards() -> None:
-    placement, loads = Placement(np.ones((1, 2, 3), dtype=np.int32)), checked_loads([[1, 2]])
+    placement, loads = ExpertPlacement(np.ones((1, 2, 3), dtype=np.int32)), checked_loads([[1, 2]])
     for array in (placement.counts, loads, Cluster.uniform(2, 2).slots):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 7
 
 
 def test_a_placement_counts_replicas_and_used_slots() -> None:
-    placement = Placement(np.array([[[2, 0], [1, 1]]]))
+    placement = ExpertPlacement(np.array([[[2, 0], [1, 1]]]))
     assert placement.replicas.tolist() == [[3, 1]]
     assert placement.used.tolist() == [[2, 2]]
-    assert placement == Placement(np.array([[[2, 0], [1, 1]]]))
-    assert placement != Placement(np.array([[[2, 0], [1, 2]]]))
+    assert placement == ExpertPlacement(np.array([[[2, 0], [1, 1]]]))
+    assert placement != ExpertPlacement(np.array([[[2, 0], [1, 2]]]))
     with pytest.raises(ValueError, match="negative"):
-        Placement(np.array([[[1, -1]]]))
+        ExpertPlacement(np.array([[[1, -1]]]))
 
 
 def test_a_placement_is_checked_against_its_cluster() -> None:
-    placement = Placement(np.array([[[2, 0], [1, 1]]]))
+    placement = ExpertPlacement(np.array([[[2, 0], [1, 1]]]))
     placement.check(Cluster.uniform(2, 2))
     with pytest.raises(ElasticError, match=r"layer=0 node=0.*2 replicas on a node with 1 slots"):
         placement.check(Cluster(np.array([1, 2])))
     with pytest.raises(ElasticError, match=r"layer=0 expert=1.*no replica"):
-        Placement(np.array([[[2, 0], [1, 0]]])).check(Cluster.uniform(2, 2))
+        ExpertPlacement(np.array([[[2, 0], [1, 0]]])).check(Cluster.uniform(2, 2))
     with pytest.raises(ValueError, match="on 2 nodes, a cluster of 3"):
         placement.check(Cluster.uniform(3, 2))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from ckptd.core.elastic.elastic_types import Cluster, Placement
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
 from ckptd.core.elastic.expert_transfers import SNAPSHOT, TransferPlan, plan_transfers
 from ckptd.errors import ElasticError
 from tests.long import LONG
@@ -26,8 +26,8 @@ _MOST_CHOICES = 5000
 
 @dataclass(frozen=True)
 class Case:
-    wanted: Placement
-    held: Placement
+    wanted: ExpertPlacement
+    held: ExpertPlacement
     cluster: Cluster
     sizes: Ints
     alive: list[bool]
@@ -108,8 +108,8 @@ def cases(draw: st.DrawFn, *, sizes: tuple[int, ...]) -> Case:
         st.lists(st.sampled_from([1, 2, 4]), min_size=nodes, max_size=nodes) | st.just([1] * nodes)
     )
     return Case(
-        Placement(wanted),
-        Placement(counts()),
+        ExpertPlacement(wanted),
+        ExpertPlacement(counts()),
         Cluster.uniform(nodes, 8, domains),
         np.array(of, dtype=np.int64).reshape(layers, experts),
         alive,
@@ -195,8 +195,8 @@ def test_larger_cases_are_what_a_linear_program_finds(seed: int) -> None:
     held[:, 0] |= ~held.any(axis=1)
     racks = tuple(f"rack-{number}" for number in rng.integers(0, 4, size=10))
     case = Case(
-        Placement((rng.random((2, 10, 12)) < 0.6).astype(np.int32)),
-        Placement(held.astype(np.int32)),
+        ExpertPlacement((rng.random((2, 10, 12)) < 0.6).astype(np.int32)),
+        ExpertPlacement(held.astype(np.int32)),
         Cluster.uniform(10, 12, racks),
         np.ones((2, 12), dtype=np.int64),
         [True] * 10,
@@ -233,8 +233,8 @@ def test_five_new_nodes_get_an_expert_from_its_two_owners() -> None:
     held[0, [0, 6]] = 1
     racks = ("a", "a", "b", "b", "b", "b", "b")
     plan = plan_transfers(
-        Placement(np.ones((1, 7, 1), dtype=np.int32)),
-        Placement(held),
+        ExpertPlacement(np.ones((1, 7, 1), dtype=np.int32)),
+        ExpertPlacement(held),
         Cluster.uniform(7, 1, racks),
         [[1_000_000_000]],
     )
@@ -247,8 +247,8 @@ def test_five_new_nodes_get_an_expert_from_its_two_owners() -> None:
 
 def test_an_exchange_along_several_owners_keeps_experts_in_their_racks() -> None:
     """Each owner has room for one replica. What is nearest for one expert must make way for another."""
-    held = Placement(np.array([[[1, 1, 0], [0, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 1]]]))
-    wanted = Placement(np.array([[[0, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0]]]))
+    held = ExpertPlacement(np.array([[[1, 1, 0], [0, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 1]]]))
+    wanted = ExpertPlacement(np.array([[[0, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0]]]))
     case = Case(
         wanted,
         held,
@@ -277,14 +277,14 @@ def test_large_experts_make_way_for_small_ones() -> None:
     sizes = np.array([[2] * (2 * large) + [1] * small])
     for order in ([0, 1, 2, 3], [1, 0, 2, 3]):
         plan = plan_transfers(
-            Placement(wanted), Placement(held[:, order]), Cluster.uniform(4, 30), sizes
+            ExpertPlacement(wanted), ExpertPlacement(held[:, order]), Cluster.uniform(4, 30), sizes
         )
         assert plan.sent_bytes.max() == 20
 
 
 def test_the_loss_of_all_owners_is_recovered_from_the_snapshot() -> None:
-    held = Placement(np.array([[[1, 0], [0, 1], [0, 0]]]))
-    wanted = Placement(np.array([[[1, 1], [0, 0], [1, 1]]]))
+    held = ExpertPlacement(np.array([[[1, 0], [0, 1], [0, 0]]]))
+    wanted = ExpertPlacement(np.array([[[1, 1], [0, 0], [1, 1]]]))
     plan = plan_transfers(
         wanted, held, Cluster.uniform(3, 2), [[10, 30]], alive=[True, False, True]
     )
@@ -295,14 +295,14 @@ def test_the_loss_of_all_owners_is_recovered_from_the_snapshot() -> None:
 
 
 def test_nothing_is_missing() -> None:
-    one = Placement(np.ones((1, 2, 1), dtype=np.int32))
+    one = ExpertPlacement(np.ones((1, 2, 1), dtype=np.int32))
     plan = plan_transfers(one, one, Cluster.uniform(2, 1), [[5]])
     assert len(plan.layer) == 0
     assert plan.predicted_s == 0
 
 
 def test_a_dead_node_wants_nothing() -> None:
-    one = Placement(np.ones((1, 2, 1), dtype=np.int32))
+    one = ExpertPlacement(np.ones((1, 2, 1), dtype=np.int32))
     with pytest.raises(ElasticError, match=r"node=1\]: a node that is not alive is to hold"):
         plan_transfers(one, one, Cluster.uniform(2, 1), [[5]], alive=[True, False])
 
@@ -318,6 +318,6 @@ def test_a_dead_node_wants_nothing() -> None:
     ],
 )
 def test_bad_input_is_named(options: dict[str, list[float]], message: str) -> None:
-    one = Placement(np.ones((1, 2, 1), dtype=np.int32))
+    one = ExpertPlacement(np.ones((1, 2, 1), dtype=np.int32))
     with pytest.raises(ValueError, match=message):
         plan_transfers(one, one, Cluster.uniform(2, 1), [[5]], **options)

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ckptd.core.elastic.elastic_types import Cluster, Placement
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
 from ckptd.core.elastic.mapping import NodeMapping, fetch_bytes, held_now, map_nodes
 from ckptd.errors import ElasticError
 from tests.long import LONG, long
@@ -18,7 +18,7 @@ from tests.long import LONG, long
 Ints = NDArray[np.int64]
 
 
-def _fetched(plan: Placement, held: Placement, sizes: Ints, p: int, q: int) -> int:
+def _fetched(plan: ExpertPlacement, held: ExpertPlacement, sizes: Ints, p: int, q: int) -> int:
     """What node q lacks of plan node p, expert by expert."""
     return sum(
         int(sizes[layer, expert])
@@ -27,7 +27,9 @@ def _fetched(plan: Placement, held: Placement, sizes: Ints, p: int, q: int) -> i
     )
 
 
-def _least(plan: Placement, held: Placement, cluster: Cluster, sizes: Ints) -> tuple[int, int]:
+def _least(
+    plan: ExpertPlacement, held: ExpertPlacement, cluster: Cluster, sizes: Ints
+) -> tuple[int, int]:
     """Largest and summed fetch of the best of all permutations that keep domains whole and fit the slots."""
     nodes = range(cluster.num_nodes)
     costs = [[_fetched(plan, held, sizes, p, q) for q in nodes] for p in nodes]
@@ -39,7 +41,7 @@ def _least(plan: Placement, held: Placement, cluster: Cluster, sizes: Ints) -> t
     )
 
 
-def _allowed(plan: Placement, cluster: Cluster, order: tuple[int, ...]) -> bool:
+def _allowed(plan: ExpertPlacement, cluster: Cluster, order: tuple[int, ...]) -> bool:
     used = plan.used.max(axis=0)
     ranks = cluster.ranks
     fits = all(used[p] <= cluster.slots[q] and ranks[p] == ranks[q] for p, q in enumerate(order))
@@ -51,7 +53,9 @@ def _allowed(plan: Placement, cluster: Cluster, order: tuple[int, ...]) -> bool:
     return fits and together
 
 
-def _check(plan: Placement, held: Placement, cluster: Cluster, sizes: Ints) -> NodeMapping:
+def _check(
+    plan: ExpertPlacement, held: ExpertPlacement, cluster: Cluster, sizes: Ints
+) -> NodeMapping:
     mapping = map_nodes(plan, held, cluster, sizes)
     order = tuple(mapping.node_of.tolist())
     assert sorted(order) == list(range(cluster.num_nodes))
@@ -68,7 +72,7 @@ def _check(plan: Placement, held: Placement, cluster: Cluster, sizes: Ints) -> N
 
 
 @st.composite
-def instances(draw: st.DrawFn) -> tuple[Placement, Placement, Cluster, Ints]:
+def instances(draw: st.DrawFn) -> tuple[ExpertPlacement, ExpertPlacement, Cluster, Ints]:
     layers, nodes, experts = (
         draw(st.integers(1, 2)),
         draw(st.integers(1, 5)),
@@ -76,10 +80,10 @@ def instances(draw: st.DrawFn) -> tuple[Placement, Placement, Cluster, Ints]:
     )
     shape = (layers, nodes, experts)
 
-    def counts(most: int) -> Placement:
+    def counts(most: int) -> ExpertPlacement:
         size = layers * nodes * experts
         values = draw(st.lists(st.integers(0, most), min_size=size, max_size=size))
-        return Placement(np.array(values, dtype=np.int32).reshape(shape))
+        return ExpertPlacement(np.array(values, dtype=np.int32).reshape(shape))
 
     plan, held = counts(2), counts(1)
     assume(plan.replicas.all())
@@ -94,14 +98,16 @@ def instances(draw: st.DrawFn) -> tuple[Placement, Placement, Cluster, Ints]:
 
 @settings(max_examples=2000 if LONG else 60, deadline=None)
 @given(instances())
-def test_no_permutation_is_better(instance: tuple[Placement, Placement, Cluster, Ints]) -> None:
+def test_no_permutation_is_better(
+    instance: tuple[ExpertPlacement, ExpertPlacement, Cluster, Ints],
+) -> None:
     _check(*instance)
 
 
-def _all_placements(nodes: int, experts: int) -> list[Placement]:
+def _all_placements(nodes: int, experts: int) -> list[ExpertPlacement]:
     size = nodes * experts
     return [
-        Placement(np.array(values, dtype=np.int32).reshape(1, nodes, experts))
+        ExpertPlacement(np.array(values, dtype=np.int32).reshape(1, nodes, experts))
         for values in itertools.product((0, 1), repeat=size)
     ]
 
@@ -125,11 +131,11 @@ def test_all_small_instances(nodes: int, experts: int, *, wide: bool) -> None:
     assert seen
 
 
-def _somewhere(rng: np.random.Generator) -> Placement:
+def _somewhere(rng: np.random.Generator) -> ExpertPlacement:
     """Twelve experts on six nodes, each on one at least."""
     counts = rng.integers(0, 2, size=(1, 6, 12), dtype=np.int32)
     counts[0, rng.integers(0, 6, size=12), np.arange(12)] = 1
-    return Placement(counts)
+    return ExpertPlacement(counts)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -156,16 +162,16 @@ def test_racks_are_exchanged_whole(seed: int) -> None:
 
 def test_domains_of_different_sizes_are_not_exchanged() -> None:
     """Node 2, a domain of its own, holds what one of two nodes of a rack is to hold, and the other way round."""
-    plan = Placement(np.eye(3, dtype=np.int32)[None])
-    held = Placement(np.array([[[0, 0, 1], [0, 0, 0], [1, 0, 0]]]))
+    plan = ExpertPlacement(np.eye(3, dtype=np.int32)[None])
+    held = ExpertPlacement(np.array([[[0, 0, 1], [0, 0, 0], [1, 0, 0]]]))
     cluster = Cluster.uniform(3, 1, ("rack", "rack", "alone"))
     assert _check(plan, held, cluster, np.ones((1, 3), dtype=np.int64)).node_of[2] == 2
 
 
 def test_the_largest_fetch_comes_before_the_sum() -> None:
     """Left as they are, node 0 fetches 3 and node 1 nothing; exchanged, both fetch 2."""
-    plan = Placement(np.array([[[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]]))
-    held = Placement(np.array([[[0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]]))
+    plan = ExpertPlacement(np.array([[[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]]))
+    held = ExpertPlacement(np.array([[[0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]]))
     mapping = _check(plan, held, Cluster.uniform(2, 3), np.ones((1, 5), dtype=np.int64))
     assert mapping.node_of.tolist() == [1, 0]
     assert mapping.fetched_bytes.tolist() == [2, 2]
@@ -173,7 +179,7 @@ def test_the_largest_fetch_comes_before_the_sum() -> None:
 
 def test_after_the_loss_of_a_node_the_others_stay_where_they_are() -> None:
     """Five nodes hold an expert each; node 2 is lost, and a new one comes in its place, last in order."""
-    before = Placement(np.eye(5, dtype=np.int32)[None])
+    before = ExpertPlacement(np.eye(5, dtype=np.int32)[None])
     held = held_now(before, [0, 1, 3, 4, -1])
     mapping = map_nodes(before, held, Cluster.uniform(5, 1), np.full((1, 5), 7))
     assert mapping.node_of.tolist() == [0, 1, 4, 2, 3]
@@ -182,8 +188,8 @@ def test_after_the_loss_of_a_node_the_others_stay_where_they_are() -> None:
 
 def test_layers_are_mapped_together() -> None:
     """Layer 1 alone would exchange the nodes; with the heavier layer 0 they stay."""
-    plan = Placement(np.array([[[1, 0], [0, 1]], [[1, 0], [0, 1]]]))
-    held = Placement(np.array([[[1, 0], [0, 1]], [[0, 1], [1, 0]]]))
+    plan = ExpertPlacement(np.array([[[1, 0], [0, 1]], [[1, 0], [0, 1]]]))
+    held = ExpertPlacement(np.array([[[1, 0], [0, 1]], [[0, 1], [1, 0]]]))
     mapping = map_nodes(plan, held, Cluster.uniform(2, 1), [[3, 3], [2, 2]])
     assert mapping.node_of.tolist() == [0, 1]
     assert mapping.fetched_bytes.tolist() == [2, 2]
@@ -191,8 +197,8 @@ def test_layers_are_mapped_together() -> None:
 
 def test_large_experts_are_counted_exactly() -> None:
     """Two exchanges that differ by one byte in 2^50."""
-    plan = Placement(np.array([[[1, 0, 1], [0, 1, 0]]]))
-    held = Placement(np.array([[[1, 0, 0], [0, 1, 1]]]))
+    plan = ExpertPlacement(np.array([[[1, 0, 1], [0, 1, 0]]]))
+    held = ExpertPlacement(np.array([[[1, 0, 0], [0, 1, 1]]]))
     big = 1 << 50
     fetched = fetch_bytes(plan, held, [[big + 1, big, 3]])
     assert fetched.tolist() == [[3, big + 1], [big, 0]]
@@ -201,8 +207,8 @@ def test_large_experts_are_counted_exactly() -> None:
 
 
 def test_a_node_without_the_slots_is_passed_over() -> None:
-    plan = Placement(np.array([[[1, 1], [1, 0]]]))
-    held = Placement(np.array([[[0, 0], [1, 1]]]))
+    plan = ExpertPlacement(np.array([[[1, 1], [1, 0]]]))
+    held = ExpertPlacement(np.array([[[0, 0], [1, 1]]]))
     mapping = map_nodes(plan, held, Cluster(np.array([2, 1])), [[5, 5]])
     assert mapping.node_of.tolist() == [0, 1]
     with pytest.raises(ElasticError, match="2 replicas on a node with 1 slots"):
@@ -212,7 +218,7 @@ def test_a_node_without_the_slots_is_passed_over() -> None:
 @pytest.mark.parametrize("was", [[0, 0], [0, 2], [0, -2]])
 def test_a_node_that_there_was_not(was: list[int]) -> None:
     with pytest.raises(ValueError, match=r"was=\[0, "):
-        held_now(Placement(np.ones((1, 2, 1), dtype=np.int32)), was)
+        held_now(ExpertPlacement(np.ones((1, 2, 1), dtype=np.int32)), was)
 
 
 @pytest.mark.parametrize(
@@ -224,12 +230,14 @@ def test_a_node_that_there_was_not(was: list[int]) -> None:
     ],
 )
 def test_bad_sizes_are_named(sizes: list[list[float]], message: str) -> None:
-    one = Placement(np.ones((1, 1, 1), dtype=np.int32))
+    one = ExpertPlacement(np.ones((1, 1, 1), dtype=np.int32))
     with pytest.raises(ValueError, match=message):
         map_nodes(one, one, Cluster.uniform(1, 1), sizes)
 
 
 def test_shapes_must_agree() -> None:
-    plan = Placement(np.ones((1, 2, 1), dtype=np.int32))
+    plan = ExpertPlacement(np.ones((1, 2, 1), dtype=np.int32))
     with pytest.raises(ValueError, match="both tell of the same layers"):
-        map_nodes(plan, Placement(np.ones((1, 1, 1), dtype=np.int32)), Cluster.uniform(2, 1), [[1]])
+        map_nodes(
+            plan, ExpertPlacement(np.ones((1, 1, 1), dtype=np.int32)), Cluster.uniform(2, 1), [[1]]
+        )

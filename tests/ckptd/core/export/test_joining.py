@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.export_plan import Share, SnapshotFacts, plan_export
-from ckptd.core.export.joining import Joined, RankImage, join, lacking
+from ckptd.core.export.export_plan import SharedRows, SnapshotFacts, plan_export
+from ckptd.core.export.joining import JoinedSnapshot, RankImage, join, lacking
 from ckptd.export.source import facts_of
 from ckptd.storage.images.image_format import ImageTensor
 
@@ -22,7 +22,9 @@ def image(*names: str, rows: int = 6, dtype: str = "F32") -> list[ImageTensor]:
     return found
 
 
-def joined(own: list[ImageTensor], others: dict[int, list[ImageTensor]], *shares: Share) -> Joined:
+def joined(
+    own: list[ImageTensor], others: dict[int, list[ImageTensor]], *shares: SharedRows
+) -> JoinedSnapshot:
     lacks = lacking(own, shares)
     assert set(lacks) == set(others)
     images = {rank: RankImage(tensors, True, [tensors]) for rank, tensors in others.items()}
@@ -30,7 +32,7 @@ def joined(own: list[ImageTensor], others: dict[int, list[ImageTensor]], *shares
     return join(0, RankImage(own, True, [own]), facts, lacks, images)
 
 
-def places(found: Joined) -> dict[str, int]:
+def places(found: JoinedSnapshot) -> dict[str, int]:
     assert {tensor.name for tensor in found.tensors} == set(found.ranks)
     return dict(found.ranks)
 
@@ -40,7 +42,7 @@ def test_what_is_shared_comes_from_its_owner_and_nothing_else_does() -> None:
     theirs = image(
         "b", "expert", "master/b", "optim/exp_avg/b", "optim/exp_avg/expert", "buffer/mean", "c"
     )
-    found = joined(own, {3: theirs}, Share("b", None, 3))
+    found = joined(own, {3: theirs}, SharedRows("b", None, 3))
     assert places(found) == {
         **dict.fromkeys(["a", "expert", "buffer/mean", "ckptd.scalars"], 0),
         **dict.fromkeys(["b", "master/b", "optim/exp_avg/b"], 3),
@@ -49,7 +51,7 @@ def test_what_is_shared_comes_from_its_owner_and_nothing_else_does() -> None:
 
 def test_rows_of_one_parameter_come_from_several_ranks() -> None:
     own = image("w[2:4]", "optim/m/w[2:4]")
-    shares = (Share("w", (0, 1), 1), Share("w", (1, 2), 1), Share("w", (4, 6), 2))
+    shares = (SharedRows("w", (0, 1), 1), SharedRows("w", (1, 2), 1), SharedRows("w", (4, 6), 2))
     first = image("w[0:2]", "optim/m/w[0:2]")  # neighbours are one entry
     last = image("w[4:6]", "optim/m/w[4:6]", "w[6:9]", "optim/m/w[6:9]")
     found = joined(own, {1: first, 2: last}, *shares)
@@ -65,7 +67,7 @@ def test_rows_of_one_parameter_come_from_several_ranks() -> None:
 
 def test_one_who_captured_all_rows_has_them_whole() -> None:
     """Its image has no slices then; state that is not per row goes with its parameter."""
-    shares = (Share("w", (0, 2), 1), Share("w", (2, 6), 1), Share("q", None, 1))
+    shares = (SharedRows("w", (0, 2), 1), SharedRows("w", (2, 6), 1), SharedRows("q", None, 1))
     other = [*image("w", "optim/m/w", "q"), ImageTensor("optim/row/q", "F32", (1,), 9000, 4)]
     assert places(joined([], {1: other}, *shares)) == dict.fromkeys(
         ["w", "optim/m/w", "q", "optim/row/q"], 1
@@ -74,7 +76,7 @@ def test_one_who_captured_all_rows_has_them_whole() -> None:
 
 def test_what_every_image_holds_is_asked_of_nobody() -> None:
     """Where ranks update only all together, each has all of it in all snapshots."""
-    shares = (Share("w", (0, 3), 1), Share("w", (3, 6), 2), Share("q", None, 3))
+    shares = (SharedRows("w", (0, 3), 1), SharedRows("w", (3, 6), 2), SharedRows("q", None, 3))
     assert lacking(image("w", "q"), shares) == {}
     assert lacking(image("w[0:2]", "w[2:4]", "w[4:6]", "q"), shares) == {}
     assert lacking(image("w[0:2]", "w[4:6]", "q"), shares) == {1: shares[:1], 2: shares[1:2]}
@@ -85,7 +87,7 @@ def test_what_every_image_holds_is_asked_of_nobody() -> None:
 def test_a_sparse_share_makes_a_sparse_model_in_compute_precision() -> None:
     own, theirs = image("a", "optim/m/a"), image("b")
     low = image("b", "a", dtype="BF16")
-    share = Share("b", None, 1)
+    share = SharedRows("b", None, 1)
     other = RankImage(theirs, False, [theirs, low])
     found = join(0, RankImage(own, True, [own]), SnapshotFacts(), {1: (share,)}, {1: other})
     assert not found.facts.dense
@@ -95,7 +97,7 @@ def test_a_sparse_share_makes_a_sparse_model_in_compute_precision() -> None:
 
 def test_tensors_are_read_rank_by_rank() -> None:
     own, first, second = image("z"), image("a", "c"), image("b")
-    shares = (Share("a", None, 1), Share("b", None, 2), Share("c", None, 1))
+    shares = (SharedRows("a", None, 1), SharedRows("b", None, 2), SharedRows("c", None, 1))
     found = joined(own, {1: first, 2: second}, *shares)
     assert [p.name for p in plan_export(found.tensors, found.facts).pieces] == ["z", "a", "c", "b"]
 
@@ -129,7 +131,7 @@ def told(owners: object) -> bytes:
 
 
 def test_owners_are_told_beside_operators() -> None:
-    shares = (Share("a", None, 7), Share("b", (0, 2), 7))
+    shares = (SharedRows("a", None, 7), SharedRows("b", (0, 2), 7))
     assert facts_of(told([7, -1]), rank=0).shares == shares
     assert facts_of(told([7, 0]), rank=0).shares == shares
     assert facts_of(told([7, 7]), rank=7).shares == ()

@@ -18,10 +18,10 @@ from ckptd.core.persistence.persistence_events import (
     Fenced,
     Flush,
     Forgotten,
-    Lost,
-    Slots,
+    SlotReused,
+    SlotTables,
+    SnapshotStored,
     Store,
-    Stored,
     StoreFailed,
 )
 from ckptd.core.persistence.persister import Persister
@@ -55,9 +55,9 @@ def persister(every: int = 4) -> Persister:
     return core
 
 
-def slots(*iterations: int, total: int = 8, epoch: int = 0, start: int = -1) -> Slots:
+def slots(*iterations: int, total: int = 8, epoch: int = 0, start: int = -1) -> SlotTables:
     found = tuple(snapshot(i, epoch=epoch, start=start) for i in iterations)
-    return Slots(found, W, total)
+    return SlotTables(found, W, total)
 
 
 def of(kind: type[Effect], effects: list[Effect]) -> list[Effect]:
@@ -68,8 +68,8 @@ def key(iteration: int) -> SnapshotKey:
     return key_of(snapshot(iteration))
 
 
-def stored(iteration: int) -> Stored:
-    return Stored(key(iteration), 100)
+def stored(iteration: int) -> SnapshotStored:
+    return SnapshotStored(key(iteration), 100)
 
 
 def test_the_suffix_of_a_due_iteration_is_held_stored_in_order_and_committed() -> None:
@@ -122,14 +122,14 @@ def test_a_suffix_whose_snapshots_are_still_digested_is_waited_for() -> None:
 def test_a_broken_chain_is_not_persisted() -> None:
     core = persister()
     records = (snapshot(3), snapshot(4, linked=False))
-    assert core.handle(Slots(records, W, 8), now_s=0.0) == []
+    assert core.handle(SlotTables(records, W, 8), now_s=0.0) == []
     assert core.idle
 
 
 def test_a_slot_that_the_trainer_took_gives_the_checkpoint_up() -> None:
     core = persister()
     core.handle(slots(3, 4), now_s=0.0)
-    effects = core.handle(Lost(key(3)), now_s=0.0)
+    effects = core.handle(SlotReused(key(3)), now_s=0.0)
     assert [e.kind for e in of(Note, effects)] == ["persist_abandoned"]  # type: ignore[union-attr]
     assert {e.key.iteration for e in of(Release, effects)} == {3, 4}  # type: ignore[union-attr]
     assert core.idle
@@ -223,7 +223,7 @@ def test_a_flush_stays_due_although_one_of_its_slots_was_lost() -> None:
     core = persister(every=100)
     core.handle(slots(5, 6, 7), now_s=0.0)
     core.handle(Flush(), now_s=0.0)
-    effects = core.handle(Lost(key(6)), now_s=1.0)
+    effects = core.handle(SlotReused(key(6)), now_s=1.0)
     assert {e.key.iteration for e in of(Release, effects)} == {6, 7}  # type: ignore[union-attr]
     assert of(Hold, effects) == []  # not at once: it may be lost again and again
     assert not core.idle
@@ -282,7 +282,7 @@ def test_a_manifest_of_another_history_does_not_count_in_this_one() -> None:
     assert core.handle(CommitFailed(key(4), "a later history began"), now_s=3.0) == []
     assert core.state().under_way == 4
     for record in renewed.records:
-        effects = core.handle(Stored(key_of(record), 100), now_s=4.0)
+        effects = core.handle(SnapshotStored(key_of(record), 100), now_s=4.0)
     assert [e.end for e in of(Commit, effects)] == [4]  # type: ignore[union-attr]
 
 
@@ -315,7 +315,7 @@ def test_news_of_something_else_changes_nothing() -> None:
     core = persister()
     core.handle(slots(3, 4), now_s=0.0)
     for event in (
-        Lost(key(1)),
+        SlotReused(key(1)),
         StoreFailed(key(1), "x"),
         CommitFailed(key(3), "x"),
         Committed(key(3)),
@@ -330,7 +330,7 @@ def test_another_epoch_gives_up_what_is_under_way() -> None:
     effects = core.handle(Joined(1, 3), now_s=0.0)
     assert {e.key.iteration for e in of(Release, effects)} == {3, 4}  # type: ignore[union-attr]
     renewed = (snapshot(3), replace(snapshot(4, epoch=1, start=3), sequence=9))
-    effects = core.handle(Slots(renewed, W, 8), now_s=0.0)
+    effects = core.handle(SlotTables(renewed, W, 8), now_s=0.0)
     assert [e.key.epoch for e in of(Hold, effects)] == [0, 1]  # type: ignore[union-attr]
 
 
@@ -380,7 +380,7 @@ class Ring:
     def __post_init__(self) -> None:
         self.table = [SlotRecord(0, i, SlotState.FREE) for i in range(self.total)]
 
-    def step(self) -> Slots:
+    def step(self) -> SlotTables:
         self.iteration += 1
         busy = {r.key for r in self.table if r.sealed and key_of(r) in self.held}
         choice = choose_slot(self.table, W, busy=busy, generation=0)
@@ -391,7 +391,7 @@ class Ring:
             made = replace(made, index=choice.index)
             self.table[choice.index] = made
             self.linked = True
-        return Slots(tuple(r for r in self.table if r.sealed), W, self.total)
+        return SlotTables(tuple(r for r in self.table if r.sealed), W, self.total)
 
 
 @given(
@@ -430,7 +430,7 @@ def test_with_room_for_two_suffixes_training_is_never_held_up_and_all_that_is_co
                 alive = any(r.sealed and key_of(r) == effect.key for r in ring.table)
                 if alive:
                     there.add(effect.key)
-                event = Stored(effect.key, 100) if alive else Lost(effect.key)
+                event = SnapshotStored(effect.key, 100) if alive else SlotReused(effect.key)
                 perform(core.handle(event, now_s=now_s))
             elif isinstance(effect, Commit):
                 assert set(effect.keys) <= there
@@ -465,7 +465,7 @@ class Shell:
             elif isinstance(effect, Store | Commit):
                 self.asked.append(effect)
         for key in lost:
-            self.feed(Lost(key))
+            self.feed(SlotReused(key))
 
     def answer(self, how: str) -> None:
         if not self.asked:
@@ -474,7 +474,7 @@ class Shell:
         if isinstance(effect, Store):
             if how == "well" and self._alive(effect.key):
                 self.there.add(effect.key)
-                self.feed(Stored(effect.key, 1))
+                self.feed(SnapshotStored(effect.key, 1))
             else:
                 self.feed(StoreFailed(effect.key, how))
         elif how != "well":
@@ -503,7 +503,7 @@ class Shell:
 
     def told(self) -> None:
         found = tuple(r for r in self.ring.table if r.sealed)
-        self.feed(Slots(found, W, self.ring.total))
+        self.feed(SlotTables(found, W, self.ring.total))
 
     def _alive(self, key: SnapshotKey) -> bool:
         return any(r.sealed and key_of(r) == key for r in self.ring.table)

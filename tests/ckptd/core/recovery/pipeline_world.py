@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptd.core.recovery.global_plan import Piece
+from ckptd.core.recovery.global_plan import SnapshotToLoad
 from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.localized_plan import LocalizedPlan, RankKind
 from ckptd.core.recovery.recovery_facts import RankFacts
@@ -163,7 +163,7 @@ class Store:
             for (node, rank, own), records in self.segments[kind].items()
         ]
 
-    def read(self, piece: Piece, lost: set[str]) -> Any:
+    def read(self, piece: SnapshotToLoad, lost: set[str]) -> Any:
         """What all its copies hold."""
         found = {self.content[s.node, s.segment, s.index] for s in piece.sources}
         assert len(found) == 1, f"copies of {piece.record} differ"
@@ -234,7 +234,7 @@ class Execution:
         if iteration == plan.exact_at:
             self._dense(rank)
 
-    def _load_snapshot(self, rank: int, pieces: Sequence[Piece], iteration: int) -> None:
+    def _load_snapshot(self, rank: int, pieces: Sequence[SnapshotToLoad], iteration: int) -> None:
         found = [p for p in pieces if p.record.iteration == iteration]
         if not found:
             return

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from ckptd.core.recovery.global_plan import (
     HeldRecords,
     NoRecovery,
-    Piece,
     RecoveryPlan,
-    Source,
+    SnapshotCopy,
+    SnapshotToLoad,
     complete_suffixes,
     from_wire,
     plan_recovery,
@@ -95,7 +95,7 @@ def refused(known: Sequence[HeldRecords], world_size: int) -> str:
     return plan.reason
 
 
-def iterations(pieces: Iterable[Piece]) -> list[int]:
+def iterations(pieces: Iterable[SnapshotToLoad]) -> list[int]:
     return [piece.record.iteration for piece in pieces]
 
 
@@ -323,10 +323,10 @@ def test_the_home_comes_first_its_own_segment_before_a_replica() -> None:
     (piece,) = plan.per_rank[0]
     assert piece.record.index == 9
     assert piece.sources == (
-        Source("home", "r0~g0.seg", 9),
-        Source("home", "r0~g0.rep", 4),
-        Source("a", "r0~g0.rep", 4),
-        Source("b", "r0~g0.rep", 4),
+        SnapshotCopy("home", "r0~g0.seg", 9),
+        SnapshotCopy("home", "r0~g0.rep", 4),
+        SnapshotCopy("a", "r0~g0.rep", 4),
+        SnapshotCopy("b", "r0~g0.rep", 4),
     )
     assert plan.moved_bytes == {0: 0}
     assert "other nodes" not in plan.reason
@@ -430,7 +430,7 @@ def test_two_claims_of_one_place_are_told_and_the_owner_is_believed() -> None:
         held(0, [mine], node="c"),
     ]
     plan = planned(known)
-    assert plan.per_rank[0][0].sources == (Source("c", "r0~g0.seg", 4),)
+    assert plan.per_rank[0][0].sources == (SnapshotCopy("c", "r0~g0.seg", 4),)
     assert (
         "rank 0: nodes a, b, c tell of different snapshots of iteration 4 (epoch 0, sequence 4); "
         "that of node c counts"
@@ -503,9 +503,9 @@ class Reference:
             default=None,
         )
 
-    def holders(self, number: int, record: SlotRecord, table: str) -> set[Source]:
+    def holders(self, number: int, record: SlotRecord, table: str) -> set[SnapshotCopy]:
         return {
-            Source(h.node, h.segment, r.index)
+            SnapshotCopy(h.node, h.segment, r.index)
             for h, r in self.live
             if h.rank == number and h.operators_id == table and identity(r) == identity(record)
         }
@@ -537,7 +537,7 @@ def check(known: Sequence[HeldRecords], world_size: int, homes: dict[int, str]) 
 def check_pieces(
     reference: Reference,
     number: int,
-    pieces: Sequence[Piece],
+    pieces: Sequence[SnapshotToLoad],
     plan: RecoveryPlan,
     home: str | None,
 ) -> None:

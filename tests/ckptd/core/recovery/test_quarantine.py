@@ -9,7 +9,7 @@ import pytest
 
 from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, plan_recovery
 from ckptd.core.recovery.quarantine import (
-    Verdict,
+    ReplayVerdict,
     add_failure,
     describe_failure,
     epochs_told,
@@ -30,7 +30,7 @@ def failure(
     result: str = "a",
     *,
     freezing: str = "drop",
-    verdict: Verdict = Verdict.SUSPECTED,
+    verdict: ReplayVerdict = ReplayVerdict.SUSPECTED,
     epoch: int = 0,
 ) -> ReplayFailure:
     used = tuple((t, epoch, -1) for t in range(first, last + 1))
@@ -39,59 +39,61 @@ def failure(
 
 
 def test_two_replays_with_one_result_convict_the_record() -> None:
-    assert judge_replay(failure(4, 6), []) is Verdict.SUSPECTED
-    assert judge_replay(failure(4, 6), [failure(4, 6)]) is Verdict.QUARANTINED
+    assert judge_replay(failure(4, 6), []) is ReplayVerdict.SUSPECTED
+    assert judge_replay(failure(4, 6), [failure(4, 6)]) is ReplayVerdict.QUARANTINED
 
 
 @pytest.mark.parametrize("other", [failure(4, 6, "b"), failure(4, 5)])
 def test_two_replays_with_two_results_convict_the_program(other: ReplayFailure) -> None:
-    assert judge_replay(failure(4, 6), [other]) is Verdict.UNSTABLE
+    assert judge_replay(failure(4, 6), [other]) is ReplayVerdict.UNSTABLE
 
 
 def test_after_two_results_the_next_two_that_agree_count() -> None:
     """A program that was mended is not held to what it did before."""
-    known = add_failure((failure(4, 6, "a"),), failure(4, 6, "b", verdict=Verdict.UNSTABLE))
+    known = add_failure((failure(4, 6, "a"),), failure(4, 6, "b", verdict=ReplayVerdict.UNSTABLE))
     assert [k.result for k in known] == ["b"]
-    assert judge_replay(failure(4, 6, "c"), known) is Verdict.UNSTABLE
-    assert judge_replay(failure(4, 6, "b"), known) is Verdict.QUARANTINED
+    assert judge_replay(failure(4, 6, "c"), known) is ReplayVerdict.UNSTABLE
+    assert judge_replay(failure(4, 6, "b"), known) is ReplayVerdict.QUARANTINED
 
 
 def test_another_way_of_freezing_may_come_to_another_result_and_convicts_nobody() -> None:
     known = [failure(4, 6, "a", freezing="inputs")]
-    assert judge_replay(failure(4, 6, "b"), known) is Verdict.SUSPECTED
-    assert judge_replay(failure(4, 6, "a"), known) is Verdict.QUARANTINED
+    assert judge_replay(failure(4, 6, "b"), known) is ReplayVerdict.SUSPECTED
+    assert judge_replay(failure(4, 6, "a"), known) is ReplayVerdict.QUARANTINED
 
 
 def test_a_changed_machine_is_a_better_explanation() -> None:
     """Another number of threads makes every suffix fail alike: that must not cost one of them after the other."""
     changed = "intra-op threads: 8 when the snapshots were taken, 4 now"
     found = judge_replay(failure(4, 6), [failure(4, 6)], changed=changed)
-    assert found is Verdict.ENVIRONMENT
+    assert found is ReplayVerdict.ENVIRONMENT
     told = msgspec.structs.replace(failure(4, 6), verdict=found)
     assert changed in reason_of(told, changed=changed)
 
 
 def test_what_a_localized_recovery_came_to_is_no_first_try() -> None:
-    assert judge_replay(failure(4, 6), [failure(4, 6, verdict=Verdict.WIDENED)]) == "suspected"
+    assert (
+        judge_replay(failure(4, 6), [failure(4, 6, verdict=ReplayVerdict.WIDENED)]) == "suspected"
+    )
 
 
 def test_another_suffix_is_another_question() -> None:
-    known = [failure(4, 6, verdict=Verdict.QUARANTINED), failure(2, 3)]
-    assert judge_replay(failure(1, 3), known) is Verdict.SUSPECTED
-    assert judge_replay(failure(4, 6, epoch=1), known) is Verdict.SUSPECTED
+    known = [failure(4, 6, verdict=ReplayVerdict.QUARANTINED), failure(2, 3)]
+    assert judge_replay(failure(1, 3), known) is ReplayVerdict.SUSPECTED
+    assert judge_replay(failure(4, 6, epoch=1), known) is ReplayVerdict.SUSPECTED
 
 
 def test_what_is_remembered_is_bounded_and_keeps_what_is_decided() -> None:
-    known: tuple[ReplayFailure, ...] = (failure(900, 901, verdict=Verdict.QUARANTINED),)
+    known: tuple[ReplayFailure, ...] = (failure(900, 901, verdict=ReplayVerdict.QUARANTINED),)
     for first in range(100):
-        known = add_failure(known, failure(first, first + 1, verdict=Verdict.LEFT))
+        known = add_failure(known, failure(first, first + 1, verdict=ReplayVerdict.LEFT))
     assert len(known) == 32
     assert known[0].snapshots[0][0] == 900
     assert add_failure(known, known[5]) == known, "several ranks tell the same"
 
 
 def test_a_replay_that_reproduces_settles_the_rest() -> None:
-    known = (failure(4, 6, verdict=Verdict.QUARANTINED), failure(2, 3))
+    known = (failure(4, 6, verdict=ReplayVerdict.QUARANTINED), failure(2, 3))
     assert [k.verdict for k in settled(known)] == ["left"]
     assert open_failures(settled(known)) == []
     assert marks_of(settled(known)) == {(4, 0), (5, 0), (6, 0)}, "they do not count again"
@@ -106,7 +108,7 @@ def test_a_failure_is_told_with_operator_iteration_and_digests() -> None:
 
 # -- plans ---------------------------------------------------------------------------------------
 
-QUARANTINED = failure(7, 8, verdict=Verdict.QUARANTINED)
+QUARANTINED = failure(7, 8, verdict=ReplayVerdict.QUARANTINED)
 
 
 def test_a_plan_goes_back_to_the_suffix_before_what_is_quarantined() -> None:

@@ -10,13 +10,13 @@ from ckptd.core.replication.replication_events import (
     Effect,
     Event,
     Granted,
-    Open,
-    Opened,
     OpenRefused,
+    OpenTarget,
     Put,
     PutEnded,
     Seal,
     SealedThere,
+    TargetOpened,
     Targets,
 )
 from ckptd.core.replication.replicator import Replicator
@@ -58,12 +58,12 @@ class Driven:
 
     def _answer(self, effect: Effect) -> None:
         match effect:
-            case Open(node) | Begin(node) if node in self.deaf:
+            case OpenTarget(node) | Begin(node) if node in self.deaf:
                 pass
-            case Open(node, generation) if self.refuse:
+            case OpenTarget(node, generation) if self.refuse:
                 self.feed(OpenRefused(node, generation, self.refuse, "said the test"))
-            case Open(node, generation):
-                self.feed(Opened(node, generation, 1, tuple(self.held[node].values())))
+            case OpenTarget(node, generation):
+                self.feed(TargetOpened(node, generation, 1, tuple(self.held[node].values())))
             case Begin(node, key, record):
                 self.begun.append(key.iteration)
                 self._begin(node, key, record)

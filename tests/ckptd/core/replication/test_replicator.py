@@ -12,9 +12,8 @@ from ckptd.core.replication.replication_events import (
     Begin,
     BeginRefused,
     Granted,
-    Open,
-    Opened,
     OpenRefused,
+    OpenTarget,
     PeerBack,
     PeerLost,
     Put,
@@ -23,6 +22,7 @@ from ckptd.core.replication.replication_events import (
     SealedThere,
     SealRefused,
     Slots,
+    TargetOpened,
     Targets,
 )
 from ckptd.core.replication.replicator import Replicator
@@ -72,7 +72,7 @@ def opened(*nodes: str, table: tuple[int, ...] = (3, 4)) -> Replicator:
     core.handle(Targets(nodes), now_s=0)
     core.handle(Slots(tuple(snapshot(i) for i in table), W), now_s=0)
     for node in nodes:
-        core.handle(Opened(node, 0, 1, ()), now_s=0)
+        core.handle(TargetOpened(node, 0, 1, ()), now_s=0)
     return core
 
 
@@ -81,8 +81,8 @@ class TestOrder:
         core = Replicator(CONFIG)
         assert core.handle(Targets(("a",)), now_s=0) == []
         record = snapshot(3)
-        assert core.handle(Slots((record,), W), now_s=0) == [Open("a", 0)]
-        effects = core.handle(Opened("a", 0, 7, ()), now_s=0)
+        assert core.handle(Slots((record,), W), now_s=0) == [OpenTarget("a", 0)]
+        effects = core.handle(TargetOpened("a", 0, 7, ()), now_s=0)
         assert effects == [Hold(key(3), record), Begin("a", key(3), record)]
         assert core.handle(Granted("a", key(3), "g"), now_s=1) == [Put("a", key(3), record, "g")]
         effects = core.handle(PutEnded("a", key(3), True, ""), now_s=2)
@@ -113,7 +113,7 @@ class TestOrder:
         core = Replicator(CONFIG)
         core.handle(Targets(("a",)), now_s=0)
         core.handle(Slots((snapshot(3), snapshot(4)), W), now_s=0)
-        effects = core.handle(Opened("a", 0, 1, (snapshot(4),)), now_s=0)
+        effects = core.handle(TargetOpened("a", 0, 1, (snapshot(4),)), now_s=0)
         assert Begin("a", key(3), snapshot(3)) in effects
         core.handle(Granted("a", key(3), "g"), now_s=0)
         core.handle(PutEnded("a", key(3), True, ""), now_s=0)
@@ -170,7 +170,7 @@ class TestOrder:
         driven.feed(table(2, 3))
         new = replace(snapshot(4), generation=1)
         effects = driven.feed(Slots((snapshot(2), snapshot(3), new), W))
-        assert effects == [Open("a", 1)]
+        assert effects == [OpenTarget("a", 1)]
         assert driven.core.replicated == Interval(3, 4)
 
 
@@ -190,7 +190,7 @@ class TestHolding:
         assert [type(effect) for effect in effects] == [Note, Abort]
         assert core.sole
         assert core.handle(PutEnded("a", key(3), False, "cancelled"), now_s=2) == [Release(key(3))]
-        assert core.handle(PeerBack("a"), now_s=3) == [Open("a", 0)]
+        assert core.handle(PeerBack("a"), now_s=3) == [OpenTarget("a", 0)]
 
     def test_a_snapshot_that_disappears_in_mid_put_is_cancelled(self) -> None:
         core = opened("a")
@@ -204,7 +204,7 @@ class TestHolding:
     def test_a_target_taken_away_is_forgotten_once_its_put_has_ended(self) -> None:
         core = opened("a")
         core.handle(Granted("a", key(3), 1), now_s=0)
-        assert core.handle(Targets(("b",)), now_s=1) == [Abort("a", key(3), 1), Open("b", 0)]
+        assert core.handle(Targets(("b",)), now_s=1) == [Abort("a", key(3), 1), OpenTarget("b", 0)]
         core.handle(PutEnded("a", key(3), False, "cancelled"), now_s=2)
         assert [state.node for state in core.states(now_s=2)] == ["b"]
         with pytest.raises(LocalProtocolError, match="not begun"):
@@ -229,8 +229,8 @@ class TestRefusals:
     def test_unknown_is_reopened_at_once_but_only_once(self) -> None:
         core = opened("a")
         effects = core.handle(BeginRefused("a", key(3), "unknown", "restarted"), now_s=0)
-        assert effects == [Release(key(3)), Open("a", 0)]
-        core.handle(Opened("a", 0, 2, ()), now_s=0)
+        assert effects == [Release(key(3)), OpenTarget("a", 0)]
+        core.handle(TargetOpened("a", 0, 2, ()), now_s=0)
         effects = core.handle(BeginRefused("a", key(3), "unknown", "again"), now_s=0)
         assert effects == [Release(key(3))]
 
@@ -250,15 +250,15 @@ class TestRefusals:
         core = Replicator(CONFIG)
         core.handle(Targets(("a",)), now_s=0)
         core.handle(Slots((snapshot(3), snapshot(4)), W), now_s=0)
-        core.handle(Opened("a", 0, 1, (snapshot(3), snapshot(4)), "boot 1"), now_s=0)
+        core.handle(TargetOpened("a", 0, 1, (snapshot(3), snapshot(4)), "boot 1"), now_s=0)
         assert core.replicated == Interval(4, 4)
         grown = replace(snapshot(5), generation=1)
         effects = core.handle(Slots((snapshot(3), snapshot(4), grown), W), now_s=1)
-        assert effects == [Open("a", 1)]
-        effects = core.handle(Opened("a", 1, 2, (), "boot 2"), now_s=1)
+        assert effects == [OpenTarget("a", 1)]
+        effects = core.handle(TargetOpened("a", 1, 2, (), "boot 2"), now_s=1)
         assert core.replicated == Interval(-1, -1)
-        assert effects == [Open("a", 0)]  # it is told of 3 and 4 once more
-        core.handle(Opened("a", 0, 3, (snapshot(3), snapshot(4)), "boot 2"), now_s=1)
+        assert effects == [OpenTarget("a", 0)]  # it is told of 3 and 4 once more
+        core.handle(TargetOpened("a", 0, 3, (snapshot(3), snapshot(4)), "boot 2"), now_s=1)
         assert core.replicated == Interval(4, 4)
 
     def test_held_counts_as_sealed_and_stale_is_passed_over(self) -> None:
@@ -288,10 +288,10 @@ class TestRefusals:
         effects = core.handle(OpenRefused("a", 0, "quota", "1 GiB short"), now_s=0)
         assert [effect.level for effect in effects if isinstance(effect, Note)] == ["warning"]
         assert core.sole
-        assert core.handle(Tick(), now_s=CONFIG.quota_s) == [Open("a", 0)]
+        assert core.handle(Tick(), now_s=CONFIG.quota_s) == [OpenTarget("a", 0)]
         assert core.handle(OpenRefused("a", 0, "quota", "still"), now_s=6) == []
         core.handle(Tick(), now_s=100)
-        core.handle(Opened("a", 0, 1, ()), now_s=100)
+        core.handle(TargetOpened("a", 0, 1, ()), now_s=100)
         assert core.replicated_up_to == -1
 
     @pytest.mark.parametrize("why", ["no memory", "stalled"])
@@ -319,8 +319,8 @@ class TestRefusals:
             todo = core.handle(Tick(), now_s=now_s)
             while todo:
                 effect = todo.pop(0)
-                if isinstance(effect, Open):
-                    todo += core.handle(Opened("a", effect.generation, 2, ()), now_s=now_s)
+                if isinstance(effect, OpenTarget):
+                    todo += core.handle(TargetOpened("a", effect.generation, 2, ()), now_s=now_s)
                 elif isinstance(effect, Begin):
                     todo += core.handle(Granted("a", effect.key, "h"), now_s=now_s)
                 elif isinstance(effect, Put):
@@ -357,7 +357,7 @@ class TestRefusals:
         core = opened("a")
         assert core.wake_at_s == CONFIG.answer_s
         assert core.handle(Tick(), now_s=CONFIG.answer_s) == [Release(key(3))]
-        assert core.handle(Tick(), now_s=CONFIG.answer_s + 1) == [Open("a", 0)]
+        assert core.handle(Tick(), now_s=CONFIG.answer_s + 1) == [OpenTarget("a", 0)]
 
     def test_a_target_that_gets_nowhere_does_not_hold_the_floor_back_for_ever(self) -> None:
         core, now_s = opened("a", "b"), 0.0
@@ -385,7 +385,7 @@ class TestStaleAnswers:
             SealedThere("a", key(3)),
             SealRefused("a", key(3), "digest", ""),
             BeginRefused("a", key(4), "held", ""),
-            Opened("a", 5, 1, (snapshot(3),)),
+            TargetOpened("a", 5, 1, (snapshot(3),)),
             OpenRefused("a", 0, "quota", ""),
             SealedThere("x", key(3)),
         ):
@@ -441,14 +441,14 @@ def test_a_word_that_was_given_stays_until_the_others_have_told_what_they_know()
     core.handle(Targets(("a",)), now_s=0)
     core.handle(Slots((snapshot(3), snapshot(4)), W), now_s=0)
     core.handle(Agreed(-1, -1), now_s=0)
-    core.handle(Opened("a", 0, 1, (snapshot(3), snapshot(4))), now_s=0)
+    core.handle(TargetOpened("a", 0, 1, (snapshot(3), snapshot(4))), now_s=0)
     assert core.word == Interval(4, 4)
     ring = Slots(tuple(snapshot(i) for i in (3, 4, 7, 8)), W)
     core.handle(ring, now_s=1)
     core.handle(PeerLost("a", "no answer"), now_s=1)
     core.handle(Targets(("b",)), now_s=1)
     assert core.word == Interval(4, -1)
-    core.handle(Opened("b", 0, 1, ()), now_s=1)
+    core.handle(TargetOpened("b", 0, 1, ()), now_s=1)
     now_s = 1.0
     for _ in range(CONFIG.digest_refusals):
         core.handle(Granted("b", key(3), "g"), now_s=now_s)

@@ -11,18 +11,18 @@ from ckptd.core.schedules.switching import (
     Change,
     Decided,
     Discard,
-    Drop,
     Effect,
+    EndAttempt,
     Event,
-    Failed,
-    Look,
+    LookForAttempt,
     Prepare,
     Prepared,
-    Promise,
     Propose,
     Proposed,
+    RequestFailed,
     Stage,
     Switching,
+    TellPromise,
     TellReady,
     Unable,
     Watch,
@@ -56,13 +56,13 @@ def promised(at: int = 15) -> Rank:
     rank = Rank()
     rank.begins(at - 5)
     rank.hears(Proposed(1, WIDER, 5.0), Prepared(1), AllReady(1))
-    assert rank.asks() == Promise(1, at)
+    assert rank.asks() == TellPromise(1, at)
     return rank
 
 
 def test_from_a_wish_to_the_change() -> None:
     rank = Rank()
-    assert rank.asks() == Look(0)
+    assert rank.asks() == LookForAttempt(0)
     assert rank.wish(WIDER, margin_s=2.0, now_s=0)
     assert rank.asks() == Propose(1, WIDER, 2.0)
     rank.hears(Proposed(1, WIDER, 2.0))
@@ -72,23 +72,23 @@ def test_from_a_wish_to_the_change() -> None:
     assert [rank.asks(), rank.asks()] == [TellReady(1), Watch(1, ready=True)]
     assert rank.begins(8) == []
     rank.hears(AllReady(1))
-    assert [rank.asks(), rank.asks()] == [Promise(1, 10), Watch(1, ready=False)]
+    assert [rank.asks(), rank.asks()] == [TellPromise(1, 10), Watch(1, ready=False)]
     rank.hears(Decided(1, 12))
     assert rank.asks() is None
     assert [rank.begins(i) for i in (9, 10, 11)] == [[], [], []]
     assert rank.knows(11)
     assert rank.begins(12) == [Apply(1, WIDER, 12)]
     assert rank.begins(13) == []
-    assert rank.asks() == Look(1)
+    assert rank.asks() == LookForAttempt(1)
 
 
 def test_what_must_be_counted_once_is_asked_once() -> None:
     """An access that failed may have been done."""
-    rank = promised().hears(Failed())
+    rank = promised().hears(RequestFailed())
     assert rank.asks() == Watch(1, ready=False)
     rank = Rank().hears(Proposed(1, WIDER, 1.0), Prepared(1))
     assert rank.asks() == TellReady(1)
-    assert rank.hears(Failed()).asks() == Watch(1, ready=True)
+    assert rank.hears(RequestFailed()).asks() == Watch(1, ready=True)
 
 
 def test_whoever_reaches_its_promise_in_doubt_takes_no_snapshot_and_gives_up() -> None:
@@ -98,8 +98,8 @@ def test_whoever_reaches_its_promise_in_doubt_takes_no_snapshot_and_gives_up() -
     assert rank.begins(15) == []
     assert not rank.knows(15)
     drop = rank.asks()
-    assert isinstance(drop, Drop)
-    assert rank.hears(Failed()).asks() == drop, "it goes on asking until it knows"
+    assert isinstance(drop, EndAttempt)
+    assert rank.hears(RequestFailed()).asks() == drop, "it goes on asking until it knows"
     assert not rank.knows(16)
     rank.hears(Decided(1, -1, drop.why))
     assert rank.begins(17) == [Discard(1, WIDER, drop.why)]
@@ -110,7 +110,7 @@ def test_one_in_doubt_that_comes_too_late_to_give_up_goes_over() -> None:
     """Another was the last to promise before it: the register says so."""
     rank = promised(at=15)
     rank.begins(16)
-    assert isinstance(rank.asks(), Drop)
+    assert isinstance(rank.asks(), EndAttempt)
     rank.hears(Decided(1, 15))
     assert rank.begins(17) == [Apply(1, WIDER, 15)]
     assert rank.knows(17)
@@ -120,18 +120,18 @@ def test_a_promise_is_later_than_whatever_has_begun() -> None:
     rank = Rank()
     rank.begins(100)
     rank.hears(Proposed(1, WIDER, 0.0), Prepared(1), AllReady(1))
-    assert rank.asks() == Promise(1, 102)
+    assert rank.asks() == TellPromise(1, 102)
 
 
 def test_one_that_cannot_prepare_ends_it_for_all() -> None:
     rank = Rank().hears(Proposed(1, WIDER, 1.0), Unable(1, "no memory"))
     assert rank.begins(3) == []
-    assert rank.asks() == Drop(1, "no memory")
+    assert rank.asks() == EndAttempt(1, "no memory")
 
 
 def test_one_that_promised_and_then_cannot_asks_and_is_bound() -> None:
     rank = promised().hears(Unable(1, "planned anew"))
-    assert rank.asks() == Drop(1, "planned anew")
+    assert rank.asks() == EndAttempt(1, "planned anew")
     rank.hears(Decided(1, 20))
     assert rank.begins(20) == [Apply(1, WIDER, 20)]
 
@@ -141,7 +141,7 @@ def test_who_waits_too_long_for_the_others_ends_it() -> None:
     rank.asks()
     rank.now_s = 31
     drop = rank.asks()
-    assert isinstance(drop, Drop)
+    assert isinstance(drop, EndAttempt)
     assert "within 30 s" in drop.why
 
 
@@ -153,7 +153,7 @@ def test_wishes_come_apart_and_get_more_patient() -> None:
     assert not rank.wish(WIDER, margin_s=1.0, now_s=9)
     assert rank.wish(WIDER, margin_s=1.0, now_s=10)
     assert rank.asks() == Propose(2, WIDER, 2.0)
-    rank.hears(Failed())
+    rank.hears(RequestFailed())
     assert rank.stage is Stage.IDLE
 
 

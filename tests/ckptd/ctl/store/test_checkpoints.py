@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.ctl.store.store_access import OpenedStore, Place
+from ckptd.ctl.store.store_access import OpenedStore, StorePlace
 from ckptd.ctl.store.store_checks import check_run
 from ckptd.storage.checkpoints.names import WorldName
 from ckptd.storage.checkpoints.verifier import verify_store
@@ -259,7 +259,7 @@ def test_what_a_job_removes_during_a_verification_is_not_damage() -> None:
     fill_store(store)
     still = {key for end in (21, 31) for key in needed_by(store, end)}
     only = [key for key in needed_by(store, 11) if key not in still]
-    place = OpenedStore(Place("memory://test", {}, "auto"), store, map)
+    place = OpenedStore(StorePlace("memory://test", {}, "auto"), store, map)
     store.victims = (*manifest_keys(store, 11), *only)
     found = check_run(place, *NAMES, full=True, quiet=True)
     assert (found.ok, [each.iteration for each in found.whole]) == (True, [31, 21])

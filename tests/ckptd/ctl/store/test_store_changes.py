@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.ctl.store.store_access import OpenedStore, Place, StoreProblem
+from ckptd.ctl.store.store_access import OpenedStore, StorePlace, StoreProblem
 from ckptd.ctl.store.store_changes import pin, remove
 from ckptd.ctl.store.store_gc import collect
 from ckptd.memory.segment_file import Segment
@@ -99,7 +99,7 @@ def test_a_pin_that_came_too_late_is_none() -> None:
     store = Racing()
     fill_store(store)
     store.victims = manifest_keys(store, 11)
-    place = OpenedStore(Place("memory://test", {}, "auto"), store, map)
+    place = OpenedStore(StorePlace("memory://test", {}, "auto"), store, map)
     with pytest.raises(StoreProblem, match="was removed before it was pinned"):
         pin(place, chosen(11))
     assert read_catalog(store, *NAMES).pins == ()
@@ -208,7 +208,7 @@ def test_what_was_decided_long_ago_is_not_done_any_more(monkeypatch: pytest.Monk
     fill_store(store)
     store.now_ns += int(OLD) * SECOND_NS
     before = keys_in(store)
-    place = OpenedStore(Place("memory://test", {}, "auto"), store, map)
+    place = OpenedStore(StorePlace("memory://test", {}, "auto"), store, map)
     args = argparse.Namespace(job=JOB, run=RUN, dry_run=False)
     for module in ("store_changes", "store_gc"):
         monkeypatch.setattr(f"ckptd.ctl.store.{module}.time", store)
@@ -266,7 +266,7 @@ def test_a_removal_that_is_cut_short_damages_nothing(steps: int) -> None:
     store = Dying()
     fill_store(store)
     store.now_ns += int(OLD) * SECOND_NS
-    place = OpenedStore(Place("memory://test", {}, "auto"), store, map)
+    place = OpenedStore(StorePlace("memory://test", {}, "auto"), store, map)
     store.deletions = steps + 1  # one is of the object that tells the time
     with contextlib.suppress(Unavailable):
         remove(place, chosen(21))
@@ -406,7 +406,7 @@ def test_time_is_the_stores() -> None:
     fill_store(store)
     store.now_ns += 60 * SECOND_NS
     before = keys_in(store)
-    place = OpenedStore(Place("memory://test", {}, "auto"), store, map)
+    place = OpenedStore(StorePlace("memory://test", {}, "auto"), store, map)
     args = argparse.Namespace(job=None, run=None, dry_run=False)
     policy = RetentionPolicy(keep_last=1, grace_ns=0)
     collect(place, args, policy, lambda plan: None)

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from ckptd.client.elastic.incarnation.discovery import Here, Looked, Wishes, look
+from ckptd.client.elastic.incarnation.discovery import Discovery, Here, Wishes, look
 from ckptd.client.elastic.incarnation.incarnation_plan import Seat
 from ckptd.core.elastic.incarnations import ExpertLayers, NodeHeld
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, encode_descriptor
@@ -81,5 +81,5 @@ def test_two_starts_that_know_the_same_hardly_take_one_number() -> None:
     """Nodes that are away may begin a world of their own meanwhile: behind a known number, the next one is drawn by lot."""
     seats = [Seat("a", "a", 1)]
     held = [NodeHeld(worlds=(1000,))]
-    mine, theirs = (Looked(seats, [0], held, None, 500, drawn) for drawn in (3, 700))
+    mine, theirs = (Discovery(seats, [0], held, None, 500, drawn) for drawn in (3, 700))
     assert (mine.next_world(()), theirs.next_world(())) == (1003, 1700)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ckptd.client.elastic.incarnation.store_start import (
+    DurableState,
     Storage,
-    Stored,
     missing_ranks,
     newer_than,
     share_out,
@@ -22,8 +22,8 @@ from ckptd.transport.control.messages import DurableWorld
 from tests.client.meeting import outcomes
 
 
-def stored(*checkpoints: tuple[int, int]) -> Stored:
-    return Stored((0,), (), tuple(DurableWorld(*which, (10, 10)) for which in checkpoints))
+def stored(*checkpoints: tuple[int, int]) -> DurableState:
+    return DurableState((0,), (), tuple(DurableWorld(*which, (10, 10)) for which in checkpoints))
 
 
 def held(world: int, iteration: int) -> Chosen:
@@ -80,13 +80,13 @@ def gone() -> str:
 def test_a_daemon_that_is_gone_when_storage_is_looked_at_is_heard_of_by_all(enough: bool) -> None:
     """The ranks of a node without a store, too; and where memory is enough all go on."""
 
-    def look(rank: int, meet: Exchange) -> Stored:
+    def look(rank: int, meet: Exchange) -> DurableState:
         storage = Storage(gone if rank == 0 else None, f"n{rank}", "job", "run", rank, meet)
         return storage.look([0, 1], enough=enough)
 
     found = outcomes([partial(look, rank) for rank in range(2)])
     if enough:
-        assert found == [Stored(), Stored()]
+        assert found == [DurableState(), DurableState()]
     else:
         assert all("no daemon answers" in str(one) for one in found), found
         assert all(isinstance(one, DaemonUnavailable) for one in found)

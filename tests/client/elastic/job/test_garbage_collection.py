@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.client.elastic.incarnation.image_inventory import Inventory
-from ckptd.client.elastic.job.garbage_collection import Retiring, needless
+from ckptd.client.elastic.job.garbage_collection import GarbageCollection, needless
 from ckptd.core.elastic.incarnations import ExpertLayers
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
 from ckptd.core.slots.segment_hints import RingHint
@@ -57,7 +57,7 @@ def test_runs_of_the_user_are_no_worlds(node: Node) -> None:
     node.holds("run.w5", topology="")
     node.holds("run.w6.w7")
     assert needless(node.folder, "job", "run", -1) == ["run.w10"]
-    retiring = Retiring(lambda: "", node.folder, "job", "run", 20, 0, 0)
+    retiring = GarbageCollection(lambda: "", node.folder, "job", "run", 20, 0, 0)
     assert retiring.earlier() == ["run.w10"]
     found = Inventory(node.folder, "job", "run", ExpertLayers(("a",), 1))
     assert found.told.worlds == (10,)

@@ -20,9 +20,9 @@ from ckptd.client.elastic.incarnation.sharded_job import same_call
 from ckptd.client.elastic.incarnation.unit_loading import Loader, check_fits
 from ckptd.client.elastic.incarnation.unit_reading import LocalState, Unreadable
 from ckptd.client.elastic.layer.shard_exchange import cut, joined
-from ckptd.client.model.live_state import Binding
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import discover_operators
-from ckptd.client.model.snapshot_layout import PhasePlan, Source, StateTable, build_phase
+from ckptd.client.model.snapshot_layout import EntrySource, PhasePlan, StateTable, build_phase
 from ckptd.client.rng_state import capture_rng
 from ckptd.core.elastic.handover import Handover, plan_handover
 from ckptd.core.elastic.incarnations import SHARDS, ExpertLayers, choose
@@ -62,7 +62,7 @@ class Rank:
             torch.optim.AdamW(self.model["model"].parameters(), lr=0.1),
             torch.optim.AdamW(self.shards.values(), lr=0.2),
         ]
-        self.binding = Binding(self.model, self.optimizers, None)
+        self.binding = LiveState(self.model, self.optimizers, None)
         self.firsts = {name: rank * shard_length(numel, ranks) for name, numel in NUMELS.items()}
 
     def _put(self, name: str, shard: nn.Parameter) -> None:
@@ -140,7 +140,7 @@ def sealed(folder: Path, one: Rank, world: int, iteration: int) -> None:
 
 
 def _bytes_of(
-    binding: Binding, plan: PhasePlan, source: Source | None, name: str, packed: bytes
+    binding: LiveState, plan: PhasePlan, source: EntrySource | None, name: str, packed: bytes
 ) -> bytes:
     if source is None:
         return packed if name == "ckptd.scalars" else plan.static

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckptd.client.elastic.layer import dispatch_planning
 from ckptd.client.elastic.layer.dispatch_planning import Dispatcher
-from ckptd.client.elastic.layer.token_rows import Order, Share, plan_route
+from ckptd.client.elastic.layer.token_rows import Order, RowCounts, plan_route
 from ckptd.cuda.dispatch import DeviceDispatcher, DeviceSends, KernelsUnavailable
 from tests.ckptd.core.elastic.forms import NEEDS_CUDA
 
@@ -111,7 +111,7 @@ def test_a_device_without_usable_kernels_is_planned_for_by_the_cpu_every_time(
     assert len(caplog.records) == 1, "said once"
 
 
-def _assert_same(expected: Share, found: Share) -> None:
+def _assert_same(expected: RowCounts, found: RowCounts) -> None:
     assert torch.equal(found.tokens_RE.cpu(), expected.tokens_RE)
     assert torch.equal(found.first_RE.cpu(), expected.first_RE)
     assert torch.equal(found.received_RE.cpu(), expected.received_RE)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from ckptd.client.elastic.layer import expert_tensors
-from ckptd.client.elastic.layer.expert_tensors import Held, Piece, rounds
+from ckptd.client.elastic.layer.expert_tensors import ExpertTensor, Held, rounds
 from ckptd.client.elastic.layer.shard_exchange import cut, joined, shard_length
 
 
 def test_a_round_ends_before_its_busiest_rank_has_too_much() -> None:
     """What is larger than a round has one of its own."""
     sizes = [(4, (0, 1)), (4, (1,)), (3, (0,)), (20, (2,)), (1, (0,)), (1, (2,))]
-    listed = [Piece(n, 0, Held(numel, holders)) for n, (numel, holders) in enumerate(sizes)]
+    listed = [ExpertTensor(n, 0, Held(numel, holders)) for n, (numel, holders) in enumerate(sizes)]
     with patch.object(expert_tensors, "_ROUND_BYTES", 16):
         found = [[piece.expert for piece in some] for some in rounds(listed, 3, 2)]
     assert found == [[0, 1, 2], [3, 4], [5]]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.core.elastic.elastic_types import Cluster, Placement
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
 from ckptd.core.elastic.placement.balance import straggler_by_layer, straggler_factor
 
 
@@ -36,7 +36,7 @@ def test_it_is_the_busiest_rank_over_the_mean(seed: int, most: int) -> None:
         ]
         busy.append(max(tokens))
         means.append(Fraction(sum(loads[layer].tolist()), sum(ranks)))
-    placement = Placement(counts)
+    placement = ExpertPlacement(counts)
     wanted = [float(b / m) if m else 1.0 for b, m in zip(busy, means, strict=True)]
     assert straggler_by_layer(placement, loads, cluster) == pytest.approx(wanted, rel=1e-6)
     joint = float(sum(busy) / sum(means)) if sum(means) else 1.0
@@ -44,6 +44,6 @@ def test_it_is_the_busiest_rank_over_the_mean(seed: int, most: int) -> None:
 
 
 def test_loads_of_another_shape_are_refused() -> None:
-    placement = Placement(np.ones((1, 3, 2), dtype=np.int32))
+    placement = ExpertPlacement(np.ones((1, 3, 2), dtype=np.int32))
     with pytest.raises(ValueError, match=r"loads of shape \(1, 3\) for 1 layers of 2 experts"):
         straggler_factor(placement, [[1, 2, 3]], Cluster.uniform(3, 2))

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.core.elastic.elastic_types import Cluster, Placement
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
 from ckptd.core.elastic.placement.allocation import Allocation, allocate
 from ckptd.core.elastic.placement.balance import straggler_factor, token_shares
 from ckptd.core.elastic.placement.candidates import guaranteed
 from ckptd.core.elastic.placement.expert_layout import (
-    Problem,
+    LayoutProblem,
     Shape,
     lay_out,
     num_groups,
@@ -35,7 +35,7 @@ from tests.long import long
 SKEW = [9000, 7000, 300, 200, 150, 120, 100, 90, 80, 70, 60, 50, 40, 30, 20, 10]
 
 
-def mean_recovery(placement: Placement) -> float:
+def mean_recovery(placement: ExpertPlacement) -> float:
     chances = [recovery_probability(placement, k).value for k in range(1, placement.num_nodes)]
     return sum(chances) / len(chances) if chances else 0.0
 
@@ -107,7 +107,7 @@ def test_many_layers_survive_as_if_they_were_one() -> None:
     joint = recovery_probability(plan.placement, 4).value
     assert joint == pytest.approx(min(c.value for c in recovery_by_layer(plan.placement, 4)))
     shuffled = [plan.placement.counts[i][rng.permutation(10)] for i in range(12)]
-    assert recovery_probability(Placement(np.stack(shuffled)), 4).value < joint / 4
+    assert recovery_probability(ExpertPlacement(np.stack(shuffled)), 4).value < joint / 4
 
 
 # --- the promise -----------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_dealing_out_in_turn_keeps_any_promise(
     shares, _ = token_shares(loads, allocation.replicas)
     counts = guaranteed(
         cluster,
-        Problem(allocation.replicas, shares, cluster.slots),
+        LayoutProblem(allocation.replicas, shares, cluster.slots),
         allocation.node_threshold,
     )
     held = counts > 0
@@ -184,8 +184,8 @@ def test_no_baseline_survives_more_likely(seed: int) -> None:
     loads = np.floor(1e4 * rng.dirichlet(np.full(num_experts, 0.7), 2)).astype(np.int64)
     allocation = allocate(loads, cluster, 2)
     shares, _ = token_shares(loads, allocation.replicas)
-    problem = Problem(allocation.replicas, shares, cluster.slots)
-    truncated = Placement(lay_out(problem, Shape(num_groups(problem), num_nodes)))
+    problem = LayoutProblem(allocation.replicas, shares, cluster.slots)
+    truncated = ExpertPlacement(lay_out(problem, Shape(num_groups(problem), num_nodes)))
     others = [spread(allocation, cluster), compact(allocation, cluster)]
     if int((truncated.counts > 0).sum(axis=1).min()) >= allocation.node_threshold:
         others.append(truncated)
@@ -200,7 +200,7 @@ def test_no_baseline_survives_more_likely(seed: int) -> None:
 def test_the_truncation_of_the_paper_breaks_the_promise_and_ours_does_not() -> None:
     """5 nodes of 4 slots, 10 experts twice each: groups of 4, 4 and 2 need 6 nodes."""
     replicas = np.full((1, 10), 2)
-    problem = Problem(replicas, np.ones_like(replicas), np.full(5, 4))
+    problem = LayoutProblem(replicas, np.ones_like(replicas), np.full(5, 4))
     assert not strict_exists(problem)
     truncated = lay_out(problem, Shape(3, 5))
     assert int((truncated > 0).sum(axis=1).min()) == 1

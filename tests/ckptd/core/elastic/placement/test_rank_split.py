@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.core.elastic.elastic_types import Cluster, Placement
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
 from ckptd.core.elastic.placement.allocation import allocate
 from ckptd.core.elastic.placement.expert_placement import spread
 from ckptd.core.elastic.placement.rank_split import rank_slots, split_over_ranks
@@ -38,7 +38,7 @@ def test_every_replica_is_on_one_rank_of_its_node(seed: int) -> None:
 
 
 def test_heavy_and_light_replicas_are_mixed() -> None:
-    placement = Placement(np.ones((1, 1, 4), dtype=np.int32))
+    placement = ExpertPlacement(np.ones((1, 1, 4), dtype=np.int32))
     cluster = Cluster.uniform(1, 4, ranks=2)
     plain = split_over_ranks(placement, cluster)
     assert plain.tolist() == [[[1, 0, 1, 0], [0, 1, 0, 1]]]
@@ -47,7 +47,7 @@ def test_heavy_and_light_replicas_are_mixed() -> None:
 
 
 def test_another_cluster_or_other_loads_are_refused() -> None:
-    placement = Placement(np.ones((1, 2, 2), dtype=np.int32))
+    placement = ExpertPlacement(np.ones((1, 2, 2), dtype=np.int32))
     with pytest.raises(ElasticError, match="2 replicas on a node with 1 slots"):
         split_over_ranks(placement, Cluster.uniform(2, 1))
     with pytest.raises(ValueError, match="loads of shape"):

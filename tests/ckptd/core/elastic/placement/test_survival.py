@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ckptd.core.elastic.elastic_types import Placement
+from ckptd.core.elastic.elastic_types import ExpertPlacement
 from ckptd.core.elastic.placement.survival import (
     holder_sets,
     recovery_by_layer,
@@ -40,7 +40,7 @@ def placements(draw: st.DrawFn) -> NDArray[np.int32]:
 @given(placements())
 @settings(max_examples=50, deadline=None)
 def test_it_is_the_share_of_losses_survived(counts_LNE: NDArray[np.int32]) -> None:
-    placement, num_nodes = Placement(counts_LNE), counts_LNE.shape[1]
+    placement, num_nodes = ExpertPlacement(counts_LNE), counts_LNE.shape[1]
     for lost in range(num_nodes + 1):
         got = recovery_probability(placement, lost)
         assert got.exact
@@ -61,7 +61,7 @@ def test_nodes_of_a_domain_are_lost_together(
     some = data.draw(st.lists(st.integers(0, 3), min_size=num_nodes, max_size=num_nodes))
     units = [sorted(set(some)).index(unit) for unit in some]
     for lost in range(max(units) + 2):
-        got = recovery_probability(Placement(counts_LNE), lost, units=np.array(units))
+        got = recovery_probability(ExpertPlacement(counts_LNE), lost, units=np.array(units))
         wanted = survivors(counts_LNE, units, lost)
         assert got.ways * comb(max(units) + 1, lost) == wanted * got.choices
         if lost == max(units) + 1:
@@ -85,7 +85,7 @@ def test_counting_along_the_units_agrees_with_enumerating_them() -> None:
 def test_disjoint_groups_follow_the_formula_at_any_size() -> None:
     """300 nodes in 100 groups of three: lost are the choices that hold a group whole."""
     counts = np.repeat(np.eye(100, dtype=np.int32), 3, axis=0)[None]
-    got = recovery_probability(Placement(counts), 4)
+    got = recovery_probability(ExpertPlacement(counts), 4)
     assert got.exact
     assert got.choices == comb(300, 4)
     assert got.ways == comb(300, 4) - 100 * 297
@@ -95,7 +95,7 @@ def test_what_cannot_be_counted_is_sampled_with_its_error() -> None:
     rng = np.random.default_rng(1)
     counts = (rng.random((2, 40, 60)) < 0.1).astype(np.int32)
     counts[:, 0] += counts.sum(axis=1) == 0
-    placement = Placement(counts)
+    placement = ExpertPlacement(counts)
     assert survivor_counts(holder_sets(placement), 4) is None
     got = recovery_probability(placement, 2, samples=3000)
     wanted = survivors(counts, list(range(40)), 2) / comb(40, 2)
@@ -110,14 +110,17 @@ def test_what_cannot_be_counted_is_sampled_with_its_error() -> None:
 def test_a_sampled_certainty_still_has_an_error() -> None:
     rng = np.random.default_rng(1)
     counts = (rng.random((1, 40, 60)) < 0.5).astype(np.int32)
-    got = recovery_probability(Placement(counts), 14, samples=500)
+    got = recovery_probability(ExpertPlacement(counts), 14, samples=500)
     assert (got.value, got.exact) == (1.0, False)
     assert got.error > 0
 
 
 def test_only_minimal_sets_are_kept() -> None:
     counts = np.array([[[1, 1, 0], [1, 0, 1], [0, 0, 1]]])  # holders {0, 1}, {0}, {1, 2}
-    assert holder_sets(Placement(counts)).tolist() == [[True, False, False], [False, True, True]]
+    assert holder_sets(ExpertPlacement(counts)).tolist() == [
+        [True, False, False],
+        [False, True, True],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_only_minimal_sets_are_kept() -> None:
 def test_bad_questions_are_refused(
     lost: int, units: list[int] | None, samples: int, said: str
 ) -> None:
-    placement = Placement(np.ones((1, 3, 2), dtype=np.int32))
+    placement = ExpertPlacement(np.ones((1, 3, 2), dtype=np.int32))
     numbers = None if units is None else np.array(units)
     with pytest.raises(ValueError, match=said):
         recovery_probability(placement, lost, units=numbers, samples=samples)
