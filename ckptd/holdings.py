@@ -24,7 +24,7 @@ from ckptd.errors import RemoteProtocolError
 from ckptd.transport.control.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, RunSeen
 from ckptd.unpacking import unpack
 
-__all__ = ["fetch_piece", "header_record", "held_from_segments", "operators_id", "told_history"]
+__all__ = ["fetch_piece", "header_record", "held_from_segments", "newest_history", "operators_id"]
 
 
 def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldRecords]:
@@ -49,7 +49,7 @@ def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldR
     ]
 
 
-def told_history(seen: RunSeen) -> tuple[History, list[HeldRecords]]:
+def newest_history(seen: RunSeen) -> tuple[History, list[HeldRecords]]:
     """The history that counts, and the snapshots that these nodes hold of it.
 
     Raises:

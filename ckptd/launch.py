@@ -20,7 +20,7 @@ from pathlib import Path
 import ckptd
 from ckptd.config.daemon_config import ConfigError, load_config, trusted_users
 from ckptd.config.runtime_dir import UnusableFolder, is_operated, private_folder
-from ckptd.config.settings import settings_told
+from ckptd.config.settings import given_settings
 from ckptd.errors import DaemonUnavailable
 from ckptd.transport.control.messages import Ping, Pong
 from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
@@ -112,7 +112,7 @@ def unexpected(told: Mapping[str, str]) -> str:
     """How a daemon differs from what this process's environment says of one; "" if it does not.
 
     Args:
-        told: its settings, as `settings_told` makes them.
+        told: its settings, as `given_settings` makes them.
     Raises:
         DaemonUnavailable: the environment has a setting that no daemon can have.
     """
@@ -120,7 +120,7 @@ def unexpected(told: Mapping[str, str]) -> str:
         loaded = load_config()
     except ConfigError as error:
         raise DaemonUnavailable(str(error), operation="find daemon") from error
-    here = settings_told(loaded.config)
+    here = given_settings(loaded.config)
     return "; ".join(
         f"CKPTD_{key.upper()} is {here[key] or 'empty'!r} for this trainer and {text or 'empty'!r} for the daemon"
         for key, text in sorted(told.items())

@@ -8,7 +8,7 @@ from ckptd.config.daemon_config import default_endpoint
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS, reachable
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.errors import DaemonUnavailable, RemoteProtocolError
-from ckptd.holdings import told_history
+from ckptd.holdings import newest_history
 from ckptd.launch import connect
 from ckptd.transport.control.messages import GetStatus, RunSeen, SeeRun, Status
 from ckptd.transport.control.wire import RefusedError, RequestTimeout, WireError
@@ -51,7 +51,7 @@ def saved_iterations(
             seen = client.ask(
                 SeeRun(job, run, (), stored), RunSeen, timeout_s=_STORE_S if stored else _ANSWER_S
             )
-        history, held = told_history(seen)
+        history, held = newest_history(seen)
     except (WireError, RefusedError, RequestTimeout, RemoteProtocolError) as error:
         raise DaemonUnavailable(str(error), operation="list what is saved") from error
     worlds = [s.world_size for told in seen.holdings for s in told.segments]

@@ -76,7 +76,7 @@ class PipelinePart:
             self._apart.stand_in_for(stages)
         return undo
 
-    def run_apart(
+    def run_isolated(
         self, rank: int, start: ApartStart, stages: Mapping[int, StageShapes | None]
     ) -> dict[int, StageShapes]:
         """Some ranks begin before others.

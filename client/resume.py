@@ -49,7 +49,7 @@ def restore(
         stages = replay.oldest_scalars.get("stages", {})
         with all_or_none(meet, memory.session.node_id):
             assert loop.recorder is not None
-            loop.recorder.scalars.stage_shapes = loop.pipeline.run_apart(
+            loop.recorder.scalars.stage_shapes = loop.pipeline.run_isolated(
                 memory.identity.rank, found.apart, stages
             )
     stats.restore_s = time.perf_counter() - started_s

@@ -31,7 +31,7 @@ from ckptd.config.config_values import (
 )
 from ckptd.storage.stores.store_base import public_url
 
-__all__ = ["TOLD", "DaemonConfig", "settings_told"]
+__all__ = ["TOLD", "DaemonConfig", "given_settings"]
 
 # What a trainer's snapshots depend on most: where they go, and what room they have.
 TOLD = ("memory", "store", "peers", "peer_listen")
@@ -237,7 +237,7 @@ class DaemonConfig:
     """One line of text, or one JSON object, per log record."""
 
 
-def settings_told(config: DaemonConfig) -> dict[str, str]:
+def given_settings(config: DaemonConfig) -> dict[str, str]:
     """What a trainer compares with its own environment, without credentials."""
     return {
         key: public_url(text) if key == "store" else text

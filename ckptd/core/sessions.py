@@ -27,7 +27,7 @@ __all__ = [
     "TrainerSession",
     "decide_attach",
     "reject_if_too_large",
-    "room_beside_ranks",
+    "room_for_replicas",
     "wrong_members",
 ]
 
@@ -253,7 +253,7 @@ def wrong_members(members: Sequence[Member], world_size: int) -> str:
     return ""
 
 
-def room_beside_ranks(segments: Sequence[SegmentFacts], memory: MemoryFacts) -> int:
+def room_for_replicas(segments: Sequence[SegmentFacts], memory: MemoryFacts) -> int:
     """What is neither in use nor promised to a rank: bytes that a replica may take."""
     in_quota = memory.quota_bytes - _taken_by_others(None, segments, memory)
     in_fs = memory.fs_available_bytes - _pending(None, segments, memory)

@@ -11,7 +11,7 @@ from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized
 from ckptd.core.recovery.whatif import RankOutcome, WhatIf, what_if
 from ckptd.errors import RemoteProtocolError
-from ckptd.holdings import held_from_segments, told_history
+from ckptd.holdings import held_from_segments, newest_history
 from ckptd.transport.control import messages as m
 from ckptd.transport.control.wire import ControlClient, RefusedError
 from ckptd.units import format_bytes, format_table
@@ -62,7 +62,7 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
     job, run = choose_run(client, args)
     seen = client.ask(m.SeeRun(job, run), m.RunSeen, timeout_s=max(args.timeout, 10.0))
     try:
-        history, held = told_history(seen)
+        history, held = newest_history(seen)
         logs = [h for told in seen.holdings for h in held_from_segments(told.node, told.logs)]
         parked = [h for told in seen.holdings for h in held_from_segments(told.node, told.parked)]
     except RemoteProtocolError as error:
@@ -90,7 +90,7 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
             return found
         # Memory would not do; what is durable may.
         seen = client.ask(m.SeeRun(job, run, (), True), m.RunSeen, timeout_s=_STORE_S)
-        history, held = told_history(seen)
+        history, held = newest_history(seen)
         stored = what_if(held, max(worlds), homes, labels, lose, begun=history.begun)
         return stored if stored.recoverable else found
     except RemoteProtocolError as error:

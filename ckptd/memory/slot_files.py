@@ -10,7 +10,7 @@ from ckptd.transport.control.peer_messages import PeerRefused, ReadOpened, Regio
 from ckptd.transport.fabric.short_cut import is_being_filled
 from ckptd.transport.verbs import FileRange, Region, RegionKey
 
-__all__ = ["file_told", "left_behind", "lend_slot", "region_of", "slot_file"]
+__all__ = ["described_file", "left_behind", "lend_slot", "region_of", "slot_file"]
 
 
 def lend_slot(
@@ -47,7 +47,7 @@ def left_behind(segment: Segment, index: int) -> bool:
     return is_being_filled(segment.fd, geometry.slot_offset(index), geometry.slot_bytes)
 
 
-def file_told(key: RegionKey) -> RegionFile | None:
+def described_file(key: RegionKey) -> RegionFile | None:
     """The file of a region, for its peer."""
     file = key.file
     return None if file is None else RegionFile(file.path, file.device, file.inode, file.offset)

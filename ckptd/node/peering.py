@@ -539,7 +539,7 @@ class Peering:
         self._events.count(f"tell_run.{code}")
         logger.debug("%s was not told who takes part: %s", node, reason)
 
-    def _told_of_run(self, peer: str, record: RunRecord) -> p.PeerReply:
+    def _learn_run(self, peer: str, record: RunRecord) -> p.PeerReply:
         """One of its members tells who takes part in a run of which no rank is here."""
         if peer not in {member.card.node for member in record.members}:
             return p.PeerRefused("bad_message", f"{peer} does not take part in it")
@@ -677,7 +677,7 @@ class Peering:
             self._floor_message(peer, message)
             reply(p.PeerDone())
         elif isinstance(message, p.TellRun):
-            reply(self._told_of_run(peer, message.record))
+            reply(self._learn_run(peer, message.record))
         elif self.host is None or not self.host.serve(peer, message, reply):
             text = f"{type(message).__name__} is no request"
             reply(p.PeerRefused("bad_message", text))

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import ckptd
-from ckptd.config.settings import DaemonConfig, settings_told
+from ckptd.config.settings import DaemonConfig, given_settings
 from ckptd.core.park_requests import ParkRequests
 from ckptd.core.recovery.quarantine import open_failures
 from ckptd.core.sessions import (
@@ -261,7 +261,7 @@ class Service:
             boot_id=self.boot_id,
             card=self._peering.card,
             started_by_trainer=self._config.started_by_trainer,
-            settings=settings_told(self._config),
+            settings=given_settings(self._config),
         )
 
     def _step_aside(self, identity: bytes, _message: m.StepAside, _: Answer) -> m.Reply:

@@ -109,7 +109,7 @@ class Keeper:
             policy,
             Circuit(),
             url=configure.url,
-            told=self._circuit_told,
+            told=self._circuit_reported,
         )
         self._worlds = StoredWorlds(self._store, self._run, self._policy)
 
@@ -297,7 +297,7 @@ class Keeper:
             logger.exception("looking after the store failed")
             self.tell("error", "internal", f"looking after the store failed: {error!r}")
 
-    def _circuit_told(self, notice: StoreNotice) -> None:
+    def _circuit_reported(self, notice: StoreNotice) -> None:
         level = "error" if notice.kind is NoticeKind.OPENED else "info"
         self.tell(level, f"store_{notice.kind}", notice.text)
 

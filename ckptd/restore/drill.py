@@ -17,7 +17,7 @@ from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, SnapshotTo
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import slot_lock_byte
 from ckptd.errors import RemoteProtocolError
-from ckptd.holdings import fetch_piece, told_history
+from ckptd.holdings import fetch_piece, newest_history
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentPlan, SegmentStore
@@ -66,7 +66,7 @@ class DrillRun:
     def seen(self, seen: RunSeen) -> None:
         """What the nodes of the run hold: plan, without the rank's own node."""
         try:
-            history, held = told_history(seen)
+            history, held = newest_history(seen)
         except RemoteProtocolError as error:
             self._fail(str(error))
             return

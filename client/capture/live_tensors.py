@@ -83,7 +83,7 @@ class LiveSources:
         """Its values, stacked afresh: thousands of four-byte copies would be slower."""
         return [self._item(p.entry, _stack(p.values, self._source(p).dtype)) for p in packed]
 
-    def packed_apart(self, packed: Sequence[PackedState]) -> list[tuple[CopyItem, str]]:
+    def packed_separately(self, packed: Sequence[PackedState]) -> list[tuple[CopyItem, str]]:
         """Each of those values as a copy of its own, with its name."""
         found = []
         for p in packed:

@@ -180,7 +180,7 @@ class CopySplit:
         self.steady = CopyList(item for item, _, is_restless in pairs if not is_restless)
         self.restless = CopyList(item for item, _, is_restless in pairs if is_restless)
         self.watched = [of for _, of, is_restless in pairs if not is_restless]
-        apart = sources.packed_apart(packed)
+        apart = sources.packed_separately(packed)
         self.packed_at_once = any(name in at_once for _, name in apart)
         self._names = [name for _, name in self.watched] + [name for _, name in apart]
         self._num_beside = len(self.watched if self.packed_at_once else self._names)

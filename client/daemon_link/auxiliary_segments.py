@@ -56,7 +56,7 @@ class AuxiliarySegments:
         if self._coming is None or not self._coming.done():
             return None
         coming, self._coming = self._coming, None
-        segment = self._memory.add_beside(coming.result())
+        segment = self._memory.add_auxiliary(coming.result())
         self._register(segment)
         return segment
 
@@ -65,12 +65,12 @@ class AuxiliarySegments:
         try:
             self._engine.register(segment.memory, segment.regions())
         except RuntimeError:
-            self._memory.drop_beside(segment)
+            self._memory.drop_auxiliary(segment)
             raise
 
     def _give_back(self, segment: MappedSegment) -> None:
         self._engine.release(segment.memory)
-        self._memory.drop_beside(segment)
+        self._memory.drop_auxiliary(segment)
 
     def _put_off(self, step: int, error: Exception) -> None:
         """Ask again: soon if it is the daemon that is away."""

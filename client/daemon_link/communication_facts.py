@@ -19,7 +19,7 @@ __all__ = [
     "facts_of",
     "find_facts",
     "log_payload",
-    "told_facts",
+    "recorded_facts",
 ]
 
 
@@ -79,7 +79,7 @@ def find_facts(
     )
 
 
-def told_facts(payloads: Iterable[bytes]) -> LogFacts | None:
+def recorded_facts(payloads: Iterable[bytes]) -> LogFacts | None:
     """The facts of a rank whose logs have these payloads, oldest generation first."""
     found = [facts for payload in payloads if (facts := facts_of(payload)) is not None]
     return found[-1] if found else None

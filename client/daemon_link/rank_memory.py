@@ -326,7 +326,7 @@ class RankMemory:
         self._give_up(list(self._segments))
         self.table = self._table([])
         for segment in self._beside:
-            self.drop_beside(segment)
+            self.drop_auxiliary(segment)
 
     # -- growing and shrinking -------------------------------------------------------------------
 
@@ -391,7 +391,7 @@ class RankMemory:
         """What is here besides snapshots."""
         return (*self.logs, *self.parks)
 
-    def reserve_beside(
+    def reserve_auxiliary(
         self,
         kind: Kind,
         slot_bytes: int,
@@ -402,13 +402,13 @@ class RankMemory:
         num_operators: int = 1,
         replicated: bool = False,
     ) -> Future[SegmentInfo]:
-        """A further generation of the boundary log or of parked state, for `add_beside`; see `Session.reserve_beside`."""
+        """A further generation of the boundary log or of parked state, for `add_auxiliary`; see `Session.reserve_auxiliary`."""
         told = self._descriptor_of(window, num_operators, payload)
         descriptor = msgspec.structs.replace(told, kind=kind, replicated=replicated)
-        return self.session.reserve_beside(slot_bytes, num_slots, encode_descriptor(descriptor))
+        return self.session.reserve_auxiliary(slot_bytes, num_slots, encode_descriptor(descriptor))
 
-    def add_beside(self, info: SegmentInfo) -> MappedSegment:
-        """Map a segment that `reserve_beside` was granted.
+    def add_auxiliary(self, info: SegmentInfo) -> MappedSegment:
+        """Map a segment that `reserve_auxiliary` was granted.
 
         Raises:
             DaemonUnavailable: it cannot be used.
@@ -417,7 +417,7 @@ class RankMemory:
         (self.logs if segment.descriptor.is_log else self.parks).add(segment)
         return segment
 
-    def drop_beside(self, segment: MappedSegment) -> None:
+    def drop_auxiliary(self, segment: MappedSegment) -> None:
         """Give a generation of the boundary log or of parked state back."""
         (self.logs if segment.descriptor.is_log else self.parks).remove(segment)
         segment.close()

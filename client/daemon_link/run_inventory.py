@@ -12,8 +12,8 @@ import msgspec
 from ckptd.client.ranks.collectives import Exchange, Failure, raise_together
 from ckptd.core.recovery.held import STORE_NODE, HeldRecords, from_wire, to_wire
 from ckptd.core.recovery.histories import history_of
-from ckptd.core.recovery.log_facts import facts_told_by_logs
-from ckptd.core.recovery.quarantine import epochs_told, without_marked
+from ckptd.core.recovery.log_facts import facts_from_logs
+from ckptd.core.recovery.quarantine import reported_epochs, without_marked
 from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_wire, facts_to_wire
 from ckptd.core.recovery.snapshot_sources import SnapshotCopy
 from ckptd.core.slots.ring import SlotRecord, epoch_table
@@ -84,7 +84,7 @@ class RunView:
         """Where epochs began of which something tells that is no usable snapshot: a record, a parked state, a log, what is quarantined."""
         beside = (*self.parked, *self.logs, *(self.held if self.failures else ()))
         records = (record for held in beside for record in held.records)
-        return epoch_table(records, least_starts(self.begun, epochs_told(self.failures)))
+        return epoch_table(records, least_starts(self.begun, reported_epochs(self.failures)))
 
     @property
     def homes(self) -> dict[int, str]:
@@ -335,7 +335,7 @@ def _facts_of(
     """Of the ranks that have some, or have lost them but not all their logs. If no rank has, they may all communicate with each other."""
     found = facts_from_wire([h.facts for h in here])
     seen = {rank: facts for rank, facts in found.items() if here[rank].seen}
-    for rank, facts in facts_told_by_logs(found.keys() - seen.keys(), logs, parked).items():
+    for rank, facts in facts_from_logs(found.keys() - seen.keys(), logs, parked).items():
         # As it is built now, too.
         alike = tuple(sorted({*facts.alike} & {*found[rank].alike}))
         seen[rank] = RankFacts(facts.neighbours, facts.domain, alike)

@@ -236,7 +236,7 @@ class Session:
         self.drop(found.generation)  # asked for under another plan, and no longer wanted
         return self.reserve(slot_bytes, num_slots, descriptor, patient=patient)
 
-    def reserve_beside(
+    def reserve_auxiliary(
         self, slot_bytes: int, num_slots: int, descriptor: bytes
     ) -> Future[SegmentInfo]:
         """Ask for a segment that holds no snapshots (a boundary log, parked state), and wait for nothing.

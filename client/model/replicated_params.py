@@ -197,8 +197,8 @@ def find_replicas(
             dist.get_rank(),
         )
         return {}
-    found = {n: r for n, r in _told_by_wrappers(binding) if len(r.ranks) > 1}
-    for name, replicas in _told_by_user(binding, told or {}):
+    found = {n: r for n, r in _found_by_wrappers(binding) if len(r.ranks) > 1}
+    for name, replicas in _given_by_user(binding, told or {}):
         if len(replicas.ranks) > 1:
             found[name] = replicas
         else:
@@ -206,7 +206,7 @@ def find_replicas(
     return {name: r for name, r in found.items() if not _spread_by_optimizer(binding, name)}
 
 
-def _told_by_wrappers(binding: LiveState) -> Iterator[tuple[str, Replicas]]:
+def _found_by_wrappers(binding: LiveState) -> Iterator[tuple[str, Replicas]]:
     names = {id(param): name for name, param in binding.params.items()}
     for module in binding.model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -230,7 +230,7 @@ def _replicated_axes(param: Any) -> list[int]:
     return [axis for axis, placement in enumerate(param.placements) if placement.is_replicate()]
 
 
-def _told_by_user(binding: LiveState, told: Mapping[str, Any]) -> Iterator[tuple[str, Replicas]]:
+def _given_by_user(binding: LiveState, told: Mapping[str, Any]) -> Iterator[tuple[str, Replicas]]:
     plain = names_with_wrappers(binding.model)
     for pattern, over in told.items():
         group = over.get_group() if hasattr(over, "get_group") else over

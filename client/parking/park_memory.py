@@ -131,7 +131,7 @@ class ParkMemory(AuxiliarySegments):
             return
         slot_bytes = -(-layout.layout.image_len // _PAGE) * _PAGE
         try:
-            self._coming = self._memory.reserve_beside(
+            self._coming = self._memory.reserve_auxiliary(
                 "parked",
                 slot_bytes,
                 _SLOTS,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ckptd.client.capture.comparison import Differences
-from ckptd.client.daemon_link.communication_facts import LogFacts, find_facts, told_facts
+from ckptd.client.daemon_link.communication_facts import LogFacts, find_facts, recorded_facts
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.communication import Communication
@@ -98,7 +98,7 @@ class BoundaryLog(SilentLog):
         self.given_up = False
         self.apart: IsolatedStage | None = None
         self._communication, self._alike = communication, tuple(alike)
-        here = told_facts(segment.descriptor.client for segment in memory.logs)
+        here = recorded_facts(segment.descriptor.client for segment in memory.logs)
         self._known = memory.brought_facts or here
         self._num_values = 0
 
@@ -199,7 +199,7 @@ class BoundaryLog(SilentLog):
             with self._communication.aside():
                 yield
 
-    def value_apart(self, name: str) -> tuple[Any] | None:
+    def isolated_value(self, name: str) -> tuple[Any] | None:
         """The next shared value where it cannot be computed, because not all ranks run this iteration; None: compute it.
 
         Raises:

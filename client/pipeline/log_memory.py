@@ -129,7 +129,7 @@ class LogMemory(AuxiliarySegments):
         payload = log_payload(header_room(room.num_records), facts)
         self._facts = facts
         try:
-            self._coming = self._memory.reserve_beside(
+            self._coming = self._memory.reserve_auxiliary(
                 "log", room.slot_bytes, num_slots, payload, replicated=self._replicate
             )
         except DaemonUnavailable as error:

@@ -25,7 +25,7 @@ def shared_value(name: str, compute: Callable[[], Any], tape: Tape, log: Boundar
     """
     found = tape.recorded(name)
     if found is None and log is not None:
-        found = log.value_apart(name)
+        found = log.isolated_value(name)
     if found is not None:
         value = found[0]
     else:

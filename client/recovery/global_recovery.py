@@ -31,8 +31,8 @@ from ckptd.core.recovery.quarantine import (
     describe_failure,
     open_failures,
     quarantined_failures,
+    reported_spans,
     snapshots_used,
-    spans_told,
 )
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
@@ -165,9 +165,7 @@ def _why(plan: RecoveryPlan, view: RunView) -> str:
     quarantined = quarantined_failures(view.failures)
     if not quarantined:
         return plan.reason
-    return (
-        f"{plan.reason}; {spans_told(quarantined)} are quarantined, since no replay reproduced them"
-    )
+    return f"{plan.reason}; {reported_spans(quarantined)} are quarantined, since no replay reproduced them"
 
 
 def _refuse_what_is_quarantined(memory: RankMemory, plan: NoRecovery, view: RunView) -> None:
@@ -183,7 +181,7 @@ def _refuse_what_is_quarantined(memory: RankMemory, plan: NoRecovery, view: RunV
     away = f"; {_nodes(view.silent)} did not answer" if view.silent else ""
     told = "; ".join(describe_failure(failure) for failure in quarantined[-_FAILURES_TOLD:])
     raise CorruptionError(
-        f"there is no state left that a replay reproduces. Quarantined are {spans_told(quarantined)}, because two replays of each "
+        f"there is no state left that a replay reproduces. Quarantined are {reported_spans(quarantined)}, because two replays of each "
         f"came to the same result and not to what was recorded ({told}). Memory, peers and storage hold nothing else: "
         f"{plan.reason}{away}",
         operation="recover",

@@ -1,6 +1,6 @@
 """The start of a localized recovery: who keeps a parked state, who copies one, who replays apart; and all of it had here, or no plan.
 
-``begin_apart`` is tried before the recovery of all ranks together (``ckptd.client.recovery.global_recovery``). What one rank lacks changes the plan of all, so
+``begin_localized`` is tried before the recovery of all ranks together (``ckptd.client.recovery.global_recovery``). What one rank lacks changes the plan of all, so
 a plan counts when every rank has what it needs. Where no plan holds, or localized recoveries have not come to their end
 twice in a row, all ranks recover together: that is always possible while there are snapshots.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ckptd.client.daemon_link.communication_facts import LogFacts, told_facts
+from ckptd.client.daemon_link.communication_facts import LogFacts, recorded_facts
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.retrieval import Attempt
 from ckptd.client.daemon_link.run_inventory import RunView
@@ -33,7 +33,7 @@ from ckptd.core.recovery.localized_plan import (
     RankPlan,
     plan_localized,
 )
-from ckptd.core.recovery.log_facts import facts_told_by_logs
+from ckptd.core.recovery.log_facts import facts_from_logs
 from ckptd.core.recovery.quarantine import open_failures, snapshots_used
 from ckptd.core.recovery.recovery_facts import RankFacts
 from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
@@ -42,7 +42,7 @@ from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.holdings import operators_id
 from ckptd.transport.control.messages import NodeCard
 
-__all__ = ["ApartStart", "begin_apart", "come_together", "recovered_apart"]
+__all__ = ["ApartStart", "begin_localized", "come_together", "recovered_locally"]
 
 logger = get_logger(__name__)
 
@@ -81,7 +81,7 @@ class ApartStart:
         self.feeds.close()
 
 
-def begin_apart(
+def begin_localized(
     memory: RankMemory,
     exchange: Exchange,
     alike: tuple[int, ...],
@@ -156,7 +156,7 @@ def _begin(
     return ApartStart(plan, trial.mine, images, trial.feeds, values)
 
 
-def recovered_apart(start: ApartStart) -> Recovered:
+def recovered_locally(start: ApartStart) -> Recovered:
     """What this rank begins with; each of those that replay decides for itself."""
     replayed = Replayed(snapshots_used(start.mine.snapshots), everybody=False, localized=True)
     unverified = start.mine.unverified
@@ -187,7 +187,7 @@ def _look(
 
     Of a rank that runs on another node now its log there has told; it goes on telling that.
     """
-    here = told_facts(segment.descriptor.client for segment in memory.logs)
+    here = recorded_facts(segment.descriptor.client for segment in memory.logs)
     found, facts = memory.brought_facts or here, None
     if found is not None:
         both = tuple(rank for rank in found.alike if rank in alike)
@@ -195,7 +195,7 @@ def _look(
     view = memory.see(exchange, facts=facts, alike=alike, unusable=unusable)
     if found is None:
         rank = memory.identity.rank
-        left_behind = facts_told_by_logs((rank,), view.logs, view.parked).get(rank)
+        left_behind = facts_from_logs((rank,), view.logs, view.parked).get(rank)
         if left_behind is not None:
             others = tuple(other for other in left_behind.alike if other != rank)
             memory.brought_facts = LogFacts(left_behind.neighbours, left_behind.domain, others)

@@ -20,7 +20,7 @@ from ckptd.client.model.signature import signature, signature_difference
 from ckptd.client.ranks.collectives import Exchange, all_or_none
 from ckptd.client.ranks.rank_exchange import exchange
 from ckptd.client.recovery.global_recovery import recover_together
-from ckptd.client.recovery.localized_recovery import ApartStart, begin_apart, recovered_apart
+from ckptd.client.recovery.localized_recovery import ApartStart, begin_localized, recovered_locally
 from ckptd.client.recovery.mismatch_causes import likely_causes
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.replica_broadcast import ReplicaBroadcast, arrange
@@ -132,7 +132,7 @@ class Recovery:
         found = (
             recover_together(memory, meet, self._at, verify_iterations=self._verify_iterations)
             if apart is None
-            else recovered_apart(apart)
+            else recovered_locally(apart)
         )
         if isinstance(found, str):
             memory.forget_everything()
@@ -179,7 +179,7 @@ class Recovery:
         alike = self._sharing.alike(self._operators, self._identity.rank)
         if memory.descriptor is not None and not captured_once(memory.descriptor.client):
             alike = ()  # by their wrappers they are, but values were not compared, or differed
-        return begin_apart(memory, meet, alike, verify_iterations=self._verify_iterations)
+        return begin_localized(memory, meet, alike, verify_iterations=self._verify_iterations)
 
     def _heed(self, hints: Sequence[bytes]) -> None:
         """Freeze otherwise if any rank left the hint: what one computes from all gradients, it computes from the others', too."""

@@ -111,7 +111,7 @@ class FirstPlan:
             self._own = make(None)
             if self._own is None:
                 return None
-            self._planned_alike(self._own)
+            self._common_plan(self._own)
         agreed_on = windows.first(
             min(self._own.schedule.window, self.longest),
             dense=planner.dense,
@@ -153,7 +153,7 @@ class FirstPlan:
     def _alike(self, plan: SnapshotPlan, step: int) -> SnapshotPlan | None:
         """The plan, once all with whom it shares have the same; if they have not, with all of it captured here."""
         if not self._settled:
-            alike = self._planned_alike(plan)
+            alike = self._common_plan(plan)
             if alike is None:
                 self._windows.waits(step)
                 return None
@@ -162,11 +162,11 @@ class FirstPlan:
                 self._capture_all(plan)
         return plan
 
-    def _planned_alike(self, plan: SnapshotPlan) -> bool | None:
+    def _common_plan(self, plan: SnapshotPlan) -> bool | None:
         told = self._planner.sharing.fingerprints(
             plan.operators, plan.schedule.phases, plan.owners, self._values or {}
         )
-        return self._windows.planned_alike(plan.schedule.window, told)
+        return self._windows.planned_together(plan.schedule.window, told)
 
     def _capture_all(self, plan: SnapshotPlan) -> None:
         text = "not all ranks have, or plan, alike what they should have in common: each captures all of it"

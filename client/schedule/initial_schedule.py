@@ -54,7 +54,7 @@ class InitialSchedule:
         found = self._met().largest("window")
         return None if found is None else (found[0], bool(found[1]), -found[2])
 
-    def planned_alike(self, window: int, fingerprints: Mapping[Replicas, int]) -> bool | None:
+    def planned_together(self, window: int, fingerprints: Mapping[Replicas, int]) -> bool | None:
         """Whether in each group all members have planned what they share with the same fingerprint as this rank.
 
         It may be asked before that window is agreed on, so that the answer is there when it is. All members of a group come to the same answer about what they told first. Whoever plans otherwise later hears False: it

@@ -15,7 +15,7 @@ from ckptd.client.model.operators import Operator
 from ckptd.client.model.precision import PrecisionProbe
 from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.schedule.expert_popularity import TokenCounter
-from ckptd.client.schedule.planning import TrainingSpeed, make_plan, most_pieces, plan_alike
+from ckptd.client.schedule.planning import TrainingSpeed, make_plan, most_pieces, plan_together
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.client.schedule.step_timing import StepTiming
 from ckptd.client.stats import Stats
@@ -147,7 +147,7 @@ class Planner:
         note_prepared(self._pace, self._stats, started)
         return plan
 
-    def make_alike(
+    def make_common(
         self, plan: SnapshotPlan, orders: Sequence[Sequence[Sequence[int]]]
     ) -> SnapshotPlan:
         """A plan by the schedule of another one, for what this rank has to capture now.
@@ -155,7 +155,7 @@ class Planner:
         Args:
             orders: other schedules that its slots must be large enough for.
         """
-        alike = plan_alike(plan, self._binding, self._scalars_capacity(), orders, self.sharing)
+        alike = plan_together(plan, self._binding, self._scalars_capacity(), orders, self.sharing)
         if self._memory.persists:
             alike.make_room_for_uploads(self._memory.session.available_bytes)
         return alike

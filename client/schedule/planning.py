@@ -33,7 +33,7 @@ from ckptd.core.schedules.schedule import (
     plan_schedule,
 )
 
-__all__ = ["MAX_WINDOW", "TrainingSpeed", "make_plan", "most_pieces", "plan_alike"]
+__all__ = ["MAX_WINDOW", "TrainingSpeed", "make_plan", "most_pieces", "plan_together"]
 
 logger = get_logger(__name__)
 
@@ -281,7 +281,7 @@ def _popularity_of(
     return [known.get(part.name, 0.0) for part in parts]
 
 
-def plan_alike(
+def plan_together(
     plan: SnapshotPlan,
     binding: LiveState,
     scalars_capacity: int,

@@ -274,7 +274,7 @@ class Provision:
             logger.warning("found %s after the snapshots were planned: planning anew", found)
         self._uncaptured, self._group_key = found, key
         if self.changes is not None:
-            self._replan_alike(found, step)
+            self._replan_together(found, step)
         elif not self._slots.coming:
             window = None if self._planner.dense else self.plan.schedule.window
             plan = self._try_plan(found, step, window=window)
@@ -282,7 +282,7 @@ class Provision:
                 self._slots.ask(plan, step, found)
         return not self._uncaptured
 
-    def _replan_alike(self, why: str, step: int) -> None:
+    def _replan_together(self, why: str, step: int) -> None:
         """Plan anew by the schedule that all ranks have; to dense snapshots they go over together."""
         plan, changes = self.plan, self.changes
         assert plan is not None
@@ -295,7 +295,7 @@ class Provision:
             return
         slots = self._slots
         if not slots.coming and step >= slots.retry_at and self._memory.session.connected:
-            slots.ask(self._planner.make_alike(plan, changes.calendar.orders), step, why)
+            slots.ask(self._planner.make_common(plan, changes.calendar.orders), step, why)
 
     # -- together with the other ranks (see `ckptd.client.schedule.schedule_change.Plans`) --------------------------
 

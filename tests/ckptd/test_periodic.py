@@ -148,7 +148,7 @@ def test_members_that_cannot_be_are_not_believed_of_a_peer(
     """What trainers tell was checked, and what peers tell of runs without a rank here was not."""
     told = tuple(Member(NodeCard(name), ranks) for name, ranks in members)
     record = RunRecord("job", "run", 0, 0, told, (), ((0, 0, -1),))
-    reply = node.peering._told_of_run("other", record)
+    reply = node.peering._learn_run("other", record)
     if why:
         assert isinstance(reply, p.PeerRefused)
         assert (reply.code, why in reply.message) == ("bad_message", True)

@@ -49,7 +49,7 @@ def test_what_nobody_was_told_of_is_given_back(kind: str) -> None:
             def reserve() -> Path:
                 if kind == "snapshots":
                     return Path(session.reserve(SLOT, 2, told).path)
-                return Path(session.reserve_beside(SLOT, 2, told).result(20).path)
+                return Path(session.reserve_auxiliary(SLOT, 2, told).result(20).path)
 
             kept = reserve()
             assert files(daemon) == [kept.name]

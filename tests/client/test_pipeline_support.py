@@ -31,8 +31,8 @@ def test_a_stage_that_would_ask_its_neighbours_is_not_run_without_them() -> None
     """It waited for ever: nobody answers while it rehearses alone."""
     part = PipelinePart(Stats())
     with pytest.raises(DaemonUnavailable, match="would ask its neighbours"):
-        part.run_apart(1, start(Feed(0, 8, 12, ())), {0: KNOWN, 1: None})
+        part.run_isolated(1, start(Feed(0, 8, 12, ())), {0: KNOWN, 1: None})
 
 
 def test_a_stage_that_asks_nobody_may_not_know() -> None:
-    assert PipelinePart(Stats()).run_apart(1, start(), {0: KNOWN, 1: None}) == {0: KNOWN}
+    assert PipelinePart(Stats()).run_isolated(1, start(), {0: KNOWN, 1: None}) == {0: KNOWN}

@@ -142,7 +142,9 @@ def plan_recovery(
         return NoRecovery(refusal, epoch)
     span = newest_span(tables) if at is None else span_to(tables, at)
     if span is None and at is not None:
-        return NoRecovery(f"there is no iteration {at} of all ranks; {_spans_told(tables)}", epoch)
+        return NoRecovery(
+            f"there is no iteration {at} of all ranks; {_reported_spans(tables)}", epoch
+        )
     if span is None:
         apart = any(common_start(tables, end) is not None for end in common_ends(tables))
         return NoRecovery(_APART if apart else _no_span(tables, known), epoch, apart)
@@ -173,7 +175,7 @@ def reachable(
     return found
 
 
-def _spans_told(tables: Tables) -> str:
+def _reported_spans(tables: Tables) -> str:
     ends = [end for _, end in all_spans(tables)]
     shown = ", ".join(map(str, ends[:_SHOWN])) + (", …" if len(ends) > _SHOWN else "")
     return f"what can be gone back to is {shown}" if ends else "nothing can be gone back to"

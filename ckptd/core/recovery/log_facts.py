@@ -14,13 +14,13 @@ from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_wire
 from ckptd.core.slots.boundary import outdated
 from ckptd.core.slots.ring import epoch_table, live
 
-__all__ = ["facts_told_by_logs"]
+__all__ = ["facts_from_logs"]
 
 # The step before the last may have been the last one that a rank completed; and its newest log may not have been sealed.
 _AT_MOST_BEFORE = 2
 
 
-def facts_told_by_logs(
+def facts_from_logs(
     ranks: Collection[int], logs: Iterable[HeldRecords], parked: Iterable[HeldRecords]
 ) -> dict[int, RankFacts]:
     """By rank: the facts in the log that was filled last, of those who logged up to the newest iteration that any rank was parked at.

@@ -35,15 +35,15 @@ __all__ = [
     "Used",
     "add_failure",
     "describe_failure",
-    "epochs_told",
     "judge_replay",
     "marks_of",
     "open_failures",
     "quarantined_failures",
     "reason_of",
+    "reported_epochs",
+    "reported_spans",
     "settled",
     "snapshots_used",
-    "spans_told",
     "without_marked",
 ]
 
@@ -130,7 +130,7 @@ def marks_of(known: Iterable[ReplayFailure]) -> frozenset[Mark]:
     return frozenset(used[:2] for k in known if k.verdict in _DECIDED for used in k.snapshots)
 
 
-def epochs_told(known: Iterable[ReplayFailure]) -> dict[int, int]:
+def reported_epochs(known: Iterable[ReplayFailure]) -> dict[int, int]:
     """The starts of the epochs of these snapshots: nobody else may tell of them, now that the snapshots do not count."""
     starts: dict[int, int] = {}
     for _, epoch, start in (used for k in known for used in k.snapshots):
@@ -151,7 +151,7 @@ def without_marked(
     )
 
 
-def spans_told(failures: Iterable[ReplayFailure]) -> str:
+def reported_spans(failures: Iterable[ReplayFailure]) -> str:
     """For a message: the iterations of what these replays had used."""
     spans = sorted({(k.snapshots[0][0], k.snapshots[-1][0]) for k in failures}, reverse=True)
     shown = [f"{a} to {b}" if a != b else f"{a}" for a, b in spans[:_SHOWN]]
@@ -166,7 +166,7 @@ def reason_of(failure: ReplayFailure, *, changed: str = "") -> str:
         case ReplayVerdict.QUARANTINED:
             return (
                 "Two replays came to the same result, so what was recorded is wrong: the snapshots of "
-                f"{spans_told([failure])} are quarantined on every node, and the next start goes back to an older state"
+                f"{reported_spans([failure])} are quarantined on every node, and the next start goes back to an older state"
             )
         case ReplayVerdict.UNSTABLE:
             return (

@@ -306,13 +306,13 @@ class _Settling:
         """The domains that replay together with this one."""
         found, left = {domain}, [domain]
         while left:
-            for other in self._beside_of(left.pop()):
+            for other in self._others_of(left.pop()):
                 if other not in found and self._replays(other):
                     found.add(other)
                     left.append(other)
         return frozenset(found)
 
-    def _beside_of(self, domain: int) -> frozenset[int]:
+    def _others_of(self, domain: int) -> frozenset[int]:
         if domain not in self._beside:
             relations = self._relations
             self._beside[domain] = frozenset(

@@ -18,7 +18,7 @@ from ckptd.core.recovery.global_plan import (
     plan_recovery,
 )
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized, RankKind, plan_localized
-from ckptd.core.recovery.log_facts import facts_told_by_logs
+from ckptd.core.recovery.log_facts import facts_from_logs
 from ckptd.core.recovery.tables import listed
 from ckptd.core.slots.ring import SlotRecord, SlotState, epoch_table, live
 from ckptd.core.slots.slots import NO_EPOCHS
@@ -193,7 +193,7 @@ def _localized(
     without = sorted(rank for rank in homes if newest.get(rank, -1) < 0)
     if without:
         return NotLocalized(f"there is no snapshot yet of {listed('rank', without)}")
-    facts = facts_told_by_logs(range(world_size), logs, parked)
+    facts = facts_from_logs(range(world_size), logs, parked)
     return plan_localized(
         snapshots,
         parked,

@@ -11,7 +11,7 @@ from ckptd.core.slots.segment_format import slot_lock_byte, unpack_slot_header
 from ckptd.memory import locks
 from ckptd.memory.image_digests import Vouch
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.slot_files import file_told, lend_slot, slot_file
+from ckptd.memory.slot_files import described_file, lend_slot, slot_file
 from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.replicas.region_loans import Lending, Loan
 from ckptd.peers.replicas.write_grants import SLOWEST_BYTES_PER_S
@@ -68,7 +68,7 @@ class Reading:
         raw = segment.raw_header(message.slot)
         header = unpack_slot_header(raw)
         kept = "" if header is None else segment.kept_digest(message.slot, header)
-        return p.ReadOpened(key.region, key.token, key.length, raw, file_told(key), kept)
+        return p.ReadOpened(key.region, key.token, key.length, raw, described_file(key), kept)
 
     def _lend(
         self, peer: str, message: p.OpenRead, segment: Segment, fd: int

@@ -69,7 +69,7 @@ class Leasing:
         clock: Callable[[], float],
     ) -> None:
         self._store, self._replicas, self._events = store, replicas, events
-        self._slow, self._ids, self._told_epoch, self._clock = slow, ids, told_epoch, clock
+        self._slow, self._ids, self._learn_epoch, self._clock = slow, ids, told_epoch, clock
         self._remove, self._short_until_s = remove, float("-inf")
         self._boot_id = boot_id
         self._leases: dict[int, _Lease] = {}
@@ -93,7 +93,7 @@ class Leasing:
             return
         try:
             # Before it is told what is held: not what the epoch abandoned.
-            self._told_epoch(message)
+            self._learn_epoch(message)
         except ValueError as error:
             answer(p.PeerRefused("bad_message", str(error)))
             return

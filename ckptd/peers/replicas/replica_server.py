@@ -107,7 +107,7 @@ class Host:
             slow,
             ids=ids,
             boot_id=boot_id,
-            told_epoch=self._told_epoch,
+            told_epoch=self._learn_epoch,
             remove=self.remove,
             clock=clock,
         )
@@ -181,7 +181,7 @@ class Host:
         for group in self._replicas.groups():
             told = group[0].descriptor
             if (told.job, told.run) == (job, run):
-                records = self._replicas.records_beside(group[0])
+                records = self._replicas.auxiliary_records(group[0])
                 for ordinal, index in stale_slots(records, known):
                     self._free(group[ordinal], index)
         for segment in self._replicas.logs():
@@ -234,7 +234,7 @@ class Host:
 
     # -- replicas --------------------------------------------------------------------------------
 
-    def _told_epoch(self, message: p.OpenReplica) -> None:
+    def _learn_epoch(self, message: p.OpenReplica) -> None:
         newest = self._newest_epoch(message.job, message.run)
         if not epoch_can_follow(message.epoch, newest):
             raise ValueError(f"epoch {message.epoch} after {newest}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ckptd.core.sessions import MemoryFacts, RankKey, room_beside_ranks
+from ckptd.core.sessions import MemoryFacts, RankKey, room_for_replicas
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
@@ -163,7 +163,7 @@ class ReplicaStore:
     @property
     def free_bytes(self) -> int:
         """What a replica may still take: neither in use nor promised to a rank of this node."""
-        return room_beside_ranks(self._store.facts(), self.memory)
+        return room_for_replicas(self._store.facts(), self.memory)
 
     def refusal(self, plan: SegmentPlan) -> str:
         """Why there is no memory for it; empty if there is."""
@@ -219,7 +219,7 @@ class ReplicaStore:
         """Its number among those beside it: generations count per primary, and primaries differ."""
         return self.beside(segment).index(segment)
 
-    def records_beside(self, segment: Segment) -> list[SlotRecord]:
+    def auxiliary_records(self, segment: Segment) -> list[SlotRecord]:
         """The slots of this replica and of those beside it, with ordinals for generations."""
         beside = self.beside(segment)
         return [r for number, s in enumerate(beside) for r in _numbered(s, number)]

@@ -27,7 +27,7 @@ from ckptd.holdings import header_record
 from ckptd.memory import locks
 from ckptd.memory.inventory import log_records
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.slot_files import file_told, left_behind, lend_slot, slot_file
+from ckptd.memory.slot_files import described_file, left_behind, lend_slot, slot_file
 from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.replicas.region_loans import Lending, Loan
 from ckptd.peers.replicas.replica_leases import Leasing
@@ -153,7 +153,7 @@ class Filling:
         taken = self.slots_of(segment) | self._busy(segment)
         return admit(
             header_record(header, -1, -1, message.anchors),
-            self._replicas.records_beside(segment),
+            self._replicas.auxiliary_records(segment),
             segment.descriptor.num_operators,
             generation=ordinal,
             promise=promise,
@@ -228,7 +228,7 @@ class Filling:
         loan = Loan(segment, index, fd, region)
         self._tickets[number] = _Ticket(peer, boot_id, loan, header, until_s)
         key = region.key
-        return p.SlotGranted(number, key.region, key.token, key.length, file_told(key))
+        return p.SlotGranted(number, key.region, key.token, key.length, described_file(key))
 
     def _lend(
         self, peer: str, segment: Segment, index: int, header: SlotHeader, fd: int

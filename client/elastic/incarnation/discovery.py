@@ -163,7 +163,7 @@ def look(
     )
     told = [msgspec.msgpack.decode(data, type=_Told) for data in meet(msgspec.msgpack.encode(mine))]
     raise_together([one.failure for one in told], failed)
-    _check_alike(told)
+    _check_equal(told)
     seats = [one.seat for one in told]
     speakers = _speakers(seats)
     words = NodeHeld() if inventory is None else inventory.told
@@ -172,7 +172,7 @@ def look(
     return Discovery(seats, speakers, held, inventory, told[0].clock_s, told[0].drawn)
 
 
-def _check_alike(told: Sequence[_Told]) -> None:
+def _check_equal(told: Sequence[_Told]) -> None:
     for other, one in enumerate(told):
         if one.wishes != told[0].wishes:
             raise ValueError(

@@ -76,7 +76,7 @@ def nodes_of(seats: Sequence[Seat]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(seat.node for seat in seats))
 
 
-def _check_alike(seats: Sequence[Seat], ranks: Sequence[int]) -> None:
+def _check_equal(seats: Sequence[Seat], ranks: Sequence[int]) -> None:
     """The ranks of a node share its slots evenly: one with less room would get more than it has room for."""
     first = ranks[0]
     for rank in ranks:
@@ -113,7 +113,7 @@ def plan_world(
     node_of = tuple(nodes.index(seat.node) for seat in seats)
     ranks = [[r for r, node in enumerate(node_of) if node == n] for n in range(len(nodes))]
     for of in ranks:
-        _check_alike(seats, of)
+        _check_equal(seats, of)
     cluster = Cluster(
         np.array([sum(seats[r].slots for r in of) for of in ranks], dtype=np.int64),
         tuple(seats[of[0]].domain for of in ranks),

@@ -20,7 +20,7 @@ from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, checked_l
 from ckptd.core.elastic.mapping import checked_bytes
 from ckptd.transport.control.messages import Elastic, ElasticNode, ElasticWhen
 
-__all__ = ["PlacementTeller", "Placing", "placement_told"]
+__all__ = ["PlacementTeller", "Placing", "reported_placement"]
 
 PERIODS = 8  # of the load that are kept beside the newest
 
@@ -57,7 +57,7 @@ class Placing:
 DOMAIN_LABEL = "domain"
 
 
-def placement_told(
+def reported_placement(
     placing: Placing,
     loads: ArrayLike,
     *,
@@ -155,11 +155,11 @@ class PlacementTeller:
         """Another placement is in use from this step on; ``loads`` ``[L, E]`` are what it was made for.
 
         Raises:
-            ValueError, ElasticError: as `placement_told`; nothing is told then.
+            ValueError, ElasticError: as `reported_placement`; nothing is told then.
         """
         # Loads of other shapes are of another model.
         history = [one for one in self._loads if one.shape == np.shape(loads)]
-        self._told = placement_told(placing, loads, step=step, history=history, when=when)
+        self._told = reported_placement(placing, loads, step=step, history=history, when=when)
         self._loads.append(checked_loads(loads))
         self._send(self._told)
 

@@ -17,7 +17,7 @@ from ckptd.core.sessions import (
     TrainerSession,
     decide_attach,
     reject_if_too_large,
-    room_beside_ranks,
+    room_for_replicas,
     wrong_members,
 )
 from ckptd.transport.control.messages import Member, NodeCard
@@ -163,14 +163,14 @@ def test_replicas_of_others_count_as_used_and_are_named() -> None:
 def test_room_for_replicas_is_what_is_neither_in_use_nor_promised() -> None:
     other = RankKey("moe", "run7", 0)
     own = [segment(other, total_bytes=GIB)]
-    assert room_beside_ranks([], MEMORY) == 8 * GIB
-    assert room_beside_ranks(own, MEMORY) == 7 * GIB
+    assert room_for_replicas([], MEMORY) == 8 * GIB
+    assert room_for_replicas(own, MEMORY) == 7 * GIB
     memory = dataclasses.replace(MEMORY, promised={other: 3 * GIB}, replica_bytes=GIB)
-    assert room_beside_ranks(own, memory) == 4 * GIB
+    assert room_for_replicas(own, memory) == 4 * GIB
     memory = dataclasses.replace(memory, fs_available_bytes=5 * GIB)
-    assert room_beside_ranks(own, memory) == 3 * GIB
+    assert room_for_replicas(own, memory) == 3 * GIB
     memory = dataclasses.replace(memory, quota_bytes=2 * GIB)
-    assert room_beside_ranks(own, memory) == 0
+    assert room_for_replicas(own, memory) == 0
 
 
 def test_a_promise_and_its_segment_are_not_counted_twice() -> None:

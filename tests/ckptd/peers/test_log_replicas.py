@@ -18,7 +18,7 @@ import pytest
 from ckptd.client.daemon_link.communication_facts import LogFacts, log_payload
 from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.core.recovery.held import HeldRecords
-from ckptd.core.recovery.log_facts import facts_told_by_logs
+from ckptd.core.recovery.log_facts import facts_from_logs
 from ckptd.core.recovery.recovery_facts import RankFacts
 from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.boundary import RecordKey, SentKind, record_name
@@ -50,10 +50,10 @@ class Log:
         self.trainer, rank, world_size = trainer, trainer.rank, trainer.job.world_size
         beside = tuple(r for r in (rank - 1, rank + 1) if 0 <= r < world_size)
         payload = log_payload(4096, LogFacts(beside, (rank,), (rank,), ()))
-        asked = trainer.memory.reserve_beside(
+        asked = trainer.memory.reserve_auxiliary(
             "log", slot_bytes, SLOTS, payload, replicated=replicated
         )
-        self.segment = trainer.memory.add_beside(asked.result(20))
+        self.segment = trainer.memory.add_auxiliary(asked.result(20))
 
     def sent(self, iteration: int) -> bytes:
         return np.random.default_rng((self.trainer.rank, iteration)).bytes(SENT_BYTES)
@@ -183,7 +183,7 @@ def test_a_log_goes_where_the_snapshots_go_and_is_read_from_there_when_its_node_
         for iteration in last:
             assert bytes(fed(1, iteration)[SENT].numpy()) == logs[1].sent(iteration)
         fed.close()
-    told = facts_told_by_logs([1], held, [parked_at(last.stop, replica.records[0])])
+    told = facts_from_logs([1], held, [parked_at(last.stop, replica.records[0])])
     assert told[1] == RankFacts((0, 2), (1,), (1,))
 
     job.end()

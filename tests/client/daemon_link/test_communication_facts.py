@@ -9,7 +9,7 @@ from ckptd.client.daemon_link.communication_facts import (
     facts_of,
     find_facts,
     log_payload,
-    told_facts,
+    recorded_facts,
 )
 from ckptd.client.model.communication import Communication
 
@@ -29,9 +29,9 @@ def test_a_log_of_before_tells_none() -> None:
 
 def test_the_newest_generation_that_tells_counts() -> None:
     older, newer = log_payload(4096, LogFacts((2,), (1,))), log_payload(4096, FACTS)
-    assert told_facts([older, newer]) == FACTS
-    assert told_facts([newer, log_payload(4096, None)]) == FACTS
-    assert told_facts([]) is None
+    assert recorded_facts([older, newer]) == FACTS
+    assert recorded_facts([newer, log_payload(4096, None)]) == FACTS
+    assert recorded_facts([]) is None
 
 
 def test_reasons_alone_make_no_difference() -> None:

@@ -15,7 +15,7 @@ from ckptd.core.recovery.recovery_facts import RankFacts, facts_to_wire
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader, pack_slot_header
 from ckptd.errors import DaemonUnavailable, RemoteProtocolError
-from ckptd.holdings import told_history
+from ckptd.holdings import newest_history
 from ckptd.transport.control.messages import (
     HeldSegment,
     HeldSlot,
@@ -207,7 +207,7 @@ def test_what_an_epoch_left_behind_does_not_come_back_with_the_loss_of_that_epoc
     plan = plan_recovery(found.usable, 1, epochs=found.epochs)
     assert isinstance(plan, RecoveryPlan)
     assert (plan.end, plan.epoch) == (5, second)
-    assert told_history(RunSeen((here,), (), silent=("gone",)))[0].begun == found.begun, (
+    assert newest_history(RunSeen((here,), (), silent=("gone",)))[0].begun == found.begun, (
         "as a drill and `ckptctl whatif` see it"
     )
 

@@ -117,8 +117,8 @@ def state_in(segment: MappedSegment | LogFile, index: int) -> SlotState | None:
 def log(memory: RankMemory, *iterations: int, size: int = BYTES) -> MappedSegment:
     """A log in which these iterations are sealed by the daemon."""
     rank, slot_bytes = memory.identity.rank, size + MIB
-    asked = memory.reserve_beside("log", slot_bytes, len(iterations), b"\x80")
-    segment = memory.add_beside(asked.result(60))
+    asked = memory.reserve_auxiliary("log", slot_bytes, len(iterations), b"\x80")
+    segment = memory.add_auxiliary(asked.result(60))
     for index, iteration in enumerate(iterations):
         data = sent_in(rank, iteration, size).numpy().tobytes()
         name = f"activation/{SENT.stage}/0/0/0"

@@ -24,7 +24,7 @@ from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.client.ranks.collectives import Exchange
 from ckptd.client.recovery import localized_recovery
 from ckptd.client.recovery.global_recovery import recover_together
-from ckptd.client.recovery.localized_recovery import ApartStart, begin_apart, come_together
+from ckptd.client.recovery.localized_recovery import ApartStart, begin_localized, come_together
 from ckptd.core.recovery.global_plan import SnapshotCopy, SnapshotToLoad
 from ckptd.core.recovery.localized_plan import LocalizedPlan, RankKind
 from ckptd.core.slots.ring import SlotState
@@ -57,8 +57,8 @@ def park(
     found = {"phases": [[0], [1]], "stride": 1, "stages": stages}
     scalars = values.pack(found, "step scalars")
     told: Any = (("ckptd.scalars", "U8", (len(scalars),), scalars),)
-    asked = memory.reserve_beside("parked", MIB, 2, payload(4), window=2, num_operators=2)
-    segment: Any = memory.add_beside(asked.result(60))
+    asked = memory.reserve_auxiliary("parked", MIB, 2, payload(4), window=2, num_operators=2)
+    segment: Any = memory.add_auxiliary(asked.result(60))
     fill(segment, 0, iteration, anchors=3, tensors=told, scalars_len=len(scalars))
     header = segment.header(0)
     of_now = replace(header, epoch=memory.epoch, epoch_start=memory.epoch_start, phase=phase)
@@ -83,8 +83,8 @@ def recorded(ranks: list[RankMemory], *, parked: Sequence[RankMemory] = ()) -> N
 
 def log(memory: RankMemory, facts: LogFacts) -> None:
     """A sealed boundary log of the iterations before, which tells these facts."""
-    asked = memory.reserve_beside("log", MIB, 2, log_payload(4096, facts))
-    segment: Any = memory.add_beside(asked.result(60))
+    asked = memory.reserve_auxiliary("log", MIB, 2, log_payload(4096, facts))
+    segment: Any = memory.add_auxiliary(asked.result(60))
     for index, iteration in enumerate((CUT_OFF - 2, CUT_OFF - 1)):
         fill(segment, index, iteration, anchors=0)
         header = segment.header(index)
@@ -140,7 +140,7 @@ def begin(
     ranks: list[RankMemory], alike: Alike = ((1,), (0,))
 ) -> list[ApartStart | Exception | None]:
     def of(rank: int) -> Callable[[Exchange], ApartStart | None]:
-        return lambda exchange: begin_apart(ranks[rank], exchange, alike[rank])
+        return lambda exchange: begin_localized(ranks[rank], exchange, alike[rank])
 
     return outcomes([of(rank) for rank in range(len(ranks))])
 
@@ -396,8 +396,8 @@ def test_a_hint_does_not_outlive_what_was_parked(endpoint: str) -> None:
 
 def test_what_a_dead_trainer_parked_and_nobody_has_sealed_yet_is_waited_for(endpoint: str) -> None:
     with attached(endpoint, uuid.uuid4().hex[:8]) as memory:
-        asked = memory.reserve_beside("parked", MIB, 2, payload(4), window=2, num_operators=2)
-        segment: Any = memory.add_beside(asked.result(60))
+        asked = memory.reserve_auxiliary("parked", MIB, 2, payload(4), window=2, num_operators=2)
+        segment: Any = memory.add_auxiliary(asked.result(60))
         fill(segment, 0, CUT_OFF, anchors=3)
         memory.settle_filled(0.01)
         assert segment.header(0).state is SlotState.SEALED
@@ -427,4 +427,4 @@ def test_what_another_run_has_parked_is_not_read(endpoint: str, ranks: list[Rank
 
 def test_one_rank_has_nobody_to_be_apart_from(endpoint: str) -> None:
     with attached(endpoint, uuid.uuid4().hex[:8]) as memory:
-        assert begin_apart(memory, lambda said: [said], ()) is None
+        assert begin_localized(memory, lambda said: [said], ()) is None

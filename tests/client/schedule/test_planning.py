@@ -12,7 +12,7 @@ from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import discover_operators
 from ckptd.client.model.signature import recorded_specs, signature, signature_difference
 from ckptd.client.optimizers.optimizer_probe import StateSpec
-from ckptd.client.schedule.planning import TrainingSpeed, make_plan, plan_alike
+from ckptd.client.schedule.planning import TrainingSpeed, make_plan, plan_together
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, plan_from_payload
 from ckptd.core.schedules.schedule import OperatorKind, Ordering
 from ckptd.core.slots.segment_format import plan_geometry
@@ -212,7 +212,7 @@ class TestAlike:
     def test_it_keeps_operators_and_phases(self) -> None:
         binding = bound()
         plan = planned(binding, window=4)
-        alike = plan_alike(plan, binding, 100_000, ())
+        alike = plan_together(plan, binding, 100_000, ())
         assert alike.schedule.phases == plan.schedule.phases
         assert alike.operators == plan.operators
         assert alike.slot_bytes >= plan.slot_bytes + 100_000 - 4096 - 4096
@@ -223,10 +223,10 @@ class TestAlike:
         binding = bound(width=64)
         plan = planned(binding, window=4)
         all_at_once = [plan.schedule.order, [], [], []]
-        alike = plan_alike(plan, binding, 4096, [all_at_once])
+        alike = plan_together(plan, binding, 4096, [all_at_once])
         alike.use_phases(all_at_once)
         found = alike.phase_plan(binding, 0)
         assert found is not None
         assert found[0].layout.image_len <= alike.slot_bytes
-        narrow = plan_alike(plan, binding, 4096, ())
+        narrow = plan_together(plan, binding, 4096, ())
         assert found[0].layout.image_len > narrow.slot_bytes

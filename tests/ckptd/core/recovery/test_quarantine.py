@@ -12,11 +12,11 @@ from ckptd.core.recovery.quarantine import (
     ReplayVerdict,
     add_failure,
     describe_failure,
-    epochs_told,
     judge_replay,
     marks_of,
     open_failures,
     reason_of,
+    reported_epochs,
     settled,
     without_marked,
 )
@@ -150,7 +150,7 @@ def test_what_is_quarantined_still_tells_of_its_epoch() -> None:
     used = tuple((t, 1, 6) for t in (7, 8))
     found = msgspec.structs.replace(QUARANTINED, snapshots=used)
     usable = without_marked(everything, [found])
-    plan = plan_recovery(usable, 1, epochs=epochs_told([found]))
+    plan = plan_recovery(usable, 1, epochs=reported_epochs([found]))
     assert isinstance(plan, RecoveryPlan)
     assert plan.end == 6
     wrong = plan_recovery(usable, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.client.elastic.job.placement_report import PlacementTeller, Placing, placement_told
+from ckptd.client.elastic.job.placement_report import PlacementTeller, Placing, reported_placement
 from ckptd.core.elastic.elastic_types import Cluster
 from ckptd.core.elastic.placement.allocation import allocate
 from ckptd.core.elastic.placement.expert_placement import place
@@ -26,7 +26,7 @@ def placing(domains: tuple[str, ...] = ()) -> Placing:
 @pytest.mark.parametrize("domains", [(), ("r", "r", "s")])
 def test_what_is_told_is_read_as_what_it_was(domains: tuple[str, ...]) -> None:
     own = placing(domains)
-    found = situation(placement_told(own, LOADS, step=7))
+    found = situation(reported_placement(own, LOADS, step=7))
     assert found.names == ("a", "b", "c")
     assert found.held == own.placement
     assert found.loads_LE.tolist() == LOADS
