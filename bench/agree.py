@@ -1,12 +1,15 @@
 """How long ranks take to agree, by world size: at the start, and on where to resume.
 
-Real: 2 to 16 processes on this machine over gloo, with a tiny model and one daemon. They share its cores, so these are upper bounds of what
-agreeing costs. Attach is all of ``Checkpointer()`` where nothing is to be restored, resume all of it where something is; of that, plan is to
-learn who holds what and to agree on it. What carries the words, ``exchange``, is measured against torch's ``all_gather_object`` of the
-same bytes, and planning against the planning collective of ``torch.distributed.checkpoint`` for the same model. Rendezvous is not counted.
+Real: 2 to 16 processes on this machine over gloo, with a tiny model and one daemon. They share its
+cores, so these are upper bounds of what agreeing costs. Attach is all of ``Checkpointer()`` where
+nothing is to be restored, resume all of it where something is; of that, plan is to learn who holds
+what and to agree on it. What carries the words, ``exchange``, is measured against torch's
+``all_gather_object`` of the same bytes, and planning against the planning collective of
+``torch.distributed.checkpoint`` for the same model. Rendezvous is not counted.
 
-Simulated: the plan for the inventories of up to 16,384 ranks, each on three nodes; and as many ranks meeting at one store, played by a
-few connections of this machine, against the requests that an exchange through the store alone would take.
+Simulated: the plan for the inventories of up to 16,384 ranks, each on three nodes; and as many
+ranks meeting at one store, played by a few connections of this machine, against the requests that
+an exchange through the store alone would take.
 """
 
 from __future__ import annotations

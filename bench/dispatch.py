@@ -1,15 +1,18 @@
-"""Elastic runtime decisions: how long dispatching, mapping and sharing transfers take, and how even the tokens are.
+"""Elastic runtime decisions: how long dispatching, mapping and sharing transfers take, and how even
+the tokens are.
 
-Dispatch: what one rank computes for each layer and step (its plan, what it sends and what it gets), and, for
-comparison in the same run, what all ranks send. Where there is a CUDA device, one rank's part by its kernels, too:
-between events around what the host launches, and as a replayed CUDA graph, which is what the device itself needs; the
-numbers are compared with the CPU's first. Mapping and transfers: 64 layers of 256 experts of which a node has
-4 slots each; after the loss of 8 nodes in place, after another load was spread, and with all at random.
+Dispatch: what one rank computes for each layer and step (its plan, what it sends and what it gets),
+and, for comparison in the same run, what all ranks send. Where there is a CUDA device, one rank's
+part by its kernels, too: between events around what the host launches, and as a replayed CUDA
+graph, which is what the device itself needs; the numbers are compared with the CPU's first. Mapping
+and transfers: 64 layers of 256 experts of which a node has 4 slots each; after the loss of 8 nodes
+in place, after another load was spread, and with all at random.
 
-The exact count behind figure 10a of Lazarus: one layer of 8 experts on 10 ranks of 6 slots, one of the
-experts with 1 to 8 times its even share of the tokens. Tokens on the busiest rank over the mean: our placement with a
-bound on that, without one (it then concentrates the others for recovery) and spread; and expert parallelism of fixed
-size 2 (every rank used) and 8 (an expert on a rank, two ranks idle).
+The exact count behind figure 10a of Lazarus: one layer of 8 experts on 10 ranks of 6 slots, one of
+the experts with 1 to 8 times its even share of the tokens. Tokens on the busiest rank over the
+mean: our placement with a bound on that, without one (it then concentrates the others for recovery)
+and spread; and expert parallelism of fixed size 2 (every rank used) and 8 (an expert on a rank, two
+ranks idle).
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""On a GPU: what a snapshot every iteration costs, against the same loop without, the link, and torch's own asynchronous save.
+"""On a GPU: what a snapshot every iteration costs, against the same loop without, the link, and
+torch's own asynchronous save.
 
-A mixture of experts with bf16 weights, fp32 masters and AdamW; each run is a process of its own, and they take turns block by block on
-one device. `overhead_fraction_cuda` is what an iteration takes longer with ckptd, which chooses its window; `window8` has one of
-eight from the start, and `dense` takes everything every time.
-`capture_vs_link`: the rate at which snapshots cross the link while the model trains, against one large pinned copy on an idle
-device. Peers save the same state once: their stall is the time of the call, with the device idle and memory warm.
+A mixture of experts with bf16 weights, fp32 masters and AdamW; each run is a process of its own,
+and they take turns block by block on one device. `overhead_fraction_cuda` is what an iteration
+takes longer with ckptd, which chooses its window; `window8` has one of eight from the start, and
+`dense` takes everything every time. `capture_vs_link`: the rate at which snapshots cross the link
+while the model trains, against one large pinned copy on an idle device. Peers save the same state
+once: their stall is the time of the call, with the device idle and memory warm.
 
-`begin_us_per_tensor`: what the training thread spends on handing over a snapshot of many small or large tensors.
+`begin_us_per_tensor`: what the training thread spends on handing over a snapshot of many small or
+large tensors.
 """
 
 from __future__ import annotations
@@ -86,7 +89,9 @@ def work(args: Any) -> None:
 
 
 def settle(job: Job, at_least: int) -> None:
-    """Until snapshots are being taken in memory that is all there, and the window has not changed for so long."""
+    """Until snapshots are being taken in memory that is all there, and the window has not changed
+    for so long.
+    """
     begun, window, done = time.monotonic(), 0.0, 0
     while True:
         stats = {} if job.ckpt is None else job.ckpt.stats()
@@ -119,7 +124,9 @@ def last_words(of: Worker) -> dict[str, Any]:
 
 
 def peers(job: Job) -> dict[str, float]:
-    """Milliseconds that training waits for a save of the whole state, by kind of save; of one after a first one."""
+    """Milliseconds that training waits for a save of the whole state, by kind of save; of one after
+    a first one.
+    """
     for _ in range(3):
         job.iterate()
     state = {
@@ -158,7 +165,9 @@ def peers(job: Job) -> dict[str, float]:
 
 
 def begin_us(count: int, numel: int, *, rounds: int) -> tuple[float, float]:
-    """Microseconds of the training thread per tensor, and the GB/s of the copies: a snapshot of ``count`` fp32 tensors."""
+    """Microseconds of the training thread per tensor, and the GB/s of the copies: a snapshot of
+    ``count`` fp32 tensors.
+    """
     engine = make_engine(torch.device("cuda"))
     nbytes = 4 * numel
     memory = HostMemory(memoryview(mmap.mmap(-1, count * nbytes)))

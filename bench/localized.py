@@ -1,27 +1,33 @@
-"""The loss of one stage of a pipeline: recovery of that stage alone (localized) against recovery of all stages (global).
+"""The loss of one stage of a pipeline: recovery of that stage alone (localized) against recovery of
+all stages (global).
 
-The pipeline of `examples.moe_pipeline` (1F1B over gloo, one process per stage) runs under torchrun with a daemon. Again and again the
-middle stage is killed. In one run the survivors park and only the lost stage replays; the other run is the same without parking, so that all
-replay. For each number of stages both come after one another, in turns which of them is first. From the ranks' logs:
+The pipeline of `examples.moe_pipeline` (1F1B over gloo, one process per stage) runs under torchrun
+with a daemon. Again and again the middle stage is killed. In one run the survivors park and only
+the lost stage replays; the other run is the same without parking, so that all replay. For each
+number of stages both come after one another, in turns which of them is first. From the ranks' logs:
 
     recovery     from the kill until every stage has done an iteration that none had done before
     attach       the part of it from the moment when the last rank attaches to its daemon: without torchrun's
-                 restart, the interpreter's start and imports, which are most of it at this size and are the same in both
+                 restart, the interpreter's start and imports, which are most of it at this size and
+                 are the same in both
     begin        the part of that until the lost stage begins its first iteration
     again        iterations done again, by the lost stage and, the most, by any other one: 0 if recovery is localized
     iteration    the lost stage's time for an iteration that it does again
 
-All stages share this machine's cores. With fewer cores than stages a global replay is slower by that alone, so the last part of the output
-is a model, not a measurement, and its names begin with `simulated`. It is that of figure 9 of MoEvement (NSDI '26): with S equal stages and M
-micro-batches under 1F1B an iteration takes M + S - 1 turns of a forward and a backward on S devices; a stage that is fed from logs takes M,
-because it waits for nobody. With c for the M turns, as measured here of a stage that replays alone, W - 1 iterations to replay, and a for
-`begin` of the localized runs, medians over all numbers of stages,
+All stages share this machine's cores. With fewer cores than stages a global replay is slower by
+that alone, so the last part of the output is a model, not a measurement, and its names begin with
+`simulated`. It is that of figure 9 of MoEvement (NSDI '26): with S equal stages and M micro-batches
+under 1F1B an iteration takes M + S - 1 turns of a forward and a backward on S devices; a stage that
+is fed from logs takes M, because it waits for nobody. With c for the M turns, as measured here of a
+stage that replays alone, W - 1 iterations to replay, and a for `begin` of the localized runs,
+medians over all numbers of stages,
 
     global     a + (W - 1) c (M + S - 1) / M + c (M + S - 1) / M
     localized  a + (W - 1) c                 + c (M + S - 1) / M
 
-the last term being the iteration that was cut off, which all run together. The paper's 23 % for three stages are between M = 6 (25 %) and
-M = 7 (22 %) by `simulated_replay_ratio` = M / (M + S - 1). Frozen operators are taken to cost as much as others, in both.
+the last term being the iteration that was cut off, which all run together. The paper's 23 % for
+three stages are between M = 6 (25 %) and M = 7 (22 %) by `simulated_replay_ratio` = M / (M + S -
+1). Frozen operators are taken to cost as much as others, in both.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""What logging the boundaries of a pipeline costs per iteration and takes in memory, against the same run without.
+"""What logging the boundaries of a pipeline costs per iteration and takes in memory, against the
+same run without.
 
-A pipeline of two stages under 1F1B, each stage a process, is run twice over, both times with snapshots; one of the two also logs
-what it sends. They take turns block by block. On a shared machine the difference of two runs drowns in noise when it is
-small, so the time that the training thread spends in the log's own calls is measured, too: `own_ms` by the clock, `own_cpu_ms` of
-processor time, which other load on the machine does not lengthen, and `own_cpu_fraction` of all that the trainer uses.
-`floor_ms` is what a bare copy of the same bytes would take.
+A pipeline of two stages under 1F1B, each stage a process, is run twice over, both times with
+snapshots; one of the two also logs what it sends. They take turns block by block. On a shared
+machine the difference of two runs drowns in noise when it is small, so the time that the training
+thread spends in the log's own calls is measured, too: `own_ms` by the clock, `own_cpu_ms` of
+processor time, which other load on the machine does not lengthen, and `own_cpu_fraction` of all
+that the trainer uses. `floor_ms` is what a bare copy of the same bytes would take.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ class OwnTime:
 
 
 def work(args: Any) -> None:
-    """One stage of one run: settles, then answers each line on stdin, a number of iterations, with milliseconds."""
+    """One stage of one run: settles, then answers each line on stdin, a number of iterations, with
+    milliseconds.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(args.rank)
     dist.init_process_group(

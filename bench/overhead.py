@@ -1,10 +1,10 @@
 """Iteration time of the demo model with a snapshot every iteration, against the same loop without ckptd.
 
-Two training runs, each in a process of its own as in real life, take turns block by block, so that both see the
-same machine. (In one process they would share thread pools, and the plain one would pay for the other.)
-On CPU all cores belong to the trainer as well: what the copies cost is what they take from it.
-`overhead_floor_fraction_cpu` says how much that must be at least, from the bytes of a snapshot and the
-measured copy bandwidth. What it is on a GPU, `bench.gpu` measures.
+Two training runs, each in a process of its own as in real life, take turns block by block, so that
+both see the same machine. (In one process they would share thread pools, and the plain one would
+pay for the other.) On CPU all cores belong to the trainer as well: what the copies cost is what
+they take from it. `overhead_floor_fraction_cpu` says how much that must be at least, from the bytes
+of a snapshot and the measured copy bandwidth. What it is on a GPU, `bench.gpu` measures.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class Job:
 
 
 def work(args: Any) -> None:
-    """A process of one run: settles, then answers each line on stdin, a number of iterations, with milliseconds."""
+    """A process of one run: settles, then answers each line on stdin, a number of iterations, with
+    milliseconds.
+    """
     torch.set_num_threads(args.threads)
     job = Job(device=args.device, batch_size=args.batch_size, corpus=load_corpus())
     if args.worker != "plain":

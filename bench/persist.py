@@ -1,10 +1,13 @@
-"""What it takes to make a checkpoint durable, against a plain fsspec upload of the same bytes in the same run.
+"""What it takes to make a checkpoint durable, against a plain fsspec upload of the same bytes in
+the same run.
 
-* `persist_vs_plain_upload`: the rate of a store keeper that verifies, stores and commits a checkpoint on an S3 server (SeaweedFS on
-  this machine, so its own work is in the rate of both sides), over that of s3fs' `pipe_file`. `_local`: the same for a folder,
-  against a plain write that is followed by an fsync, without which nothing is durable.
+* `persist_vs_plain_upload`: the rate of a store keeper that verifies, stores and commits a
+  checkpoint on an S3 server (SeaweedFS on this machine, so its own work is in the rate of both
+  sides), over that of s3fs' `pipe_file`. `_local`: the same for a folder, against a plain write
+  that is followed by an fsync, without which nothing is durable.
 * `persist_cpu_s_per_gib`: CPU seconds of the keeper per GiB, which are taken from training.
-* `stall_ms_*`: what the training thread waits per step, with storing as often as the store can take it, and without.
+* `stall_ms_*`: what the training thread waits per step, with storing as often as the store can take
+  it, and without.
 * `uploaded_vs_images`: bytes that were sent over bytes of all snapshots in all checkpoints of that training.
 """
 
@@ -224,7 +227,9 @@ def settings(**values: str) -> Iterator[None]:
 
 
 def stored_bytes(store: Any) -> tuple[int, int, int]:
-    """Bytes of all objects that the committed checkpoints consist of, and of their images; how many checkpoints."""
+    """Bytes of all objects that the committed checkpoints consist of, and of their images; how many
+    checkpoints.
+    """
     objects: dict[str, int] = {}
     images_bytes, committed = 0, read_catalog(store, JOB, RUN).committed
     for checkpoint in committed:

@@ -1,9 +1,10 @@
 """How likely training goes on when nodes are lost, by placement of the experts; what that costs in balance.
 
-Lazarus' instance (§6.4): 16 experts, 10 nodes of 6 slots, every expert at least twice, most tokens on two experts.
-Its maximum rank overlap (MRO), here with each expert once on a node at most, against round robin (spread) and packing
-(compact), by number of lost nodes; exact counts. Then equation 1 as printed, which gives a hot expert more replicas
-than there are nodes, under the same placements. Then what a bound on the straggler factor buys.
+Lazarus' instance (§6.4): 16 experts, 10 nodes of 6 slots, every expert at least twice, most tokens
+on two experts. Its maximum rank overlap (MRO), here with each expert once on a node at most,
+against round robin (spread) and packing (compact), by number of lost nodes; exact counts. Then
+equation 1 as printed, which gives a hot expert more replicas than there are nodes, under the same
+placements. Then what a bound on the straggler factor buys.
 
 Twelve layers with loads of their own: all on one order of nodes, and each on its own.
 

@@ -1,10 +1,13 @@
-"""A stretch of a spot trace with real processes under four strategies, beside what the simulation says of it (`python -m bench.traces --real`).
+"""A stretch of a spot trace with real processes under four strategies, beside what the simulation
+says of it (`python -m bench.traces --real`).
 
-`bench.spot.real` says what is played, `bench.spot.measured` how its time is divided. By default the stretch of a stored trace in which most happens, scaled
-down to at most five hosts. All strategies train the same model on the same batches, with the same hosts lost at the same times. Then the simulation
-(`bench.spot.simulation`) is given what was measured of each strategy, the time of an iteration and the pauses after a loss and after hosts came, and plays
-the stretch again: ``ratio`` is measured over predicted goodput. It tells how far the structure of the model holds, not whether its numbers do: these are from
-the same run.
+`bench.spot.real` says what is played, `bench.spot.measured` how its time is divided. By default the
+stretch of a stored trace in which most happens, scaled down to at most five hosts. All strategies
+train the same model on the same batches, with the same hosts lost at the same times. Then the
+simulation (`bench.spot.simulation`) is given what was measured of each strategy, the time of an
+iteration and the pauses after a loss and after hosts came, and plays the stretch again: ``ratio``
+is measured over predicted goodput. It tells how far the structure of the model holds, not whether
+its numbers do: these are from the same run.
 
 It fails if a loss of any strategy is not that of a process that nobody disturbed.
 """
@@ -49,7 +52,8 @@ WHERE = ("train", "restore", "restart", "halt")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One strategy: what was measured, the job that the simulation got, and what it made of it; no job where too little was measured.
+    """One strategy: what was measured, the job that the simulation got, and what it made of it; no
+    job where too little was measured.
 
     `Played` has the last two.
     """

@@ -1,8 +1,9 @@
 """From the loss of a node to the first iteration that had not been done before, and where the seconds go.
 
-Two hosts train data-parallel and a third waits; each has a daemon, and every snapshot has a replica on the other working
-host. Again and again the host of the last rank is destroyed (`tests.cluster`): torchrun notices, the spare takes its place,
-brings the rank's snapshots from the surviving peer, and replays. The destroyed host returns as the next spare.
+Two hosts train data-parallel and a third waits; each has a daemon, and every snapshot has a replica
+on the other working host. Again and again the host of the last rank is destroyed (`tests.cluster`):
+torchrun notices, the spare takes its place, brings the rank's snapshots from the surviving peer,
+and replays. The destroyed host returns as the next spare.
 
 All times are of the rank that was lost, on its new host, except that the last iteration takes both ranks:
 
@@ -100,7 +101,8 @@ def work(args: argparse.Namespace) -> None:
     )
     train(args.worker, ckpt, net, optimizer, model.width, log)
     ckpt.close()
-    # The wrapper goes before the group: held by it last, the group's end waits for its threads with the interpreter's lock held.
+    # The wrapper goes before the group: held by it last, the group's end waits for its threads with
+    # the interpreter's lock held.
     del ckpt, net
     dist.destroy_process_group()
 
@@ -169,7 +171,9 @@ class Job:
         return max(steps, default=-1)
 
     def settle(self, since_s: float) -> None:
-        """Wait until both ranks have trained for a while, all of it replicated, and a returned host can be the spare."""
+        """Wait until both ranks have trained for a while, all of it replicated, and a returned host
+        can be the spare.
+        """
         self.torchrun.until(
             lambda: (
                 time.time() > since_s + SPARE_S

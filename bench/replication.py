@@ -1,11 +1,14 @@
-"""Iteration time of the demo model on two nodes: without ckptd, with snapshots kept on the node, and with replication.
+"""Iteration time of the demo model on two nodes: without ckptd, with snapshots kept on the node,
+and with replication.
 
-Two data-parallel ranks over gloo, each with a daemon of its own; the daemons hold each other's replicas. Both "nodes" are
-addresses of this machine, so the two trainers, the two daemons, the encryption and both ends of every transfer share its
-cores: on a machine with few of them this is an upper bound of what replication costs, and no measure of a network.
+Two data-parallel ranks over gloo, each with a daemon of its own; the daemons hold each other's
+replicas. Both "nodes" are addresses of this machine, so the two trainers, the two daemons, the
+encryption and both ends of every transfer share its cores: on a machine with few of them this is an
+upper bound of what replication costs, and no measure of a network.
 
-Three jobs take turns block by block, each in processes of its own (see `bench.overhead`). Lag is looked at
-ten times a second during the blocks with replication; after each, the next job waits until the peers have caught up.
+Three jobs take turns block by block, each in processes of its own (see `bench.overhead`). Lag is
+looked at ten times a second during the blocks with replication; after each, the next job waits
+until the peers have caught up.
 """
 
 from __future__ import annotations
@@ -67,7 +70,9 @@ class DataParallelJob(Job):
 
 
 def work(args: Any) -> None:
-    """One rank of one job: settles, then answers each line on stdin, a number of iterations, with ms per iteration."""
+    """One rank of one job: settles, then answers each line on stdin, a number of iterations, with
+    ms per iteration.
+    """
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     dist.init_process_group(

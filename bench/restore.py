@@ -7,8 +7,8 @@ Three things are measured in alternation, on the same state and with the same nu
   (`restore_vs_memcpy`). The live tensors exist and were used, as in a trainer that takes a step back;
 * `torch.load` and `load_state_dict` of the same state from a file that the page cache holds.
 
-From storage (an S3 server on this machine): a checkpoint's images into slots, verified, against fsspec's `cat_ranges` of the same
-objects, in alternation (`restore_storage_vs_plain_reads`).
+From storage (an S3 server on this machine): a checkpoint's images into slots, verified, against
+fsspec's `cat_ranges` of the same objects, in alternation (`restore_storage_vs_plain_reads`).
 
 `restore_first_*` is what a fresh process sees while it attaches: besides the copies, digests are verified
 and the optimizer's state is created, in memory that nobody has touched before.

@@ -1,11 +1,14 @@
-"""How long a large cluster takes to decide: who holds whose replicas, and where everybody resumes (16,384 ranks).
+"""How long a large cluster takes to decide: who holds whose replicas, and where everybody resumes
+(16,384 ranks).
 
-Placement: 2,048 nodes of 8 ranks, in racks, two replicas each; regular, and with three kinds of irregularity. Recovery: holdings
-of every rank on three nodes (its own and two replicas), a whole rack lost. For comparison, in the same run: decoding these
-holdings from msgpack, which no plan can do without.
+Placement: 2,048 nodes of 8 ranks, in racks, two replicas each; regular, and with three kinds of
+irregularity. Recovery: holdings of every rank on three nodes (its own and two replicas), a whole
+rack lost. For comparison, in the same run: decoding these holdings from msgpack, which no plan can
+do without.
 
-Localized recovery: the same ranks as a pipeline of 16 stages, the same rack lost; whoever is left was parked. In stages of
-replicas the lost ranks copy; where stages are sharded theirs replays; without logs one stage after the other has to replay, too, until all do.
+Localized recovery: the same ranks as a pipeline of 16 stages, the same rack lost; whoever is left
+was parked. In stages of replicas the lost ranks copy; where stages are sharded theirs replays;
+without logs one stage after the other has to replay, too, until all do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Data-parallel ranks that capture what they have alike once, against ranks that each capture all of it, and against no capture.
+"""Data-parallel ranks that capture what they have alike once, against ranks that each capture all
+of it, and against no capture.
 
-Three jobs of ``--ranks`` processes (DistributedDataParallel over gloo, the demo model) take turns block by block on the same
-machine; each has its window fixed, so that they differ in nothing else. With n ranks a snapshot could be as small as 1/n
-(`floor_vs_each`); random states, buffers and the image's header are in each.
+Three jobs of ``--ranks`` processes (DistributedDataParallel over gloo, the demo model) take turns
+block by block on the same machine; each has its window fixed, so that they differ in nothing else.
+With n ranks a snapshot could be as small as 1/n (`floor_vs_each`); random states, buffers and the
+image's header are in each.
 """
 
 from __future__ import annotations

@@ -161,7 +161,8 @@ def measure(args: Any, endpoint: str, folder: Path) -> dict[str, float | int | s
         ours_hook.append(clock.waited_ms)
         return top_ms + clock.waited_ms
 
-    # Optimizer state comes to be; ckptd measures, settles on its window, and on where copies run (about 40 steps).
+    # Optimizer state comes to be; ckptd measures, settles on its window, and on where copies run
+    # (about 40 steps).
     for _ in range(args.settle):
         ours()
     peers = Peers(model, optimizer, folder, process=not args.no_process)

@@ -1,6 +1,8 @@
-"""What the benchmarks of storage share: sealed images in a segment, a store keeper that is driven as a daemon does, plain uploads and reads.
+"""What the benchmarks of storage share: sealed images in a segment, a store keeper that is driven
+as a daemon does, plain uploads and reads.
 
-The plain side is fsspec as a user calls it: `pipe_file` of bytes that lie in memory, and `cat_ranges` of 16 MiB ranges.
+The plain side is fsspec as a user calls it: `pipe_file` of bytes that lie in memory, and
+`cat_ranges` of 16 MiB ranges.
 """
 
 from __future__ import annotations
@@ -127,7 +129,9 @@ class Keeper:
         self._ids = 0
 
     def store(self, run: str, snapshots: Snapshots) -> tuple[float, float]:
-        """Store and commit one checkpoint of a run of its own; seconds of wall time, and of the keeper's CPU time."""
+        """Store and commit one checkpoint of a run of its own; seconds of wall time, and of the
+        keeper's CPU time.
+        """
         name = w.RankName(JOB, run, 0)
         self._wait([self._ask(w.OpenRank, name, 1, -1)])
         begun_s, cpu_s = time.perf_counter(), self._cpu_s()

@@ -1,13 +1,17 @@
 """Training on spot instances as they came and went: ours against three others, simulated over whole traces.
 
-`bench.spot.model` says where every number of the model comes from; nothing here was measured by running it. For each trace and strategy, over several
-draws of *which* nodes were lost (a trace tells how many): samples trained on for the first time and how many for each second in which any node was there
-(goodput), the same with repeated and cut-off iterations (throughput), what that is of all live nodes working evenly all the time for nothing (ideal), and
-where the time went. Then goodput over time, and with `--plot` a PNG.
+`bench.spot.model` says where every number of the model comes from; nothing here was measured by
+running it. For each trace and strategy, over several draws of *which* nodes were lost (a trace
+tells how many): samples trained on for the first time and how many for each second in which any
+node was there (goodput), the same with repeated and cut-off iterations (throughput), what that is
+of all live nodes working evenly all the time for nothing (ideal), and where the time went. Then
+goodput over time, and with `--plot` a PNG.
 
-With `--real` a stretch is played with real processes instead, beside what the simulation says of it: `bench.real_trace`, which has options of its own.
+With `--real` a stretch is played with real processes instead, beside what the simulation says of
+it: `bench.real_trace`, which has options of its own.
 
-Traces: the two that are stored beside this (`bench/spot/data`, from Bamboo's public artefact), or `--trace FILE --unit s|h`.
+Traces: the two that are stored beside this (`bench/spot/data`, from Bamboo's public artefact), or
+`--trace FILE --unit s|h`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Put and get between two processes, against raw TCP and a memory copy, by fabric, chunk size and number of connections.
+"""Put and get between two processes, against raw TCP and a memory copy, by fabric, chunk size and
+number of connections.
 
-The other process is on the same machine, so both share its cores: bytes per CPU second matter more than what one pair
-reaches here. Raw TCP is ``sendall`` against ``recv_into`` in the same two processes, without digests; ``raw_tcp_digest`` is the
-same loop with an xxh3 digest computed at both ends, piece by piece: what digests cost anybody on this machine.
+The other process is on the same machine, so both share its cores: bytes per CPU second matter more
+than what one pair reaches here. Raw TCP is ``sendall`` against ``recv_into`` in the same two
+processes, without digests; ``raw_tcp_digest`` is the same loop with an xxh3 digest computed at both
+ends, piece by piece: what digests cost anybody on this machine.
 
-``stream`` is plaintext with digests, ``encrypted`` is the default between daemons, ``zmq`` are ZeroMQ's frames, under CURVE where the
-names end in it.
+``stream`` is plaintext with digests, ``encrypted`` is the default between daemons, ``zmq`` are
+ZeroMQ's frames, under CURVE where the names end in it.
 """
 
 from __future__ import annotations
@@ -224,8 +226,9 @@ def report(
 ) -> dict[str, float | int | str]:
     """Medians, and the default variants of put and get against raw TCP of the same rounds.
 
-    The variant is fixed beforehand: the best of several would be a draw from their noise. On a machine with other work
-    the rates say little, because a way with more threads gets more of the cores: then only the CPU ratios hold.
+    The variant is fixed beforehand: the best of several would be a draw from their noise. On a
+        machine with other work the rates say little, because a way with more threads gets more of
+        the cores: then only the CPU ratios hold.
     """
     out: dict[str, float | int | str] = {}
     for name, values in samples.items():

@@ -28,7 +28,9 @@ class EventLog:
         self.counters: Counter[str] = Counter()
 
     def add(self, level: str, kind: str, message: str, key: RankKey | None = None) -> None:
-        """Record one event; level is info, warning or error. What trainers and peers say is made safe to print here."""
+        """Record one event; level is info, warning or error. What trainers and peers say is made
+        safe to print here.
+        """
         kind, message = one_line(kind), one_line(message)
         self._last_seq += 1
         self._events.append(

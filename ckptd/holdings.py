@@ -1,7 +1,7 @@
 """Between the messages that carry holdings and the records that plans are made of.
 
-The plan itself (`ckptd.core.recovery.global_plan`) is pure and knows no messages; here slot headers are unpacked,
-checked and joined with what their segment says.
+The plan itself (`ckptd.core.recovery.global_plan`) is pure and knows no messages; here slot headers
+are unpacked, checked and joined with what their segment says.
 """
 
 from __future__ import annotations

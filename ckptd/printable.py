@@ -1,7 +1,8 @@
-"""What may be printed: text without credentials, and without characters that steer a terminal or forge a line of a log.
+"""What may be printed: text without credentials, and without characters that steer a terminal or
+forge a line of a log.
 
-Events, log lines, errors and what `ckptctl` prints pass here, wherever they come from: a trainer's notice, a peer's refusal, the
-error of a store's client.
+Events, log lines, errors and what `ckptctl` prints pass here, wherever they come from: a trainer's
+notice, a peer's refusal, the error of a store's client.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ HIDDEN = "***"
 _SECRET = r"(?:secret|token|passw|pwd|credential|signature|access_?key|account_?key|api_?key|sas|authoriz)"
 # scheme://user:password@host, also without a password; the user may be the key.
 _USER = re.compile(r"(?<=://)[^/\s'\"@?#]+@")
-# ?token=…, &X-Amz-Signature=…, secret_access_key=…
-# What follows a name is bounded, and nothing before it is matched: a long notice must not cost more than its length.
+# ?token=…, &X-Amz-Signature=…, secret_access_key=… What follows a name is bounded, and nothing
+# before it is matched: a long notice must not cost more than its length.
 _PAIR = re.compile(rf"(?i)({_SECRET}[\w.-]{{0,64}}=)[^&\s'\",;)}}]+")
 # "aws_secret_access_key": "…", as in options and in errors that repeat them
 _FIELD = re.compile(rf"(?i)({_SECRET}[\w.-]{{0,64}}['\"]\s{{0,8}}:\s{{0,8}})(\"[^\"]*\"|'[^']*')")
@@ -28,7 +29,8 @@ _CONTROL = (
     r"\x00-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 )
 _STEERS = re.compile(f"[{_CONTROL}]")
-# Of a text of several lines: line ends are ours, and the one colour that we use and its end. Others could hide text.
+# Of a text of several lines: line ends are ours, and the one colour that we use and its end. Others
+# could hide text.
 _STEERS_TERMINAL = re.compile(rf"(?!\n)(?!\x1b\[(?:0|97;48;5;[0-9]{{1,3}})m)[{_CONTROL}]")
 
 
@@ -50,7 +52,9 @@ def for_terminal(text: str) -> str:
 
 
 def for_json(encoded: str) -> str:
-    """A JSON document as it can be printed; it means the same. Encoders escape the controls below U+0020 only, and a terminal heeds others."""
+    """A JSON document as it can be printed; it means the same. Encoders escape the controls below
+    U+0020 only, and a terminal heeds others.
+    """
     return _STEERS.sub(lambda found: f"\\u{ord(found[0]):04x}", encoded)
 
 

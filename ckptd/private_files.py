@@ -1,7 +1,8 @@
-"""Small files of which only their owner knows: keys, owners of ranks, records of runs. They appear complete, or not at all.
+"""Small files of which only their owner knows: keys, owners of ranks, records of runs. They appear
+complete, or not at all.
 
-The mode is 0600 whatever the umask is. A process that dies meanwhile leaves a file that nobody reads, `.<name>.<random>.tmp`. This module stands
-below all others: the engines import it, too.
+The mode is 0600 whatever the umask is. A process that dies meanwhile leaves a file that nobody
+reads, `.<name>.<random>.tmp`. This module stands below all others: the engines import it, too.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class SavedIteration:
 def saved_iterations(
     job: str, run: str, *, daemon: str | None = None, verify_iterations: int = VERIFY_ITERATIONS
 ) -> list[SavedIteration]:
-    """All that ``Checkpointer(resume_at=)`` can go back to, in memory, on peers and (the newest few) in storage; newest first.
+    """All that ``Checkpointer(resume_at=)`` can go back to, in memory, on peers and (the newest
+    few) in storage; newest first.
 
     Args:
         job, run: as the first line of a trainer tells them.

@@ -1,8 +1,9 @@
 """Reading msgpack that somebody else wrote: one function for all of it, with one error for whatever is wrong.
 
-The decoder's types bound what may be in it (lengths of lists and texts, ranges of numbers). msgspec compares a length that is announced
-with the bytes that are there before it makes room, skips what no field takes without making it, and counts how deep it is. What is
-untyped (``Any``) may cost a hundred times its bytes: decoders for the messages of others have none.
+The decoder's types bound what may be in it (lengths of lists and texts, ranges of numbers). msgspec
+compares a length that is announced with the bytes that are there before it makes room, skips what
+no field takes without making it, and counts how deep it is. What is untyped (``Any``) may cost a
+hundred times its bytes: decoders for the messages of others have none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """``Checkpointer``: the whole integration, three lines in a training loop.
 
-The loop's top is the snapshot boundary: everything that a step changes (scheduler, scaler, bias updates, the copy-back from
-master weights) has happened there. At the optimizer's step the client waits for its own copies, and for nothing else.
-Training does not depend on us: after the attach, every failure of ours is a log line, a counter, and a degraded mode.
+The loop's top is the snapshot boundary: everything that a step changes (scheduler, scaler, bias
+updates, the copy-back from master weights) has happened there. At the optimizer's step the client
+waits for its own copies, and for nothing else. Training does not depend on us: after the attach,
+every failure of ours is a log line, a counter, and a degraded mode.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ logger = get_logger(__name__)
 class Checkpointer:
     """Snapshot every iteration to the node's daemon; after a failure, resume at the exact bits.
 
-    Create it when model, optimizer and everything in ``state`` exist, and before data iterators are created: it is here that
-    a previous run is found and restored. Then loop over ``steps``.
+    Create it when model, optimizer and everything in ``state`` exist, and before data iterators are
+    created: it is here that a previous run is found and restored. Then loop over ``steps``.
 
     Args:
         model: any module; operators (experts, gates, dense parts) are found in it.
@@ -88,32 +89,43 @@ class Checkpointer:
         policy: ``"sliding"`` (sparse, any W consecutive snapshots recover), ``"aligned"`` (windows as in MoEvement), or
             ``"dense"`` (everything, every ``every`` iterations).
         window: W; None measures and chooses the smallest that fits.
-        ordering: how expert popularity is measured: hard, soft, decayed, capacity (``capacities`` by operator name).
+        ordering: how expert popularity is measured: hard, soft, decayed, capacity (``capacities``
+            by operator name).
         operators: the user's own grouping (see ``discover_operators``).
-        masters: ``{parameter name: fp32 master}`` where the optimizer holds separate masters; None finds them by value.
+        masters: ``{parameter name: fp32 master}`` where the optimizer holds separate masters; None
+            finds them by value.
         freeze: ``"auto"``, ``"drop"`` or ``"inputs"``: how operators are frozen in replay.
         on_mismatch: ``"raise"`` or ``"warn"`` when a replayed step does not reproduce what was recorded.
-        verify_iterations: a resume replays up to so many iterations more than it needs, from the snapshot before, and compares all that
-            comes of it with the newest snapshot; 0: no more than it needs, which is none with a window of 1.
+        verify_iterations: a resume replays up to so many iterations more than it needs, from the
+            snapshot before, and compares all that comes of it with the newest snapshot; 0: no more
+            than it needs, which is none with a window of 1.
         max_overhead: on CPU, the share of an iteration that copies may take (it decides the window).
-        inline_copy: copy in the training thread, beside it, or (None) whichever is measured to be faster; CPU only.
+        inline_copy: copy in the training thread, beside it, or (None) whichever is measured to be
+            faster; CPU only.
         nan_check_every: look for NaN in the weights of every that many snapshots (0: never).
         replicas: on how many other nodes each snapshot is kept; None leaves it to the daemons' configuration.
-        replicated: what several ranks have alike though no wrapper tells: patterns of parameter names, each with the process
-            group (or one-dimensional ``DeviceMesh``) over which what matches is replicated.
-        capture_once: what several ranks have alike is captured by one of them (bytes are spread evenly); False: by each.
-        start_from: a model to begin with where there is nothing to resume from: a folder or file of safetensors with the
-            model's own names, or what ``ckptctl import`` tells. With optimizer state, where it has one.
-        options: what counts where the script's options of parameter groups (learning rate, ...) are others than those with which the
-            run began: ``"recorded"``, or ``"script"`` from the iteration on at which the state is complete.
+        replicated: what several ranks have alike though no wrapper tells: patterns of parameter
+            names, each with the process group (or one-dimensional ``DeviceMesh``) over which what
+            matches is replicated.
+        capture_once: what several ranks have alike is captured by one of them (bytes are spread
+            evenly); False: by each.
+        start_from: a model to begin with where there is nothing to resume from: a folder or file of
+            safetensors with the model's own names, or what ``ckptctl import`` tells. With optimizer
+            state, where it has one.
+        options: what counts where the script's options of parameter groups (learning rate, ...) are
+            others than those with which the run began: ``"recorded"``, or ``"script"`` from the
+            iteration on at which the state is complete.
         topology: any text that must be equal for a restart to be accepted (a parallel layout, say).
-        park: keep memory into which this rank's whole state is copied when the job is torn down (docs/parking.md); None: where
-            this run logs boundaries and has several ranks.
-        park_after_s: a step that lasts longer is parked, too; None: much longer than steps have lasted so far.
-        required: whether a refused attach, or a daemon that does not answer, is an error. Otherwise all ranks train on unprotected, as with
-            ``daemon=None``: a line says why, and the counter ``unprotected`` is 1.
-        resume_at: go back to this iteration instead of the newest, after a loss spike, say; ``saved_iterations`` lists them. What is newer is
-            given up. For one start: where torchrun restarts the workers by itself, it is not looked at.
+        park: keep memory into which this rank's whole state is copied when the job is torn down
+            (docs/parking.md); None: where this run logs boundaries and has several ranks.
+        park_after_s: a step that lasts longer is parked, too; None: much longer than steps have
+            lasted so far.
+        required: whether a refused attach, or a daemon that does not answer, is an error. Otherwise
+            all ranks train on unprotected, as with ``daemon=None``: a line says why, and the
+            counter ``unprotected`` is 1.
+        resume_at: go back to this iteration instead of the newest, after a loss spike, say;
+            ``saved_iterations`` lists them. What is newer is given up. For one start: where
+            torchrun restarts the workers by itself, it is not looked at.
         timeout_s: how long to wait for the daemon at the start.
     Raises:
         ValueError: something passed is unusable; the message says what and what to do.
@@ -231,7 +243,8 @@ class Checkpointer:
                         check=unexpected if daemon == "auto" else lambda _: "",
                     )
                     self._precision = PrecisionProbe(self._binding.params)
-                    # Hooks within a compiled graph would break it: its experts are anchored in the order of the model.
+                    # Hooks within a compiled graph would break it: its experts are anchored in the
+                    # order of the model.
                     counted = [] if is_compiled(model) else self._operators
                     self._counter = TokenCounter(model, counted, self._options.ordering, capacities)
                     self._cleanup.callback(self._counter.close)
@@ -302,7 +315,9 @@ class Checkpointer:
 
     @property
     def replaying(self) -> bool:
-        """Whether this step is replayed: it was run before the failure, and what it computes now is compared with what was recorded."""
+        """Whether this step is replayed: it was run before the failure, and what it computes now is
+        compared with what was recorded.
+        """
         return self._loop.replaying.frozen
 
     def clip_grad_norm_(
@@ -313,7 +328,9 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """The body is a forward of the model; said where the model is not called as a module, as in Lightning's ``training_step``."""
+        """The body is a forward of the model; said where the model is not called as a module, as in
+        Lightning's ``training_step``.
+        """
         if self.off:
             yield
             return
@@ -324,14 +341,18 @@ class Checkpointer:
             self._loop.forward_ended()
 
     def record(self, kind: str, value: Any) -> Any:
-        """Keep a value that a replay with frozen operators could not recompute; in replay, the recorded one is returned."""
+        """Keep a value that a replay with frozen operators could not recompute; in replay, the
+        recorded one is returned.
+        """
         return value if self.off else self._loop.tape.record(kind, value)
 
     def shared_value(self, name: str, compute: Callable[[], Any]) -> Any:
-        """What all ranks compute together in this step and all have alike: a gradient norm over all stages, a loss to show.
+        """What all ranks compute together in this step and all have alike: a gradient norm over all
+        stages, a loss to show.
 
-        ``compute`` is called in normal life only. A replay, or a rank that runs alone after a localized restart, gets what it
-        returned then; so what it communicates does not join ranks that could recover apart.
+        ``compute`` is called in normal life only. A replay, or a rank that runs alone after a
+        localized restart, gets what it returned then; so what it communicates does not join ranks
+        that could recover apart.
 
         Raises:
             ValueError: it returned something that a snapshot cannot hold.
@@ -341,15 +362,18 @@ class Checkpointer:
         return shared_value(name, compute, self._loop.tape, self._pipeline.log)
 
     def batches(self, loader: Any, *, skip: bool | None = None) -> Iterator[Any]:
-        """Iterate over ``loader`` for ever, epoch after epoch; a successor goes on with the very batch that follows.
+        """Iterate over ``loader`` for ever, epoch after epoch; a successor goes on with the very
+        batch that follows.
 
-        The loader need not be in ``state=``. After a failure the batches of the interrupted epoch are fetched again and thrown away, up to
-        the position: random numbers that a sample, or a worker, draws are then the same. Call it for the same loaders in the same order in
-        each life, and fetch within the loop's body.
+        The loader need not be in ``state=``. After a failure the batches of the interrupted epoch
+        are fetched again and thrown away, up to the position: random numbers that a sample, or a
+        worker, draws are then the same. Call it for the same loaders in the same order in each
+        life, and fetch within the loop's body.
 
         Args:
             skip: True, a sample depends on its index and on torch's, numpy's and Python's global random generators in this process only:
-                the batches are passed over without being made. None: where that is certain (stored tensors, torch's own collation).
+                the batches are passed over without being made. None: where that is certain (stored
+                tensors, torch's own collation).
         Raises:
             ValueError: ``loader`` cannot be taken back to a position; the message says what to do.
         """
@@ -362,7 +386,9 @@ class Checkpointer:
         return found
 
     def note_batch(self, batch: Any) -> None:
-        """The running step trains on this batch, which does not come from ``batches``: it is to be the same when the step is repeated."""
+        """The running step trains on this batch, which does not come from ``batches``: it is to be
+        the same when the step is repeated.
+        """
         if not self.off:
             self._loop.ledger.note(batch)
 
@@ -370,7 +396,8 @@ class Checkpointer:
     def quiet(self) -> Iterator[None]:
         """While the body runs (a large all-to-all, say), this node's daemon sends no snapshots to its peers.
 
-        A hint: it holds for half a second at most, so that replication cannot starve. Costs about a microsecond.
+        A hint: it holds for half a second at most, so that replication cannot starve. Costs about a
+            microsecond.
         """
         table = self._memory.table if self._memory is not None else None
         if table is not None:
@@ -386,7 +413,8 @@ class Checkpointer:
     def log_boundaries(
         self, stages: Any, *, limit_bytes: int | None = None, replicate: bool = False
     ) -> SilentLog:
-        """Log what these stages send to other stages: a schedule of ``torch.distributed.pipelining``, a stage, or several.
+        """Log what these stages send to other stages: a schedule of
+        ``torch.distributed.pipelining``, a stage, or several.
 
         Call it once, before the loop; ``close`` undoes it. Returns the log, as ``boundary_log`` does.
 
@@ -407,7 +435,8 @@ class Checkpointer:
         Args:
             limit_bytes: the most that it may take; None leaves it to the daemon's quota. Counts where the log is made, as does the next one.
             replicate: whether the nodes that hold replicas of this rank's snapshots are to hold its log, too: it is then to be had when this
-                node is lost. Takes as much of their memory; one that has none holds no log, and training goes on.
+                node is lost. Takes as much of their memory; one that has none holds no log, and
+                training goes on.
         """
         if self.off:
             return SilentLog()
@@ -461,11 +490,12 @@ class Checkpointer:
         )
 
     def verify(self, run_step: Callable[[int], Any]) -> Certificate:
-        """Replay the newest window in process and compare with the live state: a certificate that anyone can rerun.
+        """Replay the newest window in process and compare with the live state: a certificate that
+        anyone can rerun.
 
-        Call it between steps (after the optimizer's step, or after the loop), on all ranks at the same step. ``run_step(step)``
-        must do what the loop's body does, with data that comes from objects in ``state=`` (or from ``batches``). The live state is
-        put back afterwards.
+        Call it between steps (after the optimizer's step, or after the loop), on all ranks at the
+        same step. ``run_step(step)`` must do what the loop's body does, with data that comes from
+        objects in ``state=`` (or from ``batches``). The live state is put back afterwards.
 
         Raises:
             ValueError: off, replaying, not all ranks run this iteration, or there is no complete window yet (that all ranks have).
@@ -506,7 +536,9 @@ class Checkpointer:
         self.close()
 
     def close(self) -> None:
-        """Detach from the daemon, which keeps the snapshots. The loop may go on unprotected, unless it is being replayed."""
+        """Detach from the daemon, which keeps the snapshots. The loop may go on unprotected, unless
+        it is being replayed.
+        """
         if self._loop.parking is not None:
             self._loop.parking.leave("closed in the middle of a step")
         self._cleanup.close()

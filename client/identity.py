@@ -14,7 +14,8 @@ __all__ = ["Identity", "identify"]
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DEFAULT_RUN = "default"
 _DIGEST_DIGITS = 8
-# What `torchrun --standalone` and the launcher's API make up where nobody gave an id: a UUID, or one as a decimal number.
+# What `torchrun --standalone` and the launcher's API make up where nobody gave an id: a UUID, or
+# one as a decimal number.
 _MADE_UP = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d{30,39}")
 _ANCESTORS = 8
 
@@ -62,11 +63,13 @@ class Identity:
 def identify(
     job: str | None, run: str | None, rank: int | None, world_size: int | None
 ) -> Identity:
-    """Complete what was given from torchrun's environment (``RANK``, ``WORLD_SIZE``, ``TORCHELASTIC_RUN_ID``).
+    """Complete what was given from torchrun's environment (``RANK``, ``WORLD_SIZE``,
+    ``TORCHELASTIC_RUN_ID``).
 
-    The same command in the same folder has the same names each time. A job that nobody named is named after its script, and told
-    from others of that name by the script's path and the folder in which it was started. A run is ``default`` where nobody chose
-    an id: one that torchrun made up is not used.
+    The same command in the same folder has the same names each time. A job that nobody named is
+    named after its script, and told from others of that name by the script's path and the folder in
+    which it was started. A run is ``default`` where nobody chose an id: one that torchrun made up
+    is not used.
 
     Raises:
         ValueError: a name has other characters than letters, digits, ``.``, ``_`` and ``-``, or a number is out of range.

@@ -1,4 +1,6 @@
-"""The lines that a trainer prints: each begins with ``ckptd:``, whatever the logging set-up of the program is."""
+"""The lines that a trainer prints: each begins with ``ckptd:``, whatever the logging set-up of the
+program is.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class _Lines(_Adapter):
 def get_logger(name: str) -> logging.LoggerAdapter[logging.Logger]:
     """The logger of this name; what is said to it begins with ``ckptd:``.
 
-    In a program that has set up no logging, Python prints the bare text of warnings and errors: among the program's own lines
-    nobody could tell whose they are.
+    In a program that has set up no logging, Python prints the bare text of warnings and errors:
+    among the program's own lines nobody could tell whose they are.
     """
     return _Lines(logging.getLogger(name), {})

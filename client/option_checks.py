@@ -1,4 +1,6 @@
-"""Checks and sums before the attach: options, the user's state objects, operators, and the least memory needed."""
+"""Checks and sums before the attach: options, the user's state objects, operators, and the least
+memory needed.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def needed_memory(
     window: int | None,
     sharing: ReplicatedParams,
 ) -> tuple[int, str]:
-    """The least memory with which this rank can be protected, for the daemon to check at the attach, and how it comes about."""
+    """The least memory with which this rank can be protected, for the daemon to check at the
+    attach, and how it comes about.
+    """
     costs = sharing.mean_costs(operators, operator_costs(binding, operators, {}))
     anchor, compute = sum(c.anchor_bytes for c in costs), sum(c.compute_bytes for c in costs)
     windows = (

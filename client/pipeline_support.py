@@ -1,4 +1,5 @@
-"""What a `Checkpointer` does for the stages of a pipeline: log their boundaries, and run apart after a localized restart.
+"""What a `Checkpointer` does for the stages of a pipeline: log their boundaries, and run apart
+after a localized restart.
 
 In every other job nothing of this is there, and each call returns at once.
 """
@@ -61,7 +62,8 @@ class PipelinePart:
         return self.log
 
     def listen_to(self, stages: list[Any], log: BoundaryLog) -> contextlib.ExitStack:
-        """Have what these stages send logged, and, where ranks run apart, have them fed; closing the result undoes it.
+        """Have what these stages send logged, and, where ranks run apart, have them fed; closing
+        the result undoes it.
 
         Raises:
             ValueError: some are logged already.
@@ -125,7 +127,8 @@ class PipelinePart:
             self.log.abandon()
 
     def come_together(self, step: int, memory: RankMemory, wait: Callable[[], object]) -> None:
-        """The top of a step. At the first one after a localized restart that all ranks run, ``wait`` is called: all come there.
+        """The top of a step. At the first one after a localized restart that all ranks run,
+        ``wait`` is called: all come there.
 
         Raises:
             ValueError: there is nobody to feed this rank: boundaries are not logged in this life.

@@ -66,7 +66,8 @@ def restore(
 def heed_program(
     replay: Replay, here: Program, loop: LoopSide, subject: TrainingState, options: str
 ) -> None:
-    """Say how this program differs from the one that began the run, and see to it that the right one's options count.
+    """Say how this program differs from the one that began the run, and see to it that the right
+    one's options count.
 
     Args:
         options: whose count: ``recorded`` or ``script``.

@@ -12,7 +12,9 @@ __all__ = ["capture_rng", "restore_rng"]
 
 
 def capture_rng() -> dict[str, Any]:
-    """All global generators, as values of the closed set; consumes no random number and synchronises no device."""
+    """All global generators, as values of the closed set; consumes no random number and
+    synchronises no device.
+    """
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {

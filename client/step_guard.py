@@ -17,7 +17,9 @@ _FAILURES_IN_A_ROW = 3
 
 
 class Guard:
-    """Runs our side of a step. What is sealed stays; after a few failures in a row training is left alone for the rest of the run."""
+    """Runs our side of a step. What is sealed stays; after a few failures in a row training is left
+    alone for the rest of the run.
+    """
 
     def __init__(self, session: Session, stats: Stats) -> None:
         self._session, self._stats = session, stats

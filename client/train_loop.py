@@ -1,6 +1,8 @@
-"""Our side of the user's loop: what is done at the top of each step, before its first forward, and around the optimizer's step.
+"""Our side of the user's loop: what is done at the top of each step, before its first forward, and
+around the optimizer's step.
 
-The top is the snapshot boundary. A loop that is not protected (any more) has all of this too, and only its steps are counted.
+The top is the snapshot boundary. A loop that is not protected (any more) has all of this too, and
+only its steps are counted.
 """
 
 from __future__ import annotations
@@ -125,7 +127,9 @@ class LoopSide:
     # -- the steps -------------------------------------------------------------------------------
 
     def run(self, steps: range) -> Iterator[int]:
-        """The steps of a protected loop, each after its top; the top that follows the last one is that of its snapshot."""
+        """The steps of a protected loop, each after its top; the top that follows the last one is
+        that of its snapshot.
+        """
         for step in self.bodies(steps):
             self._top(step)
             self.pipeline.begin(step, replaying=self.replaying.replay is not None)
@@ -185,7 +189,8 @@ class LoopSide:
         assert replay is not None
         found = self.replaying.end()
         if found is not None:
-            # Only now is the newest snapshot certain to be here: it may have come from another node meanwhile.
+            # Only now is the newest snapshot certain to be here: it may have come from another node
+            # meanwhile.
             found.plan.use_phases(replay.newest_scalars["phases"])
             if recorder is not None:
                 # Absent in what 0.4 recorded.
@@ -238,7 +243,8 @@ class LoopSide:
         self.replaying.before_optimizer_step()
         if self.recorder is not None:
             self._survive(self.recorder, self.recorder.before_optimizer_step)
-        # In a replay there is no moment that could end, and the next top opens none: nobody is to wait for it.
+        # In a replay there is no moment that could end, and the next top opens none: nobody is to
+        # wait for it.
         if self.parking is not None and self.replaying.replay is None:
             self.parking.before_update()
 

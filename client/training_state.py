@@ -1,4 +1,6 @@
-"""What a `Checkpointer` is given, looked at before any daemon is asked: what is to be protected, and whether it can be."""
+"""What a `Checkpointer` is given, looked at before any daemon is asked: what is to be protected,
+and whether it can be.
+"""
 
 from __future__ import annotations
 

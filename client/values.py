@@ -1,11 +1,13 @@
 """A closed set of value types as msgpack: what step scalars and the user's ``state=`` may contain.
 
-Values may be nested `MAX_DEPTH` deep: each level costs tens of kilobytes of the C stack, and a process whose stack is full dies
-without an error. The bound is the same for packing and for unpacking, so that what was packed can be read.
+Values may be nested `MAX_DEPTH` deep: each level costs tens of kilobytes of the C stack, and a
+process whose stack is full dies without an error. The bound is the same for packing and for
+unpacking, so that what was packed can be read.
 
-Everything round-trips to an equal value of the same type: None, bool, int (of any size), float, str, bytes, list, tuple, dict,
-OrderedDict, Counter, set, frozenset, torch tensors, dtypes, devices and sizes, numpy arrays and scalars. Nothing else, and
-no pickle: an image may be read by others than its writer.
+Everything round-trips to an equal value of the same type: None, bool, int (of any size), float,
+str, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset, torch tensors, dtypes, devices
+and sizes, numpy arrays and scalars. Nothing else, and no pickle: an image may be read by others
+than its writer.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import torch
 
 __all__ = ["MAX_DEPTH", "UnsupportedValue", "bytes_of", "equal", "pack", "unpack"]
 
-# Of tuples, sets and the other types with a code. Lists and dicts have msgpack's own bound (511 to pack, 1,024 to unpack).
+# Of tuples, sets and the other types with a code. Lists and dicts have msgpack's own bound (511 to
+# pack, 1,024 to unpack).
 MAX_DEPTH = 100
 
 (

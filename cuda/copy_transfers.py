@@ -1,7 +1,9 @@
-"""Which transfers a list of copies becomes: large dense tensors each by itself, runs of small ones and casts through a pack.
+"""Which transfers a list of copies becomes: large dense tensors each by itself, runs of small ones
+and casts through a pack.
 
-A list of copies is planned once and used at every boundary for which it is handed over again: what is left to do in the training
-thread is then two or three calls into torch, whatever the number of tensors.
+A list of copies is planned once and used at every boundary for which it is handed over again: what
+is left to do in the training thread is then two or three calls into torch, whatever the number of
+tensors.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from ckptd.cuda.engine import CopyItem
 
 __all__ = ["PACK_BYTES", "CopyTransfers", "Pack", "plan_transfers"]
 
-# What crosses the link at a stretch, a third of a millisecond at 50 GB/s, and the length of the pack. A copy engine goes on with one
-# stream while that has a copy that is ready, whatever its priority: the trainer's own small copies (the size of a `nonzero`, an `item`)
-# would wait for the whole snapshot. A kernel between two copies makes the engine look at the other streams.
-# Observed by TorchRec, https://github.com/meta-pytorch/torchrec/pull/4315 and /4339.
+# What crosses the link at a stretch, a third of a millisecond at 50 GB/s, and the length of the
+# pack. A copy engine goes on with one stream while that has a copy that is ready, whatever its
+# priority: the trainer's own small copies (the size of a `nonzero`, an `item`) would wait for the
+# whole snapshot. A kernel between two copies makes the engine look at the other streams. Observed
+# by TorchRec, https://github.com/meta-pytorch/torchrec/pull/4315 and /4339.
 PACK_BYTES = 16 << 20
-# What is dense and at least this long needs no pack. A launch takes the training thread about 8 us for each tensor; packed, under 1 us
-# (measured on an H100, bench.gpu), and packing is a copy at the speed of the device's memory.
+# What is dense and at least this long needs no pack. A launch takes the training thread about 8 us
+# for each tensor; packed, under 1 us (measured on an H100, bench.gpu), and packing is a copy at the
+# speed of the device's memory.
 SMALL_BYTES = 4 << 20
 # What a pack's address is a multiple of, so that items are as aligned in it as they are in the image.
 _ALIGNMENT = 64

@@ -1,7 +1,9 @@
-"""The CUDA twin of ``CpuEngine``: copies on a side stream into registered (pinned) slots, small tensors packed.
+"""The CUDA twin of ``CpuEngine``: copies on a side stream into registered (pinned) slots, small
+tensors packed.
 
-The host never blocks for a copy: ``wait`` makes the current stream wait for the side stream, so that the optimizer's kernels
-run after the copies while the CPU goes on issuing work. A watcher thread learns from an event when the bytes are there.
+The host never blocks for a copy: ``wait`` makes the current stream wait for the side stream, so
+that the optimizer's kernels run after the copies while the CPU goes on issuing work. A watcher
+thread learns from an event when the bytes are there.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ __all__ = ["CudaEngine"]
 
 @dataclass(frozen=True, slots=True)
 class _SampleBuffers:
-    """What samples are read with: their index on the device, and where words go to there and in pinned memory, for two readings."""
+    """What samples are read with: their index on the device, and where words go to there and in
+    pinned memory, for two readings.
+    """
 
     index: Tensor
     words: tuple[Tensor, Tensor]
@@ -45,7 +49,9 @@ class _SampleBuffers:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A copy in flight: its first event where it is timed, its last one, and whom to tell. What it reads must live until it is over."""
+    """A copy in flight: its first event where it is timed, its last one, and whom to tell. What it
+    reads must live until it is over.
+    """
 
     first: torch.cuda.Event | None
     last: torch.cuda.Event
@@ -74,7 +80,8 @@ class CudaEngine:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._last: torch.cuda.Event | None = None
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        # Weakly: what was prepared holds the tensors, and must not outlive a list whose tensors the trainer has replaced.
+        # Weakly: what was prepared holds the tensors, and must not outlive a list whose tensors the
+        # trainer has replaced.
         self._planned: dict[weakref.ref[CopyList], CopyTransfers] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._registered: dict[int, list[int]] = {}
@@ -82,7 +89,8 @@ class CudaEngine:
         self._thread.start()
 
     def register(self, memory: HostMemory, regions: Sequence[tuple[int, int]]) -> None:
-        """Pin each region (a slot) with the driver; one huge registration may be refused where several are not.
+        """Pin each region (a slot) with the driver; one huge registration may be refused where
+        several are not.
 
         Raises:
             RuntimeError: the driver refuses; the message has its code and what to look at.
@@ -143,7 +151,9 @@ class CudaEngine:
             done(error)
 
     def read(self, samples: Samples, done: Callable[[BaseException | None], None]) -> None:
-        """One gather on the current stream; its words cross on the side stream, and the watcher thread notes them."""
+        """One gather on the current stream; its words cross on the side stream, and the watcher
+        thread notes them.
+        """
         error: BaseException | None = None
         try:
             if samples.can_be_read():
@@ -176,7 +186,8 @@ class CudaEngine:
     def wait(self) -> float:
         """Order the current stream after the copies; the host does not block.
 
-        Returns the seconds that the device's stream stood still at earlier calls, as far as it has told since the last one.
+        Returns the seconds that the device's stream stood still at earlier calls, as far as it has
+        told since the last one.
         """
         stalled = self._stalls()
         if self._last is not None:
@@ -204,7 +215,9 @@ class CudaEngine:
         self._thread.join(timeout=30)
 
     def _transfers(self, items: Sequence[CopyItem]) -> CopyTransfers:
-        """Planned once for a list that is handed over again, which it is as long as the tensors are the same ones."""
+        """Planned once for a list that is handed over again, which it is as long as the tensors are
+        the same ones.
+        """
         if not isinstance(items, CopyList):
             return plan_transfers(items, self._pack)
         key = weakref.ref(items, lambda gone: self._planned.pop(gone, None))
@@ -243,7 +256,9 @@ class CudaEngine:
             job.done(error)
 
     def _forget_error(self) -> None:
-        """The runtime keeps a refusal until somebody asks; the next kernel's launch check, the trainer's, would raise it."""
+        """The runtime keeps a refusal until somebody asks; the next kernel's launch check, the
+        trainer's, would raise it.
+        """
         try:
             self._pack[:1].zero_()
         except RuntimeError as error:

@@ -1,16 +1,22 @@
-"""The GPU form of the token dispatcher: the same integers as ``ckptd.core.elastic.token_dispatch``, without the host.
+"""The GPU form of the token dispatcher: the same integers as ``ckptd.core.elastic.token_dispatch``,
+without the host.
 
-That module states the problem and the method. Here each step is a kernel over all ranks and experts (``dispatch_kernels``):
+That module states the problem and the method. Here each step is a kernel over all ranks and experts
+(``dispatch_kernels``):
 
 1. *quotas*: tokens that each rank computes, and those of them that it has already;
-2. *match*, once within nodes if they are known, and once among all ranks: surplus and room of each expert are laid out on two lines;
-3. *share*: what one rank sends to whom and gets from whom, from where its part of the lines meets that of others.
+2. *match*, once within nodes if they are known, and once among all ranks: surplus and room of each
+   expert are laid out on two lines;
+3. *share*: what one rank sends to whom and gets from whom, from where its part of the lines meets
+   that of others.
 
-Nothing waits for the device, and nothing depends on the counts but the numbers themselves, so all of it can be captured in a CUDA graph.
-Therefore counts are not looked at: they must not be negative, nor add up to more than an int64 holds. What can be wrong in a placement is
-found when it is brought to the device, once.
+Nothing waits for the device, and nothing depends on the counts but the numbers themselves, so all
+of it can be captured in a CUDA graph. Therefore counts are not looked at: they must not be
+negative, nor add up to more than an int64 holds. What can be wrong in a placement is found when it
+is brought to the device, once.
 
-Triton is needed, which torch for CUDA brings along. It is imported, and kernels are compiled, when a placement is brought to a device.
+Triton is needed, which torch for CUDA brings along. It is imported, and kernels are compiled, when
+a placement is brought to a device.
 
 Complexity: ``R * E`` each, 5 launches, 12 ``[R, E]`` of int64 of device memory for a plan and 3 for a share.
 
@@ -119,10 +125,13 @@ class DeviceDispatcher:
         return DeviceDispatch(quotas, state[0, 0], state, lines, self)
 
     def _compile(self) -> None:
-        """Plan for no tokens at all, so that a machine that cannot is known by now, and the first call is as fast as any."""
+        """Plan for no tokens at all, so that a machine that cannot is known by now, and the first
+        call is as fast as any.
+        """
         try:
             self.plan(torch.zeros_like(self._replicas)).share(0)
-        # Compilers, linkers and drivers are called here, whose errors have no common base; all of them mean that others must plan.
+        # Compilers, linkers and drivers are called here, whose errors have no common base; all of
+        # them mean that others must plan.
         except Exception as error:
             raise KernelsUnavailable(f"{type(error).__name__}: {error}") from error
 

@@ -1,8 +1,9 @@
 """Copy engines: tensors to and from a slot of host memory, off the training thread.
 
-``CpuEngine`` copies in a background thread; ``CudaEngine`` on a side stream into registered (pinned) memory, small tensors
-packed. Both have the interface of ``CopyEngine`` and pass the same tests. A copy is asynchronous: the sources must not
-change between ``begin`` and the return of ``wait``.
+``CpuEngine`` copies in a background thread; ``CudaEngine`` on a side stream into registered
+(pinned) memory, small tensors packed. Both have the interface of ``CopyEngine`` and pass the same
+tests. A copy is asynchronous: the sources must not change between ``begin`` and the return of
+``wait``.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["CopyEngine", "CopyItem", "CopyList", "CpuEngine", "HostMemory", "measure_bandwidth"]
 
-# Below torch's parallel grain (32,768 elements) an operation stays on the calling thread. Above it, it would form a second
-# OpenMP team in this process, and the trainer's threads would sleep at every barrier instead of spinning (65 % slower on two
-# cores); torch's number of threads is not ours to change (that changes bits).
+# Below torch's parallel grain (32,768 elements) an operation stays on the calling thread. Above it,
+# it would form a second OpenMP team in this process, and the trainer's threads would sleep at every
+# barrier instead of spinning (65 % slower on two cores); torch's number of threads is not ours to
+# change (that changes bits).
 _SERIAL_NUMEL = 32_767
 
 
 @dataclass(frozen=True, slots=True)
 class CopyItem:
-    """Rows ``[start, stop)`` of ``tensor`` (all of it if ``start`` is None) at ``offset`` bytes into the slot, as ``dtype``."""
+    """Rows ``[start, stop)`` of ``tensor`` (all of it if ``start`` is None) at ``offset`` bytes
+    into the slot, as ``dtype``.
+    """
 
     tensor: Tensor
     start: int | None
@@ -48,7 +52,9 @@ class CopyItem:
 
 
 class CopyList(list[CopyItem]):
-    """Copies that are handed over again, as they are: an engine may keep what it has prepared for them, while the list lives."""
+    """Copies that are handed over again, as they are: an engine may keep what it has prepared for
+    them, while the list lives.
+    """
 
     __slots__ = ("__weakref__",)
     # The list itself counts, not what is in it.
@@ -82,7 +88,8 @@ class CopyEngine(Protocol):
 
     # Where the sources are.
     device: torch.device
-    # Whether ``wait`` blocks the host until the bytes have arrived (or only orders the device's work after the copies).
+    # Whether ``wait`` blocks the host until the bytes have arrived (or only orders the device's
+    # work after the copies).
     host_waits: bool
     # Whether copies are complete when ``begin`` returns: then nothing runs beside them but other threads.
     inline: bool
@@ -104,7 +111,8 @@ class CopyEngine(Protocol):
         late: Callable[[], Sequence[CopyItem]] = tuple,
         at_once: Sequence[CopyItem] = (),
     ) -> None:
-        """Start copying ``items`` to the slot at ``base``; ``done(error)`` is called once, on any thread, before ``wait`` returns.
+        """Start copying ``items`` to the slot at ``base``; ``done(error)`` is called once, on any
+        thread, before ``wait`` returns.
 
         Args:
             late: further items, asked for when their turn comes, on any thread.
@@ -115,14 +123,17 @@ class CopyEngine(Protocol):
     def read(self, samples: Samples, done: Callable[[BaseException | None], None]) -> None:
         """Note in ``samples`` what the sources hold now (on a device: when the current stream gets here).
 
-        ``done(error)`` is called once, on any thread, after what was begun before has been told; the host does not wait for a device.
-        Memory is allocated only where ``samples`` are read for the first time.
+        ``done(error)`` is called once, on any thread, after what was begun before has been told;
+        the host does not wait for a device. Memory is allocated only where ``samples`` are read for
+        the first time.
         """
 
     def wait(self) -> float:
-        """Return when the sources may change again: the copy in flight is complete, or later device work is ordered after it.
+        """Return when the sources may change again: the copy in flight is complete, or later device
+        work is ordered after it.
 
-            Returns the seconds that training waited: the calling thread, here and now; or, where only the device waits, its stream
+            Returns the seconds that training waited: the calling thread, here and now; or, where
+                only the device waits, its stream
         at earlier calls, as far as the device has told since the last one.
         """
 
@@ -307,7 +318,9 @@ def _copy_serially(target: Tensor, source: Tensor) -> None:
 
 
 def measure_bandwidth(tensors: Sequence[Tensor], *, limit_bytes: int = 128 << 20) -> float:
-    """Bytes per second at which these tensors are copied to warm host memory: a sample of up to ``limit_bytes``."""
+    """Bytes per second at which these tensors are copied to warm host memory: a sample of up to
+    ``limit_bytes``.
+    """
     sample: list[Tensor] = []
     total = 0
     for tensor in tensors:

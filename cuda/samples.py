@@ -1,15 +1,20 @@
-"""Samples: a few elements of every tensor that is copied, read where they lie, to tell whether a copy was torn.
+"""Samples: a few elements of every tensor that is copied, read where they lie, to tell whether a
+copy was torn.
 
-Not every write moves a version counter: ``p.data.mul_(…)``, a numpy view, a kernel of one's own. So elements are read three times:
-at the top of the step, in the finished copy, and in the tensors before the optimizer's step. The copy is to hold what there was at the
-top; comparing it with the tensors alone would not tell, because a write that came before the copy is in both. And the tensors are still to
-hold it: where they do not, something wrote beside the copy, which may be torn where no sample is.
+Not every write moves a version counter: ``p.data.mul_(…)``, a numpy view, a kernel of one's own. So
+elements are read three times: at the top of the step, in the finished copy, and in the tensors
+before the optimizer's step. The copy is to hold what there was at the top; comparing it with the
+tensors alone would not tell, because a write that came before the copy is in both. And the tensors
+are still to hold it: where they do not, something wrote beside the copy, which may be torn where no
+sample is.
 
-All of a snapshot's samples are read in one vectorised gather, so that thousands of small tensors cost what a few large ones do: the
-machine words at their addresses, out of one array that spans from the lowest address to the highest. Of what lies between nothing is read.
+All of a snapshot's samples are read in one vectorised gather, so that thousands of small tensors
+cost what a few large ones do: the machine words at their addresses, out of one array that spans
+from the lowest address to the highest. Of what lies between nothing is read.
 
-Positions are the first and the last element and one of each stretch between them. They are another one in each snapshot, at distances of the
-golden ratio, so that whatever is written regularly comes upon one; and the same ones for the same number, so that a run can be repeated.
+Positions are the first and the last element and one of each stretch between them. They are another
+one in each snapshot, at distances of the golden ratio, so that whatever is written regularly comes
+upon one; and the same ones for the same number, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -25,8 +30,9 @@ from torch import Tensor
 
 __all__ = ["SamplePlan", "Sampled", "Samples"]
 
-# Of one tensor: so many, and one for each MiB more, within bounds. Reading a word takes about 10 ns of the training thread where it is in
-# no cache, wherever it is: 16,000 of them 150 us (2,000 tensors), 3,200 of them 50 us (50 tensors of a GiB each).
+# Of one tensor: so many, and one for each MiB more, within bounds. Reading a word takes about 10 ns
+# of the training thread where it is in no cache, wherever it is: 16,000 of them 150 us (2,000
+# tensors), 3,200 of them 50 us (50 tensors of a GiB each).
 _FEWEST = 8
 _MOST = 64
 _PER_SAMPLE_BYTES = 1 << 20
@@ -55,7 +61,9 @@ class Sampled(Protocol):
 
 
 class AddressSpan:
-    """Memory from an address on, as numpy and torch take it from others: nothing is copied, and nothing is looked at."""
+    """Memory from an address on, as numpy and torch take it from others: nothing is copied, and
+    nothing is looked at.
+    """
 
     def __init__(self, address: int, words: int, *, device: bool) -> None:
         about = {"data": (address, False), "shape": (words,), "typestr": "<i8", "version": 3}
@@ -134,7 +142,9 @@ class SamplePlan:
         return {p.number for p, address in pairs if p.tensor.data_ptr() != address}
 
     def unlike(self, element: Words, values: Words, image: Words, base: int) -> set[int]:
-        """The items whose copies, in an image that begins at ``base`` in ``image``'s bytes, do not hold ``values``."""
+        """The items whose copies, in an image that begins at ``base`` in ``image``'s bytes, do not
+        hold ``values``.
+        """
         position = self._offsets + element.view(np.int64) * self._image_sizes + base
         shift = (position & 7).astype(np.uint64) << np.uint64(3)
         copied = (image[position >> 3] >> shift) & self._image_masks
@@ -192,10 +202,11 @@ class SamplePlan:
 
 @dataclass(slots=True)
 class Samples:
-    """The samples of one snapshot: where they are, and what was found there each time that an engine read them.
+    """The samples of one snapshot: where they are, and what was found there each time that an
+    engine read them.
 
-    ``element``: the number of each within its rows. ``index``: the words of ``plan.span`` that they lie in. ``prepared``: what a
-    device's engine keeps for reading again.
+    ``element``: the number of each within its rows. ``index``: the words of ``plan.span`` that they
+        lie in. ``prepared``: what a device's engine keeps for reading again.
     """
 
     plan: SamplePlan
@@ -207,7 +218,9 @@ class Samples:
     prepared: Any = None
 
     def can_be_read(self) -> bool:
-        """Whether there are any, all where they were; what has moved since the plan was made counts as changed."""
+        """Whether there are any, all where they were; what has moved since the plan was made counts
+        as changed.
+        """
         if self.plan.moved():
             self.moved |= self.plan.items_moved()
         return bool(len(self.plan)) and not self.moved
@@ -238,7 +251,9 @@ class Samples:
 
 @dataclass(slots=True)
 class _Place:
-    """An item as it lies in memory: ``elements`` from the address ``start`` on, each ``size`` bytes; with ``strides`` if they have gaps."""
+    """An item as it lies in memory: ``elements`` from the address ``start`` on, each ``size``
+    bytes; with ``strides`` if they have gaps.
+    """
 
     number: int
     tensor: Tensor
@@ -294,7 +309,9 @@ class _Place:
 
 
 def _stretches(nth: Indices, elements: Indices, counts: Indices) -> tuple[Words, Words]:
-    """Where the stretch of each sample begins, and how many elements it has: the first one, the last one, and equal parts between."""
+    """Where the stretch of each sample begins, and how many elements it has: the first one, the
+    last one, and equal parts between.
+    """
     inner = np.maximum(counts - 2, 1)
     begin = 1 + (elements - 2) * (nth - 1) // inner
     end = 1 + (elements - 2) * nth // inner
@@ -307,7 +324,9 @@ def _stretches(nth: Indices, elements: Indices, counts: Indices) -> tuple[Words,
 def _differ_when_cast(
     values: Words, copied: Words, source: torch.dtype, target: torch.dtype
 ) -> npt.NDArray[np.bool_]:
-    """Whether elements are not what a copy as another dtype makes of them. Which NaN that makes of one depends on the kernel."""
+    """Whether elements are not what a copy as another dtype makes of them. Which NaN that makes of
+    one depends on the kernel.
+    """
     whole = torch.from_numpy(values.astype(_INTEGERS[source.itemsize])).view(source)
     narrow = torch.from_numpy(copied.astype(_INTEGERS[target.itemsize])).view(target)
     bits = _INTEGERS[target.itemsize]

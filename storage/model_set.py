@@ -208,7 +208,9 @@ def open_set(files: SetFiles, *, single: str = "", complete: bool = False) -> Mo
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Each name without what wraps the model: data parallelism (if around all of it), compiling, recomputation."""
+    """Each name without what wraps the model: data parallelism (if around all of it), compiling,
+    recomputation.
+    """
     plain = {name: _without(name, _WRAPPERS) for name in names}
     while plain and all(name.startswith(_REPLICA + ".") for name in plain.values()):
         plain = {name: short.removeprefix(_REPLICA + ".") for name, short in plain.items()}

@@ -1,4 +1,6 @@
-"""A store whose manifests are believed by their signatures: what was written there by anybody else is damaged, and passed over as such."""
+"""A store whose manifests are believed by their signatures: what was written there by anybody else
+is damaged, and passed over as such.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The same examples in every run: ``make test`` must not fail by chance. ``CKPTD_RANDOM_EXAMPLES=1`` looks for new ones.
+"""The same examples in every run: ``make test`` must not fail by chance.
+``CKPTD_RANDOM_EXAMPLES=1`` looks for new ones.
 
-And one OpenMP thread, here and in all children, for whoever does not ask for more: several test processes share the cores, and a team
-of which a member waits for a core waits as a whole. With two threads the same tests took four to ten times as long.
+And one OpenMP thread, here and in all children, for whoever does not ask for more: several test
+processes share the cores, and a team of which a member waits for a core waits as a whole. With two
+threads the same tests took four to ten times as long.
 """
 
 from __future__ import annotations

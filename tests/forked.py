@@ -1,7 +1,9 @@
-"""Processes that begin with torch and the client imported: forked from one server, which each process of tests starts once.
+"""Processes that begin with torch and the client imported: forked from one server, which each
+process of tests starts once.
 
-A fresh interpreter spends seconds of a core on importing torch; a fork begins in milliseconds. What they inherit is the environment
-that the server had when it was started, hence what a process needs of it is told to the process.
+A fresh interpreter spends seconds of a core on importing torch; a fork begins in milliseconds. What
+they inherit is the environment that the server had when it was started, hence what a process needs
+of it is told to the process.
 """
 
 from __future__ import annotations

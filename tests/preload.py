@@ -1,6 +1,7 @@
 """Imported once by the fork server, so that every process begins with what all of them would import.
 
-Looked at with ``sys.modules`` before and after a job: what is imported late (torch._dynamo by an optimizer's first step, most of a second) counts, too.
+Looked at with ``sys.modules`` before and after a job: what is imported late (torch._dynamo by an
+optimizer's first step, most of a second) counts, too.
 """
 
 import pytest

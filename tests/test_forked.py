@@ -1,4 +1,6 @@
-"""Forked processes begin with what takes long to import: a preload that fails, fails silently and costs every one of them seconds."""
+"""Forked processes begin with what takes long to import: a preload that fails, fails silently and
+costs every one of them seconds.
+"""
 
 from __future__ import annotations
 

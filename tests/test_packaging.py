@@ -144,7 +144,9 @@ def _imported_names(path: Path) -> set[str]:
 
 
 def test_dependencies_are_what_is_imported() -> None:
-    """Nothing imported is undeclared, and nothing is declared that nobody imports; what speaks S3 or to transformers is an extra."""
+    """Nothing imported is undeclared, and nothing is declared that nobody imports; what speaks S3
+    or to transformers is an extra.
+    """
     imported: set[str] = set()
     for folder in ("ckptd", *LINKED):
         for path in (ROOT / folder).glob("**/*.py"):

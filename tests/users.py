@@ -38,7 +38,9 @@ def spawn_as(
     env: dict[str, str] | None = None,
     keep: socket.socket | None = None,
 ) -> subprocess.Popen[str]:
-    """Run a script as this user, its primary group of the same number; ``sys.argv[3:]`` are the arguments, ``keep`` stays open."""
+    """Run a script as this user, its primary group of the same number; ``sys.argv[3:]`` are the
+    arguments, ``keep`` stays open.
+    """
     command = [sys.executable, "-c", _CHANGE.format(imports=imports) + script]
     return subprocess.Popen(
         [*command, str(uid), ",".join(map(str, groups)), *arguments],

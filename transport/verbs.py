@@ -1,27 +1,36 @@
 """One-sided transfers over registered memory: the interface that every fabric implements (DESIGN §10).
 
-A process *registers* a buffer and hands the region's key to a peer, by a message; the peer *puts* bytes into the region or
-*gets* bytes out of it, without any code of the owner taking part. A transfer is cut into chunks, each an operation of its
-own that may be repeated, reordered or lost without harm: it names region, offset and length, and its bytes carry an xxh3_64
-or, sealed, a tag. So a transfer survives a lost connection (chunks not yet acknowledged are sent again), and nothing is remembered between chunks.
+A process *registers* a buffer and hands the region's key to a peer, by a message; the peer *puts*
+bytes into the region or *gets* bytes out of it, without any code of the owner taking part. A
+transfer is cut into chunks, each an operation of its own that may be repeated, reordered or lost
+without harm: it names region, offset and length, and its bytes carry an xxh3_64 or, sealed, a tag.
+So a transfer survives a lost connection (chunks not yet acknowledged are sent again), and nothing
+is remembered between chunks.
 
 Contract, held by ``tests/transport/contract.py`` for every fabric:
 
-* A put completes ``ok`` when every byte lies in the region and was verified there (by its digest; by its tag on an encrypted
-  stream); a get, when every byte lies in the target and was verified. What failed says why (`Fault`), and never raises in the caller's thread.
-* A chunk that is not what was sent is not acknowledged. It is asked for again a few times, then the transfer fails with
-  ``DIGEST``. The owner of a region shows its content to others only after the transfer, never before (a slot is ``filling``).
-* A request outside of the region, without its token, from another peer than the one it was registered for, or after
-  `Region.revoke`, touches no byte and is refused: ``REGION``, ``BOUNDS`` or ``ACCESS``. It is counted; it closes nothing.
-* Completions come exactly once, on a thread of the fabric, in any order. `Transfer.cancel` completes with ``CANCELLED``
-  unless the transfer was complete already; after the completion no byte of the caller's buffer is touched any more.
-* Chunks in flight are bounded by credits that the receiving side grants, so a slow receiver costs its peers no memory.
+* A put completes ``ok`` when every byte lies in the region and was verified there (by its digest;
+  by its tag on an encrypted stream); a get, when every byte lies in the target and was verified.
+  What failed says why (`Fault`), and never raises in the caller's thread.
+* A chunk that is not what was sent is not acknowledged. It is asked for again a few times, then the
+  transfer fails with ``DIGEST``. The owner of a region shows its content to others only after the
+  transfer, never before (a slot is ``filling``).
+* A request outside of the region, without its token, from another peer than the one it was
+  registered for, or after `Region.revoke`, touches no byte and is refused: ``REGION``, ``BOUNDS``
+  or ``ACCESS``. It is counted; it closes nothing.
+* Completions come exactly once, on a thread of the fabric, in any order. `Transfer.cancel`
+  completes with ``CANCELLED`` unless the transfer was complete already; after the completion no
+  byte of the caller's buffer is touched any more.
+* Chunks in flight are bounded by credits that the receiving side grants, so a slow receiver costs
+  its peers no memory.
 
-Where both ends are on one host, and the region lies in a file that the peer can open, the bytes need not go over a network:
-`ckptd.transport.fabric.short_cut`. All of the above holds for such transfers, too, except that nothing is digested on a way that they
-do not take, and that what the network is spared does not count against its limits.
+Where both ends are on one host, and the region lies in a file that the peer can open, the bytes
+need not go over a network: `ckptd.transport.fabric.short_cut`. All of the above holds for such
+transfers, too, except that nothing is digested on a way that they do not take, and that what the
+network is spared does not count against its limits.
 
-Control messages are two-sided and opaque here: bytes in, bytes out. They are authenticated like everything else.
+Control messages are two-sided and opaque here: bytes in, bytes out. They are authenticated like
+everything else.
 """
 
 from __future__ import annotations
@@ -72,7 +81,9 @@ class Access(Flag):
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """For whom a region is registered: one peer (its node id; "" for any that is authenticated), one job, one run."""
+    """For whom a region is registered: one peer (its node id; "" for any that is authenticated),
+    one job, one run.
+    """
 
     peer: str
     job: str = ""
@@ -81,7 +92,9 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Where a buffer begins in a file, and which file that is: ``device`` and ``inode`` as `os.stat` has them."""
+    """Where a buffer begins in a file, and which file that is: ``device`` and ``inode`` as
+    `os.stat` has them.
+    """
 
     path: str
     device: int
@@ -104,7 +117,9 @@ class RegionKey:
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """Where a node listens, and who it must be: ``public_key`` is Z85 (40 characters), "" without authentication."""
+    """Where a node listens, and who it must be: ``public_key`` is Z85 (40 characters), "" without
+    authentication.
+    """
 
     node: str
     endpoint: str
@@ -154,16 +169,20 @@ class Region(Protocol):
     def key(self) -> RegionKey: ...
 
     def revoke(self) -> bool:
-        """Refuse every further request from now on; returns at once, with whether nothing touches the buffer any more.
+        """Refuse every further request from now on; returns at once, with whether nothing touches
+        the buffer any more.
 
-        Otherwise operations that began before may still read and write it, until a later call says so or `close` has returned.
+        Otherwise operations that began before may still read and write it, until a later call says
+        so or `close` has returned.
         """
 
     def break_off(self) -> None:
         """After `revoke`: make what goes on end soon, as far as that is in our hands; takes a second at most."""
 
     def close(self) -> None:
-        """Revoke, and wait until nothing touches the buffer any more: while a peer has stopped, that may take long."""
+        """Revoke, and wait until nothing touches the buffer any more: while a peer has stopped,
+        that may take long.
+        """
 
 
 class Transfer(Protocol):
@@ -212,17 +231,19 @@ class Peer(Protocol):
         """Fill ``target`` from the region, from ``offset`` bytes on."""
 
     def request(self, body: bytes, *, timeout_s: float, answered: Answered) -> None:
-        """Send a control message; ``answered`` is called once, with the reply or a fault (``DEADLINE`` at the latest).
+        """Send a control message; ``answered`` is called once, with the reply or a fault
+        (``DEADLINE`` at the latest).
 
-        It is sent at most once: ``DEADLINE`` (also at once, when the connection breaks) leaves open whether the
-        peer acted on it.
+        It is sent at most once: ``DEADLINE`` (also at once, when the connection breaks) leaves open
+            whether the peer acted on it.
         """
 
     def close(self) -> None:
         """Give up the connections; what is in flight completes with ``CLOSED``."""
 
 
-# Called on a fabric's thread: the peer's node id, the body, and how to answer (once, from any thread, or never).
+# Called on a fabric's thread: the peer's node id, the body, and how to answer (once, from any
+# thread, or never).
 Serve = Callable[[str, bytes, Callable[[bytes], None]], None]
 
 
@@ -237,7 +258,9 @@ class Fabric(Protocol):
 
     @property
     def encryption(self) -> str:
-        """What the bytes of snapshots are encrypted with on their way to peers who want no other; "plaintext" if with nothing."""
+        """What the bytes of snapshots are encrypted with on their way to peers who want no other;
+        "plaintext" if with nothing.
+        """
 
     @property
     def newest_forgery(self) -> str:

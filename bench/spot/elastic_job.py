@@ -1,7 +1,8 @@
-"""One rank of an elastic training for `bench.spot.real`: an `ElasticJob` that starts again from disk when what its nodes hold is no whole state.
+"""One rank of an elastic training for `bench.spot.real`: an `ElasticJob` that starts again from
+disk when what its nodes hold is no whole state.
 
-It writes its state to disk itself, every so many steps, and training waits for that. A start from disk is the first world of another run; the steps before it
-are carried in the job's own state.
+It writes its state to disk itself, every so many steps, and training waits for that. A start from
+disk is the first world of another run; the steps before it are carried in the job's own state.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def main() -> None:
 
 
 def begin(args: argparse.Namespace, log: Log) -> ElasticJob:
-    """The job as its nodes hold it; where they hold no whole state, another run of it, which holds nothing yet."""
+    """The job as its nodes hold it; where they hold no whole state, another run of it, which holds
+    nothing yet.
+    """
     attempts: Path = args.saves / "attempts"
     attempts.mkdir(parents=True, exist_ok=True)
     while True:

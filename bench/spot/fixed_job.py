@@ -1,8 +1,10 @@
-"""One rank of a training with expert parallelism of a fixed size for `bench.spot.real`: plain torch, without ckptd.
+"""One rank of a training with expert parallelism of a fixed size for `bench.spot.real`: plain
+torch, without ckptd.
 
-Groups of ``--group`` ranks share the experts evenly, and the groups share the batch. Ranks that fill no group wait. Every so many steps the state goes to disk,
-while training waits, and every start begins with the newest one. When torchrun asks the ranks to end, because hosts came, they save first: nothing is
-repeated then.
+Groups of ``--group`` ranks share the experts evenly, and the groups share the batch. Ranks that
+fill no group wait. Every so many steps the state goes to disk, while training waits, and every
+start begins with the newest one. When torchrun asks the ranks to end, because hosts came, they save
+first: nothing is repeated then.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ __all__ = ["Exchange", "GroupExperts", "Groups", "main"]
 
 
 class Groups:
-    """Which ranks train, and with whom this one shares experts and holds the same ones; making it is a collective call of all ranks.
+    """Which ranks train, and with whom this one shares experts and holds the same ones; making it
+    is a collective call of all ranks.
 
     Args:
         size: ranks of a group; it divides the number of experts.
@@ -58,7 +61,9 @@ class Groups:
         return GroupExperts(make_expert, self.place, self.size, self.shared)
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """Sum the gradients of the dense part over all ranks, those of experts over the ranks that hold them; a collective call."""
+        """Sum the gradients of the dense part over all ranks, those of experts over the ranks that
+        hold them; a collective call.
+        """
         for inside, group in ((False, self.all), (True, self.alike)):
             grads = [
                 param.grad
@@ -101,7 +106,9 @@ def _swap(rows: Tensor, sends: list[int], takes: list[int], group: Any) -> Tenso
 
 
 class GroupExperts(nn.Module):
-    """The experts of a layer, shared evenly by the ranks of a group; all of them call it, with any number of tokens."""
+    """The experts of a layer, shared evenly by the ranks of a group; all of them call it, with any
+    number of tokens.
+    """
 
     def __init__(
         self, make_expert: Callable[[int], nn.Module], place: int, size: int, group: Any
@@ -112,7 +119,9 @@ class GroupExperts(nn.Module):
         self.experts = nn.ModuleDict({str(number): make_expert(number) for number in own})
 
     def forget_idle(self) -> None:
-        """Experts that got no token on any rank have no gradient, instead of one of zeros: the optimizer leaves them as they are."""
+        """Experts that got no token on any rank have no gradient, instead of one of zeros: the
+        optimizer leaves them as they are.
+        """
         for expert in self.experts.values():
             grads = [param.grad for param in expert.parameters() if param.grad is not None]
             if not any(grad.any() for grad in grads):

@@ -1,7 +1,10 @@
-"""What the two programs that `bench.spot.real` starts have in common: options, data, a log of events, and states on disk.
+"""What the two programs that `bench.spot.real` starts have in common: options, data, a log of
+events, and states on disk.
 
-Both train `examples.moe_elastic.model` on the same global batches with the same optimizer; a step takes ``sample_ms`` more for each sample of a rank, which
-stands for a device. States go to a folder that all hosts share and outlives them, as a store would: a file for each rank, and a marker when all are there.
+Both train `examples.moe_elastic.model` on the same global batches with the same optimizer; a step
+takes ``sample_ms`` more for each sample of a rank, which stands for a device. States go to a folder
+that all hosts share and outlives them, as a store would: a file for each rank, and a marker when
+all are there.
 """
 
 from __future__ import annotations
@@ -130,7 +133,9 @@ class Training:
 
 
 class Saves:
-    """States on disk, by the step that comes next and the life that wrote them: ``<folder>/<step>-<life>/<number>.pt``; whole once the marker is there."""
+    """States on disk, by the step that comes next and the life that wrote them:
+    ``<folder>/<step>-<life>/<number>.pt``; whole once the marker is there.
+    """
 
     def __init__(self, folder: Path, life: int) -> None:
         self._folder, self._life = folder, life
@@ -148,7 +153,8 @@ class Saves:
     def write(
         self, step: int, number: int | None, state: Mapping[str, Any], group: Any = None
     ) -> float:
-        """Write this rank's part, and wait for the others; a collective call of ``group``. The seconds that took.
+        """Write this rank's part, and wait for the others; a collective call of ``group``. The
+        seconds that took.
 
         Args:
             number: of the part; None: this rank writes none.

@@ -1,11 +1,14 @@
-"""What the logs of a real stretch tell (`bench.spot.real`), and the simulation of the same stretch with what was measured. All of it is pure.
+"""What the logs of a real stretch tell (`bench.spot.real`), and the simulation of the same stretch
+with what was measured. All of it is pure.
 
 A *life* is the time from one meeting of the ranks to the next. Time is divided so:
 
-- *train*: from when a life's ranks have their state until its last step is done, and the iteration that a change cut off, or the end;
+- *train*: from when a life's ranks have their state until its last step is done, and the iteration
+  that a change cut off, or the end;
 - *restore*: from when they have met until they have it: plans, reading, exchange, a new checkpointer;
 - *halt*: neither, while there are fewer hosts than the strategy can train on;
-- *restart*: the rest. Until a loss is noticed, until there are processes, and until they have met; also what came to nothing because of the next change.
+- *restart*: the rest. Until a loss is noticed, until there are processes, and until they have met;
+  also what came to nothing because of the next change.
 
 Steps count as *useful* the first time they are done, as *computed* each time.
 """
@@ -145,7 +148,9 @@ def account(lives: Sequence[Life], stretch: Trace, *, fewest: int) -> Account:
 
 
 def _trained_until(life: Life, until_s: float, stretch: Trace) -> float:
-    """When a life's last iteration was cut off by a change, or the end; when its last step was done, if by neither."""
+    """When a life's last iteration was cut off by a change, or the end; when its last step was
+    done, if by neither.
+    """
     cuts = [c.at_s for c in stretch.changes if life.last_s < c.at_s < until_s] + [stretch.end_s]
     longest_s = _CUT_OFF * (life.iteration_s or 0.0)
     return cuts[0] if cuts[0] <= min(until_s, life.last_s + longest_s) else life.last_s
@@ -172,7 +177,8 @@ def _with_fewer(stretch: Trace, start_s: float, end_s: float, fewest: int) -> fl
 def wrong_losses(
     expected: Mapping[int, float], events: Iterable[Event], *, close: float
 ) -> list[str]:
-    """Steps that nobody did before later ones, and losses that are not the expected ones; those of repeated steps, too.
+    """Steps that nobody did before later ones, and losses that are not the expected ones; those of
+    repeated steps, too.
 
     Args:
         expected: by step, of a run that nobody disturbed.
@@ -206,7 +212,8 @@ class Pauses:
 
 
 def pauses_of(lives: Sequence[Life], stretch: Trace, *, fewest: int) -> Pauses:
-    """Medians, over the changes that were the only one since training stood still, or that brought back hosts enough.
+    """Medians, over the changes that were the only one since training stood still, or that brought
+    back hosts enough.
 
     The start is the first of these pauses.
     """
@@ -245,10 +252,11 @@ def measured_job(
     slots: int,
     elastic: bool,
 ) -> Job | None:
-    """The simulation's job with what was measured of one strategy: how fast a node trains, how long it pauses, how long it saves.
+    """The simulation's job with what was measured of one strategy: how fast a node trains, how long
+    it pauses, how long it saves.
 
-    What moves is in the pauses, and so is what is read from disk, which the simulation adds again: milliseconds here. All loads are
-    alike, and hosts that come are used at once, as torchrun does.
+    What moves is in the pauses, and so is what is read from disk, which the simulation adds again:
+    milliseconds here. All loads are alike, and hosts that come are used at once, as torchrun does.
 
     Returns:
         None if too few steps were done to tell how long one takes.

@@ -1,26 +1,39 @@
 """The job that `bench.traces` simulates, and where each of its numbers comes from.
 
-The model is GPT-L of Lazarus (§6.1): 12 mixture layers of 16 experts of 112 MB of state each (table 2), 1.7 billion parameters, 6 slots on a node of one
-GPU. The global batch is 40 samples, 4 for each of the paper's 10 nodes, whatever number of nodes there is.
+The model is GPT-L of Lazarus (§6.1): 12 mixture layers of 16 experts of 112 MB of state each (table
+2), 1.7 billion parameters, 6 slots on a node of one GPU. The global batch is 40 samples, 4 for each
+of the paper's 10 nodes, whatever number of nodes there is.
 
-How long an iteration takes. Lazarus does 1,996 steps of GPT-L in 30 minutes in which five nodes fail (§6.2), and a reconfiguration takes it 20 to 40 s (§6.3):
-(1,800 - 5 x 30) / 1,996 = 0.827 s for 4 samples on each node, where loads are balanced. Of that, a part x grows with the tokens of the busiest rank. The paper gives
-one pair of rates with all nodes and without overheads, for GPT-M (12 experts): 45 samples/s, and 34 with expert parallelism of size 2. With s the straggler
-factors of both, ``45 / 34 = (1 - x + x * s_fixed) / (1 - x + x * s_ours)`` gives x. Which load the paper had is not told in numbers; ours
-has 87 % of the tokens on two experts, as in its §2.1, in another order in each layer, and does not change over time, so that nothing is rebalanced.
+How long an iteration takes. Lazarus does 1,996 steps of GPT-L in 30 minutes in which five nodes
+fail (§6.2), and a reconfiguration takes it 20 to 40 s (§6.3): (1,800 - 5 x 30) / 1,996 = 0.827 s
+for 4 samples on each node, where loads are balanced. Of that, a part x grows with the tokens of the
+busiest rank. The paper gives one pair of rates with all nodes and without overheads, for GPT-M (12
+experts): 45 samples/s, and 34 with expert parallelism of size 2. With s the straggler factors of
+both, ``45 / 34 = (1 - x + x * s_fixed) / (1 - x + x * s_ours)`` gives x. Which load the paper had
+is not told in numbers; ours has 87 % of the tokens on two experts, as in its §2.1, in another order
+in each layer, and does not change over time, so that nothing is rebalanced.
 
 Interruptions:
 
-- collectives on a dead node time out after 15 s (§6.3: 10 to 20), groups of ranks are made anew in 10 s (5 to 15); plans take 0.1 s (less than that);
-- a node sends and gets 0.275 GB/s: 160 and 55 experts moved among 6 and 5 survivors in 7.6 and 7.8 s (table 2) are 0.39 and 0.16 GB/s for each;
-- a restarted process begins to train 7.08 s after its start (`recovery_s` in results/node_loss_cpu_202611.md, two cores, 64 MiB of state: imports, rendezvous, plan, first state; what a
-  CUDA context takes is not in it). A strategy that restarts processes pays it, ours among them; Lazarus reconfigures in the process;
-- the store is behind 10 Gbit/s (§6.1), shared by all nodes: a checkpoint of the whole state takes 18 s, a restart reads what each node holds;
-- checkpoints every 50 steps for fixed expert parallelism, every 250 where a reconfiguration is the rule (§6.1, §6.4). They block (as DeepSpeed's do). Ours are in the
-  background and add nothing measurable (0.07 ms: results/storage_cpu_202611.md); one is begun every 50 steps and counts 18 s later;
-- ours pays 4.5 % of every iteration for snapshots (`overhead_fraction_cpu` in results/one_node_cpu_202611.md); 20 % where no core is free for replication
-  (`replication_fraction`, results/node_loss_cpu_202611.md), which `bench.traces` shows beside it. After a recovery from snapshots it replays W - 1 = 3 iterations at 0.89
-  of their time (`replay_cost_0_frozen`), and has lost one more: replication lags by 0 to 1;
+- collectives on a dead node time out after 15 s (§6.3: 10 to 20), groups of ranks are made anew in
+  10 s (5 to 15); plans take 0.1 s (less than that);
+- a node sends and gets 0.275 GB/s: 160 and 55 experts moved among 6 and 5 survivors in 7.6 and 7.8
+  s (table 2) are 0.39 and 0.16 GB/s for each;
+- a restarted process begins to train 7.08 s after its start (`recovery_s` in
+  results/node_loss_cpu_202611.md, two cores, 64 MiB of state: imports, rendezvous, plan, first
+  state; what a CUDA context takes is not in it). A strategy that restarts processes pays it, ours
+  among them; Lazarus reconfigures in the process;
+- the store is behind 10 Gbit/s (§6.1), shared by all nodes: a checkpoint of the whole state takes
+  18 s, a restart reads what each node holds;
+- checkpoints every 50 steps for fixed expert parallelism, every 250 where a reconfiguration is the
+  rule (§6.1, §6.4). They block (as DeepSpeed's do). Ours are in the background and add nothing
+  measurable (0.07 ms: results/storage_cpu_202611.md); one is begun every 50 steps and counts 18 s
+  later;
+- ours pays 4.5 % of every iteration for snapshots (`overhead_fraction_cpu` in
+  results/one_node_cpu_202611.md); 20 % where no core is free for replication
+  (`replication_fraction`, results/node_loss_cpu_202611.md), which `bench.traces` shows beside it.
+  After a recovery from snapshots it replays W - 1 = 3 iterations at 0.89 of their time
+  (`replay_cost_0_frozen`), and has lost one more: replication lags by 0 to 1;
 - after nodes have come everybody waits for 120 s (§6.4), at most 600 s after the first.
 """
 

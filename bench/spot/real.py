@@ -1,16 +1,22 @@
-"""A stretch of a trace with real processes: hosts of this machine are destroyed and come back empty at its times, while a job trains on them.
+"""A stretch of a trace with real processes: hosts of this machine are destroyed and come back empty
+at its times, while a job trains on them.
 
-A host (`tests.cluster`) has an address, memory and processes of its own: a torchrun agent, one rank, and for the elastic strategies a daemon. A loss is SIGKILL
-of everything of it, in the middle of whatever it does. torchrun starts the ranks of what is left again; how long that takes is measured, not assumed.
+A host (`tests.cluster`) has an address, memory and processes of its own: a torchrun agent, one
+rank, and for the elastic strategies a daemon. A loss is SIGKILL of everything of it, in the middle
+of whatever it does. torchrun starts the ranks of what is left again; how long that takes is
+measured, not assumed.
 
 Strategies, each with code that trains:
 
-- **ours**: `ElasticJob`; state is parked, and each snapshot has a replica on another host. If too many hosts go at once, it starts again from disk;
-- **lazarus_alone**: the same `ElasticJob` and placement, with daemons that replicate nothing. What survivors hold moves in memory, an expert that lost every
-  replica takes the job back to disk. Lazarus does this without a restart of processes and without daemons; here parked states (and snapshots on their own
-  host, which hold nothing that these do not) stand for the memory of its processes;
-- **fixed_reconfigured**: groups of expert parallelism of a fixed size over plain torch; each change starts it again from disk with as many groups as there
-  are hosts for;
+- **ours**: `ElasticJob`; state is parked, and each snapshot has a replica on another host. If too
+  many hosts go at once, it starts again from disk;
+- **lazarus_alone**: the same `ElasticJob` and placement, with daemons that replicate nothing. What
+  survivors hold moves in memory, an expert that lost every replica takes the job back to disk.
+  Lazarus does this without a restart of processes and without daemons; here parked states (and
+  snapshots on their own host, which hold nothing that these do not) stand for the memory of its
+  processes;
+- **fixed_reconfigured**: groups of expert parallelism of a fixed size over plain torch; each change
+  starts it again from disk with as many groups as there are hosts for;
 - **fixed_checkpoints**: the same, on a fixed number of hosts: with fewer it waits, the others are spares.
 """
 
@@ -175,7 +181,9 @@ def play(setting: Setting, strategy: Strategy, folder: Path, say: Callable[[str]
 
 
 class Places:
-    """Which host stands for which node of the trace, by number: a node that comes takes the host that has been free longest, which is empty."""
+    """Which host stands for which node of the trace, by number: a node that comes takes the host
+    that has been free longest, which is empty.
+    """
 
     def __init__(self, hosts: int) -> None:
         self._free = list(range(hosts))
@@ -222,7 +230,8 @@ class _Stage:
         return {**SHARED_CORES, HOST: host.name, **(daemon.env if daemon else {})}
 
     def wait_until(self, at: float) -> None:
-        """Until that time of the monotonic clock; agents that end by themselves are started again, as a node's supervisor does it.
+        """Until that time of the monotonic clock; agents that end by themselves are started again,
+        as a node's supervisor does it.
 
         An agent ends if another one vanishes while they meet.
         """

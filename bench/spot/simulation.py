@@ -1,11 +1,16 @@
 """A training job on nodes that come and go: discrete events, no clock, no randomness.
 
-The job is in one of three modes: it *trains* (iterations pass at an even rate), it *pauses* (to recover, or to be placed anew), or it *halts* (there is nothing to
-train on). A strategy is asked at every change of the nodes and whenever it wanted to be woken; what it answers starts another pause, a halt, or nothing.
+The job is in one of three modes: it *trains* (iterations pass at an even rate), it *pauses* (to
+recover, or to be placed anew), or it *halts* (there is nothing to train on). A strategy is asked at
+every change of the nodes and whenever it wanted to be woken; what it answers starts another pause,
+a halt, or nothing.
 
-- An iteration that is cut off is lost. A switch says from which iteration the job goes on: at most as many as were completed.
-- Iterations count as *useful* the first time they are completed; *computed* are all, also those that are repeated or cut off.
-- A change during a pause is a new question: the pause that was begun is over, and what it was for is not in place.
+- An iteration that is cut off is lost. A switch says from which iteration the job goes on: at most
+  as many as were completed.
+- Iterations count as *useful* the first time they are completed; *computed* are all, also those
+  that are repeated or cut off.
+- A change during a pause is a new question: the pause that was begun is over, and what it was for
+  is not in place.
 """
 
 from __future__ import annotations

@@ -1,12 +1,17 @@
 """Four ways to train through a trace; the numbers are those of `bench.spot.model`.
 
-- **ours**: elastic placement; an expert that lost every replica comes from a snapshot that another node keeps, and only if that is lost, too, from storage;
-- **Lazarus alone**: the same placement without snapshots: when an expert lost every replica, the job starts again from its last checkpoint;
-- **fixed, checkpoints**: expert parallelism in groups of one size (as DeepSpeed's): the loss of a node that trains starts the job again from its last checkpoint;
-- **fixed, reconfigured**: the same groups, but while some live node is left for each place in a group, those that train go on, rearranged.
+- **ours**: elastic placement; an expert that lost every replica comes from a snapshot that another
+  node keeps, and only if that is lost, too, from storage;
+- **Lazarus alone**: the same placement without snapshots: when an expert lost every replica, the
+  job starts again from its last checkpoint;
+- **fixed, checkpoints**: expert parallelism in groups of one size (as DeepSpeed's): the loss of a
+  node that trains starts the job again from its last checkpoint;
+- **fixed, reconfigured**: the same groups, but while some live node is left for each place in a
+  group, those that train go on, rearranged.
 
-What they have in common: whoever starts again uses all nodes there are; nodes that come are used after a while (`Gather`), which costs no completed iteration; what a pause
-was to bring about is in place when it is over, and not before.
+What they have in common: whoever starts again uses all nodes there are; nodes that come are used
+after a while (`Gather`), which costs no completed iteration; what a pause was to bring about is in
+place when it is over, and not before.
 """
 
 from __future__ import annotations
@@ -27,7 +32,9 @@ __all__ = ["Elastic", "Fixed", "Gather"]
 
 
 class Gather:
-    """When nodes that came are used: ``gather_s`` after the last one, at most ``most_s`` after the first, as `ckptd.core.elastic.placement.rebalance_policy` has it."""
+    """When nodes that came are used: ``gather_s`` after the last one, at most ``most_s`` after the
+    first, as `ckptd.core.elastic.placement.rebalance_policy` has it.
+    """
 
     def __init__(self, gather_s: float, most_s: float) -> None:
         self._gather_s, self._most_s = gather_s, most_s
@@ -192,7 +199,8 @@ class Elastic(_Base):
 
     @staticmethod
     def _copies(holds_LNE: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Whose snapshots a node keeps: each expert is captured by its first holder, whose ring one node has a copy of.
+        """Whose snapshots a node keeps: each expert is captured by its first holder, whose ring one
+        node has a copy of.
 
         That node is half-way round in the order of the plan: experts overlap among neighbours.
         """

@@ -1,7 +1,8 @@
 """How many nodes were alive when: a recorded trace, and which node it is that goes.
 
-A file has rows ``time,number``; the number holds from then on. A row with the number of the row before it ends the time that this one stood, as in the
-traces of Bamboo, which have two rows for each change; several changes may bear the same time, and happen in their order.
+A file has rows ``time,number``; the number holds from then on. A row with the number of the row
+before it ends the time that this one stood, as in the traces of Bamboo, which have two rows for
+each change; several changes may bear the same time, and happen in their order.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Trace:
     def busiest_s(self, span_s: float, *, fewest: int, stand_s: float) -> float:
         """Where the stretch of so many seconds begins in which most happens.
 
-        That is at a change to ``fewest`` nodes or more, the first of those with the most changes that stand for ``stand_s`` within it.
+        That is at a change to ``fewest`` nodes or more, the first of those with the most changes
+        that stand for ``stand_s`` within it.
 
         Raises:
             ValueError: there is none so long before the end.
@@ -75,7 +77,8 @@ class Trace:
         return max(starts, key=standing)
 
     def stretch(self, from_s: float, to_s: float, *, speed: float = 1.0) -> Trace:
-        """A part of it, begun at 0 with the nodes of that time and run ``speed`` times as fast: for a run with real processes.
+        """A part of it, begun at 0 with the nodes of that time and run ``speed`` times as fast: for
+        a run with real processes.
 
         Raises:
             ValueError: a part that is not in the trace, or a speed that is not above 0.
@@ -139,7 +142,9 @@ def _only_changes(changes: Iterator[Change] | list[Change]) -> Iterator[Change]:
 
 
 def memberships(trace: Trace, seed: int) -> tuple[Membership, ...]:
-    """Which nodes go and come: those that go are drawn at random from the live ones, as their number is all that a trace tells."""
+    """Which nodes go and come: those that go are drawn at random from the live ones, as their
+    number is all that a trace tells.
+    """
     draw = random.Random(seed)
     alive: list[int] = []
     next_node = 0

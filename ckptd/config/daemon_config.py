@@ -116,7 +116,8 @@ def default_endpoint(environ: Mapping[str, str] | None = None) -> str:
 
 
 def trusted_users(environ: Mapping[str, str] | None = None) -> frozenset[int]:
-    """Whose daemon a client talks to: root's, that of its own user, and of the user that CKPTD_DAEMON_USER names.
+    """Whose daemon a client talks to: root's, that of its own user, and of the user that
+    CKPTD_DAEMON_USER names.
 
     Raises:
         ConfigError: there is no such user.
@@ -255,7 +256,9 @@ def _check_writers(file: _FileFacts, users: Collection[int]) -> None:
 
 
 def _is_private_group(group: int, owner: int) -> bool:
-    """Whether only the owner is in that group: many systems make such a group for each user, and files that it may write to."""
+    """Whether only the owner is in that group: many systems make such a group for each user, and
+    files that it may write to.
+    """
     try:
         user, members = pwd.getpwuid(owner), grp.getgrgid(group)
     except KeyError:
@@ -271,7 +274,8 @@ def _exposed(
     secretive = [k for k in _SECRETIVE if k in texts and HIDDEN in _without_secrets(k, texts[k][0])]
     if file is None or not secretive:
         return ()
-    # root:ckptd 0640 is how root gives a file to a daemon of another user: then the group is the daemon's own.
+    # root:ckptd 0640 is how root gives a file to a daemon of another user: then the group is the
+    # daemon's own.
     owner_needs_no_group = file.owner == os.geteuid()
     of_trainers = file.group in _group_ids(trainer_group)
     theirs = owner_needs_no_group and not _is_private_group(file.group, file.owner)

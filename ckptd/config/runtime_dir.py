@@ -129,7 +129,9 @@ def claim(folder: Path, what: str, endpoint: str = "") -> int:
 
 
 def mark_operated(folder: Path) -> bool:
-    """Leave word that an operator runs the daemon of this folder: no trainer starts one, also while it is away. False: it was there."""
+    """Leave word that an operator runs the daemon of this folder: no trainer starts one, also while
+    it is away. False: it was there.
+    """
     try:
         fd = os.open(folder / _OPERATED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:

@@ -1,7 +1,7 @@
 """Every setting of the daemon, its default, and what it means.
 
-The text after a setting is its documentation: `ckptd.config.daemon_config` makes the command line's help and the table in
-`docs/configuration.md` of it.
+The text after a setting is its documentation: `ckptd.config.daemon_config` makes the command line's
+help and the table in `docs/configuration.md` of it.
 """
 
 from __future__ import annotations

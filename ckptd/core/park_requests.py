@@ -1,7 +1,8 @@
 """Whom `ckptctl park` has asked to park, and who has yet to say what came of it.
 
-A trainer hears of it in the answer to its next ping: nothing is ever sent to one that did not ask. A request ends when everybody
-has spoken, is gone, or time is out; whoever asked is then answered once. Time is an argument.
+A trainer hears of it in the answer to its next ping: nothing is ever sent to one that did not ask.
+A request ends when everybody has spoken, is gone, or time is out; whoever asked is then answered
+once. Time is an argument.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class ParkRequests:
         return max((r.number for r in self._open if rank in r.waits_for), default=0)
 
     def outcome(self, rank: RankKey, number: int, iteration: int, reason: str) -> None:
-        """A rank says at which iteration it is parked (-1: not at all, and why). It answers older requests, too."""
+        """A rank says at which iteration it is parked (-1: not at all, and why). It answers older
+        requests, too.
+        """
         for request in self._open:
             if request.number <= number:
                 self._hear(request, rank, iteration, reason)

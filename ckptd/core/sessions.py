@@ -113,7 +113,8 @@ class Rejected:
 class TrainerSession:
     """One attached trainer. `boot` facts come from its Hello and Attach; the rest moves.
 
-    `pid` is the process as it is known here, `writer_pid` what it is in its own pid namespace and writes into slots.
+    `pid` is the process as it is known here, `writer_pid` what it is in its own pid namespace and
+    writes into slots.
     """
 
     identity: bytes
@@ -356,7 +357,9 @@ def _quota_hint(key: RankKey, segments: Sequence[SegmentFacts]) -> str:
 
 
 def _stale_notes(key: RankKey, segments: Sequence[SegmentFacts]) -> tuple[str, ...]:
-    """Segments of other runs of this job are there, and are not served: say so by name. So it is with jobs of a script of this name."""
+    """Segments of other runs of this job are there, and are not served: say so by name. So it is
+    with jobs of a script of this name.
+    """
     runs: dict[str, int] = {}
     others: dict[str, int] = {}
     for found in segments:
@@ -378,7 +381,9 @@ def _stale_notes(key: RankKey, segments: Sequence[SegmentFacts]) -> tuple[str, .
 
 
 def _of_same_script(job: str, other: str) -> bool:
-    """Whether a script of one name gave both jobs theirs: with where it lies and was started, or (before that was added) alone."""
+    """Whether a script of one name gave both jobs theirs: with where it lies and was started, or
+    (before that was added) alone.
+    """
     told, here = _NAMED_AFTER_SCRIPT.fullmatch(job), _NAMED_AFTER_SCRIPT.fullmatch(other)
     return here is not None and here[1] == (job if told is None else told[1])
 

@@ -1,7 +1,8 @@
 """`ckptctl keys`: this node's key pair, and whom it trusts. Works on the folder; no daemon is asked.
 
-A running daemon looks at the folder again when somebody unknown connects, and once a second at the keys of those that are
-connected: neither trusting a node nor the opposite needs a restart. A new pair of this node does.
+A running daemon looks at the folder again when somebody unknown connects, and once a second at the
+keys of those that are connected: neither trusting a node nor the opposite needs a restart. A new
+pair of this node does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`ckptctl`: look at a node's daemon and its snapshots, and at what is durable.
 
-Exit codes: 0 done, 1 a check failed (`doctor`, `whatif`, `drill`, `verify`, `elastic`), `park` parked not everybody, or a bug, 2 wrong usage
-or a store that cannot be used, 3 no daemon answers, 4 refused or not there, 5 a snapshot is damaged. With `--json` the answer is one
-JSON document on stdout (`events --follow`: one per line), of an error, too: ``{"error": …, "exit_status": …}``. What
+Exit codes: 0 done, 1 a check failed (`doctor`, `whatif`, `drill`, `verify`, `elastic`), `park`
+parked not everybody, or a bug, 2 wrong usage or a store that cannot be used, 3 no daemon answers, 4
+refused or not there, 5 a snapshot is damaged. With `--json` the answer is one JSON document on
+stdout (`events --follow`: one per line), of an error, too: ``{"error": …, "exit_status": …}``. What
 is wrong goes to stderr in either case.
 """
 
@@ -289,7 +290,9 @@ def _segment_dir(args: argparse.Namespace) -> str:
 def _whereabouts(
     args: argparse.Namespace, job: str, run: str, iteration: int
 ) -> Mapping[int, Sequence[str]]:
-    """Where other ranks' snapshots are; nothing if no daemon can tell (whoever asks says that it is not known)."""
+    """Where other ranks' snapshots are; nothing if no daemon can tell (whoever asks says that it is
+    not known).
+    """
     try:
         with _connect(args) as client:
             return ask_whereabouts(client, job, run, iteration)

@@ -53,7 +53,8 @@ def choose_run(client: ControlClient, args: argparse.Namespace) -> tuple[str, st
 
 
 def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iterations: int) -> WhatIf:
-    """What losing the nodes that ``--lose`` names would mean now to trainers with these ``verify_iterations``.
+    """What losing the nodes that ``--lose`` names would mean now to trainers with these
+    ``verify_iterations``.
 
     Raises:
         ValueError: a selector fits no node.
@@ -100,7 +101,9 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
 def ask_whereabouts(
     client: ControlClient, job: str, run: str, iteration: int
 ) -> dict[int, tuple[str, ...]]:
-    """By rank, the nodes that hold its snapshot of this iteration; of a rank of which none does, where it trains."""
+    """By rank, the nodes that hold its snapshot of this iteration; of a rank of which none does,
+    where it trains.
+    """
     seen = client.ask(m.SeeRun(job, run), m.RunSeen)
     found: dict[int, set[str]] = {}
     for told in seen.holdings:
@@ -120,9 +123,10 @@ def run_drill(client: ControlClient, args: argparse.Namespace) -> m.DrillReport:
 def as_json(answer: WhatIf) -> dict[str, Any]:
     """A `WhatIf` as plain values.
 
-    ``together`` is the recovery of all ranks together, ``localized`` the other one (absent for a job without boundary logs); ``recovery`` says
-    which of them counts, or is "none". ``reason`` and ``ranks`` are of that one; ``start`` and ``end`` of the recovery together. What is
-    replayed before ``needed`` is only compared.
+    ``together`` is the recovery of all ranks together, ``localized`` the other one (absent for a
+    job without boundary logs); ``recovery`` says which of them counts, or is "none". ``reason`` and
+    ``ranks`` are of that one; ``start`` and ``end`` of the recovery together. What is replayed
+    before ``needed`` is only compared.
     """
     plan, localized = answer.plan, answer.localized
     apart = isinstance(localized, LocalizedPlan)

@@ -62,7 +62,9 @@ def iterations(job: str, run: str, found: Sequence[SavedIteration]) -> str:
 def snapshots(
     answer: m.Snapshots, *, operators: bool, verify_iterations: int = VERIFY_ITERATIONS
 ) -> str:
-    """One block per rank: its slots, then what could be recovered and what that would cost a trainer with these ``verify_iterations``."""
+    """One block per rank: its slots, then what could be recovered and what that would cost a
+    trainer with these ``verify_iterations``.
+    """
     ranks = [
         _rank(rank, operators=operators, verify_iterations=verify_iterations)
         for rank in answer.ranks

@@ -1,8 +1,8 @@
 """What `ckptctl` and the process that speaks `torch.distributed.checkpoint` for it say to each other.
 
-Export: one `WriteJob`; then the child says `Ask(index=i)` and gets the bytes of tensor ``i``, until it says an `Ask`
-with ``done``. Import: one `ReadJob`; the child says `Contents`; then it is told `Ask(index=i)` and gives the
-bytes, until the pipe is closed.
+Export: one `WriteJob`; then the child says `Ask(index=i)` and gets the bytes of tensor ``i``, until
+it says an `Ask` with ``done``. Import: one `ReadJob`; the child says `Contents`; then it is told
+`Ask(index=i)` and gives the bytes, until the pipe is closed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ __all__ = ["Ask", "Contents", "DcpTensor", "ReadJob", "WriteJob", "Wrote"]
 class DcpTensor(msgspec.Struct, frozen=True):
     """A tensor that can be asked for.
 
-    ``kind``: ``model``, ``optim`` or ``master`` (``param`` and ``key`` say of which parameter which state), or
+    ``kind``: ``model``, ``optim`` or ``master`` (``param`` and ``key`` say of which parameter which
+        state), or
     ``entry``: an entry of the snapshot that is for the child alone.
     """
 
@@ -32,7 +33,8 @@ class DcpTensor(msgspec.Struct, frozen=True):
 class WriteJob(msgspec.Struct, frozen=True):
     """Write these tensors to ``folder``, in this order.
 
-    ``names``: what each parameter is called; ``aliases``: under which other names the model has one; ``groups``: (optimizer, group) of each, empty if unknown.
+    ``names``: what each parameter is called; ``aliases``: under which other names the model has
+        one; ``groups``: (optimizer, group) of each, empty if unknown.
     """
 
     folder: str

@@ -1,4 +1,6 @@
-"""Sealed slots of this node's segments and replicas, as an export reads them: held against reuse, and verified."""
+"""Sealed slots of this node's segments and replicas, as an export reads them: held against reuse,
+and verified.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model from elsewhere as what a run starts from: rewritten as a set of safetensors files that is checked by digests.
+"""A model from elsewhere as what a run starts from: rewritten as a set of safetensors files that is
+checked by digests.
 
 ``import.json`` is written last: what has none is no starting point. See `ckptd.storage.model_set`.
 """

@@ -1,4 +1,6 @@
-"""Snapshots in this node's memory: which one is meant, held and verified, with what other ranks captured for it."""
+"""Snapshots in this node's memory: which one is meant, held and verified, with what other ranks
+captured for it.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,8 @@ def open_slot(
     rank: int | None = None,
     whereabouts: Whereabouts = nobody_knows,
 ) -> Iterator[SlotSource]:
-    """The snapshot of ``iteration``, locked until the end of the block (None: the newest one all of which is here).
+    """The snapshot of ``iteration``, locked until the end of the block (None: the newest one all of
+    which is here).
 
     Args:
         segment_dir: where the segments are; no daemon is needed.

@@ -74,7 +74,8 @@ class RanksHere:
     def copies(
         self, slot: SealedSlot, lacks: Mapping[int, Sequence[SharedRows]]
     ) -> dict[int, list[SealedSlot]]:
-        """The copies here of what other ranks captured at the iteration (and in the epoch) of ``slot``, by rank.
+        """The copies here of what other ranks captured at the iteration (and in the epoch) of
+        ``slot``, by rank.
 
         Raises:
             SharesMissing: of some rank there is none.

@@ -54,7 +54,9 @@ class ReadAhead:
         self._next = 0
 
     def around(self, rank: int, at: int) -> tuple[int, memoryview]:
-        """The piece of the rank's image that holds this byte, and where it begins; the next one is asked for meanwhile."""
+        """The piece of the rank's image that holds this byte, and where it begins; the next one is
+        asked for meanwhile.
+        """
         span, data = self._current
         if not _holds(span, rank, at):
             index = self._index_of(rank, at)

@@ -35,7 +35,8 @@ class Origin:
 
 
 class TensorSource(Protocol):
-    """One rank's snapshot, completed by what other ranks captured for it; it stays as it is for as long as it is open.
+    """One rank's snapshot, completed by what other ranks captured for it; it stays as it is for as
+    long as it is open.
 
     No two of its tensors have one name.
     """
@@ -50,7 +51,9 @@ class TensorSource(Protocol):
 
     @property
     def tensors(self) -> Sequence[ImageTensor]:
-        """All that the snapshot holds, in the order of its bytes; then what other ranks hold of it, rank by rank."""
+        """All that the snapshot holds, in the order of its bytes; then what other ranks hold of it,
+        rank by rank.
+        """
 
     @property
     def scalars_len(self) -> int:
@@ -71,7 +74,8 @@ class _Told(msgspec.Struct, frozen=True):
     """The trainer's part of a segment's descriptor, as far as an export needs it; all of it may be missing."""
 
     operators: list[Any] = []
-    # Beside `operators`: the rank whose images hold each of them, or -1: this rank's own. Absent: all are its own.
+    # Beside `operators`: the rank whose images hold each of them, or -1: this rank's own. Absent:
+    # all are its own.
     owners: list[int] = []
     policy: str = "aligned"
     transient_buffers: list[str] = []

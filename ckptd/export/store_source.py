@@ -88,7 +88,8 @@ def open_stored(
     *,
     rank: int | None = None,
 ) -> Iterator[StoredSource]:
-    """A snapshot of a committed checkpoint: of its end (the newest if None), or of an iteration on the way to one.
+    """A snapshot of a committed checkpoint: of its end (the newest if None), or of an iteration on
+    the way to one.
 
     Args:
         shown_url: of the store, without secrets.

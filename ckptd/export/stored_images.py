@@ -31,9 +31,11 @@ _ADVICE = "`ckptctl checkpoints verify` tells which object, and what is whole"
 
 @dataclass(frozen=True)
 class StoredImage:
-    """One rank's image, its header verified; ``image`` is what the header says beside those of the rank's chain.
+    """One rank's image, its header verified; ``image`` is what the header says beside those of the
+    rank's chain.
 
-    ``vouched``: BLAKE3 digests of its tensors, of bytes that all together had the cryptographic digest in the manifest; empty if that was not compared.
+    ``vouched``: BLAKE3 digests of its tensors, of bytes that all together had the cryptographic
+        digest in the manifest; empty if that was not compared.
     """
 
     rank: int
@@ -102,8 +104,9 @@ def open_images(
 ) -> dict[int, StoredImage]:
     """The images of the same iteration as ``snapshot``, by rank.
 
-    Of these only shares are needed, which may be a hundredth of them. All of them is compared with its digest where the manifest is signed: where
-    it is not, who can change an object can change the digest, too.
+    Of these only shares are needed, which may be a hundredth of them. All of them is compared with
+    its digest where the manifest is signed: where it is not, who can change an object can change
+    the digest, too.
 
     Raises:
         ExportError: the checkpoint has no such ranks, or theirs are of another epoch.
@@ -125,7 +128,8 @@ def open_images(
 
 
 def _same(manifest: RankManifest, snapshot: StoredSnapshot) -> StoredSnapshot:
-    # Manifests of one checkpoint are of the same iterations: their agreement says so. Of epochs it tells the last.
+    # Manifests of one checkpoint are of the same iterations: their agreement says so. Of epochs it
+    # tells the last.
     found = next(s for s in manifest.snapshots if s.iteration == snapshot.iteration)
     if (found.epoch, found.epoch_start) != (snapshot.epoch, snapshot.epoch_start):
         raise ExportError(

@@ -1,7 +1,7 @@
 """The half that needs torch: a process of its own, asked and answered over pipes, ended with the block.
 
-Lines are JSON; the bytes of tensors go beside them, as long as was agreed on before. What the child says on its
-stderr is told only if it fails.
+Lines are JSON; the bytes of tensors go beside them, as long as was agreed on before. What the child
+says on its stderr is told only if it fails.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The segment files that an earlier daemon left: taken over, put aside when they are damaged, tried again when they cannot be had now.
+"""The segment files that an earlier daemon left: taken over, put aside when they are damaged, tried
+again when they cannot be had now.
 
-Only what stands in a file proves that it is damaged. A daemon that has no descriptor or no memory left, or a filesystem that
-fails for a moment, says nothing about it: such a file *waits* under its own name and is tried again. A file that was put aside as
-``*.bad`` comes back under its name when it turns out to be whole, unless that rank has newer segments: then its run went on
-without it.
+Only what stands in a file proves that it is damaged. A daemon that has no descriptor or no memory
+left, or a filesystem that fails for a moment, says nothing about it: such a file *waits* under its
+own name and is tried again. A file that was put aside as ``*.bad`` comes back under its name when
+it turns out to be whole, unless that rank has newer segments: then its run went on without it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,19 @@
 """Files mapped so that whoever cuts one short does not end this process.
 
-Trainers may write to their segments, hence also truncate them, and the kernel answers an access to a page that is gone with SIGBUS,
-which kills. Here it is caught: the handler puts fresh zeroed memory in the place of the whole mapping and marks it as ``cut``; the
-access goes on and reads zeros, which match no checksum. (libwayland guards compositors against their clients in the same way.)
+Trainers may write to their segments, hence also truncate them, and the kernel answers an access to
+a page that is gone with SIGBUS, which kills. Here it is caught: the handler puts fresh zeroed
+memory in the place of the whole mapping and marks it as ``cut``; the access goes on and reads
+zeros, which match no checksum. (libwayland guards compositors against their clients in the same
+way.)
 
-Why a handler, and not reads through the kernel (``pread``): headers, hints and images are shared with other processes byte by byte. The
-handler costs nothing until it runs.
+Why a handler, and not reads through the kernel (``pread``): headers, hints and images are shared
+with other processes byte by byte. The handler costs nothing until it runs.
 
-It is Python, called through `ctypes`, and it is sound because the signal is synchronous: the thread that faults stands at an instruction
-that reads or writes mapped memory, so it holds none of the locks of ``malloc`` or of the interpreter but, perhaps, the GIL, which the
-callback takes or finds taken. A fault elsewhere, and one that hardware reports, gets the default action: the process ends, as before.
+It is Python, called through `ctypes`, and it is sound because the signal is synchronous: the thread
+that faults stands at an instruction that reads or writes mapped memory, so it holds none of the
+locks of ``malloc`` or of the interpreter but, perhaps, the GIL, which the callback takes or finds
+taken. A fault elsewhere, and one that hardware reports, gets the default action: the process ends,
+as before.
 """
 
 from __future__ import annotations
@@ -95,7 +99,9 @@ class FileMapping:
 
     @property
     def cut(self) -> bool:
-        """Whether an access has found a page gone: since then the view is of zeroed memory, and no longer of the file."""
+        """Whether an access has found a page gone: since then the view is of zeroed memory, and no
+        longer of the file.
+        """
         return self._region.cut
 
 

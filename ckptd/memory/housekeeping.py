@@ -114,13 +114,17 @@ class Housekeeper:
         self._scrub(now_s)
 
     def look_at_folder(self, now_s: float) -> None:
-        """Make it again if it was removed, and write what was in it again. (That somebody removes a single file is his wish.)"""
+        """Make it again if it was removed, and write what was in it again. (That somebody removes a
+        single file is his wish.)
+        """
         for segment in self._store.look_at_folder():
             if segment.cut or not self._rescued(segment, now_s):
                 self._vanished(segment)
 
     def settle(self, segment: Segment) -> None:
-        """Free what a dead trainer was filling and seal what it had filled; what cannot be done now is done at a next tick."""
+        """Free what a dead trainer was filling and seal what it had filled; what cannot be done now
+        is done at a next tick.
+        """
         self._unsettled.discard(segment)
         if self._store.get(segment.key, segment.generation) is not segment:
             return  # it went meanwhile
@@ -250,7 +254,9 @@ class Housekeeper:
     def _sweep(
         self, segment: Segment, now_s: float, before: dict[tuple[Segment, int], tuple[int, float]]
     ) -> None:
-        """Seal what has been filled for a while. When it was filled its header tells, but by a clock that may have been set since."""
+        """Seal what has been filled for a while. When it was filled its header tells, but by a
+        clock that may have been set since.
+        """
         for index in range(segment.geometry.num_slots):
             header = segment.header(index)
             if header is None:
@@ -310,7 +316,9 @@ class Housekeeper:
         )
 
     def doubt(self, segment: Segment, index: int, sequence: int) -> None:
-        """Verify this slot now, out of turn and by its cryptographic digest, too: somebody who read it says that it does not match."""
+        """Verify this slot now, out of turn and by its cryptographic digest, too: somebody who read
+        it says that it does not match.
+        """
         self._sealers.submit(
             partial(scrub_slot, segment, index, sequence, self._map, strong=True),
             partial(self._scrubbed, segment, index),

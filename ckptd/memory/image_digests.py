@@ -1,7 +1,9 @@
-"""Cryptographic digests of sealed images: made on workers, once per snapshot, and kept beside it (`ckptd.memory.kept_digests`).
+"""Cryptographic digests of sealed images: made on workers, once per snapshot, and kept beside it
+(`ckptd.memory.kept_digests`).
 
-A digest is made when it is first needed: sealing makes xxh3 digests alone, five times as fast. What does not match those any more is not vouched for. They are
-compared after the digest was made, so that what is changed meanwhile is seen. An `ImageDigests` lives on the daemon's loop thread.
+A digest is made when it is first needed: sealing makes xxh3 digests alone, five times as fast. What
+does not match those any more is not vouched for. They are compared after the digest was made, so
+that what is changed meanwhile is seen. An `ImageDigests` lives on the daemon's loop thread.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class ImageDigests:
         self._waiting: dict[_Job, list[Vouched]] = {}
 
     def want(self, segment: Segment, index: int, header: SlotHeader, done: Vouched) -> None:
-        """Have the digest of a sealed slot; ``done`` is called once, now if it is known. Several that want the same wait for one job."""
+        """Have the digest of a sealed slot; ``done`` is called once, now if it is known. Several
+        that want the same wait for one job.
+        """
         if known := segment.kept_digest(index, header):
             done(known, "")
             return
@@ -93,7 +97,8 @@ class ImageDigests:
 def digest_slot(
     segment: Segment, index: int, header: SlotHeader, threads: int, map_fn: DigestMap | None
 ) -> tuple[str, int]:
-    """The digest of a sealed slot, which is kept from then on, and the nanoseconds that it took (0: it was kept already).
+    """The digest of a sealed slot, which is kept from then on, and the nanoseconds that it took (0:
+    it was kept already).
 
     Raises:
         NotVouched: see there.

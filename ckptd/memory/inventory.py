@@ -89,7 +89,9 @@ def segment_status(segment: Segment, now_s: float) -> SegmentStatus:
 
 
 def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnapshots:
-    """The slot table of one rank, given its segments, the one that was filled last at the end; one at least is of snapshots."""
+    """The slot table of one rank, given its segments, the one that was filled last at the end; one
+    at least is of snapshots.
+    """
     logs = [segment for segment in segments if segment.is_log]
     parked = [segment for segment in segments if segment.descriptor.kind == "parked"]
     segments = [segment for segment in segments if segment.holds_snapshots]
@@ -213,9 +215,9 @@ _text = msgspec.msgpack.Decoder(str)
 def operator_names(client: bytes, num_operators: int, rank: int) -> tuple[str, ...]:
     """Operator names out of the trainer's part of a descriptor, or numbers if it has none.
 
-    That part is the client's own; all that is assumed is a map with a list under "operators",
-    whose items are names, or maps with a "name", or lists that begin with one. Where beside it "owners" has the rank whose
-    images hold each, and that is another one than ``rank``, the name says so.
+    That part is the client's own; all that is assumed is a map with a list under "operators", whose
+    items are names, or maps with a "name", or lists that begin with one. Where beside it "owners"
+    has the rank whose images hold each, and that is another one than ``rank``, the name says so.
     """
     try:
         listed = unpack(_operators, client).operators
@@ -283,7 +285,8 @@ def _anchors(segment: Segment, index: int, header: SlotHeader) -> int:
     now = segment.header(index)
     if now is None or now.sequence != header.sequence or now.state not in _WITH_IMAGE:
         return 0  # begun anew while we looked: what was read may be of another snapshot
-    # A peer may send an image that is intact and has more operators than its segment: then it is of no use here.
+    # A peer may send an image that is intact and has more operators than its segment: then it is of
+    # no use here.
     return 0 if anchors >> segment.descriptor.num_operators else anchors
 
 

@@ -1,7 +1,9 @@
-"""The cryptographic digest of an image, kept in the header page of its slot behind the header (``docs/architecture.md`` section 2).
+"""The cryptographic digest of an image, kept in the header page of its slot behind the header
+(``docs/architecture.md`` section 2).
 
-It has a checksum of its own and names the snapshot that it is of. What is of another snapshot (the slot was filled again), was damaged, or was never
-written (by a daemon of before) counts as unknown. It does not follow from the image: somebody who changes an image in memory, together with the xxh3
+It has a checksum of its own and names the snapshot that it is of. What is of another snapshot (the
+slot was filled again), was damaged, or was never written (by a daemon of before) counts as unknown.
+It does not follow from the image: somebody who changes an image in memory, together with the xxh3
 digests that stand in it, does not change what was kept of it.
 """
 
@@ -28,7 +30,9 @@ assert KEPT_DIGEST_AT >= SLOT_HEADER_LEN
 
 
 def kept_digest(buf: memoryview, geometry: SegmentGeometry, index: int, header: SlotHeader) -> str:
-    """What was kept of the image that slot ``index`` holds under ``header``, as `strong_digest` spells it; "" if nothing is known."""
+    """What was kept of the image that slot ``index`` holds under ``header``, as `strong_digest`
+    spells it; "" if nothing is known.
+    """
     start = geometry.header_offset(index) + KEPT_DIGEST_AT
     data = bytes(buf[start : start + _LENGTH + _CRC.size])
     magic, number = _FRONT.unpack_from(data)

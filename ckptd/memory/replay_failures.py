@@ -1,11 +1,13 @@
-"""What this node knows of replays that did not reproduce, and the slots that are quarantined for it (docs/replication.md §2.1).
+"""What this node knows of replays that did not reproduce, and the slots that are quarantined for it
+(docs/replication.md §2.1).
 
-One file per run beside its segments, so that it lives as long as they do: the trainer that found out is about to end, and
-the daemon may be restarted before the next one comes. It is written whole and renamed; one that cannot be read counts as none, which costs
-no more than another replay.
+One file per run beside its segments, so that it lives as long as they do: the trainer that found
+out is about to end, and the daemon may be restarted before the next one comes. It is written whole
+and renamed; one that cannot be read counts as none, which costs no more than another replay.
 
-A slot of a quarantined snapshot changes its state, whoever's it is: of a rank of this node, or a replica. Nothing in it changes, until
-the ring needs its room; so somebody can look at it, or take the quarantine back.
+A slot of a quarantined snapshot changes its state, whoever's it is: of a rank of this node, or a
+replica. Nothing in it changes, until the ring needs its room; so somebody can look at it, or take
+the quarantine back.
 """
 
 from __future__ import annotations
@@ -116,7 +118,9 @@ class Quarantine:
             self._apply(job, run)
 
     def tick(self) -> None:
-        """Look after slots that came here since (fetched, or sent by a peer); forget runs of which nothing is here."""
+        """Look after slots that came here since (fetched, or sent by a peer); forget runs of which
+        nothing is here.
+        """
         for job, run in list(self._known):
             if not any(True for _ in self._segments(job, run)):
                 self.forget(job, run)
@@ -124,7 +128,9 @@ class Quarantine:
                 self._apply(job, run)
 
     def lift(self, job: str, run: str) -> list[tuple[Segment, int, int]]:
-        """Take everything back; returns the slots (and their sequence numbers) that count again and should be verified."""
+        """Take everything back; returns the slots (and their sequence numbers) that count again and
+        should be verified.
+        """
         marks = self.marks(job, run)
         found: list[tuple[Segment, int, int]] = []
         for segment in self._segments(job, run):
@@ -176,7 +182,9 @@ class Quarantine:
 
 
 def _change(segment: Segment, marks: frozenset[Mark], old: SlotState, new: SlotState) -> list[int]:
-    """Give the slots of marked snapshots another state; returns which. One that somebody is about to fill is left alone."""
+    """Give the slots of marked snapshots another state; returns which. One that somebody is about
+    to fill is left alone.
+    """
     changed: list[int] = []
     for index, seen in segment.headers():
         if seen.state is not old or (seen.iteration, seen.epoch) not in marks:

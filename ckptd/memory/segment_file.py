@@ -1,4 +1,5 @@
-"""One segment file, mapped: its slots' headers and images, and what is written beside them for whoever fills slots.
+"""One segment file, mapped: its slots' headers and images, and what is written beside them for
+whoever fills slots.
 
 Slot states are changed here only under the slot's lock, or where no trainer can be writing.
 """
@@ -85,7 +86,9 @@ class Segment:
 
     @property
     def cut(self) -> bool:
-        """Did somebody make the file shorter than it was mapped? Nothing that was in it is to be believed then."""
+        """Did somebody make the file shorter than it was mapped? Nothing that was in it is to be
+        believed then.
+        """
         return self.mapping.cut or os.fstat(self.fd).st_size < self.file_bytes
 
     def in_place(self) -> bool:
@@ -110,7 +113,9 @@ class Segment:
                 yield index, header
 
     def gives_away(self) -> bool:
-        """Has a trainer taken the lock of a slot that holds a snapshot still, to overwrite it? The lock is asked for before the header is read."""
+        """Has a trainer taken the lock of a slot that holds a snapshot still, to overwrite it? The
+        lock is asked for before the header is read.
+        """
         return self.fd >= 0 and any(
             locks.is_locked(self.fd, slot_lock_byte(index), exclusive=False)
             and (header := self.header(index)) is not None

@@ -5,9 +5,10 @@ its name when it is complete, so a crash leaves a temporary (removed at the next
 half a segment. A file that cannot be believed is put aside as `*.bad`, not deleted; one that cannot
 be had now waits (`ckptd.memory.adoption`).
 
-Boundary logs and parked state live beside the snapshots and count and age alike. But whoever looks for snapshots must not
-come upon one: iterating, `of_rank` and `of_run` leave them out; `everything` and its like are for those
-who look after memory, whatever is in it. Generations of a rank are counted over all kinds.
+Boundary logs and parked state live beside the snapshots and count and age alike. But whoever looks
+for snapshots must not come upon one: iterating, `of_rank` and `of_run` leave them out; `everything`
+and its like are for those who look after memory, whatever is in it. Generations of a rank are
+counted over all kinds.
 
 `reserve` and `enter` are quick and belong to the daemon's loop thread, `build` may take seconds
 (it touches every page) and belongs to a worker.
@@ -94,7 +95,8 @@ class SegmentStore:
         self._mlock, self._group = mlock, group
         self._hugepages = hugepages
         self._segments: dict[tuple[RankKey, int], Segment] = {}
-        # The same by run, rank and generation: this is asked for at every beat, of every rank, however many runs are held.
+        # The same by run, rank and generation: this is asked for at every beat, of every rank,
+        # however many runs are held.
         self._runs: dict[tuple[str, str], dict[RankKey, dict[int, Segment]]] = {}
         self._plans: dict[tuple[RankKey, int], SegmentPlan] = {}
         self._adoption = Adoption(folder, FILE_ENDS.values(), superseded=self._superseded)
@@ -118,7 +120,8 @@ class SegmentStore:
     def of_rank(self, key: RankKey) -> list[Segment]:
         """The segments with a rank's snapshots, the one that was filled last at the end.
 
-        Not by generation: one may be made ahead of the change of schedule that it is for, and lie empty until then.
+        Not by generation: one may be made ahead of the change of schedule that it is for, and lie
+            empty until then.
         """
         found = [s for s in self._of_rank(key).values() if s.holds_snapshots]
         # To order them every slot header is read.
@@ -183,7 +186,8 @@ class SegmentStore:
         )
 
     def look_at_folder(self) -> list[Segment]:
-        """Have it made again if somebody has removed it, as logind does at the end of a user's last login (RemoveIPC).
+        """Have it made again if somebody has removed it, as logind does at the end of a user's last
+        login (RemoveIPC).
 
         Returns:
             Segments whose files went with it.
@@ -194,8 +198,8 @@ class SegmentStore:
         return self.everything()
 
     def rescue(self, segment: Segment) -> Segment:
-        """A new file with this name and what is still mapped of one that somebody has removed. It takes its place; a trainer that has the
-        removed one mapped goes on with that.
+        """A new file with this name and what is still mapped of one that somebody has removed. It
+        takes its place; a trainer that has the removed one mapped goes on with that.
 
         Blocks for as long as the copy takes: it is for a rare mishap.
 

@@ -1,4 +1,6 @@
-"""Slots as files that other daemons of this host may reach by themselves (`ckptd.transport.fabric.short_cut`), and how peers are told."""
+"""Slots as files that other daemons of this host may reach by themselves
+(`ckptd.transport.fabric.short_cut`), and how peers are told.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ __all__ = ["described_file", "left_behind", "lend_slot", "region_of", "slot_file
 def lend_slot(
     segment: Segment, lend: Callable[[int], Region | PeerRefused], *, writable: bool
 ) -> tuple[int, Region] | PeerRefused:
-    """The region that ``lend`` makes, and the descriptor for its lock that it is given; or what the peer is told.
+    """The region that ``lend`` makes, and the descriptor for its lock that it is given; or what the
+    peer is told.
 
-    A file that cannot be opened or locked (it is gone, no descriptor is left) is an answer, too: silence would be waited for.
+    A file that cannot be opened or locked (it is gone, no descriptor is left) is an answer, too:
+    silence would be waited for.
     """
     fd, lent = -1, None
     try:

@@ -1,4 +1,6 @@
-"""Slots of one rank that stay as they are while they are read: each under a read lock of a description of its own."""
+"""Slots of one rank that stay as they are while they are read: each under a read lock of a
+description of its own.
+"""
 
 from __future__ import annotations
 

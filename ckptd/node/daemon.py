@@ -74,7 +74,9 @@ _GARBAGE_LOG_S = 10.0
 
 
 def default_digest_threads(cpus: int) -> int:
-    """Half of a small machine's processors, four; on a large one, which has several GPUs to keep up with, an eighth, up to 16."""
+    """Half of a small machine's processors, four; on a large one, which has several GPUs to keep up
+    with, an eighth, up to 16.
+    """
     return max(1, min(4, cpus // 2), min(16, cpus // 8))
 
 

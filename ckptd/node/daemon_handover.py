@@ -1,4 +1,6 @@
-"""A daemon that an operator starts gets the folders of one that a trainer had started: that one is asked to end, and leaves the memory."""
+"""A daemon that an operator starts gets the folders of one that a trainer had started: that one is
+asked to end, and leaves the memory.
+"""
 
 from __future__ import annotations
 

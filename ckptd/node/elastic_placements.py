@@ -1,7 +1,7 @@
 """What elastic jobs have told this daemon of their placement: the last of each run, for `ckptctl elastic`.
 
-Nothing here is needed for a recovery, so it lives in the daemon's own memory and is gone with it; trainers tell it anew with each
-measured load. Time is an argument.
+Nothing here is needed for a recovery, so it lives in the daemon's own memory and is gone with it;
+trainers tell it anew with each measured load. Time is an argument.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The event `parked`, told by the daemon where a trainer ended before it could.
 
-A trainer seals what it parks by itself, and is in a hurry then: its process may be gone before its notice is read. What it left lies
-in its segment. So when a session ends, each state that its process parked and did not tell of is told once; one that is only
-filled, when it is sealed. All on the daemon's loop thread.
+A trainer seals what it parks by itself, and is in a hurry then: its process may be gone before its
+notice is read. What it left lies in its segment. So when a session ends, each state that its
+process parked and did not tell of is told once; one that is only filled, when it is sealed. All on
+the daemon's loop thread.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class ParkEvents:
     def begun(self, session: TrainerSession, before: TrainerSession | None) -> None:
         """A session begins; ``before``: of the same process, on another connection.
 
-        What lies there already is of an earlier process, which may have had the same number; unless this one says that it goes on.
+        What lies there already is of an earlier process, which may have had the same number; unless
+        this one says that it goes on.
         """
         if before is not None:
             session.parked_told = before.parked_told

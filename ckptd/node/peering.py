@@ -1,7 +1,8 @@
 """This node among the others: who can be reached, which runs it takes part in, what it fetches.
 
-Everything here runs on the daemon's loop thread; the fabric's threads hand over what arrives through `post`. Without a peer
-listener nothing is connected and snapshots stay on this node; fetching still works for what lies here.
+Everything here runs on the daemon's loop thread; the fabric's threads hand over what arrives
+through `post`. Without a peer listener nothing is connected and snapshots stay on this node;
+fetching still works for what lies here.
 """
 
 from __future__ import annotations
@@ -342,7 +343,9 @@ class Peering:
             run.logged(segment.key.rank)
 
     def changed(self, key: RankKey) -> None:
-        """What there is of one of our ranks changed: a snapshot was sealed, or a generation, of whatever kind, went."""
+        """What there is of one of our ranks changed: a snapshot was sealed, or a generation, of
+        whatever kind, went.
+        """
         run = self.runs.get((key.job, key.run))
         if run is not None:
             run.sealed(key.rank)
@@ -511,9 +514,11 @@ class Peering:
             logger.warning("the record of %s/%s cannot be written: %s", run.job, run.run, error)
 
     def _tell_idle(self, run: Run) -> None:
-        """Members without ranks, and former ones, are told who takes part, by one of those that have some, until they have answered.
+        """Members without ranks, and former ones, are told who takes part, by one of those that
+        have some, until they have answered.
 
-        Whoever recovers without us must know of this epoch, or its own would get a number that is not above ours.
+        Whoever recovers without us must know of this epoch, or its own would get a number that is
+        not above ours.
         """
         record, told = self.records.of(run.job, run.run), self._idle_told
         if record is None or not run.speaks:
@@ -633,7 +638,9 @@ class Peering:
         self._post(lambda: self._serve_next(peer, body, answer))
 
     def _too_many_wait(self, peer: str, size_bytes: int) -> str:
-        """Why a request of this size does not get a place; "" if it does. One of each peer does, whatever its size."""
+        """Why a request of this size does not get a place; "" if it does. One of each peer does,
+        whatever its size.
+        """
         if not self._unserved[peer]:
             return ""
         if self._unserved[peer] >= _MAX_UNSERVED:

@@ -1,10 +1,12 @@
 """Which process owns which rank: proved by a token that only this process and its daemon know.
 
-A trainer makes a random token when it starts, and shows it at each attach. Who shows the token of a live rank is that rank's
-process on a new connection; who does not is another one, whatever process id it claims and whatever locks it says that it holds.
-Of each token its SHA-256 is kept beside the segments, so that a restarted daemon knows the owners of the segments that it adopts.
+A trainer makes a random token when it starts, and shows it at each attach. Who shows the token of a
+live rank is that rank's process on a new connection; who does not is another one, whatever process
+id it claims and whatever locks it says that it holds. Of each token its SHA-256 is kept beside the
+segments, so that a restarted daemon knows the owners of the segments that it adopts.
 
-The file `.owners` in the segment folder (mode 0600) is msgpack of an array of ``[job, run, rank, sha256]``; it is replaced whole.
+The file `.owners` in the segment folder (mode 0600) is msgpack of an array of ``[job, run, rank,
+sha256]``; it is replaced whole.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Making segments for trainers: empty ones, and ones that are filled from other nodes (docs/replication.md §7).
+"""Making segments for trainers: empty ones, and ones that are filled from other nodes
+(docs/replication.md §7).
 
 On the daemon's loop thread; what takes long goes to workers, and the answer follows when it is done.
 """
@@ -80,7 +81,8 @@ class Reserving:
         *,
         final: bool = True,
     ) -> m.Reply | None:
-        """Begin to make the next generation of a rank; ``made`` or a refusal follows later, or one is returned.
+        """Begin to make the next generation of a rank; ``made`` or a refusal follows later, or one
+        is returned.
 
         Args:
             final: whether to tell of a refusal, because less is not asked for afterwards.

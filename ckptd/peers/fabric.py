@@ -42,9 +42,11 @@ def static_peers(config: DaemonConfig) -> tuple[NodeCard, ...]:
 
 
 def port_limits(descriptors: int) -> tuple[AdmissionLimits, AdmissionLimits]:
-    """What the connections of others may take of this many descriptors: on the control port, and on the data port.
+    """What the connections of others may take of this many descriptors: on the control port, and on
+    the data port.
 
-    Half at most, with all strangers: the rest is for segments, trainers and the connections that this node makes.
+    Half at most, with all strangers: the rest is for segments, trainers and the connections that
+        this node makes.
     """
 
     def share(part: int, most: int) -> int:
@@ -71,8 +73,8 @@ def make_fabric(
     gate: Callable[[], bool] | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Fabric | None:
-    """Listen for peers; None if the configuration has no ``peer_listen``. While ``gate`` is false, puts are held back. ``tell``
-    gets the lines about connections that were refused.
+    """Listen for peers; None if the configuration has no ``peer_listen``. While ``gate`` is false,
+    puts are held back. ``tell`` gets the lines about connections that were refused.
 
     Raises:
         UnusableFolder: no keys, or an address that cannot be listened on or is not safe to.

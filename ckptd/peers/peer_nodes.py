@@ -1,14 +1,16 @@
 """The nodes that this one talks to: how they are reached, and whether they answer.
 
-A neighbour that has not answered a hello for ``peer_deadline_s`` is *lost* until it answers again; one that answers with
-another boot id was restarted, and knows neither leases nor tickets of before.
+A neighbour that has not answered a hello for ``peer_deadline_s`` is *lost* until it answers again;
+one that answers with another boot id was restarted, and knows neither leases nor tickets of before.
 
-Which of two boots of a node is the newer one is told by these answers alone, and by no clock: a node has one daemon at a time,
-and a hello is asked only when the one before is over, so whoever answers it lived after whoever answered that. What comes by itself
-from another boot than the one that answered last may be of an earlier one, however late, and is not acted on.
+Which of two boots of a node is the newer one is told by these answers alone, and by no clock: a
+node has one daemon at a time, and a hello is asked only when the one before is over, so whoever
+answers it lived after whoever answered that. What comes by itself from another boot than the one
+that answered last may be of an earlier one, however late, and is not acted on.
 
-A node whose place in every run was taken, and that does not answer either, is forgotten: each that is known costs a connection
-with three descriptors, and on machines that are replaced for months these would otherwise be used up.
+A node whose place in every run was taken, and that does not answer either, is forgotten: each that
+is known costs a connection with three descriptors, and on machines that are replaced for months
+these would otherwise be used up.
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ class Neighbours:
         self._memory_bytes = memory_bytes
         self._known: dict[str, _Neighbour] = {}
         self._full = False
-        # The nodes that have a part in a run, or are configured; the others are forgotten when they do not answer.
+        # The nodes that have a part in a run, or are configured; the others are forgotten when they
+        # do not answer.
         self.needed: Callable[[], Container[str]] = tuple
 
     @property
@@ -208,7 +211,9 @@ class Neighbours:
                 self._told.back(card.node)
 
     def _has_room(self, node: str, wanted: Container[str]) -> bool:
-        """Whether one more may be known; whoever has no part in any run and was silent longest makes room for it."""
+        """Whether one more may be known; whoever has no part in any run and was silent longest
+        makes room for it.
+        """
         most = _most_peers()
         needed = self.needed() if len(self._known) >= most else ()
         while len(self._known) >= most:

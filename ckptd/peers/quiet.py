@@ -1,7 +1,8 @@
 """Whether trainers ask the daemon to leave the network to them for a moment.
 
-Asked before every chunk that is put, on the fabric's thread; a hint in shared memory, so that a trainer can say so in a
-microsecond. The fabric holds puts back for half a second at most: whoever forgets to take the hint back costs no more.
+Asked before every chunk that is put, on the fabric's thread; a hint in shared memory, so that a
+trainer can say so in a microsecond. The fabric holds puts back for half a second at most: whoever
+forgets to take the hint back costs no more.
 """
 
 from __future__ import annotations

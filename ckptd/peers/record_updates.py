@@ -1,8 +1,10 @@
-"""A node that was away asks the members that it knows who takes part in a run now: when it is back, and when somebody else acts on the run.
+"""A node that was away asks the members that it knows who takes part in a run now: when it is back,
+and when somebody else acts on the run.
 
-The one that speaks for a new epoch may be a node of which this one has never heard, or which has never heard of this one. Its word is not
-enough: whoever has a trusted key could say that it speaks. A member that both know can tell, and what it tells is believed as if it had
-come by itself (`TellRun`).
+The one that speaks for a new epoch may be a node of which this one has never heard, or which has
+never heard of this one. Its word is not enough: whoever has a trusted key could say that it speaks.
+A member that both know can tell, and what it tells is believed as if it had come by itself
+(`TellRun`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What of a rank is replicated: its snapshots, or its boundary log. The same core and the same messages serve both.
+"""What of a rank is replicated: its snapshots, or its boundary log. The same core and the same
+messages serve both.
 
 A ring says which segments are sent, and how their slots look to the core.
 """

@@ -1,11 +1,13 @@
 """Who takes part in each run, kept in files beside the segments (docs/replication.md section 2a).
 
-A run that is restarted asks everybody who took part before what is held of it. If that were known to the daemon's memory alone, the
-restart of one daemon would make a run begin anew that only had to wait. So a record is written before a rank is told that it has
-joined, hence before its first snapshot, and the next daemon goes on from it.
+A run that is restarted asks everybody who took part before what is held of it. If that were known
+to the daemon's memory alone, the restart of one daemon would make a run begin anew that only had to
+wait. So a record is written before a rank is told that it has joined, hence before its first
+snapshot, and the next daemon goes on from it.
 
-The file gets its name when it is complete, and is flushed where the folder is on a disk. One that is damaged is put aside and means that
-nobody here knows who takes part; never that nobody does. All methods belong to the daemon's loop thread.
+The file gets its name when it is complete, and is flushed where the folder is on a disk. One that
+is damaged is put aside and means that nobody here knows who takes part; never that nobody does. All
+methods belong to the daemon's loop thread.
 """
 
 from __future__ import annotations
@@ -136,7 +138,8 @@ class RunRecords:
     def forget(self, job: str, run: str) -> None:
         """Who took part is forgotten, by command or because the run is over.
 
-        The highest epoch stays for a while: what a node that is away still holds must be older than whatever begins now.
+        The highest epoch stays for a while: what a node that is away still holds must be older than
+            whatever begins now.
         """
         before = self.of(job, run)
         if before is None:
@@ -149,7 +152,9 @@ class RunRecords:
         path.with_name(path.name + ".bad").unlink(missing_ok=True)
 
     def expire(self, now_s: float, retain_s: float, wanted: Callable[[str, str], bool]) -> None:
-        """Drop the records of runs of which nothing has been here for long; ``retain_s`` 0: only if they are too many."""
+        """Drop the records of runs of which nothing has been here for long; ``retain_s`` 0: only if
+        they are too many.
+        """
         for name in list(self._records):
             if name not in self._wanted_s or wanted(*name):
                 self._wanted_s[name] = now_s

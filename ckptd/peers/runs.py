@@ -101,7 +101,9 @@ class Run:
 
     @property
     def has_own_floor(self) -> bool:
-        """Whether this epoch's members can all go back to a snapshot of this epoch, and need no earlier member for that."""
+        """Whether this epoch's members can all go back to a snapshot of this epoch, and need no
+        earlier member for that.
+        """
         return self.epoch >= 0 and self.promise.floor > self.epoch_start
 
     @property
@@ -111,7 +113,9 @@ class Run:
         return self._store.node_id == min(working, default="")
 
     def join(self, key: RankKey, message: Join) -> str:
-        """A local rank tells who takes part; every rank of the node says the same. Returns why it is refused, else ""."""
+        """A local rank tells who takes part; every rank of the node says the same. Returns why it
+        is refused, else "".
+        """
         self.joined_at_s = self._clock()
         told = (message.epoch, message.epoch_start, message.members)
         fresh = told != (self.epoch, self.epoch_start, self.members)
@@ -310,7 +314,8 @@ class Run:
                 self._carried, self.span = NOTHING_CARRIED, 1
             # It is a floor of this history, too, and the largest that anybody knows counts.
             self._carried = Carried(message.epoch, self._carried.floor)
-            # The horizon is unknown, so that every complete suffix from the floor on is kept until the new tree has agreed.
+            # The horizon is unknown, so that every complete suffix from the floor on is kept until
+            # the new tree has agreed.
             self.promise = Promise(self._carried.floor)
         self.epoch, self.epoch_start = message.epoch, message.epoch_start
         self.members, self._asked_replicas = message.members, message.replicas
@@ -398,10 +403,13 @@ class Run:
         self._protect_rank(rank)
 
     def _secured(self, rank: int) -> bool:
-        """Nothing of what is promised here goes from now on: tell the ring, then look once more at what is there.
+        """Nothing of what is promised here goes from now on: tell the ring, then look once more at
+        what is there.
 
-        A trainer that had read the older hints may be about to overwrite a slot. It holds the slot's lock by then, and reads the hints once more when it has taken
-        it. So in the order hints, locks, headers: either the lock is seen here, or the hints are seen there, or the header tells.
+        A trainer that had read the older hints may be about to overwrite a slot. It holds the
+        slot's lock by then, and reads the hints once more when it has taken it. So in the order
+        hints, locks, headers: either the lock is seen here, or the hints are seen there, or the
+        header tells.
         """
         replication = self.ranks[rank]
         for _ in range(_LOOKS):
@@ -483,8 +491,9 @@ class Run:
         if promise.floor < 0 and epoch_start < 0:
             elsewhere = core.num_counted  # nothing is anywhere yet
         else:
-            # Of the targets that count, some may yet have to receive the suffix of the floor. And after a recovery there may be a floor
-            # that somebody else knows; it is told when the new tree agrees.
+            # Of the targets that count, some may yet have to receive the suffix of the floor. And
+            # after a recovery there may be a floor that somebody else knows; it is told when the
+            # new tree agrees.
             elsewhere = core.num_holding(promise.floor) if promise.floor >= 0 else 0
         hint = RingHint(
             promise.floor,
@@ -499,7 +508,9 @@ class Run:
             segment.protect(hint)
 
     def _aim_of(self, rank: int) -> Interval:
-        """What a daemon before this one had promised to the others in this epoch, as it stands beside the slots; else where the epoch began."""
+        """What a daemon before this one had promised to the others in this epoch, as it stands
+        beside the slots; else where the epoch began.
+        """
         told = [segment.ring_hint for segment in self._store.of_rank(self._key(rank))]
         aims = [Interval(h.horizon, h.aim) for h in told if h.span and h.epoch == self.epoch]
         return max(aims, key=lambda aim: aim.last, default=Interval(-1, self.epoch_start))

@@ -1,11 +1,12 @@
-"""The shell around `ckptd.core.replication.replicator`: performs what the core decides for one local rank (docs/replication.md §5).
+"""The shell around `ckptd.core.replication.replicator`: performs what the core decides for one
+local rank (docs/replication.md §5).
 
-Lives on the daemon's loop thread. Slots are held by a read lock of their own description while they are sent, so that the
-trainer passes them over; the lock goes with the transfer, whatever its end. A slot that a peer granted is sealed or given back
-there, also when the answer comes after the end.
+Lives on the daemon's loop thread. Slots are held by a read lock of their own description while they
+are sent, so that the trainer passes them over; the lock goes with the transfer, whatever its end. A
+slot that a peer granted is sealed or given back there, also when the answer comes after the end.
 
-While an image travels, a worker makes its cryptographic digest, unless that is known; the slot is held until both are there. The digest goes with the
-`SealSlot`, over the control session.
+While an image travels, a worker makes its cryptographic digest, unless that is known; the slot is
+held until both are there. The digest goes with the `SealSlot`, over the control session.
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ class RankReplication:
         self._closed = False
 
     def begin(self, promise: Promise | None) -> None:
-        """What there is, before anything is told of it; and what the run agreed on, unless this is its only rank."""
+        """What there is, before anything is told of it; and what the run agreed on, unless this is
+        its only rank.
+        """
         self._handle(Joined(*self._epoch()))
         self.read_slots()
         if promise is not None:
@@ -159,7 +162,9 @@ class RankReplication:
         self.feed(PeerBack(node))
 
     def peer_restarted(self, node: str) -> None:
-        """It is there, and knows nothing of our leases: as one event, so that it does not cease to count in between."""
+        """It is there, and knows nothing of our leases: as one event, so that it does not cease to
+        count in between.
+        """
         self._cancel_to(node)
         self.feed(PeerLost(node, "its daemon was restarted"), PeerBack(node))
 

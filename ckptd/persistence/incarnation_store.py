@@ -1,8 +1,11 @@
-"""The worlds of elastic runs in a store: marked as such, found by a start, and collected when a later one has taken their place.
+"""The worlds of elastic runs in a store: marked as such, found by a start, and collected when a
+later one has taken their place.
 
-Each world is a run of its own (`ckptd.storage.checkpoints.incarnation_retention`), so everything but this is done by its `RunStore`. That a run is a world its
-trainers tell by the topology that they attach with, which is in every segment's descriptor, so that a daemon that was restarted
-knows it as well. The mark lies in the store before rank 0's manifest does: a checkpoint that counts is found.
+Each world is a run of its own (`ckptd.storage.checkpoints.incarnation_retention`), so everything
+but this is done by its `RunStore`. That a run is a world its trainers tell by the topology that
+they attach with, which is in every segment's descriptor, so that a daemon that was restarted knows
+it as well. The mark lies in the store before rank 0's manifest does: a checkpoint that counts is
+found.
 
 In the store keeper's process; called by several of its threads.
 """

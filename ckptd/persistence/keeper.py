@@ -1,7 +1,9 @@
-"""The store keeper: the process of a daemon that speaks to object storage (`python -m ckptd.persistence.keeper <fd>`).
+"""The store keeper: the process of a daemon that speaks to object storage (`python -m
+ckptd.persistence.keeper <fd>`).
 
-It is told what to do over the socket pair that it inherits, and ends when that ends: whatever it was doing is taken up by the next
-one, because everything that counts is in the store. What it may not do is decide: that is the daemon's (`ckptd.core.persistence.persister`).
+It is told what to do over the socket pair that it inherits, and ends when that ends: whatever it
+was doing is taken up by the next one, because everything that counts is in the store. What it may
+not do is decide: that is the daemon's (`ckptd.core.persistence.persister`).
 """
 
 from __future__ import annotations
@@ -193,7 +195,9 @@ class Keeper:
     # -- what follows ----------------------------------------------------------------------------
 
     def _settle(self, run: RunStore, name: w.RankName, end: int, epoch: int) -> None:
-        """A manifest of ours was written: look whether the others have written theirs, once for all ranks of this node."""
+        """A manifest of ours was written: look whether the others have written theirs, once for all
+        ranks of this node.
+        """
         key = name.job, name.run, end, epoch
         waiting = self._waiting.setdefault(key, _Waiting())
         waiting.names.append(name)
@@ -214,7 +218,9 @@ class Keeper:
         timer.start()
 
     def _look(self, run: RunStore, key: _Key, turn: int) -> None:
-        """Who waits is told when all are there, or when they have had time enough; then what is replaced may go."""
+        """Who waits is told when all are there, or when they have had time enough; then what is
+        replaced may go.
+        """
         waiting = self._waiting.get(key)
         if waiting is None or waiting.turn != turn:
             return

@@ -1,8 +1,10 @@
-"""The store keeper as the daemon sees it: a process of its own that is started, asked, and started again when it dies.
+"""The store keeper as the daemon sees it: a process of its own that is started, asked, and started
+again when it dies.
 
-Everything here is called on the daemon's loop thread, and every callback comes back there (`post`); two threads carry the messages,
-so that a keeper that does not read holds up nothing. When the keeper dies, what it was asked fails as ``away``. One that answers
-no ping for long (stopped, or stuck) is killed: a trainer that starts may be waiting for its answer.
+Everything here is called on the daemon's loop thread, and every callback comes back there (`post`);
+two threads carry the messages, so that a keeper that does not read holds up nothing. When the
+keeper dies, what it was asked fails as ``away``. One that answers no ping for long (stopped, or
+stuck) is killed: a trainer that starts may be waiting for its answer.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ __all__ = ["AWAY", "BUSY", "StoreChild"]
 
 logger = logging.getLogger(__name__)
 
-# Codes of what the keeper was not even asked, or has no answer to: it died, or could not be started; it has too much to do.
+# Codes of what the keeper was not even asked, or has no answer to: it died, or could not be
+# started; it has too much to do.
 AWAY, BUSY = "away", "busy"
 _WAITING = 4096
 _BACKOFF_S, _BACKOFF_MAX_S = 0.5, 30.0
@@ -109,7 +112,9 @@ class StoreChild:
         return self._ids
 
     def ask(self, message: Any, done: Done, refused: Refused) -> None:
-        """Send a message that has an ``id``; exactly one of ``done(reply)`` and ``refused(code, reason)`` is called, later."""
+        """Send a message that has an ``id``; exactly one of ``done(reply)`` and ``refused(code,
+        reason)`` is called, later.
+        """
         if not self._alive():
             self._post(lambda: refused(AWAY, "the store keeper is not running"))
             return

@@ -1,6 +1,8 @@
-"""What the daemon and its store keeper say to each other: msgpack frames over a socket pair, each preceded by its length (u32).
+"""What the daemon and its store keeper say to each other: msgpack frames over a socket pair, each
+preceded by its length (u32).
 
-Both ends are of one installation and one user, so there is no version and no authentication here; sizes are bounded all the same.
+Both ends are of one installation and one user, so there is no version and no authentication here;
+sizes are bounded all the same.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ class SnapshotId(Struct, frozen=True, array_like=True):
 
 
 class Retain(Struct, frozen=True):
-    """What retention leaves: the newest ``last``, multiples of ``every`` iterations (0: none), younger than ``for_s`` (0: none)."""
+    """What retention leaves: the newest ``last``, multiples of ``every`` iterations (0: none),
+    younger than ``for_s`` (0: none).
+    """
 
     last: int
     every: int
@@ -109,7 +113,9 @@ class OpenRank(Struct, frozen=True, tag=True):
 
 
 class StoreSlot(Struct, frozen=True, tag=True):
-    """Store the image in slot ``index`` of a segment file, if it is still of ``snapshot``; answered by `StoredSlot`."""
+    """Store the image in slot ``index`` of a segment file, if it is still of ``snapshot``; answered
+    by `StoredSlot`.
+    """
 
     id: int
     rank: RankName
@@ -136,7 +142,8 @@ class CommitRank(Struct, frozen=True, tag=True):
 class FindStored(Struct, frozen=True, tag=True):
     """What committed checkpoints there are of these ranks; answered by `Found`.
 
-    ``left_out``: iteration and epoch of snapshots that are quarantined; a checkpoint with one of them is passed over.
+    ``left_out``: iteration and epoch of snapshots that are quarantined; a checkpoint with one of
+        them is passed over.
     """
 
     id: int
@@ -149,7 +156,8 @@ class FindStored(Struct, frozen=True, tag=True):
 class FindWorlds(Struct, frozen=True, tag=True):
     """Which worlds of an elastic run there are, and their committed checkpoints; answered by `FoundWorlds`.
 
-    ``again``: for a start that has found checkpoints to be damaged, which are passed over; one that begins looks at all of them.
+    ``again``: for a start that has found checkpoints to be damaged, which are passed over; one that
+        begins looks at all of them.
     """
 
     id: int
@@ -181,7 +189,9 @@ class ReadRange(Struct, frozen=True, tag=True):
 
 
 class DoubtStored(Struct, frozen=True, tag=True):
-    """What was read of this checkpoint does not match its digests: it is not found any more until it was verified."""
+    """What was read of this checkpoint does not match its digests: it is not found any more until
+    it was verified.
+    """
 
     segment: str
 
@@ -248,7 +258,9 @@ class KeeperFailed(Struct, frozen=True, tag=True):
 
 
 class CommittedCheckpoint(Struct, frozen=True):
-    """One rank's part of a committed checkpoint; ``name`` is what `ReadRange` and `DoubtStored` call a segment."""
+    """One rank's part of a committed checkpoint; ``name`` is what `ReadRange` and `DoubtStored`
+    call a segment.
+    """
 
     name: str
     rank: int
@@ -273,7 +285,9 @@ class Found(Struct, frozen=True, tag=True):
 
 
 class WholeWorld(Struct, frozen=True):
-    """A committed checkpoint of a world; ``sizes`` are the bytes of each rank's own objects of its last iteration."""
+    """A committed checkpoint of a world; ``sizes`` are the bytes of each rank's own objects of its
+    last iteration.
+    """
 
     world: int
     end: int
@@ -281,7 +295,9 @@ class WholeWorld(Struct, frozen=True):
 
 
 class FoundWorlds(Struct, frozen=True, tag=True):
-    """All ``numbers`` that are known, and the newest checkpoints, newest first, without those that are ``damaged`` (world, end)."""
+    """All ``numbers`` that are known, and the newest checkpoints, newest first, without those that
+    are ``damaged`` (world, end).
+    """
 
     id: int
     numbers: list[int]
@@ -303,7 +319,9 @@ class Settled(Struct, frozen=True, tag=True):
 
 
 class RankFenced(Struct, frozen=True, tag=True):
-    """After our manifest a later ``epoch`` was seen, which we know nothing of: whoever is of it writes under our names."""
+    """After our manifest a later ``epoch`` was seen, which we know nothing of: whoever is of it
+    writes under our names.
+    """
 
     rank: RankName
     epoch: int

@@ -1,11 +1,13 @@
 """One rank's way into a store: its snapshots, and its manifest when all of a checkpoint are there.
 
-The rules are those of docs/format.md §7. What is not uploaded again is what this rank's *base* refers to (its last manifest, if it is
-sure to stay), or what was stored since, by itself or by another rank of this node. Which manifests were relied on is remembered with
-each snapshot, and looked at once more before the manifest that refers to it is written.
+The rules are those of docs/format.md §7. What is not uploaded again is what this rank's *base*
+refers to (its last manifest, if it is sure to stay), or what was stored since, by itself or by
+another rank of this node. Which manifests were relied on is remembered with each snapshot, and
+looked at once more before the manifest that refers to it is written.
 
-Used by several threads of the store keeper. A snapshot is stored by one thread at a time; so are the snapshots that several ranks of
-a node have of one iteration, because the second one finds there what it shares with the first.
+Used by several threads of the store keeper. A snapshot is stored by one thread at a time; so are
+the snapshots that several ranks of a node have of one iteration, because the second one finds there
+what it shares with the first.
 """
 
 from __future__ import annotations
@@ -39,12 +41,14 @@ from ckptd.storage.stores.objects import Damaged, ObjectExists, ObjectInfo, Obje
 __all__ = ["TOOL", "Overtaken", "RankStore", "UnknownSnapshot", "Uploaded"]
 
 TOOL = f"ckptd {ckptd.__version__}"
-# What belongs to no manifest may be collected after the grace time, 24 h, and is committed within half of that after it was put
-# (docs/format.md §7). It may have been there for this long when it is found, is committed at most as long after that, and as much is
-# left for clocks that are wrong. A suffix that takes longer to upload is never committed.
+# What belongs to no manifest may be collected after the grace time, 24 h, and is committed within
+# half of that after it was put (docs/format.md §7). It may have been there for this long when it is
+# found, is committed at most as long after that, and as much is left for clocks that are wrong. A
+# suffix that takes longer to upload is never committed.
 _FORGET_S = 4 * 3600.0
-# What a listing said of what stays holds for half the settle time, 300 s (docs/format.md §7). An attempt that has begun may
-# take three requests' time, so the listing, and all but the last attempt to put the manifest, must be over in a minute each.
+# What a listing said of what stays holds for half the settle time, 300 s (docs/format.md §7). An
+# attempt that has begun may take three requests' time, so the listing, and all but the last attempt
+# to put the manifest, must be over in a minute each.
 _LIST_WITHIN_S = 60.0
 
 _Name = tuple[int, int, int]  # iteration, epoch, sequence: no two snapshots of a rank have the same
@@ -67,7 +71,9 @@ class Uploaded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeptSnapshot:
-    """A stored snapshot, its image's header (which tells where its tensors lie), and the manifests that were relied on for it."""
+    """A stored snapshot, its image's header (which tells where its tensors lie), and the manifests
+    that were relied on for it.
+    """
 
     snapshot: StoredSnapshot
     header: bytes
@@ -77,7 +83,9 @@ class KeptSnapshot:
 
 
 class ListRun(Protocol):
-    """Lists the run for a rank that is about to commit the checkpoint ``end``; ``fresh``: nobody else's listing will do."""
+    """Lists the run for a rank that is about to commit the checkpoint ``end``; ``fresh``: nobody
+    else's listing will do.
+    """
 
     def __call__(self, end: int, *, fresh: bool) -> Seen: ...
 
@@ -208,8 +216,8 @@ class RankStore:
         try:
             self._prompt.put(manifest.key, [memoryview(manifest.to_bytes())], if_absent=True)
         except ObjectExists:
-            # Ours, of a life before this one: the key says job, run, epoch and all that ranks agree on. What it refers to
-            # stays, and not what we would have referred to.
+            # Ours, of a life before this one: the key says job, run, epoch and all that ranks agree
+            # on. What it refers to stays, and not what we would have referred to.
             manifest = read_manifest(self._store, manifest.key)
             kept = list(self._of_manifest(manifest).values())
         with self._lock:
@@ -257,8 +265,9 @@ class RankStore:
         }
 
     def _index(self, iteration: int) -> tuple[StoredIndex, frozenset[str], float]:
-        """Where the tensors lie to which a new object may refer; the manifests that are relied on by that; and since when the
-        oldest object lies there that no manifest names."""
+        """Where the tensors lie to which a new object may refer; the manifests that are relied on
+        by that; and since when the oldest object lies there that no manifest names.
+        """
         index = StoredIndex()
         with self._lock:
             found = [*self._since.values(), *self._base.values()]
@@ -272,11 +281,11 @@ class RankStore:
         return index, frozenset().union(*(kept.relied for kept in found)), since_s
 
     def _upload(self, plan: UploadPlan, image: memoryview) -> tuple[ObjectInfo, int]:
-        """Put what is new. The key stands for the content: if it has been there for a short time only, we put it in a life before;
-        what is older may be taken for garbage, and is put again.
+        """Put what is new. The key stands for the content: if it has been there for a short time
+        only, we put it in a life before; what is older may be taken for garbage, and is put again.
 
-        A clock that is wrong by up to four hours puts it again in vain, or takes what is older for young: that is still committed
-        before half the grace time is over (docs/format.md §7).
+        A clock that is wrong by up to four hours puts it again in vain, or takes what is older for
+        young: that is still committed before half the grace time is over (docs/format.md §7).
         """
         there = self._store.info(plan.key)
         if there is not None and there.size == plan.size:

@@ -1,7 +1,8 @@
 """The shell around `ckptd.core.persistence.persister`: performs what it decides for one local rank.
 
-Lives on the daemon's loop thread. A slot is held by a read lock of a description of its own while it is uploaded, so that the
-trainer passes it over; the store keeper takes one more, for the case that this daemon dies before it.
+Lives on the daemon's loop thread. A slot is held by a read lock of a description of its own while
+it is uploaded, so that the trainer passes it over; the store keeper takes one more, for the case
+that this daemon dies before it.
 """
 
 from __future__ import annotations
@@ -251,7 +252,8 @@ class RankPersistence:
             self.feed(SnapshotStored(key, reply.uploaded_bytes))
 
         def refused(code: str, reason: str) -> None:
-            # Of the keeper's end `keeper_died` tells. What is lost although it is held is damaged, or its file is gone.
+            # Of the keeper's end `keeper_died` tells. What is lost although it is held is damaged,
+            # or its file is gone.
             if code != AWAY:
                 self.feed(StoreFailed(key, reason))
 

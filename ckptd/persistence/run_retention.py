@@ -1,4 +1,6 @@
-"""What of one run goes from the store: seen by one listing, decided by `ckptd.storage`, and done soon or not at all (docs/format.md §8)."""
+"""What of one run goes from the store: seen by one listing, decided by `ckptd.storage`, and done
+soon or not at all (docs/format.md §8).
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from ckptd.storage.stores.objects import ObjectMissing, ObjectStore
 __all__ = ["RunRetention", "Surveyed", "Tell", "newest_ns"]
 
 _BATCH = 500
-# What was decided is done within half the settle time, 300 s (docs/format.md §7, §8): no attempt begins later than the sum of these,
-# and one that has begun may take three requests' time.
+# What was decided is done within half the settle time, 300 s (docs/format.md §7, §8): no attempt
+# begins later than the sum of these, and one that has begun may take three requests' time.
 _DELETE_WITHIN_S = 60.0
 _READ_WITHIN_S = 10.0  # of these
 
@@ -124,7 +126,9 @@ class RunRetention:
             self._tell("info", "retained", text)
 
     def _read_all(self, catalog: Catalog) -> None:
-        """Know every manifest; they never change, so each is read once. Where one cannot be read, no object is deleted."""
+        """Know every manifest; they never change, so each is read once. Where one cannot be read,
+        no object is deleted.
+        """
         keys = [info.key for c in catalog.checkpoints for info in c.manifests.values()]
         known = self._manifests
         found = zip(

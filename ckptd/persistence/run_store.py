@@ -1,4 +1,6 @@
-"""One run in a store, as the keeper of one node sees it: whose names they are, what can be restored, what may go (docs/format.md)."""
+"""One run in a store, as the keeper of one node sees it: whose names they are, what can be
+restored, what may go (docs/format.md).
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,15 @@ from ckptd.storage.stores.resilient import Resilient
 __all__ = ["FencedOff", "RunStore"]
 
 _OFFERED = 3  # checkpoints that a recovery is told of: the newest, and what it falls back to
-# What was decided is done within half the settle time, 300 s (docs/format.md §7, §8; `ckptd.persistence.run_retention`): one that has begun
-# may take three requests' time.
+# What was decided is done within half the settle time, 300 s (docs/format.md §7, §8;
+# `ckptd.persistence.run_retention`): one that has begun may take three requests' time.
 _PROMPT_S = 60.0
 
 
 class FencedOff(RuntimeError):
-    """Somebody else writes under these names: the store shows this later epoch, of which nothing is known here."""
+    """Somebody else writes under these names: the store shows this later epoch, of which nothing is
+    known here.
+    """
 
     def __init__(self, epoch: int, text: str) -> None:
         super().__init__(text)
@@ -381,7 +385,9 @@ class RunStore:
             raise
 
     def doubt(self, name: str) -> None:
-        """What was read of a checkpoint is damaged: others are offered. Who has found it may read the rest of it."""
+        """What was read of a checkpoint is damaged: others are offered. Who has found it may read
+        the rest of it.
+        """
         manifest = self._offered.get(name)
         if manifest is None:
             return

@@ -1,15 +1,18 @@
 """One listing of a run for all ranks of a node that commit the same checkpoint.
 
-Listing a large run takes a request per thousand keys, and eight ranks that each do it before their manifests ask for the same eight
-times. What a rank needs of the listing is *when it was begun*, not by whom: whatever is staying in it can be replaced only by a
-checkpoint that becomes complete later. A collector acts on that no earlier than the settle time after it (docs/format.md §8), on a
-listing of its own that begins then; and until half the settle time after our listing was begun, every manifest that relies on it
-is written (§7), so that the collector sees that manifest and leaves alone what it refers to. Objects that were put after the
-listing was begun are protected by their age alone, before as after. So a listing may be shared as long as its age counts, and not
-the time since it was asked for: `Seen.begun_s` is what the manifest's time is counted from.
+Listing a large run takes a request per thousand keys, and eight ranks that each do it before their
+manifests ask for the same eight times. What a rank needs of the listing is *when it was begun*, not
+by whom: whatever is staying in it can be replaced only by a checkpoint that becomes complete later.
+A collector acts on that no earlier than the settle time after it (docs/format.md §8), on a listing
+of its own that begins then; and until half the settle time after our listing was begun, every
+manifest that relies on it is written (§7), so that the collector sees that manifest and leaves
+alone what it refers to. Objects that were put after the listing was begun are protected by their
+age alone, before as after. So a listing may be shared as long as its age counts, and not the time
+since it was asked for: `Seen.begun_s` is what the manifest's time is counted from.
 
-What is told wrongly is only what was *not yet* there when it was begun, such as the manifest of a rank that is a checkpoint behind.
-That leads to a refusal, never to a permission; so whoever is refused by a listing that somebody else began asks for a fresh one.
+What is told wrongly is only what was *not yet* there when it was begun, such as the manifest of a
+rank that is a checkpoint behind. That leads to a refusal, never to a permission; so whoever is
+refused by a listing that somebody else began asks for a fresh one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""Storage as one more holder of snapshots: what a recovery asks of peers it can ask of the store (docs/persistence.md §6).
+"""Storage as one more holder of snapshots: what a recovery asks of peers it can ask of the store
+(docs/persistence.md §6).
 
-A `StoreLink` answers like a `PeerLink` whose node is `STORE_NODE`, so the recovery plan, the fetches and the drills know nothing of
-storage: a committed checkpoint is a segment, each of its snapshots a slot. What is read goes from the store keeper straight into
-the file of the segment that is filled. All on the daemon's loop thread.
+A `StoreLink` answers like a `PeerLink` whose node is `STORE_NODE`, so the recovery plan, the
+fetches and the drills know nothing of storage: a committed checkpoint is a segment, each of its
+snapshots a slot. What is read goes from the store keeper straight into the file of the segment that
+is filled. All on the daemon's loop thread.
 
-A trainer that starts waits for what is durable, and is refused where that cannot be told. So the question outlives the keeper: if it
-dies over it, the next one is asked, as long as the trainer can be expected to wait for the answer.
+A trainer that starts waits for what is durable, and is refused where that cannot be told. So the
+question outlives the keeper: if it dies over it, the next one is asked, as long as the trainer can
+be expected to wait for the answer.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ from ckptd.transport.verbs import Completion, Done, Fault, PeerAddress, RegionKe
 __all__ = ["StoreLink"]
 
 _TOKEN = bytes(16)
-# How long a question is put to one keeper after the other. A trainer waits 900 s for its answer (`ckptd.client.daemon_link.session`), of which
-# the last keeper may need the 600 s of `store_deadline_s`; and by then eight of them have died over it.
+# How long a question is put to one keeper after the other. A trainer waits 900 s for its answer
+# (`ckptd.client.daemon_link.session`), of which the last keeper may need the 600 s of
+# `store_deadline_s`; and by then eight of them have died over it.
 _ASK_FOR_S = 120.0
 
 
@@ -68,7 +72,9 @@ class StoreLink:
         self._unanswered: list[Callable[[], None]] = []  # to be asked again
 
     def tick(self) -> None:
-        """Time passed: ask again what a keeper died over; the child starts the next one when its time has come."""
+        """Time passed: ask again what a keeper died over; the child starts the next one when its
+        time has come.
+        """
         again, self._unanswered = self._unanswered, []
         for ask in again:
             ask()
@@ -82,7 +88,9 @@ class StoreLink:
         *,
         timeout_s: float = 0.0,
     ) -> None:
-        """As `PeerLink.ask`; the store keeper has deadlines of its own, and its death is not the end of a `GetHoldings`."""
+        """As `PeerLink.ask`; the store keeper has deadlines of its own, and its death is not the
+        end of a `GetHoldings`.
+        """
         if isinstance(message, GetHoldings):
             self._find(message, done, failed)
             return
@@ -98,7 +106,8 @@ class StoreLink:
         if isinstance(message, p.CloseRead):
             self._regions.pop(message.region, None)
         elif isinstance(message, p.DoubtSlot):
-            # It stays known here: other snapshots of the checkpoint, and other parts of this one, may be whole.
+            # It stays known here: other snapshots of the checkpoint, and other parts of this one,
+            # may be whole.
             self._child.tell(w.DoubtStored(message.name))
 
     def get(
@@ -168,7 +177,9 @@ class StoreLink:
         done: Callable[[list[w.CommittedCheckpoint]], None],
         failed: Callable[[str, str], None],
     ) -> None:
-        """These ranks' part of a committed checkpoint, whether or not they are attached here; what is offered can be opened and read."""
+        """These ranks' part of a committed checkpoint, whether or not they are attached here; what
+        is offered can be opened and read.
+        """
         listed = sorted(ranks)
 
         def found(reply: w.Found) -> None:

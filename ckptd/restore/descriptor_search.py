@@ -1,4 +1,6 @@
-"""How the segment of a rank looks that is on other nodes: asked of whoever holds a snapshot of it (docs/replication.md §7)."""
+"""How the segment of a rank looks that is on other nodes: asked of whoever holds a snapshot of it
+(docs/replication.md §7).
+"""
 
 from __future__ import annotations
 

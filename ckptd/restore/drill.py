@@ -1,7 +1,8 @@
 """`ckptctl drill`: the recovery of a rank, rehearsed from other nodes' memory without touching the job.
 
-What a node that lost everything would fetch is fetched into memory that nobody else sees, verified against its digests, compared
-byte for byte with the primary where that lies on this node, and dropped.
+What a node that lost everything would fetch is fetched into memory that nobody else sees, verified
+against its digests, compared byte for byte with the primary where that lies on this node, and
+dropped.
 """
 
 from __future__ import annotations

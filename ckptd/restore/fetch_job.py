@@ -1,8 +1,9 @@
 """Bringing a rank's snapshots here from whoever holds them (docs/replication.md §7).
 
-A `FetchJob` lives on the daemon's loop thread. Pieces (`ckptd.restore.slot_fetch`) come in the order in which replay needs them; the next
-one begins while the last parts of the one before are under way, so links stay busy. A piece that nobody can deliver ends the job
-with a reason; what was sealed before stays.
+A `FetchJob` lives on the daemon's loop thread. Pieces (`ckptd.restore.slot_fetch`) come in the
+order in which replay needs them; the next one begins while the last parts of the one before are
+under way, so links stay busy. A piece that nobody can deliver ends the job with a reason; what was
+sealed before stays.
 """
 
 from __future__ import annotations

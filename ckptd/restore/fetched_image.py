@@ -1,4 +1,6 @@
-"""Whether an image that was brought here is what its digests say, and what of a copy on this node can be had; on workers."""
+"""Whether an image that was brought here is what its digests say, and what of a copy on this node
+can be had; on workers.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,17 @@ from ckptd.storage.images.strong_digest import matches
 
 __all__ = ["Examined", "Wrong", "copy_parts", "examine", "wrong_ranges"]
 
-# Ranges told of one verification. Each is a request of its own, to storage too, and a copy that is wrong in more places than that
-# is hardly one of this snapshot.
+# Ranges told of one verification. Each is a request of its own, to storage too, and a copy that is
+# wrong in more places than that is hardly one of this snapshot.
 _MAX_RANGES = 1024
 _WITH_IMAGE = (SlotState.SEALED, SlotState.QUARANTINED)
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """Bytes ``[start, stop)`` of an image that do not match; the names of what lies there (a tensor, or "header")."""
+    """Bytes ``[start, stop)`` of an image that do not match; the names of what lies there (a
+    tensor, or "header").
+    """
 
     start: int
     stop: int
@@ -35,7 +39,9 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What is wrong by the xxh3 digests of an image; if nothing is, which cryptographic digests it has of those that were told."""
+    """What is wrong by the xxh3 digests of an image; if nothing is, which cryptographic digests it
+    has of those that were told.
+    """
 
     wrong: Sequence[Wrong]
     matching: frozenset[str] = frozenset()
@@ -62,7 +68,9 @@ def examine(
 def copy_parts(
     source: Segment, slot: int, wanted: SlotHeader, target: memoryview, parts: Sequence[ImagePart]
 ) -> bool:
-    """Copy these parts of a slot of this node, damaged as they may be; False if the slot holds something else (by now)."""
+    """Copy these parts of a slot of this node, damaged as they may be; False if the slot holds
+    something else (by now).
+    """
     with locks.lock_file(source.path, slot_lock_byte(slot), exclusive=False) as taken:
         header = source.header(slot)
         if (
@@ -80,8 +88,8 @@ def copy_parts(
 
 
 def wrong_ranges(image: memoryview, header_digest: bytes, map_fn: DigestMap | None) -> list[Wrong]:
-    """All of the image that does not match its digests, in order and disjoint; 1024 ranges at most, which then include what is
-    between neighbours.
+    """All of the image that does not match its digests, in order and disjoint; 1024 ranges at most,
+    which then include what is between neighbours.
 
     Raises:
         ImageError: what was sealed is not an image that fits here.

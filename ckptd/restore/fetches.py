@@ -70,8 +70,8 @@ class Fetches:
     def fetch(self, segment: Segment, pieces: Sequence[FetchPiece]) -> FetchJob:
         """Fill a new segment with these pieces.
 
-        A copy on this node that no plan names, because it is in quarantine, is used all the same: what of it is right need not
-        travel, and may be what nobody else has.
+        A copy on this node that no plan names, because it is in quarantine, is used all the same:
+        what of it is right need not travel, and may be what nobody else has.
         """
         return self._start((segment.key, segment.generation), segment, pieces)
 
@@ -115,7 +115,9 @@ class Fetches:
             self._remove_copy(key, number, "its trainer ended")
 
     def drop_copy(self, reader: RankKey, number: int) -> int | None:
-        """A trainer has read what was brought for it; returns the bytes that are free, None if this is no copy of it."""
+        """A trainer has read what was brought for it; returns the bytes that are free, None if this
+        is no copy of it.
+        """
         if number not in self.copies.of(reader):
             return None
         job = self._jobs.pop((reader, number), None)
@@ -162,7 +164,8 @@ class Fetches:
     def _start_drill(
         self, segment: Segment, pieces: Sequence[FetchPiece], finished: Callable[[str], None]
     ) -> FetchJob:
-        # What is rehearsed is the loss of a node with all that lies on it, and whether memory elsewhere is enough.
+        # What is rehearsed is the loss of a node with all that lies on it, and whether memory
+        # elsewhere is enough.
         job = self._make(segment, pieces, finished, stored=False)
         self._drills = [d for d in self._drills if not d.over] + [job]
         job.start()

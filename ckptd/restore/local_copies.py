@@ -1,4 +1,6 @@
-"""Copies of a snapshot on the node that fetches it, also those in quarantine: what of them is right need not travel."""
+"""Copies of a snapshot on the node that fetches it, also those in quarantine: what of them is right
+need not travel.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ def with_copies_here(
 ) -> list[FetchPiece]:
     """The pieces, with the copies of them in this node's segments as further sources.
 
-    No plan names a copy in quarantine: it is not whole, and so is nothing to rely on. Beside a copy that the plan names it can only
-    help, since nothing counts that does not verify.
+    No plan names a copy in quarantine: it is not whole, and so is nothing to rely on. Beside a copy
+        that the plan names it can only help, since nothing counts that does not verify.
     """
     found: dict[bytes, list[FetchSource]] = {}
     for segment in segments:

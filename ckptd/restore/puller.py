@@ -1,9 +1,10 @@
 """The parts of one snapshot, pulled from its holders on other nodes (docs/replication.md §7).
 
-A *source* is one copy, and everything here is counted by source: a node may hold two of them, as its own and as a replica, and
-one of them may be refused or damaged while the other is good. Each source is asked for a region of its own, from which its parts are
-got. What a holder opened for us locks its slot; so whatever is not used (any more) is closed: when the piece is done, when
-another region takes its place, when it came too late.
+A *source* is one copy, and everything here is counted by source: a node may hold two of them, as
+its own and as a replica, and one of them may be refused or damaged while the other is good. Each
+source is asked for a region of its own, from which its parts are got. What a holder opened for us
+locks its slot; so whatever is not used (any more) is closed: when the piece is done, when another
+region takes its place, when it came too late.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ class Pulling:
             self._tools.events.add("warning", "fetch_source_lost", text)
 
     def doubt(self, source: FetchSource) -> None:
-        """Have the holder verify what it holds: unless it quarantines it, the next plan would ask for it again."""
+        """Have the holder verify what it holds: unless it quarantines it, the next plan would ask
+        for it again.
+        """
         told = self._tools.segment.descriptor
         message = p.DoubtSlot(
             told.job, told.run, source.segment, source.slot, self._header.sequence

@@ -1,8 +1,10 @@
-"""Bringing here what another rank of the run has, for a trainer of this node to read (docs/replication.md §7).
+"""Bringing here what another rank of the run has, for a trainer of this node to read
+(docs/replication.md §7).
 
-The same pieces, jobs and messages as for a rank's own snapshots; what is different is where they go: into a copy that is nobody's
-memory but its reader's (`ckptd.restore.remote_copy_files`). Nothing in here depends on the kind of the segments. On the daemon's loop
-thread; making the memory goes to workers, and the answer follows when it is there.
+The same pieces, jobs and messages as for a rank's own snapshots; what is different is where they
+go: into a copy that is nobody's memory but its reader's (`ckptd.restore.remote_copy_files`).
+Nothing in here depends on the kind of the segments. On the daemon's loop thread; making the memory
+goes to workers, and the answer follows when it is there.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ class ForReading:
     def begin(
         self, session: TrainerSession, message: m.Fetch, answer: Callable[[m.Reply], None]
     ) -> m.Reply | None:
-        """Find out how the segments look of which these are pieces, then make a copy; the answer follows, or a refusal is returned."""
+        """Find out how the segments look of which these are pieces, then make a copy; the answer
+        follows, or a refusal is returned.
+        """
         request = _Request(session, message, answer)
         if (wrong := _out_of_place(request)) is not None:
             return m.Refused(RefusalCode.BAD_MESSAGE, wrong)
@@ -167,7 +171,9 @@ class ForReading:
 
 
 def _out_of_place(request: _Request) -> str | None:
-    """Why this cannot be asked for, if so: a trainer reads what ranks of its own run have, and all pieces are of one rank."""
+    """Why this cannot be asked for, if so: a trainer reads what ranks of its own run have, and all
+    pieces are of one rank.
+    """
     message, world_size = request.message, request.session.wish.world_size
     if not 0 <= message.rank < world_size:
         return f"rank {message.rank} of a run with {world_size} ranks"

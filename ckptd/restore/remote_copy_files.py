@@ -1,13 +1,17 @@
-"""What other ranks hold, brought to this node for a trainer to read: files that nobody else comes upon (docs/replication.md §7).
+"""What other ranks hold, brought to this node for a trainer to read: files that nobody else comes
+upon (docs/replication.md §7).
 
-A rank that runs apart reads its neighbours' boundary logs. Such a copy is laid out as the segment that it is a copy of, descriptor
-and magic included, whatever kind that is: who can read that can read it. Only its name is its own,
+A rank that runs apart reads its neighbours' boundary logs. Such a copy is laid out as the segment
+that it is a copy of, descriptor and magic included, whatever kind that is: who can read that can
+read it. Only its name is its own,
 
     <job>~<run>~r<rank of the reader>~c<number>.fetched
 
-and no kind of segment has this suffix. So it is no generation of any rank: neither its ring nor its log, not told to other nodes, not
-served to them, not scrubbed, not adopted. It counts as its reader's memory, and goes when the reader drops it or is gone; what an
-earlier daemon left is removed. Its number stands where a generation would in messages, and is beyond all generations there are.
+and no kind of segment has this suffix. So it is no generation of any rank: neither its ring nor its
+log, not told to other nodes, not served to them, not scrubbed, not adopted. It counts as its
+reader's memory, and goes when the reader drops it or is gone; what an earlier daemon left is
+removed. Its number stands where a generation would in messages, and is beyond all generations there
+are.
 
 All methods belong to the daemon's loop thread.
 """
@@ -44,7 +48,8 @@ class ReadingCopies:
     def __init__(self, store: SegmentStore) -> None:
         self._store = store
         self._copies: dict[tuple[RankKey, int], _Copy] = {}
-        # Not the same numbers after a restart: a trainer that asks for what an earlier daemon made must learn that it is gone.
+        # Not the same numbers after a restart: a trainer that asks for what an earlier daemon made
+        # must learn that it is gone.
         self._numbers = itertools.count(_FIRST_NUMBER + secrets.randbelow(_FIRST_NUMBER // 2))
         store.other_facts = self._facts
 
@@ -54,7 +59,9 @@ class ReadingCopies:
         return sum(copy.plan.geometry.total_bytes for copy in self._copies.values())
 
     def sweep(self) -> None:
-        """Remove what an earlier daemon left: whoever reads it has it mapped, and who waits for more must ask again."""
+        """Remove what an earlier daemon left: whoever reads it has it mapped, and who waits for
+        more must ask again.
+        """
         for path in self._store.folder.glob(f"*{_SUFFIX}"):
             path.unlink(missing_ok=True)
 

@@ -1,4 +1,6 @@
-"""What of a snapshot was wrong in whose copy, and from where it was taken in the end: for events (docs/replication.md §7)."""
+"""What of a snapshot was wrong in whose copy, and from where it was taken in the end: for events
+(docs/replication.md §7).
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,17 @@
-"""One snapshot on its way here: into which slot, and whether it is what it should be (docs/replication.md §7).
+"""One snapshot on its way here: into which slot, and whether it is what it should be
+(docs/replication.md §7).
 
-A `FetchedPiece` waits until it is begun; then its slot is locked, and it is COPIED from this very node, if a copy is here, damaged
-or not, or PULLED in parts from all its holders (`ckptd.restore.puller`); then VERIFIED as a whole on a worker: by its xxh3 digests, which tell where it is
-wrong, and last by the cryptographic digest that its holders vouch for (`ckptd.restore.vouchers`). What does not match is brought again from other copies, until it is SEALED. It tells its job what happened, by `Job`, and is asked to go on by `push`. The slot
-stays locked until nobody touches it any more: neither a worker nor a transfer that was cancelled. All on the daemon's loop thread.
+A `FetchedPiece` waits until it is begun; then its slot is locked, and it is COPIED from this very
+node, if a copy is here, damaged or not, or PULLED in parts from all its holders
+(`ckptd.restore.puller`); then VERIFIED as a whole on a worker: by its xxh3 digests, which tell
+where it is wrong, and last by the cryptographic digest that its holders vouch for
+(`ckptd.restore.vouchers`). What does not match is brought again from other copies, until it is
+SEALED. It tells its job what happened, by `Job`, and is asked to go on by `push`. The slot stays
+locked until nobody touches it any more: neither a worker nor a transfer that was cancelled. All on
+the daemon's loop thread.
 
-Whoever brought something wrong is told to verify its copy when the piece is over, and not before: a copy that is in quarantine
-cannot be opened any more, and the rest of it may be needed.
+Whoever brought something wrong is told to verify its copy when the piece is over, and not before: a
+copy that is in quarantine cannot be opened any more, and the rest of it may be needed.
 """
 
 from __future__ import annotations
@@ -225,7 +230,9 @@ class FetchedPiece:
         self._job.progressed()
 
     def _vouch_near(self) -> None:
-        """What was kept beside a copy here was told by its sender when it came, or made by us; it may be right though the copy is not."""
+        """What was kept beside a copy here was told by its sender when it came, or made by us; it
+        may be right though the copy is not.
+        """
         for source in self._near:
             segment = self._tools.local(source.segment)
             header = None if segment is None else segment.header(source.slot)
@@ -236,7 +243,9 @@ class FetchedPiece:
     # -- from storage ----------------------------------------------------------------------------
 
     def _ask_storage(self) -> bool:
-        """Where memory is enough no plan looks for what is durable; but it may have the very snapshot. False: not to be asked."""
+        """Where memory is enough no plan looks for what is durable; but it may have the very
+        snapshot. False: not to be asked.
+        """
         link = self._tools.link(STORE_NODE) if self._may_ask_storage else None
         if link is None:
             return False
@@ -269,7 +278,8 @@ class FetchedPiece:
         return self._stripes.bringers((0, self.header.image_len))
 
     def _unvouched(self) -> bool:
-        """Whether to wait for what a holder vouches for: one that has brought some of it, or any if those that told disagree.
+        """Whether to wait for what a holder vouches for: one that has brought some of it, or any if
+        those that told disagree.
 
         One that is lost does not tell any more.
         """
@@ -365,5 +375,7 @@ def _same(held: SlotHeader, wanted: SlotHeader) -> bool:
 
 
 def _known(source: FetchSource, near: Sequence[FetchSource]) -> bool:
-    """Whether what it brings counts though nobody vouches for it: it lies here, or was stored by a version that made no digests."""
+    """Whether what it brings counts though nobody vouches for it: it lies here, or was stored by a
+    version that made no digests.
+    """
     return source in near or source.node == STORE_NODE

@@ -1,8 +1,10 @@
-"""Checkpoints of runs that nobody is attached to, brought from storage into this node's memory: the worlds of elastic jobs.
+"""Checkpoints of runs that nobody is attached to, brought from storage into this node's memory: the
+worlds of elastic jobs.
 
-An elastic job that starts is another run than the one whose state it goes on from, and may have other ranks. So its ranks do not fetch for
-themselves: they share out whose images each node brings, and read them in place. What comes lies in segments of the old run's
-ranks, filled and verified as any other fetch, and is given back like all that is left of that run.
+An elastic job that starts is another run than the one whose state it goes on from, and may have
+other ranks. So its ranks do not fetch for themselves: they share out whose images each node brings,
+and read them in place. What comes lies in segments of the old run's ranks, filled and verified as
+any other fetch, and is given back like all that is left of that run.
 
 On the daemon's loop thread; whoever waits asks again and again.
 """
@@ -221,7 +223,9 @@ class _Checkpoint:
         self._reason = ""
 
     def serves(self, message: m.BringStored) -> bool:
-        """Whether this is what is asked for, and still there: an earlier start may have asked, and its memory be gone."""
+        """Whether this is what is asked for, and still there: an earlier start may have asked, and
+        its memory be gone.
+        """
         same = message == self.wanted
         return same and all(job.segment.in_place() for job in self.jobs.values())
 

@@ -20,7 +20,9 @@ def find_stored(
     found: Callable[[list[FetchSource]], None],
     failed: Callable[[str], None],
 ) -> None:
-    """Ask storage which committed checkpoints have this very snapshot of this rank; one of the two is called, later."""
+    """Ask storage which committed checkpoints have this very snapshot of this rank; one of the two
+    is called, later.
+    """
     link.ask(
         GetHoldings(key.job, key.run),
         Holdings,

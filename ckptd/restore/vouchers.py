@@ -1,7 +1,9 @@
-"""What is vouched for of a snapshot on its way here: the cryptographic digests that its holders told, and what follows from them.
+"""What is vouched for of a snapshot on its way here: the cryptographic digests that its holders
+told, and what follows from them.
 
-A digest comes from a holder over the control session, from the manifest of a stored checkpoint, or from what this node kept beside a copy of its own. xxh3 digests
-travel with the bytes and can be made to fit them; these cannot. Pure.
+A digest comes from a holder over the control session, from the manifest of a stored checkpoint, or
+from what this node kept beside a copy of its own. xxh3 digests travel with the bytes and can be
+made to fit them; these cannot. Pure.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ __all__ = [
 
 
 class Differences:
-    """What is not as it was recorded, in words, and digests of it: whoever replays again can tell whether it comes to the same.
+    """What is not as it was recorded, in words, and digests of it: whoever replays again can tell
+    whether it comes to the same.
 
     Attributes:
         texts: one for each thing that differs.

@@ -1,8 +1,10 @@
-"""The buckets in which ``DistributedDataParallel`` reduces gradients: with three ranks or more they are part of the bits.
+"""The buckets in which ``DistributedDataParallel`` reduces gradients: with three ranks or more they
+are part of the bits.
 
-In which order the ranks' values are added follows from where in which bucket a gradient lies. DDP first lays gradients out by the
-model's order, and after its first iteration anew, by the order in which they became ready. A process that resumes would reduce its
-first iteration by the first layout again. So the layout is recorded, and put back before the first replayed step.
+In which order the ranks' values are added follows from where in which bucket a gradient lies. DDP
+first lays gradients out by the model's order, and after its first iteration anew, by the order in
+which they became ready. A process that resumes would reduce its first iteration by the first layout
+again. So the layout is recorded, and put back before the first replayed step.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ _OF_MODULE = ("_compute_bucket_assignment_by_size", "_register_comm_hook")
 
 
 class _Able(msgspec.Struct, frozen=True):
-    """What a rank can do with its wrapper; the ways must be the same on all ranks, as each of them communicates otherwise."""
+    """What a rank can do with its wrapper; the ways must be the same on all ranks, as each of them
+    communicates otherwise.
+    """
 
     num_parameters: int = 0
     # Why it cannot be given buckets at all; empty if it can.
@@ -99,7 +103,8 @@ class Buckets:
     def layouts(self) -> dict[str, Layout]:
         """What is known by now, by the wrapper's path.
 
-        DDP tells an iteration or two after it has rebuilt its buckets, and never where it does not (``find_unused_parameters``).
+        DDP tells an iteration or two after it has rebuilt its buckets, and never where it does not
+        (``find_unused_parameters``).
         """
         for path, wrapper in self._wrappers.items():
             if path not in self._settled and (layout := _rebuilt(wrapper)):
@@ -108,7 +113,8 @@ class Buckets:
         return self._known
 
     def senders(self) -> list[str]:
-        """The wrappers whose next forward begins with a broadcast of buffers: not those whose last one was in ``no_sync``.
+        """The wrappers whose next forward begins with a broadcast of buffers: not those whose last
+        one was in ``no_sync``.
 
         In a pipeline all are, but for what a new wrapper begins with; then buffers differ by replica.
         """
@@ -117,7 +123,8 @@ class Buckets:
     def send_next(self, recorded: Collection[str]) -> None:
         """Let the next forward of these wrappers, and of no others, begin so.
 
-        A wrapper that the snapshot does not know (one that was added, or has another path since) is left as it is.
+        A wrapper that the snapshot does not know (one that was added, or has another path since) is
+        left as it is.
         """
         strangers = sorted(set(recorded) - set(self._wrappers))
         for path, wrapper in self._wrappers.items():
@@ -136,8 +143,9 @@ class Buckets:
     def put_back(self, recorded: Mapping[str, Layout], meet: Exchange) -> None:
         """Let the wrappers reduce as they did when the snapshots were taken. A collective call.
 
-        The layout that counts is that of the first rank in a wrapper's process group: DDP, too, rebuilds by that one's. What
-        cannot be put back is left as it is, on all ranks, with a warning.
+        The layout that counts is that of the first rank in a wrapper's process group: DDP, too,
+        rebuilds by that one's. What cannot be put back is left as it is, on all ranks, with a
+        warning.
 
         Raises:
             RuntimeError: on every rank; a rank's reducer stopped half-way and could not be made anew.
@@ -164,7 +172,9 @@ class Buckets:
             )
 
     def _plans(self, everyone: list[_Said]) -> dict[str, _Plan]:
-        """By what all ranks said, so that all ranks of a wrapper's process group have the same; warns of what has none."""
+        """By what all ranks said, so that all ranks of a wrapper's process group have the same;
+        warns of what has none.
+        """
         plans = {}
         for path, wrapper in self._wrappers.items():
             ranks = dist.get_process_group_ranks(wrapper.process_group)
@@ -182,7 +192,9 @@ class Buckets:
         return plans
 
     def _carry_out(self, plans: Mapping[str, _Plan], meet: Exchange) -> list[Failures]:
-        """What failed, by rank; a collective call. A new reducer is kept only where all ranks of its process group have one."""
+        """What failed, by rank; a collective call. A new reducer is kept only where all ranks of
+        its process group have one.
+        """
         failed: Failures = {}
         before: dict[str, tuple[Any, Any]] = {}
         for path, plan in plans.items():
@@ -225,7 +237,9 @@ def _is_unrecorded(path: str, wrapper: Any, group: list[_Said]) -> bool:
 
 
 def _plan(path: str, ranks: list[int], group: list[_Said]) -> tuple[str, _Plan | None]:
-    """Why this wrapper cannot be given its buckets, or how it is; neither where a rank of its process group does not know them."""
+    """Why this wrapper cannot be given its buckets, or how it is; neither where a rank of its
+    process group does not know them.
+    """
     layouts = [told.layouts[path] for told in group if path in told.layouts]
     if len(layouts) < len(ranks):
         return "", None
@@ -276,7 +290,9 @@ def _able(wrapper: Any) -> _Able:
 
 
 def _is_hooked(wrapper: Any, parameters: list[Any]) -> bool:
-    """Whether a backward pass would run code of the user's: it may step an optimizer, or change the state it has just loaded."""
+    """Whether a backward pass would run code of the user's: it may step an optimizer, or change the
+    state it has just loaded.
+    """
     return bool(wrapper._comm_hooks) or any(
         p._backward_hooks or p._post_accumulate_grad_hooks or hasattr(p, "_in_backward_optimizers")
         for p in parameters
@@ -290,7 +306,8 @@ def _bound(wrapper: Any, parameters: list[Any]) -> str:
     if wrapper._get_ddp_logging_data().get("comm_hook") and not wrapper._comm_hooks:
         return "a wrapper with a built-in communication hook cannot get a new reducer"
     if wrapper.static_graph and wrapper._comm_hooks:
-        # In its first iteration a static reducer shows its hook all buckets as bucket 0; with one bucket that is also the last.
+        # In its first iteration a static reducer shows its hook all buckets as bucket 0; with one
+        # bucket that is also the last.
         return "a static graph with a communication hook"
     if wrapper._lazy_init_ran and any(hasattr(p, "_in_backward_optimizers") for p in parameters):
         return "a wrapper that steps optimizers in its backward pass cannot get a new reducer after its first forward"
@@ -298,7 +315,9 @@ def _bound(wrapper: Any, parameters: list[Any]) -> str:
 
 
 def _rebuild(wrapper: Any, layout: Layout) -> None:
-    """Send zero gradients through the reducer in this order, as one backward pass, and let it lay out its buckets by that."""
+    """Send zero gradients through the reducer in this order, as one backward pass, and let it lay
+    out its buckets by that.
+    """
     parameters, _ = wrapper._build_params_for_reducer()
     kept = [p.grad for p in parameters]
     try:
@@ -315,10 +334,12 @@ def _rebuild(wrapper: Any, layout: Layout) -> None:
 
 
 def _begin_with(wrapper: Any, plan: _Plan) -> tuple[Any, Any]:
-    """Give it a reducer that begins with these buckets; the reducer and logger that it had, for ``_settle_reducer``.
+    """Give it a reducer that begins with these buckets; the reducer and logger that it had, for
+    ``_settle_reducer``.
 
-    No backward pass is needed. A static reducer must not get one: it learns its graph from the first that it sees. After the
-    first real one the buckets are rebuilt by the order of that, which is the same order unless the graph has changed.
+    No backward pass is needed. A static reducer must not get one: it learns its graph from the
+    first that it sees. After the first real one the buckets are rebuilt by the order of that, which
+    is the same order unless the graph has changed.
     """
     if plan.bound:
         raise RuntimeError(plan.bound)
@@ -352,7 +373,9 @@ def _make_reducer(wrapper: Any, layout: Layout) -> None:
 
 
 def _settle_reducer(wrapper: Any, before: tuple[Any, Any], *, keep: bool) -> None:
-    """Of the wrapper's new reducer and the one before it, let only one hear of gradients: the new one if it is to be kept."""
+    """Of the wrapper's new reducer and the one before it, let only one hear of gradients: the new
+    one if it is to be kept.
+    """
     if keep:
         before[0]._remove_autograd_hooks()
         wrapper._has_rebuilt_buckets = False

@@ -1,7 +1,8 @@
 """Live tensors of a phase plan, found again at every boundary at the price of one dictionary look-up each.
 
-Parameters, buffers and optimizer state can be replaced under us (``load_state_dict``, a re-registered buffer), so tensors are
-not held; the dictionaries that hold them are, and are looked up afresh when an optimizer's state object changes.
+Parameters, buffers and optimizer state can be replaced under us (``load_state_dict``, a
+re-registered buffer), so tensors are not held; the dictionaries that hold them are, and are looked
+up afresh when an optimizer's state object changes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _NOWHERE: Mapping[str, Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class PackedState:
-    """0-dimensional optimizer state of one dtype: which entry of the plan it goes to, and its values; None where there is none yet."""
+    """0-dimensional optimizer state of one dtype: which entry of the plan it goes to, and its
+    values; None where there is none yet.
+    """
 
     entry: int
     values: list[Any]
@@ -53,10 +56,13 @@ class LiveSources:
         self._lacks = False
 
     def items(self) -> CopyList:
-        """Copies of everything but packed state; ``named`` (what each is of, in their order) and ``absent`` are of the same moment."""
+        """Copies of everything but packed state; ``named`` (what each is of, in their order) and
+        ``absent`` are of the same moment.
+        """
         self._refresh()
         live: list[Tensor | None] = [place.get(key) for place, key in self._places]
-        # The object may stay and its storage be another (`p.data = x`, vector_to_parameters, swapped weights).
+        # The object may stay and its storage be another (`p.data = x`, vector_to_parameters,
+        # swapped weights).
         addresses = [_address(t) for t in live]
         if addresses != self._addresses or any(
             a is not b for a, b in zip(live, self._found, strict=True)
@@ -137,7 +143,8 @@ class LiveSources:
         # What is watched is what is copied: a write to a DTensor's shard counts there, not in the DTensor.
         self.named = [(i.tensor, name) for i, name in zip(self._items, names, strict=True)]
         kept = [(s.name, t) for s, t in pairs if s is not None and s.kind == "optim"]
-        # Those that have none of it: there was no update yet. What else is not there is told by the keys (`KeptState`).
+        # Those that have none of it: there was no update yet. What else is not there is told by the
+        # keys (`KeptState`).
         self.absent = sorted({n for n, _ in kept} - {n for n, t in kept if t is not None})
         self._lacks = any(t is None for _, t in kept)
 
@@ -153,7 +160,9 @@ class LiveSources:
         ]
 
     def _fits(self, index: int, tensor: Tensor | None) -> bool:
-        """Whether this is what was planned: optimizer state may take another shape or dtype, or another kind of tensor its place."""
+        """Whether this is what was planned: optimizer state may take another shape or dtype, or
+        another kind of tensor its place.
+        """
         source = self.plan.sources[index]
         if source is None or source.kind != "optim" or not isinstance(tensor, Tensor):
             return isinstance(tensor, Tensor)

@@ -1,4 +1,6 @@
-"""Buffers that a forward changes: they cannot be copied beside it. Which they are is found out while the first steps are measured."""
+"""Buffers that a forward changes: they cannot be copied beside it. Which they are is found out
+while the first steps are measured.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class RestlessBuffers:
 class _WatchedBuffer:
     """A buffer as it was at the top of a step.
 
-    Its version counter is not enough: batch norm's kernel updates the running statistics without counting them up.
+    Its version counter is not enough: batch norm's kernel updates the running statistics without
+        counting them up.
     """
 
     def __init__(self, name: str, buffer: Tensor) -> None:

@@ -1,7 +1,9 @@
-"""The program that began a run: its options, its script, its arguments and its data, and how those of its successor differ.
+"""The program that began a run: its options, its script, its arguments and its data, and how those
+of its successor differ.
 
-They are in the step scalars of each snapshot under ``program``. What was recorded counts: a successor goes on with the recorded options,
-and says where its own differ. With ``options="script"`` its own count from the iteration on at which the state is complete.
+They are in the step scalars of each snapshot under ``program``. What was recorded counts: a
+successor goes on with the recorded options, and says where its own differ. With
+``options="script"`` its own count from the iteration on at which the state is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ __all__ = ["Program", "apply_options", "differences", "options_differ", "this_pr
 
 logger = get_logger(__name__)
 
-# {"options": [by optimizer {name: [value by group]}], "script": [path, sha256], "arguments": [...], "data": {name: text}}
+# {"options": [by optimizer {name: [value by group]}], "script": [path, sha256], "arguments": [...],
+# "data": {name: text}}
 Program = dict[str, Any]
 
 _ARGUMENTS_TOLD = 64
@@ -77,7 +80,8 @@ def apply_options(
 ) -> None:
     """Give the live parameter groups what the script says where it differs from what was recorded.
 
-    Where a scheduler moves the learning rate, its base becomes the script's, and today's rate is scaled alike.
+    Where a scheduler moves the learning rate, its base becomes the script's, and today's rate is
+    scaled alike.
     """
     for optimizer, before, now in zip(
         binding.optimizers, recorded["options"], here["options"], strict=True

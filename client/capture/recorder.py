@@ -1,9 +1,10 @@
 """The cadence of snapshots: what to do at the top of each step while training (not while replaying).
 
-Life: measuring (the first steps: how long is a step, which precision suffices) → recording (one snapshot per clean boundary).
-A boundary is *clean* if no gradients are pending: in the middle of an accumulation over several loop steps nothing is taken,
-and the chain goes on, because weights do not change in between. The chain *breaks* when a boundary after an update is missed;
-then a new generation of slots is reserved, so that the old suffix stays until a new one is complete.
+Life: measuring (the first steps: how long is a step, which precision suffices) → recording (one
+snapshot per clean boundary). A boundary is *clean* if no gradients are pending: in the middle of an
+accumulation over several loop steps nothing is taken, and the chain goes on, because weights do not
+change in between. The chain *breaks* when a boundary after an update is missed; then a new
+generation of slots is reserved, so that the old suffix stays until a new one is complete.
 """
 
 from __future__ import annotations
@@ -89,8 +90,9 @@ class Recorder:
         self._tape, self._stats, self._options = tape, stats, options
         self.scalars = StepScalars(binding, stateful, tape, buckets)
         self._capture: Capture | None = None
-        # Which snapshot of the schedule this is. One rank counts its clean boundaries; several ranks, which must be in the same
-        # phase, take it from the number of the iteration (`ckptd.core.schedules.calendar`).
+        # Which snapshot of the schedule this is. One rank counts its clean boundaries; several
+        # ranks, which must be in the same phase, take it from the number of the iteration
+        # (`ckptd.core.schedules.calendar`).
         self._ordinal = -1
         self._counted = -1
         self._previous = -1
@@ -210,7 +212,8 @@ class Recorder:
     def abort(self) -> None:
         """Something failed in the middle: forget the snapshot in the making, and let the chain begin anew."""
         self._previous = -1
-        # Where the top of a step failed, the next one would count its optimizer's updates together with this one's.
+        # Where the top of a step failed, the next one would count its optimizer's updates together
+        # with this one's.
         self._stepped = False
         self._updates.clear()
         if self._capture is not None:
@@ -240,7 +243,9 @@ class Recorder:
         self._start_capture()
 
     def go_on(self, last: int, phase: int, stride: int) -> None:
-        """What was recorded is here now: how many iterations lay between two snapshots, of which ``last`` had this phase."""
+        """What was recorded is here now: how many iterations lay between two snapshots, of which
+        ``last`` had this phase.
+        """
         if self._changes is not None:
             self._changes.resume(last, phase, stride)
 
@@ -289,14 +294,17 @@ class Recorder:
         )
 
     def _pend(self) -> None:
-        """A boundary in the middle of an accumulation: no snapshot, and the chain goes on unless weights changed."""
+        """A boundary in the middle of an accumulation: no snapshot, and the chain goes on unless
+        weights changed.
+        """
         self._stats.pending_gradients += 1
         if self.parking is not None:
             self.parking.again()
         if self._stepped:
             self._previous = -1
             self._tape.take()
-            # Between two clean boundaries one optimizer steps several times, as in a step with several updates.
+            # Between two clean boundaries one optimizer steps several times, as in a step with
+            # several updates.
             self._provision.only_dense(
                 "gradients that wait while another optimizer steps (only dense snapshots can be exact)"
             )
@@ -374,14 +382,18 @@ class Recorder:
                 self._changes.strides.note(step)
 
     def _in_step(self, changes: ScheduleChanges, step: int) -> bool:
-        """Whether this rank knows by which schedule all ranks snapshot ``step``; goes over to another one where that was agreed."""
+        """Whether this rank knows by which schedule all ranks snapshot ``step``; goes over to
+        another one where that was agreed.
+        """
         knows = changes.boundary(step)
         self._ordinal = changes.calendar.ordinal(step)
         changes.wish_for_stride()
         return knows
 
     def _take_again(self) -> None:
-        """The loop was left and entered again at the same step: its snapshot is taken anew, in the place of the first."""
+        """The loop was left and entered again at the same step: its snapshot is taken anew, in the
+        place of the first.
+        """
         last = self._last
         self._previous = last.previous
         self._tape.put_back(last.tape)
@@ -391,7 +403,9 @@ class Recorder:
             self._engine.release(segment.memory)
 
     def _missed(self, step: int, reason: str) -> None:
-        """No slot: the chain breaks here. With a new generation the old suffix can stay while a new one is built."""
+        """No slot: the chain breaks here. With a new generation the old suffix can stay while a new
+        one is built.
+        """
         self._previous = -1
         self._stats.chain_breaks += 1
         self._tape.take()

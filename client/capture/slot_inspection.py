@@ -18,7 +18,8 @@ _FLOATS = {
     if dtype.is_floating_point and dtype.itemsize > 1
 }
 
-# Read as integers, positive NaNs are what exceeds +inf as signed, negative ones what exceeds -inf as unsigned.
+# Read as integers, positive NaNs are what exceeds +inf as signed, negative ones what exceeds -inf
+# as unsigned.
 _SIGNED = {2: np.int16, 4: np.int32, 8: np.int64}
 _UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 _INFINITY = {
@@ -55,7 +56,8 @@ def nan_tensors(segment: MappedSegment, index: int) -> list[str]:
 
 
 def _holds_nan(data: memoryview, dtype: torch.dtype) -> bool:
-    # numpy, not torch: a second OpenMP team in this process makes the trainer's threads sleep at every barrier.
+    # numpy, not torch: a second OpenMP team in this process makes the trainer's threads sleep at
+    # every barrier.
     infinity, size = _INFINITY[dtype], dtype.itemsize
     negative_infinity = infinity | 1 << (8 * size - 1)
     for start in range(0, len(data), _CHUNK_BYTES):

@@ -1,17 +1,20 @@
 """Capture: one snapshot, from the top of the loop to a filled slot.
 
-The training thread chooses the slot, gathers the step scalars and hands a prepared list of copies to the engine; everything
-else happens beside it. A slot is filled when two parties have arrived: the copies, and the model's first forward of
-the step, at which the random state is recorded once more (a data iterator created in the first step of a resumed run draws
-from the global generators, and replay must undo exactly that). The later one writes the image. The third party comes before the
-optimizer's step: whoever looks whether a source changed too early. Until then the slot's lock is kept, so that nobody seals what may
-be torn; a trainer that dies in between lets go of it, and what was filled is sealed without that last look. (On a device the copies may be
-over only after it, and all three are awaited.)
+The training thread chooses the slot, gathers the step scalars and hands a prepared list of copies
+to the engine; everything else happens beside it. A slot is filled when two parties have arrived:
+the copies, and the model's first forward of the step, at which the random state is recorded once
+more (a data iterator created in the first step of a resumed run draws from the global generators,
+and replay must undo exactly that). The later one writes the image. The third party comes before the
+optimizer's step: whoever looks whether a source changed too early. Until then the slot's lock is
+kept, so that nobody seals what may be torn; a trainer that dies in between lets go of it, and what
+was filled is sealed without that last look. (On a device the copies may be over only after it, and
+all three are awaited.)
 
-If a source changed while it was copied, the snapshot is discarded, not sealed: a torn copy must never be recoverable. That is
-told by version counters and, since not every write moves one, by samples (``ckptd.cuda.samples``): elements of each tensor are
-read at the top and compared with the finished copy and with the tensor before the optimizer's step. All tensors that differ are
-known from then on to change beside training, and are copied at once, before the top is over.
+If a source changed while it was copied, the snapshot is discarded, not sealed: a torn copy must
+never be recoverable. That is told by version counters and, since not every write moves one, by
+samples (``ckptd.cuda.samples``): elements of each tensor are read at the top and compared with the
+finished copy and with the tensor before the optimizer's step. All tensors that differ are known
+from then on to change beside training, and are copied at once, before the top is over.
 """
 
 from __future__ import annotations
@@ -54,15 +57,18 @@ __all__ = [
 logger = get_logger(__name__)
 
 _DRAIN_S = 1.0
-# Buffers up to this size are copied by the training thread: a native kernel may change them in the forward without
-# counting up their version (batch norm does), so that a copy beside it could be torn and nobody would notice.
+# Buffers up to this size are copied by the training thread: a native kernel may change them in the
+# forward without counting up their version (batch norm does), so that a copy beside it could be
+# torn and nobody would notice.
 SMALL_BUFFER_BYTES = 1 << 20
 
 
 def write_image(
     segment: MappedSegment, index: int, plan: PhasePlan, header: SlotHeader, packed: bytes
 ) -> None:
-    """Complete an image whose tensors are in their places, with its step scalars, and declare its slot filled."""
+    """Complete an image whose tensors are in their places, with its step scalars, and declare its
+    slot filled.
+    """
     slot = segment.slot(index)[: plan.layout.image_len]
     slot[plan.scalars_offset : plan.scalars_offset + len(packed)] = packed
     slot[plan.static_offset : plan.static_offset + len(plan.static)] = plan.static
@@ -86,7 +92,8 @@ def zero_missing(
 class Fill:
     """A snapshot in the making: the slot it goes to, and who has yet to arrive.
 
-    ``split``: what is copied. ``samples``: elements of it, to tell whether it was torn. Both come before the copies begin.
+    ``split``: what is copied. ``samples``: elements of it, to tell whether it was torn. Both come
+        before the copies begin.
     """
 
     split: CopySplit
@@ -109,7 +116,8 @@ class Fill:
             scalars,
         )
         self.versions: list[tuple[Tensor, int, str]] = []
-        # Names of what was written to before the optimizer's step; and of what was, though it was copied at the top.
+        # Names of what was written to before the optimizer's step; and of what was, though it was
+        # copied at the top.
         self.changed: set[str] = set()
         self.changed_at_once: set[str] = set()
         self.error: BaseException | None = None
@@ -157,15 +165,18 @@ class Fill:
         self.changed_at_once |= at_once
 
     def check_sources(self) -> None:
-        """Whether the sources do, now that they have been sampled again. What was copied at once may have changed since."""
+        """Whether the sources do, now that they have been sampled again. What was copied at once
+        may have changed since.
+        """
         self.changed |= self.split.names_of(self.samples.changed())[0]
 
 
 class CopySplit:
-    """One phase's copies: those that run beside training, and those of restless tensors, which do not; kept while they are the same.
+    """One phase's copies: those that run beside training, and those of restless tensors, which do
+    not; kept while they are the same.
 
-    ``steady`` and ``restless`` are the two kinds, ``watched`` the tensors of the first with their names; ``packed_at_once``: packed state
-    is of the second.
+    ``steady`` and ``restless`` are the two kinds, ``watched`` the tensors of the first with their
+    names; ``packed_at_once``: packed state is of the second.
     """
 
     def __init__(
@@ -297,7 +308,8 @@ class Capture:
         segment.begin_filling(index, header)
         mask = sum(1 << i for i in plan.anchored)
         self._table.note_anchors(segment.generation, index, header.sequence, mask)
-        # Only the training thread can say whether a source changed too early: it has made what it has changed.
+        # Only the training thread can say whether a source changed too early: it has made what it
+        # has changed.
         fill = Fill(segment, index, plan, header, scalars, {"copies", "forward", "sources"})
         split, late, at_once = self._items(plan, fill)
         self._engine.read(fill.samples, lambda error: self._sampled(fill, error))
@@ -331,7 +343,9 @@ class Capture:
         return broken
 
     def take_sealing_s(self) -> float:
-        """Seconds since the last call that the training thread spent on sealing what the daemon had not come to."""
+        """Seconds since the last call that the training thread spent on sealing what the daemon had
+        not come to.
+        """
         taken, self._sealing_s = self._sealing_s, 0.0
         return taken
 
@@ -360,7 +374,9 @@ class Capture:
         return waited
 
     def _look(self, fill: Fill) -> None:
-        """The copies are complete, or later device work is ordered after them: what do the sources hold now? (training thread)"""
+        """The copies are complete, or later device work is ordered after them: what do the sources
+        hold now? (training thread)
+        """
         if fill.looked:
             return
         fill.looked = True
@@ -431,7 +447,9 @@ class Capture:
             self._filled(fill.segment, fill.index, fill.header.iteration)
 
     def _tell(self, fill: Fill) -> None:
-        """Say why nothing comes of a snapshot, once: told again after the chain has begun anew, it would break that, too."""
+        """Say why nothing comes of a snapshot, once: told again after the chain has begun anew, it
+        would break that, too.
+        """
         if (fill.error is None and not fill.torn) or not fill.tell():
             return
         step = fill.header.iteration
@@ -444,7 +462,9 @@ class Capture:
         self._broken = True
 
     def _learn(self, step: int, fill: Fill) -> None:
-        """What changed beside training is copied at once from now on. What changed all the same cannot be helped."""
+        """What changed beside training is copied at once from now on. What changed all the same
+        cannot be helped.
+        """
         if fill.changed:
             self._restless |= fill.changed
             logger.warning(
@@ -512,7 +532,8 @@ class Capture:
                     if r.state is SlotState.FILLED and (r.generation, r.index) not in taken
                 ]
                 if waiting:
-                    # The daemon is away or behind. Sealing takes milliseconds; a broken chain would cost a window.
+                    # The daemon is away or behind. Sealing takes milliseconds; a broken chain would
+                    # cost a window.
                     oldest = min(waiting, key=lambda r: r.sequence)
                     started = time.perf_counter()
                     self._table.segment(oldest.generation).seal(oldest.index)
@@ -522,7 +543,8 @@ class Capture:
                 if not drained and (
                     self._unsettled or any(r.state is SlotState.FILLING for r in records)
                 ):
-                    # Steps shorter than a thread switch outrun whoever finishes the snapshots: let it catch up.
+                    # Steps shorter than a thread switch outrun whoever finishes the snapshots: let
+                    # it catch up.
                     drained = True
                     self._drain(_DRAIN_S)
                     continue
@@ -530,7 +552,8 @@ class Capture:
                 self.need_generation = choice.reason
                 return None
             if segment.try_lock_slot(choice.index):
-                # A daemon that promises something from here on sees the lock (`Run._secured`); what it wrote down before is read now.
+                # A daemon that promises something from here on sees the lock (`Run._secured`); what
+                # it wrote down before is read now.
                 now = self._told()
                 if now != told and now[0]:
                     segment.unlock_slot(choice.index)
@@ -544,7 +567,9 @@ class Capture:
         return None
 
     def _told(self) -> tuple[bool, RingHint]:
-        """Whether what is promised must stay, and what that is; how far others are behind does not matter for it."""
+        """Whether what is promised must stay, and what that is; how far others are behind does not
+        matter for it.
+        """
         hard = self._table.is_hard(connected=self._connected())
         return hard, self._table.ring_hint._replace(behind=0)
 
@@ -553,7 +578,9 @@ class Capture:
     def _items(
         self, plan: PhasePlan, fill: Fill
     ) -> tuple[CopySplit, Callable[[], list[CopyItem]], list[CopyItem]]:
-        """What is copied beside training; what of that is made later; and what is copied here and now, for it is restless."""
+        """What is copied beside training; what of that is made later; and what is copied here and
+        now, for it is restless.
+        """
         sources = self._sources.get(plan.phase)
         if sources is None or sources.plan is not plan:
             sources = self._sources[plan.phase] = LiveSources(self._binding, plan)

@@ -1,11 +1,14 @@
-"""What the stages of a pipeline find out in their first step, kept with the snapshots, and put in after a localized restart.
+"""What the stages of a pipeline find out in their first step, kept with the snapshots, and put in
+after a localized restart.
 
-A schedule whose stages were made without example inputs and outputs rehearses in its first step: shapes go from stage to stage,
-and stages vote on whether to do it at all. When not all neighbours are there, nobody answers. So every rank of such a restart puts
-in what it found out when the run began, and nobody asks.
+A schedule whose stages were made without example inputs and outputs rehearses in its first step:
+shapes go from stage to stage, and stages vote on whether to do it at all. When not all neighbours
+are there, nobody answers. So every rank of such a restart puts in what it found out when the run
+began, and nobody asks.
 
-``torch.distributed.pipelining`` has two layouts: in newer versions a stage holds ``_user_meta`` and ``_stage_meta``, and votes; in older
-ones it holds ``inputs_meta`` and ``_outputs_meta``, and a schedule begins with a message between all neighbours.
+``torch.distributed.pipelining`` has two layouts: in newer versions a stage holds ``_user_meta`` and
+``_stage_meta``, and votes; in older ones it holds ``inputs_meta`` and ``_outputs_meta``, and a
+schedule begins with a message between all neighbours.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from ckptd.client.model.function_patches import layered
 
 __all__ = ["StageShapes", "sends_dtensors", "shapes_of", "without_rehearsal"]
 
-# By role (inputs, outputs, and in the newer layout their gradients): of each tensor shape, stride, dtype and whether it requires
-# grad, None for one that is not sent; plain values, as they are kept in the step scalars. A role that is unknown is absent.
+# By role (inputs, outputs, and in the newer layout their gradients): of each tensor shape, stride,
+# dtype and whether it requires grad, None for one that is not sent; plain values, as they are kept
+# in the step scalars. A role that is unknown is absent.
 StageShapes = dict[str, list[list[Any] | None]]
 
 _ROLES = ("inputs", "outputs", "input_grads", "output_grads")
@@ -62,7 +66,8 @@ def sends_dtensors(stage: Any) -> bool:
 
 @contextmanager
 def without_rehearsal(stage: Any, shapes: StageShapes) -> Iterator[None]:
-    """During the body, and if it begins in it, this stage takes its shapes from ``shapes``; no message is sent for them.
+    """During the body, and if it begins in it, this stage takes its shapes from ``shapes``; no
+    message is sent for them.
 
     What was put in stays: it is what the stage would have found out.
     """

@@ -1,4 +1,6 @@
-"""Everything small that a snapshot keeps of the top of a step: random state, options, the user's state, what the step asked for."""
+"""Everything small that a snapshot keeps of the top of a step: random state, options, the user's
+state, what the step asked for.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Step scalars: everything small that a bit-exact repeat needs, besides the tensors (DESIGN vocabulary).
 
-Gathered at the top of the loop on the training thread, so kept cheap: no synchronisation with a device but for what
-the user's own ``state_dict`` does.
+Gathered at the top of the loop on the training thread, so kept cheap: no synchronisation with a
+device but for what the user's own ``state_dict`` does.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ __all__ = [
 class Stateful(Protocol):
     """What ``state=`` takes: a scheduler, a scaler, a data loader, anything with these two.
 
-    An object whose state a repeat cannot reproduce (it holds times of the clock) says so with an attribute ``reproducible = False``:
-    it is recorded and restored like the others, and not compared.
+    An object whose state a repeat cannot reproduce (it holds times of the clock) says so with an
+    attribute ``reproducible = False``: it is recorded and restored like the others, and not
+    compared.
     """
 
     def state_dict(self) -> Any: ...
@@ -118,8 +119,9 @@ def apply_packed(
 
 
 def grad_flags(binding: LiveState) -> bytes:
-    """One byte per parameter: 1, it has a gradient tensor; 2, its master has (a fresh process has none, and optimizers
-    skip those)."""
+    """One byte per parameter: 1, it has a gradient tensor; 2, its master has (a fresh process has
+    none, and optimizers skip those).
+    """
     masters = binding.masters
     if not masters:
         return bytes(p.grad is not None for p in binding.params.values())

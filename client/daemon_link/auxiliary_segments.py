@@ -1,7 +1,8 @@
 """Segments beside the ring: what the boundary log and parked state have in common.
 
-They are asked for in the background, one request at a time, and again some steps after a refusal; two generations exist at most. What
-else there is to it (how large they are, when they are given back, what is said of a refusal) is each kind's own.
+They are asked for in the background, one request at a time, and again some steps after a refusal;
+two generations exist at most. What else there is to it (how large they are, when they are given
+back, what is said of a refusal) is each kind's own.
 """
 
 from __future__ import annotations

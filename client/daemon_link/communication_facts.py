@@ -1,7 +1,8 @@
 """What a rank communicates with in a step, kept with its boundary log: who recovers together with whom.
 
-The facts lie in the ``client`` payload of the log segment's descriptor, beside ``data_offset``, so that they are there when the
-process is gone. When they change, a log of the next generation is asked for: those of the newest generation count.
+The facts lie in the ``client`` payload of the log segment's descriptor, beside ``data_offset``, so
+that they are there when the process is gone. When they change, a log of the next generation is
+asked for: those of the newest generation count.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LogFacts:
-    """Of one rank, with the reasons that its log tells people (plans go by ``RankFacts``); all ranks are numbers in the job, sorted.
+    """Of one rank, with the reasons that its log tells people (plans go by ``RankFacts``); all
+    ranks are numbers in the job, sorted.
 
     Attributes:
         neighbours: with whom it exchanges what is logged.
@@ -49,7 +51,9 @@ class LogFacts:
         )
 
     def warnings(self) -> list[str]:
-        """Why this rank recovers together with ranks on the other side of a boundary, and what to do about it."""
+        """Why this rank recovers together with ranks on the other side of a boundary, and what to
+        do about it.
+        """
         both = sorted(set(self.neighbours) & set(self.domain))
         if not both:
             return []

@@ -1,7 +1,9 @@
-"""The connection of a trainer with its daemon: opened, looked after, and opened again when the daemon was away.
+"""The connection of a trainer with its daemon: opened, looked after, and opened again when the
+daemon was away.
 
-States: connected; lost (the daemon does not answer: it is looked for about twice a second); closed. Everything here runs on the lane
-of the link, but for what opens it the first time, and the questions that wait for an answer on the lane.
+States: connected; lost (the daemon does not answer: it is looked for about twice a second); closed.
+Everything here runs on the lane of the link, but for what opens it the first time, and the
+questions that wait for an answer on the lane.
 """
 
 from __future__ import annotations
@@ -123,7 +125,8 @@ class Link:
                 self._open()
                 return
             except AttachRefused as error:
-                # A killed trainer owns its rank until the kernel is done with it: restarts are quicker than that.
+                # A killed trainer owns its rank until the kernel is done with it: restarts are
+                # quicker than that.
                 until: dict[str, float] = {
                     RefusalCode.RANK_TAKEN: patient_until,
                     RefusalCode.NOT_READY: deadline,

@@ -1,7 +1,8 @@
 """The segments of this rank that this process has mapped, oldest generation first.
 
-Generations whose operator tables differ (a replanned window may split operators differently) cannot share a suffix, so the ring
-sees only those that agree with the newest; older ones are kept until the newest holds a complete suffix by itself.
+Generations whose operator tables differ (a replanned window may split operators differently) cannot
+share a suffix, so the ring sees only those that agree with the newest; older ones are kept until
+the newest holds a complete suffix by itself.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Generations:
         return alike
 
     def newer_than_table(self, table: tuple[int, str]) -> list[MappedSegment]:
-        """Those newer than the newest one with this operator table (number of operators, id); none if no one has it."""
+        """Those newer than the newest one with this operator table (number of operators, id); none
+        if no one has it.
+        """
         newer: list[MappedSegment] = []
         for segment in reversed(self._segments):
             if _table_of(segment) == table:
@@ -68,7 +71,9 @@ class Generations:
         return []
 
     def of_another_window(self, used: MappedSegment) -> list[MappedSegment]:
-        """Those newer than ``used`` that were made for another window: what goes on from there would not fit their slots."""
+        """Those newer than ``used`` that were made for another window: what goes on from there
+        would not fit their slots.
+        """
 
         def made_for(segment: MappedSegment) -> tuple[int, int]:
             return segment.descriptor.window, segment.geometry.slot_bytes
@@ -79,7 +84,8 @@ class Generations:
     def unneeded(
         self, table: SlotTable, num_operators: int, *, connected: bool
     ) -> list[MappedSegment]:
-        """Those that no suffix needs, neither one of this rank nor one to which the ranks may have to go back together.
+        """Those that no suffix needs, neither one of this rank nor one to which the ranks may have
+        to go back together.
 
         Args:
             table: of the newest, and those that have its operator table.

@@ -1,7 +1,7 @@
 """The trainer's view of its segments: mapped memory, slot locks, and the slot table as records.
 
-The slot table in shared memory is the truth; nothing here caches a slot's state. What is cached is what cannot change
-without the slot's ``sequence`` changing: which operators its image anchors.
+The slot table in shared memory is the truth; nothing here caches a slot's state. What is cached is
+what cannot change without the slot's ``sequence`` changing: which operators its image anchors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ _OPEN: weakref.WeakSet[MappedSegment] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """OFD locks belong to the open file, which a forked child shares: close it there, or our death would not free it."""
+    """OFD locks belong to the open file, which a forked child shares: close it there, or our death
+    would not free it.
+    """
     for segment in list(_OPEN):
         os.close(segment.fd)
     _OPEN.clear()
@@ -63,8 +65,9 @@ def _open(path: str) -> int:
 def _map(path: str) -> mmap.mmap:
     """All of the file, mapped through a description of its own.
 
-    ``mmap`` keeps a duplicate of the descriptor for as long as a view lives, in forked children too; a duplicate of the one
-    that holds our locks would keep them held after ``close`` and after our death.
+    ``mmap`` keeps a duplicate of the descriptor for as long as a view lives, in forked children
+    too; a duplicate of the one that holds our locks would keep them held after ``close`` and after
+    our death.
     """
     fd = _open(path)
     try:
@@ -138,7 +141,9 @@ class MappedSegment:
         self.buffer[HINT_OFFSET] = value
 
     def last_filled(self) -> tuple[tuple[int, int], int]:
-        """By what segments are put into the order of their use; a generation may be made ahead of the plan that it is for."""
+        """By what segments are put into the order of their use; a generation may be made ahead of
+        the plan that it is for.
+        """
         headers = map(self.header, range(self.geometry.num_slots))
         return last_filled(h for h in headers if h is not None), self.generation
 
@@ -165,7 +170,9 @@ class MappedSegment:
         locks.unlock(self.fd, slot_lock_byte(index))
 
     def lock_sealed(self) -> list[int] | None:
-        """Lock every slot that holds a sealed snapshot, and return their indices; None, with nothing locked, if one of them is being read."""
+        """Lock every slot that holds a sealed snapshot, and return their indices; None, with
+        nothing locked, if one of them is being read.
+        """
         headers = enumerate(map(self.header, range(self.geometry.num_slots)))
         sealed = [i for i, header in headers if header and header.state is SlotState.SEALED]
         for at, index in enumerate(sealed):
@@ -181,7 +188,9 @@ class MappedSegment:
             self._seal(index)
 
     def begin_filling(self, index: int, header: SlotHeader) -> None:
-        """Declare a claimed slot as being filled; waits (milliseconds) for a seal of this process that is under way."""
+        """Declare a claimed slot as being filled; waits (milliseconds) for a seal of this process
+        that is under way.
+        """
         with self._sealing:
             self.write_header(index, header)
 
@@ -217,7 +226,8 @@ class MappedSegment:
 class SlotTable:
     """All generations of this rank, oldest first, read as one list of records.
 
-    ``epoch`` is the history that is being written now, and ``epoch_start`` where it left the one before (-1: nowhere).
+    ``epoch`` is the history that is being written now, and ``epoch_start`` where it left the one
+    before (-1: nowhere).
     """
 
     def __init__(
@@ -229,7 +239,9 @@ class SlotTable:
 
     @property
     def epochs(self) -> dict[int, int]:
-        """What the ring's functions must know beyond the records: this epoch has begun, even if no snapshot of it is there."""
+        """What the ring's functions must know beyond the records: this epoch has begun, even if no
+        snapshot of it is there.
+        """
         return {self.epoch: self.epoch_start}
 
     @property
@@ -241,14 +253,17 @@ class SlotTable:
     def is_hard(self, *, connected: bool) -> bool:
         """Whether what is `promised` must stay, so that newer snapshots are left out instead.
 
-        While the daemon is away nobody can tell what other nodes still hold. A run of one rank needs no common start.
+        While the daemon is away nobody can tell what other nodes still hold. A run of one rank
+        needs no common start.
         """
         several = any(segment.descriptor.world_size > 1 for segment in self.segments[-1:])
         return several and (self.ring_hint.sole or not connected or self.returned)
 
     @property
     def returned(self) -> bool:
-        """Whether the run went back to an iteration, and has no floor there or later since: other nodes may hold no suffix that ends there."""
+        """Whether the run went back to an iteration, and has no floor there or later since: other
+        nodes may hold no suffix that ends there.
+        """
         hint = self.ring_hint
         agreed = hint.epoch == self.epoch and hint.floor >= self.epoch_start
         return self.epoch_start >= 0 and not agreed

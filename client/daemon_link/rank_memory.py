@@ -138,7 +138,8 @@ class RankMemory:
     def settle_filled(self, timeout_s: float) -> None:
         """Wait until what a dead trainer left filled is sealed; seal it here if the daemon takes longer.
 
-        Boundary logs and parked state, too: where the last of them is missing when a recovery is planned, more ranks go back.
+        Boundary logs and parked state, too: where the last of them is missing when a recovery is
+            planned, more ranks go back.
         """
         deadline = time.monotonic() + timeout_s
         while any(SlotState.FILLED in s.states() for s in (*self._segments, *self._beside)):
@@ -258,7 +259,8 @@ class RankMemory:
     def begin_epoch(
         self, epoch: int, start: int, members: tuple[Member, ...] = (), *, follows: int = -1
     ) -> None:
-        """What is filled from now on belongs to this epoch, which goes on from iteration ``start`` (-1: the beginning).
+        """What is filled from now on belongs to this epoch, which goes on from iteration ``start``
+        (-1: the beginning).
 
         Raises:
             AttachRefused: the run was recovered again since the plan was made; nothing has begun.
@@ -402,7 +404,9 @@ class RankMemory:
         num_operators: int = 1,
         replicated: bool = False,
     ) -> Future[SegmentInfo]:
-        """A further generation of the boundary log or of parked state, for `add_auxiliary`; see `Session.reserve_auxiliary`."""
+        """A further generation of the boundary log or of parked state, for `add_auxiliary`; see
+        `Session.reserve_auxiliary`.
+        """
         told = self._descriptor_of(window, num_operators, payload)
         descriptor = msgspec.structs.replace(told, kind=kind, replicated=replicated)
         return self.session.reserve_auxiliary(slot_bytes, num_slots, encode_descriptor(descriptor))
@@ -424,11 +428,14 @@ class RankMemory:
         self.session.drop(segment.generation)
 
     def drop_unneeded(self) -> list[MappedSegment]:
-        """Give back generations that no suffix needs; returns them (still mapped) so that an engine can release them."""
+        """Give back generations that no suffix needs; returns them (still mapped) so that an engine
+        can release them.
+        """
         if len(self._segments) < 2:
             return []
         taken = {s: slots for s in self._unneeded() if (slots := s.lock_sealed()) is not None}
-        # A daemon that promises something from here on sees the locks (`Run._secured`); what it wrote down before is read now.
+        # A daemon that promises something from here on sees the locks (`Run._secured`); what it
+        # wrote down before is read now.
         dropped = [s for s in taken if s in self._unneeded()] if taken else []
         for segment, slots in taken.items():
             for index in slots:
@@ -442,7 +449,9 @@ class RankMemory:
         return dropped
 
     def _unneeded(self) -> list[MappedSegment]:
-        """What the other ranks may have to go back to is not among them (while the daemon is away nobody can tell)."""
+        """What the other ranks may have to go back to is not among them (while the daemon is away
+        nobody can tell).
+        """
         return self._segments.unneeded(
             self.table, self.num_operators, connected=self.session.connected
         )

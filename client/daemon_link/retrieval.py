@@ -1,4 +1,6 @@
-"""Getting this rank the snapshots of a plan: those that lie here are verified, the daemon is asked for the others."""
+"""Getting this rank the snapshots of a plan: those that lie here are verified, the daemon is asked
+for the others.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +60,15 @@ class Retrieval:
             elif missing:
                 found.asked_s = time.perf_counter()
                 found.fetched = self._fetch(missing, cards)
-                # Of what only storage has there is no other copy: if it is damaged, all ranks must go back to an older one.
+                # Of what only storage has there is no other copy: if it is damaged, all ranks must
+                # go back to an older one.
                 if any(_only_stored(piece) for piece in missing) and not self._arrives(
                     found.fetched
                 ):
                     found.again = True
         except AttachRefused as error:
-            # Where its holders are gone, others may be there. Where there is no memory for it, there will be none.
+            # Where its holders are gone, others may be there. Where there is no memory for it,
+            # there will be none.
             found.again = error.code == RefusalCode.NOT_FOUND
             found.fatal = None if found.again else error
         except DaemonUnavailable:

@@ -58,8 +58,9 @@ class RunView:
     # Epochs that the newest one does not go back to; nothing of them is told above.
     others: frozenset[int] = frozenset()
     failures: tuple[ReplayFailure, ...] = ()  # replays that did not reproduce, as any node knows
-    # Where the epochs began of which the records tell. What an epoch left behind is not taken up again because its own snapshots are lost: the node that
-    # has them may come back, and a suffix would be put together from both.
+    # Where the epochs began of which the records tell. What an epoch left behind is not taken up
+    # again because its own snapshots are lost: the node that has them may come back, and a suffix
+    # would be put together from both.
     begun: Mapping[int, int] = field(default_factory=dict)
 
     def last_epoch(self, highest: int) -> int:
@@ -81,7 +82,9 @@ class RunView:
 
     @property
     def epochs(self) -> dict[int, int]:
-        """Where epochs began of which something tells that is no usable snapshot: a record, a parked state, a log, what is quarantined."""
+        """Where epochs began of which something tells that is no usable snapshot: a record, a
+        parked state, a log, what is quarantined.
+        """
         beside = (*self.parked, *self.logs, *(self.held if self.failures else ()))
         records = (record for held in beside for record in held.records)
         return epoch_table(records, least_starts(self.begun, reported_epochs(self.failures)))
@@ -310,7 +313,9 @@ def _once(told: Iterable[Sequence[bytes]]) -> tuple[HeldRecords, ...]:
 
 
 def _without(parked: Iterable[HeldRecords], here: Iterable[_Here]) -> tuple[HeldRecords, ...]:
-    """What any rank could not use counts for none: the ranks of a domain begin at one iteration, so another plan is needed anyway."""
+    """What any rank could not use counts for none: the ranks of a domain begin at one iteration, so
+    another plan is needed anyway.
+    """
     unusable = {source for h in here for source in h.unusable}
     if not unusable:
         return tuple(parked)
@@ -332,7 +337,9 @@ def _facts_to_wire(rank: int, note: RankNote) -> bytes:
 def _facts_of(
     here: Sequence[_Here], logs: Sequence[HeldRecords], parked: Sequence[HeldRecords]
 ) -> Mapping[int, RankFacts]:
-    """Of the ranks that have some, or have lost them but not all their logs. If no rank has, they may all communicate with each other."""
+    """Of the ranks that have some, or have lost them but not all their logs. If no rank has, they
+    may all communicate with each other.
+    """
     found = facts_from_wire([h.facts for h in here])
     seen = {rank: facts for rank, facts in found.items() if here[rank].seen}
     for rank, facts in facts_from_logs(found.keys() - seen.keys(), logs, parked).items():

@@ -67,7 +67,8 @@ def wait_until_sealed(
     iteration: int,
     header: Callable[[], SlotHeader | None],
 ) -> None:
-    """Until the daemon has sealed the slot with this header, of an iteration that is fetched into a generation.
+    """Until the daemon has sealed the slot with this header, of an iteration that is fetched into a
+    generation.
 
     Raises:
         DaemonUnavailable: it cannot be brought here any more; a restart of the job plans anew.

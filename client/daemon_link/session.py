@@ -1,9 +1,11 @@
 """The trainer's conversation with its daemon, on threads of its own; training never waits for it.
 
-Two lanes, so that a daemon that hangs holds up nothing but the conversation: that of the *link* (``Link``), which owns the connection and
-may wait for an answer; the *desk* finishes snapshots (and seals them while the daemon is away) and never waits for anybody.
+Two lanes, so that a daemon that hangs holds up nothing but the conversation: that of the *link*
+(``Link``), which owns the connection and may wait for an answer; the *desk* finishes snapshots (and
+seals them while the daemon is away) and never waits for anybody.
 
-While the daemon does not answer snapshots go on, sealed here, and the link keeps trying. All traffic after the attach is one-way from the training thread's point of view.
+While the daemon does not answer snapshots go on, sealed here, and the link keeps trying. All
+traffic after the attach is one-way from the training thread's point of view.
 """
 
 from __future__ import annotations
@@ -166,9 +168,11 @@ class Session:
         return True
 
     def tell_replay(self, failure: ReplayFailure | None) -> None:
-        """Tell the daemon that a replay did not reproduce, and wait until it has written that down; None: one did.
+        """Tell the daemon that a replay did not reproduce, and wait until it has written that down;
+        None: one did.
 
-        This process is about to end; a daemon that is away never hears of it, and the next start replays once more for nothing.
+        This process is about to end; a daemon that is away never hears of it, and the next start
+        replays once more for nothing.
         """
         if failure is None:
             self._lane.submit(self._tell_reproduced)
@@ -190,7 +194,9 @@ class Session:
         self._lane.submit(lambda: self.link.send(outcome))
 
     def tell_elastic(self, elastic: Elastic) -> None:
-        """Tell the daemon what this elastic job has placed where, for `ckptctl elastic`; one that is away is not told."""
+        """Tell the daemon what this elastic job has placed where, for `ckptctl elastic`; one that
+        is away is not told.
+        """
 
         def say() -> None:
             try:
@@ -266,7 +272,8 @@ class Session:
     def join(self, message: Join) -> None:
         """Tell the daemon who takes part in the run, now and after each of its restarts.
 
-        A daemon that is away is told when it is back: snapshots of this node go on, and have no second home until then.
+        A daemon that is away is told when it is back: snapshots of this node go on, and have no
+        second home until then.
 
         Raises:
             AttachRefused: the run has been recovered again since this was planned (``stale_epoch``).
@@ -292,8 +299,9 @@ class Session:
     ) -> Future[SegmentInfo]:
         """Have what another rank of this run has brought here, to be read; waits for nothing.
 
-        The result is one of `fetch`'s errors, or a segment of that ``kind`` whose slots are sealed one after the other. It is none of
-        this rank's generations; `fetch_state` and `drop` take its number as theirs, and it is gone when this session is.
+        The result is one of `fetch`'s errors, or a segment of that ``kind`` whose slots are sealed
+        one after the other. It is none of this rank's generations; `fetch_state` and `drop` take
+        its number as theirs, and it is gone when this session is.
 
         Raises:
             DaemonUnavailable: not even the question can be asked.
@@ -379,7 +387,8 @@ class Session:
         return segment
 
     def _give_back_unknown(self, attached: Attached) -> None:
-        """A daemon that ended between making a segment and telling us has found it again; nobody else knows of it.
+        """A daemon that ended between making a segment and telling us has found it again; nobody
+        else knows of it.
 
         So it is with one whose `drop` the daemon did not hear.
         """
@@ -442,7 +451,9 @@ class Session:
         self._heed(pong.park)
 
     def _heed(self, number: int) -> None:
-        """Somebody asks this trainer to park (0: nobody does); asked again with each ping until it has answered."""
+        """Somebody asks this trainer to park (0: nobody does); asked again with each ping until it
+        has answered.
+        """
         if number in (0, self._park_asked):
             return
         self._park_asked = number

@@ -1,6 +1,8 @@
-"""A segment of somebody, mapped for reading: another rank's of this node, a copy that was brought here, or of a trainer that is gone.
+"""A segment of somebody, mapped for reading: another rank's of this node, a copy that was brought
+here, or of a trainer that is gone.
 
-Nothing in it is owned or changed: whoever may open the file can read it. What is in a slot stays as it is while somebody locks the slot.
+Nothing in it is owned or changed: whoever may open the file can read it. What is in a slot stays as
+it is while somebody locks the slot.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class SlotFile:
             raise SegmentError(f"{path.name} holds {self.told.kind}", operation=f"read {kind}")
 
     def keep_from_children(self) -> None:
-        """A forked child does not have it mapped: a data loader's worker would keep its memory for as long as it lives."""
+        """A forked child does not have it mapped: a data loader's worker would keep its memory for
+        as long as it lives.
+        """
         self._map.madvise(mmap.MADV_DONTFORK)
 
     @property

@@ -21,7 +21,9 @@ _QUEUE_LIMIT = 1024
 
 
 class WorkerThread:
-    """One thread that works off a bounded queue, and calls ``look`` after each piece of work and about twice a second."""
+    """One thread that works off a bounded queue, and calls ``look`` after each piece of work and
+    about twice a second.
+    """
 
     def __init__(
         self,

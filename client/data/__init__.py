@@ -1,4 +1,6 @@
-"""The data of a loop: where in it a loop is, how a successor comes to the very same batches, and whether it did."""
+"""The data of a loop: where in it a loop is, how a successor comes to the very same batches, and
+whether it did.
+"""
 
 from ckptd.client.data.batches import Batches
 from ckptd.client.data.ledger import BatchLedger

@@ -9,7 +9,9 @@ __all__ = ["After"]
 
 
 class After:
-    """A sampler whose iterators pass the first ``count`` indices over. They begin at once, as random numbers may be drawn then."""
+    """A sampler whose iterators pass the first ``count`` indices over. They begin at once, as
+    random numbers may be drawn then.
+    """
 
     def __init__(self, inner: Any, count: int) -> None:
         self.inner, self.count = inner, count

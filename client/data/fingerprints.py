@@ -1,9 +1,12 @@
-"""A fingerprint of a batch: whether a repeated step trains on the same one is then seen before its weights differ.
+"""A fingerprint of a batch: whether a repeated step trains on the same one is then seen before its
+weights differ.
 
-xxh3 over everything that the batch is made of, on the host. The cost is bounded: a tensor or array of more than 64 KiB is
-sampled, always at the same places (64 KiB in evenly spaced pieces, the first bytes and the last included), and no more than 4096 values are looked
-at. So a batch that differs in few bytes of a large tensor may have the same fingerprint; one that was drawn anew has not.
-A tensor on a device counts with its shape and dtype only: to read it, the training thread would have to wait for the device.
+xxh3 over everything that the batch is made of, on the host. The cost is bounded: a tensor or array
+of more than 64 KiB is sampled, always at the same places (64 KiB in evenly spaced pieces, the first
+bytes and the last included), and no more than 4096 values are looked at. So a batch that differs in
+few bytes of a large tensor may have the same fingerprint; one that was drawn anew has not. A tensor
+on a device counts with its shape and dtype only: to read it, the training thread would have to wait
+for the device.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ class Fingerprint:
 
 
 def fingerprint(batch: Any) -> Fingerprint:
-    """Of tensors, arrays, numbers, strings, and mappings, sequences and objects of these; anything else counts with its type."""
+    """Of tensors, arrays, numbers, strings, and mappings, sequences and objects of these; anything
+    else counts with its type.
+    """
     reader = _Reader()
     reader.read(batch, 0)
     return Fingerprint(reader.digest.intdigest() >> 1, tuple(sorted(reader.devices)))
@@ -121,7 +126,9 @@ class _Reader:
 
 
 def _thinned(value: Any, itemsize: int) -> Any:
-    """Of a tensor or array that does not lie in one piece: all, or evenly spaced elements, so that few are copied."""
+    """Of a tensor or array that does not lie in one piece: all, or evenly spaced elements, so that
+    few are copied.
+    """
     most, steps = _WHOLE_BYTES // itemsize, [1] * len(value.shape)
     while math.prod(-(-n // s) for n, s in zip(value.shape, steps, strict=True)) > most:
         widest = max(range(len(steps)), key=lambda d: -(-value.shape[d] // steps[d]))

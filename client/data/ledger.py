@@ -1,7 +1,8 @@
-"""What batches a loop has had: the positions of its loaders, and fingerprints of what each iteration trained on.
+"""What batches a loop has had: the positions of its loaders, and fingerprints of what each
+iteration trained on.
 
-Both go into every snapshot. A replayed iteration whose batch is another than before the failure is named as such, rather than by the
-weights that differ after it.
+Both go into every snapshot. A replayed iteration whose batch is another than before the failure is
+named as such, rather than by the weights that differ after it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class BatchLedger:
         self._seen.setdefault(self._step, []).append(found.value)
 
     def add(self, source: Positioned) -> dict[str, Any] | None:
-        """One more source of batches, and the position that was recorded for it. They are known by the order in which they come."""
+        """One more source of batches, and the position that was recorded for it. They are known by
+        the order in which they come.
+        """
         at = len(self._sources)
         self._sources.append(source)
         return self._recorded[at] if at < len(self._recorded) else None
@@ -87,7 +90,9 @@ class BatchLedger:
             source.go_to(self._recorded[at] if at < len(self._recorded) else None)
 
     def differences(self, recorded: dict[str, Any]) -> list[str]:
-        """What is not as it was recorded, in words; the first batch only, as all that follows may follow from it."""
+        """What is not as it was recorded, in words; the first batch only, as all that follows may
+        follow from it.
+        """
         before: dict[int, list[int]] = recorded["fingerprints"]
         for step in sorted(before.keys() & self._seen.keys()):
             if before[step] != self._seen[step]:

@@ -27,7 +27,9 @@ _SOURCES = 256
 
 
 def torch_loader(loader: Any) -> DataLoader[Any] | None:
-    """The torch ``DataLoader`` (or torchdata's) that ``loader`` is, or that it wraps as Accelerate's do; None: it is another thing."""
+    """The torch ``DataLoader`` (or torchdata's) that ``loader`` is, or that it wraps as
+    Accelerate's do; None: it is another thing.
+    """
     inner = vars(loader).get("base_dataloader", loader) if hasattr(loader, "__dict__") else loader
     return inner if isinstance(inner, DataLoader) else None
 
@@ -108,7 +110,9 @@ def _check_torch_loader(
 
 
 def _hub_stream(data: Any) -> bool:
-    """Whether it is an ``IterableDataset`` of Hugging Face's ``datasets``: it can be iterated over again, with or without its state."""
+    """Whether it is an ``IterableDataset`` of Hugging Face's ``datasets``: it can be iterated over
+    again, with or without its state.
+    """
     return any(
         kind.__module__.partition(".")[0] == "datasets" and kind.__name__ == "IterableDataset"
         for kind in type(data).__mro__
@@ -116,7 +120,9 @@ def _hub_stream(data: Any) -> bool:
 
 
 def _check_seeds(data: Any) -> None:
-    """Refuse a stream that was shuffled without a seed: the order of its shards is drawn while it is built, and kept nowhere."""
+    """Refuse a stream that was shuffled without a seed: the order of its shards is drawn while it
+    is built, and kept nowhere.
+    """
     if not _hub_stream(data):
         return
     left, seen = [getattr(data, "_ex_iterable", None)], 0
@@ -147,7 +153,9 @@ def check_in_state(item: Any) -> None:
 
 
 def advice_for_state(item: Any) -> str:
-    """What to do with a loader or an iterator that was passed in ``state=`` and has no state; empty: it is another thing."""
+    """What to do with a loader or an iterator that was passed in ``state=`` and has no state;
+    empty: it is another thing.
+    """
     if isinstance(item, DataLoader) or (
         isinstance(item, Iterator) and not hasattr(item, "state_dict")
     ):
@@ -156,7 +164,9 @@ def advice_for_state(item: Any) -> str:
 
 
 def forget_prepared(loader: Any) -> None:
-    """Give up an iterator that was made before its epoch began, from a random state that is gone (torchdata's ``state_dict`` does)."""
+    """Give up an iterator that was made before its epoch began, from a random state that is gone
+    (torchdata's ``state_dict`` does).
+    """
     inner = torch_loader(loader)
     if inner is not None and getattr(inner, "_initial_iter_for_state_dict", False):
         inner._iterator = None
@@ -165,7 +175,8 @@ def forget_prepared(loader: Any) -> None:
 
 @contextlib.contextmanager
 def skipping(loader: Any, count: int) -> Iterator[After]:
-    """In the body, an iterator over ``loader`` begins after ``count`` batches, which are not made. It must be begun there.
+    """In the body, an iterator over ``loader`` begins after ``count`` batches, which are not made.
+    It must be begun there.
 
     Only for what ``torch_loader`` knows, over a dataset with indices.
     """
@@ -189,11 +200,15 @@ def has_indices(loader: Any) -> bool:
 
 
 def makes_ahead(loader: Any) -> bool:
-    """Whether iterating may make a batch in this process before it is asked for: torch's loaders do not, Accelerate's do."""
+    """Whether iterating may make a batch in this process before it is asked for: torch's loaders do
+    not, Accelerate's do.
+    """
     return torch_loader(loader) is not loader and not isinstance(loader, list | tuple | range)
 
 
 def reuses_workers(loader: Any) -> bool:
-    """Whether the epoch that begins is one of an iterator that is there already: it draws one random number less."""
+    """Whether the epoch that begins is one of an iterator that is there already: it draws one
+    random number less.
+    """
     inner = torch_loader(loader)
     return inner is not None and inner.persistent_workers and inner._iterator is not None

@@ -1,12 +1,15 @@
 """Where in its data a loop is, and how a successor comes to the very same batches.
 
-The order of an epoch, and what a collator draws (masks, augmentations), follow from the random state at the epoch's beginning and
-at the time of each fetch. Loaders fetch ahead: when a step begins, the next batch may be there already, made from a random state
-that is gone. So two states are kept: that before the epoch's iterator was created, and that before the newest fetch. A successor
-creates the iterator from the one and repeats the newest fetch from the other. One fetch yields one batch, and the very first one
-possibly two, so the two newest batches are fetched again; the others may be skipped without being made.
+The order of an epoch, and what a collator draws (masks, augmentations), follow from the random
+state at the epoch's beginning and at the time of each fetch. Loaders fetch ahead: when a step
+begins, the next batch may be there already, made from a random state that is gone. So two states
+are kept: that before the epoch's iterator was created, and that before the newest fetch. A
+successor creates the iterator from the one and repeats the newest fetch from the other. One fetch
+yields one batch, and the very first one possibly two, so the two newest batches are fetched again;
+the others may be skipped without being made.
 
-Random state is that of the global generators, and of those that a loader has in reach (`ckptd.client.data.reach`).
+Random state is that of the global generators, and of those that a loader has in reach
+(`ckptd.client.data.reach`).
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ __all__ = ["DataPosition", "tell_refetched"]
 
 logger = get_logger(__name__)
 
-# Batches that must really be fetched again: the one that a first fetch hands out, and the one that it has made in advance.
+# Batches that must really be fetched again: the one that a first fetch hands out, and the one that
+# it has made in advance.
 _AGAIN = 2
 
 
 class DataPosition:
-    """Epoch, batches handed out in it, and the random states from which they come again; goes into ``state=``.
+    """Epoch, batches handed out in it, and the random states from which they come again; goes into
+    ``state=``.
 
     Args:
         ahead: whether this process may make a batch before it is asked for. Otherwise the state before the newest fetch is not needed.
@@ -84,7 +89,8 @@ class DataPosition:
         return max(self.consumed - _AGAIN, 0)
 
     def fast_forward(self, fetch: Callable[[], object], skipped: int) -> None:
-        """Fetch again what this position lies behind, after ``skipped`` batches; the epoch's iterator was just created.
+        """Fetch again what this position lies behind, after ``skipped`` batches; the epoch's
+        iterator was just created.
 
         Raises:
             ValueError: the data ends before the position.

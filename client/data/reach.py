@@ -1,8 +1,9 @@
 """What the batches of a loader follow from, besides their indices and the global random generators.
 
-Random generators that a dataset, a sampler, a collate function or a transform holds as an attribute, in a closure, or uses as a global of
-its module; the numbers of epochs and seeds that samplers keep; and plain attributes of samplers of the user's own that change while
-they are gone through. They are found by looking at objects; nothing is called.
+Random generators that a dataset, a sampler, a collate function or a transform holds as an
+attribute, in a closure, or uses as a global of its module; the numbers of epochs and seeds that
+samplers keep; and plain attributes of samplers of the user's own that change while they are gone
+through. They are found by looking at objects; nothing is called.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Reach:
         self._known = list(self._find())
 
     def capture(self) -> dict[str, Any]:
-        """Their states, and what of the plain attributes has changed since the loader was built; of the types that ``state=`` takes."""
+        """Their states, and what of the plain attributes has changed since the loader was built; of
+        the types that ``state=`` takes.
+        """
         state: dict[str, Any] = {}
         for path, found in self._known:
             if not found.name:

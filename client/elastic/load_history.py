@@ -1,4 +1,6 @@
-"""How many tokens each expert got, as it is kept over worlds; and when experts are placed anew while the ranks stay."""
+"""How many tokens each expert got, as it is kept over worlds; and when experts are placed anew
+while the ranks stay.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ __all__ = ["LayerClock", "LoadHistory", "forecast"]
 
 
 class LoadHistory:
-    """``[L, E]`` tokens, older ones counting half as much after every ``half_life`` steps; the same on all ranks.
+    """``[L, E]`` tokens, older ones counting half as much after every ``half_life`` steps; the same
+    on all ranks.
 
     It is in every snapshot, as an object of ``state=``.
     """

@@ -1,4 +1,6 @@
-"""Accelerate: ``ckpt = checkpointer(accelerator, model, optimizer, ...)`` after ``accelerator.prepare``, in a loop of your own."""
+"""Accelerate: ``ckpt = checkpointer(accelerator, model, optimizer, ...)`` after
+``accelerator.prepare``, in a loop of your own.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,12 @@ def checkpointer(
     state: Mapping[str, Stateful] | None = None,
     **options: Any,
 ) -> Checkpointer:
-    """A ``Checkpointer`` of what ``accelerator.prepare`` returned; loop over its ``steps``, and fetch from ``ckpt.batches(loader)``.
+    """A ``Checkpointer`` of what ``accelerator.prepare`` returned; loop over its ``steps``, and
+    fetch from ``ckpt.batches(loader)``.
 
-    Who this process is, the loss scaler, and the count by which ``accelerator.accumulate`` knows when to update are taken from the
-    accelerator. ``accelerator.save_state`` and ``skip_first_batches`` are not needed.
+    Who this process is, the loss scaler, and the count by which ``accelerator.accumulate`` knows
+    when to update are taken from the accelerator. ``accelerator.save_state`` and
+    ``skip_first_batches`` are not needed.
 
     Args:
         optimizer: a prepared one, or a list of them.

@@ -1,8 +1,9 @@
 """Checkpoints that transformers' ``Trainer`` writes itself, of which a kill may leave half of one behind.
 
-The Trainer writes the files of ``checkpoint-N`` one after the other into the folder of that name, ``trainer_state.json`` last. With
-``resume_from_checkpoint=True`` it takes the folder with the highest N, and ends with an error where that file is missing, before any
-callback is asked: a run with newer snapshots could not be resumed.
+The Trainer writes the files of ``checkpoint-N`` one after the other into the folder of that name,
+``trainer_state.json`` last. With ``resume_from_checkpoint=True`` it takes the folder with the
+highest N, and ends with an error where that file is missing, before any callback is asked: a run
+with newer snapshots could not be resumed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _WRITTEN_LAST = "trainer_state.json"
 def complete_checkpoints_only(
     trainer: Any, below: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``below``, which is ``trainer.train``, with the newest complete checkpoint in place of ``resume_from_checkpoint=True``.
+    """``below``, which is ``trainer.train``, with the newest complete checkpoint in place of
+    ``resume_from_checkpoint=True``.
 
     It is with none where there is none. Snapshots of the run count more than either, where there are any.
 
@@ -53,7 +55,9 @@ def _complete(trainer: Any, given: Any) -> Any:
 
 
 def _newest_complete(folder: Path) -> str | bool | None:
-    """Its path; True, which is left to the Trainer, where no folder is half-written; None where no complete one is left."""
+    """Its path; True, which is left to the Trainer, where no folder is half-written; None where no
+    complete one is left.
+    """
     numbered = [
         (int(found[1]), path)
         for path in (folder.iterdir() if folder.is_dir() else ())

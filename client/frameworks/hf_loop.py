@@ -1,12 +1,14 @@
-"""The training loop of transformers' ``Trainer``, followed from within: where its steps begin, and how it is made to begin later.
+"""The training loop of transformers' ``Trainer``, followed from within: where its steps begin, and
+how it is made to begin later.
 
-What a callback is told of suffices to record, but not to resume: the loop has fixed its first epoch before ``on_train_begin``. So two
-methods of the one Trainer object are wrapped while it trains:
+What a callback is told of suffices to record, but not to resume: the loop has fixed its first epoch
+before ``on_train_begin``. So two methods of the one Trainer object are wrapped while it trains:
 
-* ``get_batch_samples``, with which each optimizer step begins, is the top of our loop: logging, evaluation and saving of the step
-  before are over, and the data of this one is not fetched yet.
-* ``_run_epoch``: epochs before the one of the restored state are passed over; that one is entered in its middle, as Trainer does
-  itself with ``resume_from_checkpoint=``, but with batches from an iterator that was brought to the exact position.
+* ``get_batch_samples``, with which each optimizer step begins, is the top of our loop: logging,
+  evaluation and saving of the step before are over, and the data of this one is not fetched yet.
+* ``_run_epoch``: epochs before the one of the restored state are passed over; that one is entered
+  in its middle, as Trainer does itself with ``resume_from_checkpoint=``, but with batches from an
+  iterator that was brought to the exact position.
 """
 
 from __future__ import annotations

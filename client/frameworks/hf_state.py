@@ -23,8 +23,8 @@ _FIELDS = (
     "best_global_step",
     "best_model_checkpoint",
 )
-# The Trainer's own: what the mean losses in the log are made of. `_tr_loss` lies on the device; Trainer itself waits for it in each
-# step (its NaN filter), so reading it costs nothing more.
+# The Trainer's own: what the mean losses in the log are made of. `_tr_loss` lies on the device;
+# Trainer itself waits for it in each step (its NaN filter), so reading it costs nothing more.
 _ATTRIBUTES = (
     "_tr_loss",
     "_total_loss_scalar",
@@ -36,7 +36,8 @@ _ATTRIBUTES = (
 
 
 class TrainerProgress:
-    """``TrainerState`` but for its log, running sums, and the attributes of other callbacks that can export them.
+    """``TrainerState`` but for its log, running sums, and the attributes of other callbacks that
+    can export them.
 
     Args:
         shape: what must be the same in a successor for its batches to be the same, by the name that users give it.
@@ -153,7 +154,9 @@ def _plain(value: Any) -> Any:
 
 
 def sampler_state(loader: Any) -> dict[str, Any]:
-    """What the order of an epoch depends on besides the global random state: the sampler's seed, and generators of its own."""
+    """What the order of an epoch depends on besides the global random state: the sampler's seed,
+    and generators of its own.
+    """
     found: dict[str, Any] = {}
     for name, owner in _owners(loader).items():
         seed, generator = getattr(owner, "initial_seed", None), getattr(owner, "generator", None)

@@ -34,18 +34,20 @@ _NEEDED = ("epoch", "epochs_trained", "model", "resume_from_checkpoint", "steps_
 
 
 class CkptdCallback(TrainerCallback):  # type: ignore[misc]
-    """Snapshot every optimizer step; the same command, started again after a failure, goes on at the exact bits.
+    """Snapshot every optimizer step; the same command, started again after a failure, goes on at
+    the exact bits.
 
-    Nothing else changes: no ``resume_from_checkpoint=``. Model, optimizer, scheduler, scaler, random state, the position in the data,
-    ``TrainerState`` with its log, and the state of callbacks that can export theirs are captured.
+    Nothing else changes: no ``resume_from_checkpoint=``. Model, optimizer, scheduler, scaler,
+        random state, the position in the data, ``TrainerState`` with its log, and the state of
+        callbacks that can export theirs are captured.
 
     Args:
         refetch: fetch the batches of the interrupted epoch again instead of skipping them, which takes as long as fetching them took;
-            False, if a sample depends on its index only (collators may draw, but not in workers). None: where batches do not provably
-            follow from their indices.
+            False, if a sample depends on its index only (collators may draw, but not in workers).
+            None: where batches do not provably follow from their indices.
         state: more objects to capture, by name (see ``Checkpointer``).
-        options: of ``Checkpointer``. Without ``run=`` the run is named after ``output_dir``; a second training of the same process
-            has its number in its name.
+        options: of ``Checkpointer``. Without ``run=`` the run is named after ``output_dir``; a
+            second training of the same process has its number in its name.
     Raises:
         ValueError: an option that ``Checkpointer`` does not have; or, when the Trainer is made or begins to train, something with
             which an exact resumption is not possible.
@@ -104,7 +106,9 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _trainer_of(callback: TrainerCallback) -> Trainer:
-    """The Trainer that is calling ``callback``: it is the one thing that callbacks are not given, so it is looked for in its frame."""
+    """The Trainer that is calling ``callback``: it is the one thing that callbacks are not given,
+    so it is looked for in its frame.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")

@@ -1,4 +1,6 @@
-"""One line for Lightning: ``Trainer(..., callbacks=[CkptdCallback()])``; of ``lightning`` and of ``pytorch_lightning``."""
+"""One line for Lightning: ``Trainer(..., callbacks=[CkptdCallback()])``; of ``lightning`` and of
+``pytorch_lightning``.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,18 @@ def _callback_classes() -> tuple[type, ...]:
 
 
 class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
-    """Snapshot every optimizer step; the same command, started again after a failure, goes on at the exact bits.
+    """Snapshot every optimizer step; the same command, started again after a failure, goes on at
+    the exact bits.
 
-    With ``automatic_optimization = False`` a step is a batch, whatever number of updates of whatever optimizers it makes. Nothing else changes: no ``ckpt_path=``. Model, optimizer, schedulers, scaler, random state, the position in the data, the loops'
-    counters, what was logged with ``on_epoch=True`` in the running epoch, and the state of other callbacks are captured.
+    With ``automatic_optimization = False`` a step is a batch, whatever number of updates of
+    whatever optimizers it makes. Nothing else changes: no ``ckpt_path=``. Model, optimizer,
+    schedulers, scaler, random state, the position in the data, the loops' counters, what was logged
+    with ``on_epoch=True`` in the running epoch, and the state of other callbacks are captured.
 
     Args:
         refetch: fetch the batches of the interrupted epoch again instead of skipping them, which takes as long as fetching them took;
-            False, if a sample depends on its index only. None: where batches do not provably follow from their indices.
+            False, if a sample depends on its index only. None: where batches do not provably follow
+            from their indices.
         state: more objects to capture, by name (see ``Checkpointer``).
         options: of ``Checkpointer``. A second ``fit()`` of the same process has its number in its run's name.
     Raises:

@@ -1,16 +1,18 @@
 """Lightning's training loop, followed from within: where its steps begin, and how it is made to begin later.
 
-Callbacks are told of a batch when it was fetched already, and nobody may enter an epoch in its middle. So methods of this one Trainer's
-loops are wrapped while it trains:
+Callbacks are told of a batch when it was fetched already, and nobody may enter an epoch in its
+middle. So methods of this one Trainer's loops are wrapped while it trains:
 
-* ``epoch_loop.advance``, which fetches and trains one batch: the first of an accumulation is the top of our loop. Logging and validation
-  of the step before are over, and the data of this one is not fetched yet.
-* ``epoch_loop.on_run_start``, which creates the epoch's iterator: the restored epoch's is brought to the exact position.
+* ``epoch_loop.advance``, which fetches and trains one batch: the first of an accumulation is the
+  top of our loop. Logging and validation of the step before are over, and the data of this one is
+  not fetched yet.
+* ``epoch_loop.on_run_start``, which creates the epoch's iterator: the restored epoch's is brought
+  to the exact position.
 * ``fit_loop.on_run_end``: the last snapshot, before callbacks change weights for good (weight averaging).
 * ``precision_plugin.train_step_context``: the forward; Lightning does not call the model as a module.
 
-A step of ours is an optimizer step, with all batches of an accumulation. In manual optimization, where a batch may update several times
-or not at all, it is a batch.
+A step of ours is an optimizer step, with all batches of an accumulation. In manual optimization,
+where a batch may update several times or not at all, it is a batch.
 """
 
 from __future__ import annotations
@@ -115,8 +117,9 @@ class LightningLoop:
             position.begin_epoch(self._trainer.current_epoch)
         below(fetcher)
         if not resuming:
-            # The first epoch's iterator was created in the set-up, from a random state that is gone. It is created again, from one that
-            # is known, and the random state goes on as if this had not happened.
+            # The first epoch's iterator was created in the set-up, from a random state that is
+            # gone. It is created again, from one that is known, and the random state goes on as if
+            # this had not happened.
             position.loader = _iterator_of(fetcher) is created_before and not _is_resumed(
                 self._trainer
             )
@@ -191,7 +194,9 @@ def _iterator_of(fetcher: Any) -> Any:
 
 
 def _is_resumed(trainer: Any) -> bool:
-    """Whether Lightning began at a checkpoint of its own (``ckpt_path=``), whose loader state must not be lost."""
+    """Whether Lightning began at a checkpoint of its own (``ckpt_path=``), whose loader state must
+    not be lost.
+    """
     return bool(trainer.fit_loop.is_resuming)
 
 

@@ -19,7 +19,8 @@ logger = get_logger(__name__)
 class LoopProgress:
     """The counters of all loops: epochs, batches, optimizer steps, schedulers.
 
-    They are put back twice, because entering an epoch begins its counters anew: when training starts, and in the epoch.
+    They are put back twice, because entering an epoch begins its counters anew: when training
+    starts, and in the epoch.
 
     Args:
         shape: what must be the same in a successor for its batches to be the same, by the name that users give it.
@@ -69,7 +70,9 @@ class LoopProgress:
 
 
 def _load(loop: Any, recorded: dict[str, Any], prefix: str) -> None:
-    """As ``loop.load_state_dict`` does, which would also mark it as restarting: its ways to restart are not exact."""
+    """As ``loop.load_state_dict`` does, which would also mark it as restarting: its ways to restart
+    are not exact.
+    """
     loop._load_from_state_dict(recorded, prefix)
     for name, child in list(vars(loop).items()):
         if hasattr(child, "_load_from_state_dict"):
@@ -77,10 +80,11 @@ def _load(loop: Any, recorded: dict[str, Any], prefix: str) -> None:
 
 
 class EpochSums:
-    """What ``self.log(..., on_epoch=True)`` has summed up in this epoch, and the newest metrics that callbacks monitor.
+    """What ``self.log(..., on_epoch=True)`` has summed up in this epoch, and the newest metrics
+    that callbacks monitor.
 
-    Users log times, too, so a repeat is not compared with it. A sum is put back when its key is logged again, as only then
-    Lightning knows how it is reduced.
+    Users log times, too, so a repeat is not compared with it. A sum is put back when its key is
+    logged again, as only then Lightning knows how it is reduced.
     """
 
     reproducible = False
@@ -118,7 +122,8 @@ class EpochSums:
 
 
 class CallbackStates:
-    """``state_dict()`` of the other callbacks (early stopping, model checkpoints). Some hold times: not compared.
+    """``state_dict()`` of the other callbacks (early stopping, model checkpoints). Some hold times:
+    not compared.
 
     One whose state no snapshot can hold is left out, with a warning.
     """

@@ -1,4 +1,6 @@
-"""``Checkpointer.steps`` as a loop that is not ours goes through it: it says where a step begins, and when there is none left."""
+"""``Checkpointer.steps`` as a loop that is not ours goes through it: it says where a step begins,
+and when there is none left.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class StepDriver:
         self._over = False
 
     def top(self, step: int) -> None:
-        """Step ``step`` begins here: everything before it is over. Said again for the same step, it does nothing.
+        """Step ``step`` begins here: everything before it is over. Said again for the same step, it
+        does nothing.
 
         Raises:
             ReplayMismatch: a replayed step did not reproduce what was recorded.
@@ -45,7 +48,9 @@ class StepDriver:
         self._running = step
 
     def finish(self, step: int) -> None:
-        """The training ended before ``step``: take the last snapshot and let go of the daemon, which keeps them."""
+        """The training ended before ``step``: take the last snapshot and let go of the daemon,
+        which keeps them.
+        """
         self.top(step)
         self.close()
 
@@ -59,8 +64,8 @@ class StepDriver:
 def name_of_this_training(job: str | None, run: str | None) -> tuple[str, str]:
     """Job and run of one training of this process.
 
-    A script may train several models, or one model several times. A successor does the same in the same order, so the second
-    training under a name is told from the first by its number.
+    A script may train several models, or one model several times. A successor does the same in the
+    same order, so the second training under a name is told from the first by its number.
     """
     who = identify(job, run, 0, 1)
     _begun[who.job, who.run] += 1

@@ -1,11 +1,13 @@
 """Writes a checkpoint of ``torch.distributed.checkpoint`` for ``ckptctl export --format dcp``.
 
-Started by it as ``python -m ckptd.client.interchange.dcp_export``: a job comes on stdin, then the bytes of the tensors that are asked for
-on stdout (``ckptd.export.dcp_wire``). Everything is written by torch's own planner and ``FileSystemWriter``; they are only
-given a tensor when they come to write it, so that no more than one or two are in memory.
+Started by it as ``python -m ckptd.client.interchange.dcp_export``: a job comes on stdin, then the
+bytes of the tensors that are asked for on stdout (``ckptd.export.dcp_wire``). Everything is written
+by torch's own planner and ``FileSystemWriter``; they are only given a tensor when they come to
+write it, so that no more than one or two are in memory.
 
-Keys are those of ``{"model": get_model_state_dict(…), "optim": get_optimizer_state_dict(…)}``, for both layouts of the latter
-(flattened or not). Where masters are kept apart from the parameters, they are ``master.<name>``.
+Keys are those of ``{"model": get_model_state_dict(…), "optim": get_optimizer_state_dict(…)}``, for
+both layouts of the latter (flattened or not). Where masters are kept apart from the parameters,
+they are ``master.<name>``.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def write_checkpoint(job: WriteJob, fetch: Fetch) -> Wrote:
     state, lazy, wrote = _state_dict(job, fetch)
     writer = FileSystemWriter(
         job.folder,
-        # One thread asks for tensors in our order. Nothing is copied ahead: each is let go when the next one comes.
+        # One thread asks for tensors in our order. Nothing is copied ahead: each is let go when the
+        # next one comes.
         thread_count=1,
         per_thread_copy_ahead=0,
     )

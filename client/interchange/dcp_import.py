@@ -1,8 +1,9 @@
 """Reads a checkpoint of ``torch.distributed.checkpoint`` for ``ckptctl import``.
 
-Started by it as ``python -m ckptd.client.interchange.dcp_import``: a job comes on stdin, what there is goes to stdout, then the bytes of each
-tensor that is asked for (``ckptd.export.dcp_wire``). Such a checkpoint holds pickles, in its metadata and for its values.
-None of them is run: the metadata is read by `ckptd.client.interchange.dcp_metadata`, values by torch with ``weights_only``.
+Started by it as ``python -m ckptd.client.interchange.dcp_import``: a job comes on stdin, what there
+is goes to stdout, then the bytes of each tensor that is asked for (``ckptd.export.dcp_wire``). Such
+a checkpoint holds pickles, in its metadata and for its values. None of them is run: the metadata is
+read by `ckptd.client.interchange.dcp_metadata`, values by torch with ``weights_only``.
 """
 
 from __future__ import annotations

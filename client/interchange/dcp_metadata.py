@@ -1,8 +1,10 @@
-"""The ``.metadata`` of a checkpoint of ``torch.distributed.checkpoint``, which is a pickle, read without running anything.
+"""The ``.metadata`` of a checkpoint of ``torch.distributed.checkpoint``, which is a pickle, read
+without running anything.
 
-A pickle names callables, and whoever loads it calls them. Here every name must be of a closed set. A class of that set is read
-into an inert record that has no behaviour; dtypes and sizes are torch's own. Torch's ``Metadata`` is then built out of the
-records, field by field, so what is in the file reaches torch only as strings, numbers, sizes and dtypes.
+A pickle names callables, and whoever loads it calls them. Here every name must be of a closed set.
+A class of that set is read into an inert record that has no behaviour; dtypes and sizes are torch's
+own. Torch's ``Metadata`` is then built out of the records, field by field, so what is in the file
+reaches torch only as strings, numbers, sizes and dtypes.
 """
 
 from __future__ import annotations

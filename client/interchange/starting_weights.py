@@ -1,8 +1,9 @@
 """A run that has nothing to resume from begins at a given model: ``Checkpointer(start_from=…)``.
 
-The source is a set of safetensors files (``ckptd.storage.model_set``): a folder of Hugging Face, a single file, or what ``ckptctl
-import`` made, in a folder or a store. Tensors are matched by the model's own names. Everything is compared before anything is
-loaded, and what does not fit is listed.
+The source is a set of safetensors files (``ckptd.storage.model_set``): a folder of Hugging Face, a
+single file, or what ``ckptctl import`` made, in a folder or a store. Tensors are matched by the
+model's own names. Everything is compared before anything is loaded, and what does not fit is
+listed.
 """
 
 from __future__ import annotations

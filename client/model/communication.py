@@ -1,9 +1,10 @@
 """With whom this rank communicates in a step: over the boundaries that are logged, and otherwise.
 
-Ranks that communicate otherwise recover together: nobody could replay the one's part of an all-reduce without the others. Nobody
-tells us of them, so they are found. Every process group counts its operations, also those that DDP begins in C++; over a step,
-what is left of that count besides single sends and receives were collectives. Sends and receives are seen one by one, with their
-peers: as many of them as the boundary log knows of are the pipeline's, more are not.
+Ranks that communicate otherwise recover together: nobody could replay the one's part of an
+all-reduce without the others. Nobody tells us of them, so they are found. Every process group
+counts its operations, also those that DDP begins in C++; over a step, what is left of that count
+besides single sends and receives were collectives. Sends and receives are seen one by one, with
+their peers: as many of them as the boundary log knows of are the pipeline's, more are not.
 
 Whether a backend counts single sends and receives, too, differs (gloo does): it is seen at each of them.
 """
@@ -142,7 +143,8 @@ class Communication:
                 else:
                     self._seen[direction, dist.get_global_rank(group, peer)] += 1
         except Exception as error:
-            # We are within a call of the user's that has succeeded. Whom it was with is not known, so it was with anybody.
+            # We are within a call of the user's that has succeeded. Whom it was with is not known,
+            # so it was with anybody.
             logger.warning("cannot tell with whom this rank communicates", exc_info=error)
             self.all_of(None, f"a message that could not be told to be anybody's ({error})")
         return result

@@ -2,15 +2,17 @@
 
 Two mechanisms, both exact (measured: docs/decisions/freezing.md):
 
-* ``drop``: the user's code runs untouched; before the optimizer's step the gradients of frozen tensors are taken away.
-  Exact for every wrapper and optimizer tried; saves the optimizer's time only.
-* ``inputs``: additionally ``backward`` is asked for the active parameters' gradients only, which saves the frozen weights'
-  gradient computation. Not possible under DDP or FSDP (their hooks expect every gradient) or reentrant checkpointing, and
-  pointless where user code reads all gradients itself. Frozen parameters then get zero gradients, so that code that
-  touches ``p.grad`` keeps working.
+* ``drop``: the user's code runs untouched; before the optimizer's step the gradients of frozen
+  tensors are taken away. Exact for every wrapper and optimizer tried; saves the optimizer's time
+  only.
+* ``inputs``: additionally ``backward`` is asked for the active parameters' gradients only, which
+  saves the frozen weights' gradient computation. Not possible under DDP or FSDP (their hooks expect
+  every gradient) or reentrant checkpointing, and pointless where user code reads all gradients
+  itself. Frozen parameters then get zero gradients, so that code that touches ``p.grad`` keeps
+  working.
 
-Either way, what depends on *all* gradients must come from the record where it cannot be recomputed: the total norm used for
-clipping, and the loss scaler's ``found_inf``.
+Either way, what depends on *all* gradients must come from the record where it cannot be recomputed:
+the total norm used for clipping, and the loss scaler's ``found_inf``.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ __all__ = ["BackwardLimiter", "Tape", "choose_freezing", "clip_norm_tap", "scale
 
 
 class Tape:
-    """Values that a repeat cannot recompute while operators are frozen, in the order in which a step asked for them.
+    """Values that a repeat cannot recompute while operators are frozen, in the order in which a
+    step asked for them.
 
     ``record`` notes the value while training and returns the recorded one while replaying.
     """
@@ -60,7 +63,9 @@ class Tape:
         return value
 
     def recorded(self, kind: str) -> tuple[Any] | None:
-        """The value that was kept at this point of the step, where one is replayed that has it; None otherwise."""
+        """The value that was kept at this point of the step, where one is replayed that has it;
+        None otherwise.
+        """
         for i, (recorded_kind, recorded) in enumerate(self._playing or ()):
             if recorded_kind == kind:
                 assert self._playing is not None
@@ -131,8 +136,9 @@ def scaler_tap(scaler: Any, tape: Tape) -> Iterator[None]:
 class BackwardLimiter:
     """While active, ``backward`` computes the gradients of all leaves of its graph but the frozen parameters.
 
-    Leaves that are no parameters need theirs: a pipeline stage sends that of its input to the stage before it. Falls back to
-    a full backward in a step that uses reentrant checkpointing, which does not support it.
+    Leaves that are no parameters need theirs: a pipeline stage sends that of its input to the stage
+    before it. Falls back to a full backward in a step that uses reentrant checkpointing, which does
+    not support it.
     """
 
     def __init__(self, params: Callable[[], tuple[list[Tensor], list[Tensor]]]) -> None:
@@ -196,8 +202,9 @@ def choose_freezing(
 ) -> tuple[str, str]:
     """The freezing mechanism for this model and the reason, which is reported.
 
-    With several ranks it is always ``drop`` unless asked otherwise: the wrapper that reduces gradients may stand around the
-    module that we were given, and ranks that skip different gradients would hang or crash in its collectives.
+    With several ranks it is always ``drop`` unless asked otherwise: the wrapper that reduces
+    gradients may stand around the module that we were given, and ranks that skip different
+    gradients would hang or crash in its collectives.
 
     Args:
         masters: there are separate master weights.

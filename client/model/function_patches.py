@@ -1,8 +1,8 @@
 """Standing in for functions of torch, such that any number of users stack and leave in any order.
 
-A patch that puts back what it found undoes the patches that came after it, and those then bring it back for good: two
-checkpointers that live at once, as in adversarial training, end in any order. Here one stand-in holds the *layers* of all users:
-it comes with the first and goes with the last.
+A patch that puts back what it found undoes the patches that came after it, and those then bring it
+back for good: two checkpointers that live at once, as in adversarial training, end in any order.
+Here one stand-in holds the *layers* of all users: it comes with the first and goes with the last.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ Layer = Callable[..., Any]
 
 _MARK = "_ckptd_stand_in"
 _ABSENT = object()
-# Users come and go rarely; calls do not take it, they read one tuple. Reentrant, as a user may also go by being collected.
+# Users come and go rarely; calls do not take it, they read one tuple. Reentrant, as a user may also
+# go by being collected.
 _lock = threading.RLock()
 
 
 @contextmanager
 def layered(holder: Any, name: str, layer: Layer) -> Iterator[None]:
-    """Call ``layer(below, *args, **kwargs)`` in place of ``holder.name`` during the body; the last to come is outermost.
+    """Call ``layer(below, *args, **kwargs)`` in place of ``holder.name`` during the body; the last
+    to come is outermost.
 
     Args:
         holder: a module, a class (the attribute may be a static method), or an object whose bound method is meant.
@@ -65,7 +67,9 @@ class _StandIn:
         setattr(holder, name, staticmethod(call) if isinstance(self._found, staticmethod) else call)
 
     def go(self) -> None:
-        """Put back what was found, unless somebody else's patch lies above: then stay below it, doing nothing."""
+        """Put back what was found, unless somebody else's patch lies above: then stay below it,
+        doing nothing.
+        """
         if _stand_in_of(self._holder, self._name) is not self:
             return
         if self._found is _ABSENT:
@@ -75,7 +79,9 @@ class _StandIn:
 
 
 def _stand_in_of(holder: Any, name: str) -> _StandIn | None:
-    """Ours, if nothing lies above it. The mark alone does not tell: ``functools.wraps`` copies it to other people's wrappers."""
+    """Ours, if nothing lies above it. The mark alone does not tell: ``functools.wraps`` copies it
+    to other people's wrappers.
+    """
     function = getattr(holder, name)
     stand_in: _StandIn | None = getattr(function, _MARK, None)
     return stand_in if stand_in is not None and stand_in.function is function else None

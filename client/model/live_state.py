@@ -1,11 +1,12 @@
 """The live training state by name: parameters, master weights, optimizer state, buffers.
 
-``LiveState`` is the only place that knows where a tensor lives. A parameter's *held* tensor is what the optimizer updates:
-the parameter itself, or its separately kept fp32 master. Parameters that an optimizer holds and the model does not know
-appear as ``extra/<optimizer>.<group>.<index>``.
+``LiveState`` is the only place that knows where a tensor lives. A parameter's *held* tensor is what
+the optimizer updates: the parameter itself, or its separately kept fp32 master. Parameters that an
+optimizer holds and the model does not know appear as ``extra/<optimizer>.<group>.<index>``.
 
-A ``ZeroRedundancyOptimizer`` updates a part of the parameters here and gets the others from the ranks that update those. The
-others are in ``elsewhere``: this rank keeps no state for them and cannot recompute their update.
+A ``ZeroRedundancyOptimizer`` updates a part of the parameters here and gets the others from the
+ranks that update those. The others are in ``elsewhere``: this rank keeps no state for them and
+cannot recompute their update.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class LiveState:
-    """Names for everything that a bit-exact repeat needs, resolved afresh each time (state dicts may be replaced).
+    """Names for everything that a bit-exact repeat needs, resolved afresh each time (state dicts
+    may be replaced).
 
     Args:
         model: its parameters and buffers are captured.
@@ -184,17 +186,19 @@ class LiveState:
         probe = self.probe(name)
         if self.params[name].ndim == 0 or not (probe is None or probe.rowwise):
             return False
-        # What there is counts more than what the probe saw of small tensors: 8-bit state has scales for blocks of many rows.
+        # What there is counts more than what the probe saw of small tensors: 8-bit state has scales
+        # for blocks of many rows.
         state = {k: _local_value(v) for k, v in self.state(name).items()}
         live = state_specs(local(self.held(name)), state)
         return all(s.kind != "tensor" and not isinstance(state[s.key], list | dict) for s in live)
 
     @property
     def inseparable(self) -> frozenset[str]:
-        """Sharded parameters whose update is not one of single rows: it needs all shards, and communicates within ``step()``.
+        """Sharded parameters whose update is not one of single rows: it needs all shards, and
+        communicates within ``step()``.
 
-        Ranks freeze operators at different iterations, so one rank's update would lack another's state, or wait for it. They
-        are anchored in every snapshot, and never frozen.
+        Ranks freeze operators at different iterations, so one rank's update would lack another's
+        state, or wait for it. They are anchored in every snapshot, and never frozen.
         """
         if self._inseparable is None:
             self._inseparable = frozenset(
@@ -215,7 +219,9 @@ class LiveState:
         return list(reasons)
 
     def specs(self, name: str) -> tuple[StateSpec, ...]:
-        """The optimizer state to keep for this parameter: what is there; before there is any, what was recorded, or what the probe saw."""
+        """The optimizer state to keep for this parameter: what is there; before there is any, what
+        was recorded, or what the probe saw.
+        """
         if name not in self.owner or name in self.elsewhere:
             return ()
         live = state_specs(
@@ -277,7 +283,8 @@ def _by_plain_name(masters: Mapping[str, Tensor], model: nn.Module) -> dict[str,
 
 
 def find_masters(params: Mapping[str, Tensor], owned: Any) -> dict[str, Tensor]:
-    """Pair low-precision parameters that no optimizer holds with fp32 tensors that one does, by shape, order and value.
+    """Pair low-precision parameters that no optimizer holds with fp32 tensors that one does, by
+    shape, order and value.
 
     A pair is made only if the master, rounded to the parameter's dtype, equals the parameter to the bit.
     """

@@ -1,7 +1,8 @@
 """Hooks that stay with the module they were put on: a copy or a pickle of the module carries an inert one.
 
-``copy.deepcopy(model)`` (averaged weights begin so) and ``torch.save(model)`` take a module's hooks along, and with a bound
-method everything behind it: sessions, locks, threads. And a copy's forward is not the model's.
+``copy.deepcopy(model)`` (averaged weights begin so) and ``torch.save(model)`` take a module's hooks
+along, and with a bound method everything behind it: sessions, locks, threads. And a copy's forward
+is not the model's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ __all__ = ["ModuleHook"]
 
 
 class ModuleHook:
-    """Calls ``call``; its copies and pickles do nothing, nor does it within what ``torch.compile`` traces: a graph cannot hold us."""
+    """Calls ``call``; its copies and pickles do nothing, nor does it within what ``torch.compile``
+    traces: a graph cannot hold us.
+    """
 
     def __init__(self, call: Callable[..., None] | None) -> None:
         self._call = call

@@ -1,8 +1,9 @@
 """Operators: the units that a snapshot captures, found in a model without help.
 
-An operator is one expert, one gate, or one dense (non-expert) part of a layer. It is a list of members, each a whole
-parameter or a range of rows (along dimension 0) of a fused ``[num_experts, ...]`` parameter. Every parameter of the model
-belongs to operators completely and exactly once; tied parameters are one parameter.
+An operator is one expert, one gate, or one dense (non-expert) part of a layer. It is a list of
+members, each a whole parameter or a range of rows (along dimension 0) of a fused ``[num_experts,
+...]`` parameter. Every parameter of the model belongs to operators completely and exactly once;
+tied parameters are one parameter.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _COUNT_ATTRIBUTES = (
 class ParameterRows:
     """A whole parameter (``start is None``) or its rows ``[start, stop)`` along dimension 0.
 
-    Of a sharded parameter, what is meant is this rank's shard, and its rows are counted from the shard's first.
+    Of a sharded parameter, what is meant is this rank's shard, and its rows are counted from the
+    shard's first.
     """
 
     param: str
@@ -83,8 +85,9 @@ def discover_operators(
         model: any module; parameters are named as in ``client.names``, without wrappers.
         rows_allowed: whether the optimizer's update of this parameter is independent per row; where it is not, a fused
             tensor becomes one operator instead of one per expert.
-        grouping: the user's own grouping, first match wins: ``{operator name: [parameter name pattern, ...]}`` or a
-            function ``(name, parameter) -> operator name | None``. What it leaves is grouped automatically.
+        grouping: the user's own grouping, first match wins: ``{operator name: [parameter name
+            pattern, ...]}`` or a function ``(name, parameter) -> operator name | None``. What it
+            leaves is grouped automatically.
     Raises:
         ValueError: a pattern of ``grouping`` matches no parameter.
     """
@@ -133,8 +136,8 @@ def _grouped(
 class _ExpertContainer:
     """A module that holds experts, either as children (``fused`` false) or as rows of its parameters.
 
-    ``numbers``: which experts of the layer may be here. An expert is named by its number, wherever it is: so replicas on several ranks, and
-    what is recorded of them, go by one name.
+    ``numbers``: which experts of the layer may be here. An expert is named by its number, wherever
+        it is: so replicas on several ranks, and what is recorded of them, go by one name.
     """
 
     name: str
@@ -236,9 +239,11 @@ def _expert_containers(
 def _listed_experts(
     modules: Mapping[str, nn.Module], name: str, gates: Sequence[str]
 ) -> list[int] | None:
-    """The numbers of the experts that are children of this module; None where there is no evidence that they are experts.
+    """The numbers of the experts that are children of this module; None where there is no evidence
+    that they are experts.
 
-    A rank of an elastic layer holds some of them, a single one, or none: then the module above says how many there are.
+    A rank of an elastic layer holds some of them, a single one, or none: then the module above says
+    how many there are.
     """
     keys = [key for key, _ in modules[name].named_children()]
     # Keyed by name, or by what is no number of an expert ("01"): its parts are grouped as dense.
@@ -269,7 +274,9 @@ def _stated_counts(module: nn.Module | None) -> list[int]:
 def _fused_count(
     modules: Mapping[str, nn.Module], name: str, gates: Sequence[str], own: Sequence[Tensor]
 ) -> int | None:
-    """How many experts the parameters of this module are fused over; None where there is no evidence of fusion."""
+    """How many experts the parameters of this module are fused over; None where there is no
+    evidence of fusion.
+    """
     leading = {p.shape[0] for p in own if p.ndim >= 3}
     parent = modules.get(name.rpartition(".")[0])
     stated = _stated_counts(modules[name]) + _stated_counts(parent)
@@ -281,7 +288,9 @@ def _fused_count(
 
 
 def _experts_held(param: Tensor) -> range:
-    """Which experts' rows of a fused parameter are here; empty where its local rows are not one range of the whole's."""
+    """Which experts' rows of a fused parameter are here; empty where its local rows are not one
+    range of the whole's.
+    """
     start, count = 0, param.shape[0]
     for axis, placement in enumerate(getattr(param, "placements", ())):
         if type(placement).__name__ == "_StridedShard":
@@ -301,7 +310,9 @@ def _is_fused(param: Tensor, num_experts: int) -> bool:
 
 
 def _sibling_gates(modules: Mapping[str, nn.Module], name: str) -> tuple[str, ...]:
-    """Beside it; or, where the module above is a layer of experts and nothing else (as of an elastic mixture), beside that."""
+    """Beside it; or, where the module above is a layer of experts and nothing else (as of an
+    elastic mixture), beside that.
+    """
     parent = name.rpartition(".")[0]
     above = modules.get(parent)
     if above is not None and _stated_counts(above) and list(above.children()) == [modules[name]]:
@@ -356,8 +367,10 @@ def split_operator(
     max_bytes: int,
     rows_allowed: Callable[[str], bool],
 ) -> list[Operator]:
-    """Cut an operator larger than ``max_bytes`` into pieces, between its tensors and, where the optimizer is elementwise,
-    between rows of one tensor. Pieces that cannot be cut further stay larger."""
+    """Cut an operator larger than ``max_bytes`` into pieces, between its tensors and, where the
+    optimizer is elementwise, between rows of one tensor. Pieces that cannot be cut further stay
+    larger.
+    """
     if op.kind is OperatorKind.EXPERT or bytes_of_all(op, bytes_of) <= max_bytes:
         return [op]
     pieces: list[ParameterRows] = []

@@ -1,8 +1,10 @@
-"""Parameters, buffers and modules by the names that they have without wrappers around the model or parts of it.
+"""Parameters, buffers and modules by the names that they have without wrappers around the model or
+parts of it.
 
-``DistributedDataParallel``, ``torch.compile`` and activation checkpointing put a module around another and a component into its
-names (``module.``, ``_orig_mod.``, ``_checkpoint_wrapped_module.``). What we record goes by the names of the model inside, so
-that a snapshot is read alike with and without wrappers. ``fully_shard`` changes no names.
+``DistributedDataParallel``, ``torch.compile`` and activation checkpointing put a module around
+another and a component into its names (``module.``, ``_orig_mod.``,
+``_checkpoint_wrapped_module.``). What we record goes by the names of the model inside, so that a
+snapshot is read alike with and without wrappers. ``fully_shard`` changes no names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Which fp32 parameters are read only after rounding, under autocast: for them the rounded weights suffice in replay.
+"""Which fp32 parameters are read only after rounding, under autocast: for them the rounded weights
+suffice in replay.
 
-Decided by watching one real forward at the dispatcher: a parameter's storage that is consumed only by casts to the autocast
-dtype (views of it aside) can be recorded in that dtype while it is frozen, 2 bytes instead of 4. Everything else keeps its
-own dtype: embeddings, norms, and fused experts whose kernel is not autocast are typical.
+Decided by watching one real forward at the dispatcher: a parameter's storage that is consumed only
+by casts to the autocast dtype (views of it aside) can be recorded in that dtype while it is frozen,
+2 bytes instead of 4. Everything else keeps its own dtype: embeddings, norms, and fused experts
+whose kernel is not autocast are typical.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ __all__ = ["PrecisionProbe"]
 
 
 class PrecisionProbe:
-    """Watches the first forward that runs under autocast; ``sufficient()`` is empty until (and unless) one did."""
+    """Watches the first forward that runs under autocast; ``sufficient()`` is empty until (and
+    unless) one did.
+    """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = {n: p for n, p in params.items() if local(p).dtype is torch.float32}
@@ -31,7 +35,9 @@ class PrecisionProbe:
         self.done = not self._params
 
     def enter(self) -> None:
-        """A forward of the model begins (training thread); it may be inside another one, which then goes on being watched."""
+        """A forward of the model begins (training thread); it may be inside another one, which then
+        goes on being watched.
+        """
         if self.done:
             return
         self._depth += 1
@@ -46,7 +52,9 @@ class PrecisionProbe:
         self._mode.__enter__()
 
     def leave(self) -> None:
-        """A forward of the model ended, however it ended; more often than ``enter`` if some did not count as forwards."""
+        """A forward of the model ended, however it ended; more often than ``enter`` if some did not
+        count as forwards.
+        """
         self._depth = max(0, self._depth - 1)
         if self._depth or self._mode is None:
             return

@@ -1,11 +1,13 @@
 """What several ranks have alike, and which of them captures it (MoC-System, section 4; DESIGN §8).
 
-A parameter is replicated if its wrapper says so (``DistributedDataParallel``, a ``Replicate`` placement of a DTensor, as under
-HSDP) or the user does; it is never guessed from values. Its operators are then captured by one rank of the group, and in replay
-that rank hands to the others what was recorded (``ckptd.client.recovery.replica_broadcast``).
+A parameter is replicated if its wrapper says so (``DistributedDataParallel``, a ``Replicate``
+placement of a DTensor, as under HSDP) or the user does; it is never guessed from values. Its
+operators are then captured by one rank of the group, and in replay that rank hands to the others
+what was recorded (``ckptd.client.recovery.replica_broadcast``).
 
-All members must assign owners alike. They do so from the same numbers, and before the first snapshot they compare what came
-out (``ReplicatedParams.fingerprints``). A rank that could not compare captures everything itself: whatever the others do, nothing is missing.
+All members must assign owners alike. They do so from the same numbers, and before the first
+snapshot they compare what came out (``ReplicatedParams.fingerprints``). A rank that could not
+compare captures everything itself: whatever the others do, nothing is missing.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Replicas:
-    """Ranks that hold the same values of a parameter, or of a shard of it; ``group``: how they reach each other."""
+    """Ranks that hold the same values of a parameter, or of a shard of it; ``group``: how they
+    reach each other.
+    """
 
     ranks: tuple[int, ...]
     group: Any = field(compare=False, hash=False)
@@ -90,7 +94,9 @@ class ReplicatedParams:
         return found.pop() if len(found) == 1 else None
 
     def groups(self, operators: Sequence[Operator]) -> dict[Replicas, list[int]]:
-        """The operators of each group by their numbers here, groups in an order that is the same wherever they meet."""
+        """The operators of each group by their numbers here, groups in an order that is the same
+        wherever they meet.
+        """
         found: dict[Replicas, list[int]] = {}
         for i, operator in enumerate(operators):
             if (group := self.group_of(operator)) is not None:
@@ -153,7 +159,8 @@ class ReplicatedParams:
         owners: Sequence[int],
         values: Mapping[Replicas, str] = MappingProxyType({}),
     ) -> dict[Replicas, int]:
-        """Of each group a number from 0 to 2^63 - 1: equal where its members have the same operators, in the same phases, with the same owners.
+        """Of each group a number from 0 to 2^63 - 1: equal where its members have the same
+        operators, in the same phases, with the same owners.
 
         Args:
             values: checksums of the same moment on all ranks.
@@ -186,7 +193,8 @@ def find_replicas(
     Args:
         told: patterns of parameter names (``fnmatch``), each with the process group or one-dimensional ``DeviceMesh`` over which
             what matches is replicated; None leaves the patterns out, not the wrappers.
-        rank: this rank's number in the job. Groups go by that of the process group; where it is another, nothing is shared.
+        rank: this rank's number in the job. Groups go by that of the process group; where it is
+            another, nothing is shared.
     Raises:
         ValueError: a pattern that matches nothing, or something that is no group.
     """
@@ -219,7 +227,8 @@ def _found_by_wrappers(binding: LiveState) -> Iterator[tuple[str, Replicas]]:
         mesh = getattr(param, "device_mesh", None)
         axes = [] if mesh is None else _replicated_axes(param)
         if mesh is not None and axes:
-            # Of several such axes the longest: a group over all of them would have to be made, by all ranks together.
+            # Of several such axes the longest: a group over all of them would have to be made, by
+            # all ranks together.
             axis = max(axes, key=lambda a: (mesh.size(a), -a))
             if (id(mesh), axis) not in known:
                 known[id(mesh), axis] = _replicas(mesh.get_group(axis))
@@ -258,7 +267,9 @@ def _replicas(group: Any) -> Replicas:
 
 
 def _spread_by_optimizer(binding: LiveState, name: str) -> bool:
-    """Whether its optimizer state is on one rank only (``ZeroRedundancyOptimizer``), or its update needs all shards."""
+    """Whether its optimizer state is on one rank only (``ZeroRedundancyOptimizer``), or its update
+    needs all shards.
+    """
     owner = binding.owner.get(name)
     if owner is None:
         return False
@@ -305,7 +316,9 @@ def _by_group(replicas: Mapping[str, Replicas]) -> dict[Replicas, list[str]]:
 
 
 def checksum(binding: LiveState, names: Sequence[str]) -> str:
-    """Of names, shapes and values, of optimizer state too where there is some. They are summed on their device."""
+    """Of names, shapes and values, of optimizer state too where there is some. They are summed on
+    their device.
+    """
     told: list[Any] = []
     sums: list[Tensor] = []
     for name in names:
@@ -325,7 +338,8 @@ def checksum(binding: LiveState, names: Sequence[str]) -> str:
 def _sums(data: Tensor) -> list[Tensor]:
     """One number for each part of a tensor: what changes places between parts is noticed.
 
-    A sum of integers widens its input to 64 bits first, and a tensor that is not contiguous is copied: of parts, that is little.
+    A sum of integers widens its input to 64 bits first, and a tensor that is not contiguous is
+    copied: of parts, that is little.
     """
     if data.numel() == 0:
         return []

@@ -1,4 +1,6 @@
-"""Names, dtypes and shapes of all that is captured: by them a process knows whether a snapshot is of its model."""
+"""Names, dtypes and shapes of all that is captured: by them a process knows whether a snapshot is
+of its model.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,8 @@ def signature_difference(
 ) -> str:
     """The first differences in words; empty if there are none.
 
-    Optimizer state is no difference: what was recorded decides what there is, and a probe need not have seen it.
+    Optimizer state is no difference: what was recorded decides what there is, and a probe need not
+        have seen it.
     """
     before = {(kind, name): (dtype, tuple(shape)) for kind, name, dtype, shape in recorded}
     now = {(kind, name): (dtype, tuple(shape)) for kind, name, dtype, shape in here}

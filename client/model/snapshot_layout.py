@@ -1,7 +1,7 @@
 """From operators and their levels to an image: which tensors, in which order, from where.
 
-One ``PhasePlan`` per phase of the schedule is static: the same names, dtypes, shapes and offsets in every snapshot of that
-phase. Adjacent rows of a fused tensor at the same level share one entry.
+One ``PhasePlan`` per phase of the schedule is static: the same names, dtypes, shapes and offsets in
+every snapshot of that phase. Adjacent rows of a fused tensor at the same level share one entry.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ STATIC = "ckptd.optim_layout"
 
 @dataclass(frozen=True, slots=True)
 class EntrySource:
-    """Where an entry's bytes come from: ``kind`` is param, master, optim, buffer, or packed (0-dimensional state)."""
+    """Where an entry's bytes come from: ``kind`` is param, master, optim, buffer, or packed
+    (0-dimensional state).
+    """
 
     kind: str
     name: str
@@ -54,7 +56,9 @@ class EntrySource:
 
     @property
     def tensor_name(self) -> str:
-        """Of the live tensor: that of the parameter or buffer itself, ``master/…`` and ``optim/…`` of what belongs to it."""
+        """Of the live tensor: that of the parameter or buffer itself, ``master/…`` and ``optim/…``
+        of what belongs to it.
+        """
         whole = replace(self, start=None, stop=None)
         return self.name if self.kind in ("param", "buffer") else entry_name(whole)
 
@@ -65,7 +69,9 @@ class EntrySource:
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """The layout of one phase's image and the source of each of its entries (same order as ``layout.entries``)."""
+    """The layout of one phase's image and the source of each of its entries (same order as
+    ``layout.entries``).
+    """
 
     phase: int
     anchored: frozenset[int]
@@ -181,8 +187,8 @@ def build_phase(
         for m in operators[index].members if index not in left_out else ():
             rows = m.range(binding.num_rows(m.param))
             levels.setdefault(m.param, []).append((rows[0], rows[1], index in anchored))
-    # What another rank updates, or only all ranks together, cannot be recomputed from an older anchor here: all of it is in
-    # every snapshot.
+    # What another rank updates, or only all ranks together, cannot be recomputed from an older
+    # anchor here: all of it is in every snapshot.
     always = binding.elsewhere | binding.inseparable
     levels.update({n: [(0, binding.num_rows(n), True)] for n in always})
     pairs: list[tuple[TensorEntry, EntrySource | None]] = []

@@ -1,4 +1,6 @@
-"""What is sharded and what is replicated over ranks, as wrappers and DTensors tell; never guessed from values."""
+"""What is sharded and what is replicated over ranks, as wrappers and DTensors tell; never guessed
+from values.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What optimizers keep beside the tensors per parameter that a plan captures: counters in attributes, inner optimizers, histories
-in lists, generators, ``state["step"]``.
+"""What optimizers keep beside the tensors per parameter that a plan captures: counters in
+attributes, inner optimizers, histories in lists, generators, ``state["step"]``.
 
-All of it is looked at before every snapshot. What consists of plain values, tensors and generators goes into the step scalars, and
-is put back in place after a restart. Anything else is refused by its path, so that no snapshot is taken that could not bring
-it back. What is as it was when the optimizer was given to us, and cannot be told from outside, is left as it is.
+All of it is looked at before every snapshot. What consists of plain values, tensors and generators
+goes into the step scalars, and is put back in place after a restart. Anything else is refused by
+its path, so that no snapshot is taken that could not bring it back. What is as it was when the
+optimizer was given to us, and cannot be told from outside, is left as it is.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class KeptState:
         self._unknown = ""
         self._looked: dict[str, tuple[Any, ...]] = {}
         self._odd: dict[str, list[str]] = {}
-        # Where keys are not those that were planned: those there are, in the optimizer's own order; None: there is no state.
+        # Where keys are not those that were planned: those there are, in the optimizer's own order;
+        # None: there is no state.
         self._deviating: dict[str, list[str] | None] = {}
         self._held: tuple[object, frozenset[int]] = (None, frozenset())
         self._volatile: set[tuple[str, str]] = set()

@@ -1,9 +1,11 @@
-"""What an optimizer does, found by experiment: is one parameter's update independent of the others, and one row's of the rest?
+"""What an optimizer does, found by experiment: is one parameter's update independent of the others,
+and one row's of the rest?
 
-Nothing here knows an optimizer by name. A clone of the optimizer (same class, same options, tiny parameters of the same
-rank, dtype and device) is stepped several times while something that should not matter is changed: the other parameters'
-gradients, whether they have any, their number, and the other rows of the same tensor. What must not change is compared bit
-for bit: the weights and all optimizer state. The clone never touches the user's parameters, state, or random generators.
+Nothing here knows an optimizer by name. A clone of the optimizer (same class, same options, tiny
+parameters of the same rank, dtype and device) is stepped several times while something that should
+not matter is changed: the other parameters' gradients, whether they have any, their number, and the
+other rows of the same tensor. What must not change is compared bit for bit: the weights and all
+optimizer state. The clone never touches the user's parameters, state, or random generators.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ _BYSTANDER = (5, 7, 2, 2, 2)
 class StateSpec:
     """One entry of an optimizer's per-parameter state.
 
-    ``kind``: ``like`` (a tensor of the parameter's shape), ``scalar`` (0-dimensional tensor), ``tensor`` (another shape),
-    ``python`` (no tensor, or one whose strided memory is not all there is of it), ``none`` (None so far: the tensor appears later
-    or never).
+    ``kind``: ``like`` (a tensor of the parameter's shape), ``scalar`` (0-dimensional tensor),
+        ``tensor`` (another shape), ``python`` (no tensor, or one whose strided memory is not all
+        there is of it), ``none`` (None so far: the tensor appears later or never).
     """
 
     key: str
@@ -91,14 +93,17 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _is_whole(optimizer: Any) -> TypeGuard[torch.optim.Optimizer]:
-    """Whether this is a torch optimizer, and not a wrapper that passes for one (Accelerate's) but was never set up as one."""
+    """Whether this is a torch optimizer, and not a wrapper that passes for one (Accelerate's) but
+    was never set up as one.
+    """
     return isinstance(optimizer, torch.optim.Optimizer) and (
         "param_groups" in vars(optimizer) or not hasattr(optimizer, "optimizer")
     )
 
 
 def state_keeper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that keeps the state: this rank's part of a ``ZeroRedundancyOptimizer``, else the optimizer itself.
+    """The optimizer that keeps the state: this rank's part of a ``ZeroRedundancyOptimizer``, else
+    the optimizer itself.
 
     Raises:
         ValueError: its updates happen within the backward pass, where no step can be told from the next.
@@ -128,7 +133,8 @@ def probe_optimizer(
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             return _probe(optimizer, group, ndim, dtype, device)
     except Exception as error:  # noqa: BLE001
-        # The user's optimizer ran inside the clone: whatever it raises means that it cannot be examined this way.
+        # The user's optimizer ran inside the clone: whatever it raises means that it cannot be
+        # examined this way.
         why = _why(error)
         reason = f"{type(optimizer).__name__} cannot be stepped on a stand-in of rank {ndim}: {why}"
         return ProbeResult(False, False, reason, ())
@@ -250,7 +256,9 @@ def _run(
 def clone_optimizer(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options over ``params``, without state, hooks, or ties to the original."""
+    """An optimizer of the same class and options over ``params``, without state, hooks, or ties to
+    the original.
+    """
     clone: torch.optim.Optimizer = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
         if key in ("state", "param_groups", "step", "zero_grad") or key.startswith("_optimizer_"):
@@ -348,7 +356,8 @@ def observe_state(
     param: Tensor,
     otherwise: tuple[StateSpec, ...] = (),
 ) -> tuple[StateSpec, ...]:
-    """The state that this optimizer will keep for ``param``, by stepping a clone once on a stand-in of its true shape.
+    """The state that this optimizer will keep for ``param``, by stepping a clone once on a stand-in
+    of its true shape.
 
     Needs memory for a few tensors of that size; used only where the state's shapes are not the parameter's.
 
@@ -396,7 +405,9 @@ def _difference(
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Of plain values, tensors in them included. What else there is cannot be compared, so it is taken for different."""
+    """Of plain values, tensors in them included. What else there is cannot be compared, so it is
+    taken for different.
+    """
     try:
         return values.equal(a, b)
     except values.UnsupportedValue:

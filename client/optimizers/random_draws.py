@@ -1,4 +1,6 @@
-"""Optimizers that draw random numbers in their steps: ranks whose generators differ get other values, whatever they had alike before."""
+"""Optimizers that draw random numbers in their steps: ranks whose generators differ get other
+values, whatever they had alike before.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ __all__ = ["Draws"]
 class Draws:
     """Looks at the global generators before and after each update.
 
-    Not seen: generators that an optimizer keeps, and draws before the closure of ``step(closure)`` is through.
+    Not seen: generators that an optimizer keeps, and draws before the closure of ``step(closure)``
+        is through.
 
     Attributes:
         found: the optimizer that drew, by its number; -1: none was seen to. Nothing is looked at any more once one was.

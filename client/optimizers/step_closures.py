@@ -1,4 +1,6 @@
-"""``optimizer.step(closure)``: forward and backward run within the step, so its beginning is not where weights change."""
+"""``optimizer.step(closure)``: forward and backward run within the step, so its beginning is not
+where weights change.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ __all__ = ["before_update"]
 def before_update(
     args: tuple[Any, ...], kwargs: dict[str, Any], work: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Do ``work`` when gradients are complete and weights are not yet changed: now, or after the closure that ``step`` is given.
+    """Do ``work`` when gradients are complete and weights are not yet changed: now, or after the
+    closure that ``step`` is given.
 
     Args:
         args, kwargs: as a pre-hook of ``Optimizer.step`` receives them (the optimizer is the first).

@@ -1,8 +1,10 @@
-"""What an object keeps, as a tree of plain values that a snapshot can hold; and such a tree put back into a live object.
+"""What an object keeps, as a tree of plain values that a snapshot can hold; and such a tree put
+back into a live object.
 
-A tree is made of a live object (an optimizer, an entry of its state) by a ``TreeWriter`` and put into one of another process by a
-``TreeReader``: in place, wherever something of the same kind is there already, so that whoever else holds it sees what was
-restored. What two places have in common stays common. Nodes are plain values, or lists that begin with one of these tags:
+A tree is made of a live object (an optimizer, an entry of its state) by a ``TreeWriter`` and put
+into one of another process by a ``TreeReader``: in place, wherever something of the same kind is
+there already, so that whoever else holds it sees what was restored. What two places have in common
+stays common. Nodes are plain values, or lists that begin with one of these tags:
 
 =====  =============================================================================================
 ``l``  list; ``t`` tuple; ``q`` deque; ``s`` set or frozenset of plain values
@@ -82,7 +84,9 @@ class NotCapturable(Exception):
 
 
 class Baseline:
-    """What there was before training: of each object its type, of each value that a tree cannot hold a fingerprint, by path."""
+    """What there was before training: of each object its type, of each value that a tree cannot
+    hold a fingerprint, by path.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[str, type] = {}
@@ -116,7 +120,8 @@ class TreeWriter:
     Args:
         known: tells of a tensor that is captured elsewhere, or of a number that is the identity of one, what it is; of an address in
             one ``a``, the distance from its beginning, and what it is; None of others.
-        baseline: what may be left out, and which objects may be filled; None while it is made (``made`` is that one then).
+        baseline: what may be left out, and which objects may be filled; None while it is made
+            (``made`` is that one then).
         skipped: told the identity of what must not be looked into.
     """
 
@@ -330,7 +335,8 @@ class TreeReader:
     def _wrapper(self, node: Any, live: Any, place: int) -> Any:
         _, module, name, context, shape, stride, parts = node
         kind = getattr(sys.modules.get(module), name, None)
-        # The optimizer has been made, so its tensors' class is there. Nothing is imported, and nothing else is called.
+        # The optimizer has been made, so its tensors' class is there. Nothing is imported, and
+        # nothing else is called.
         if not (
             isinstance(kind, type)
             and issubclass(kind, Tensor)
@@ -487,7 +493,9 @@ def is_ignored(value: object) -> bool:
 
 
 def _made_of_others(tensor: Tensor) -> bool:
-    """As ``torch.utils._python_dispatch.is_traceable_wrapper_subclass``; a DTensor is captured as the shard that it is of."""
+    """As ``torch.utils._python_dispatch.is_traceable_wrapper_subclass``; a DTensor is captured as
+    the shard that it is of.
+    """
     return (
         hasattr(tensor, "__tensor_flatten__")
         and hasattr(type(tensor), "__tensor_unflatten__")
@@ -496,7 +504,9 @@ def _made_of_others(tensor: Tensor) -> bool:
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that this one is made of (codes and scales of an 8-bit one), or itself if it is made of none."""
+    """The tensors that this one is made of (codes and scales of an 8-bit one), or itself if it is
+    made of none.
+    """
     if not _made_of_others(tensor):
         yield tensor
         return
@@ -511,7 +521,9 @@ def _is_large(key: object) -> bool:
 
 
 def strides_of(tensor: Tensor) -> list[int]:
-    """Its strides, in elements, where it is a contiguous tensor with its dimensions in another order; empty of all others."""
+    """Its strides, in elements, where it is a contiguous tensor with its dimensions in another
+    order; empty of all others.
+    """
     if tensor.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return []
     return list(tensor.stride())

@@ -1,8 +1,10 @@
-"""Where a rank's parked state lies: a segment of its own with two slots, each large enough for everything the rank has.
+"""Where a rank's parked state lies: a segment of its own with two slots, each large enough for
+everything the rank has.
 
-The state that was parked before stays until the next one is sealed. Memory is asked for in the background when the plan is known, and
-again when a plan has other operators or larger images; two generations at most exist at a time. What is parked counts like a
-snapshot of its iteration: a recovery to an earlier one outdates it. It is given up when every rank has a complete newer suffix.
+The state that was parked before stays until the next one is sealed. Memory is asked for in the
+background when the plan is known, and again when a plan has other operators or larger images; two
+generations at most exist at a time. What is parked counts like a snapshot of its iteration: a
+recovery to an earlier one outdates it. It is given up when every rank has a complete newer suffix.
 """
 
 from __future__ import annotations
@@ -192,7 +194,9 @@ class ParkMemory(AuxiliarySegments):
     # -- giving up -------------------------------------------------------------------------------
 
     def tidy(self) -> None:
-        """Give up what is outdated, what every rank has a complete newer suffix for, and generations that hold nothing any more."""
+        """Give up what is outdated, what every rank has a complete newer suffix for, and
+        generations that hold nothing any more.
+        """
         held = [r for r in _records(self._memory) if r.sealed]
         if held:
             outlived = self._outlived()

@@ -1,11 +1,13 @@
 """SIGTERM parks first, and then does what it would have done.
 
-While the main thread hangs in a collective of a rank that is gone, no handler of Python's runs. Its C handler does: it writes the
-signal's number to the wakeup descriptor, on which a thread waits here. When everybody is parked, the process ends as it would have:
-by the default action, which the thread brings about; or by the user's handler, which runs in the main thread as soon as that can. A second
-SIGTERM is not kept waiting. Whoever had a wakeup descriptor before still gets every byte.
+While the main thread hangs in a collective of a rank that is gone, no handler of Python's runs. Its
+C handler does: it writes the signal's number to the wakeup descriptor, on which a thread waits
+here. When everybody is parked, the process ends as it would have: by the default action, which the
+thread brings about; or by the user's handler, which runs in the main thread as soon as that can. A
+second SIGTERM is not kept waiting. Whoever had a wakeup descriptor before still gets every byte.
 
-A forked child (a data loader's worker) has the handlers of before, and no wakeup descriptor: a signal to it is none to us.
+A forked child (a data loader's worker) has the handlers of before, and no wakeup descriptor: a
+signal to it is none to us.
 """
 
 from __future__ import annotations
@@ -206,7 +208,9 @@ _process = _Sigterm()
 
 
 def park_on_sigterm(parking: Parking) -> Callable[[], None]:
-    """Park before SIGTERM ends this process, if that can be had; returns what undoes it. Says once why it cannot."""
+    """Park before SIGTERM ends this process, if that can be had; returns what undoes it. Says once
+    why it cannot.
+    """
     why = _process.add(parking)
     if why:
         logger.warning("SIGTERM will not park: %s", why)

@@ -1,4 +1,6 @@
-"""One parked image in the making: the live tensors of a moment, copied to a slot, and sealed by whoever comes first, us or the daemon."""
+"""One parked image in the making: the live tensors of a moment, copied to a slot, and sealed by
+whoever comes first, us or the daemon.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class CopyFailed(RuntimeError):
 class TopTensors:
     """The live tensors at the top of a step, and how to tell later that nothing has written to them since.
 
-    ``versions``: of what is copied, in the order of ``split``. ``errors``: what went wrong when they were sampled.
+    ``versions``: of what is copied, in the order of ``split``. ``errors``: what went wrong when
+        they were sampled.
     """
 
     sources: LiveSources
@@ -95,7 +98,8 @@ class ParkFill:
     packed: bytes
 
     def seal(self) -> None:
-        """Complete the image and seal it. A process that dies between the two leaves the sealing to the daemon.
+        """Complete the image and seal it. A process that dies between the two leaves the sealing to
+        the daemon.
 
         Raises:
             CopyFailed: it is no image; the slot is free again.
@@ -120,7 +124,9 @@ class ParkCopy:
         self._hangs = False
 
     def look(self, step: int) -> TopTensors | None:
-        """The top of a step (training thread): what is parked is what is there now. None while nothing can be parked."""
+        """The top of a step (training thread): what is parked is what is there now. None while
+        nothing can be parked.
+        """
         layout = self._slots.layout
         if layout is None:
             return None
@@ -139,7 +145,8 @@ class ParkCopy:
 
     @contextmanager
     def of(self, moment: TopState, rng_forward: dict[str, Any] | None) -> Iterator[ParkFill]:
-        """A slot into which everything of ``moment`` has been copied; free again if the body does not seal it.
+        """A slot into which everything of ``moment`` has been copied; free again if the body does
+        not seal it.
 
         Raises:
             CopyFailed: there is no room, something changed while it was copied, or the device does not answer.

@@ -1,8 +1,9 @@
 """Parked state that is not in this rank's own memory, brought into memory of this process's own.
 
-A rank that *moved* to another node takes along what it parked itself. A *copied* rank has all operators alike with a peer that was parked:
-it takes tensors from there, and what is its own (buffers, random state, the user's state, all step scalars) from its own snapshot
-of the same iteration.
+A rank that *moved* to another node takes along what it parked itself. A *copied* rank has all
+operators alike with a peer that was parked: it takes tensors from there, and what is its own
+(buffers, random state, the user's state, all step scalars) from its own snapshot of the same
+iteration.
 """
 
 from __future__ import annotations

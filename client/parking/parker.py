@@ -1,12 +1,16 @@
-"""Parking: this rank's whole state of the iteration that runs, copied beside the training thread (DESIGN §8; MoEvement §3.4).
+"""Parking: this rank's whole state of the iteration that runs, copied beside the training thread
+(DESIGN §8; MoEvement §3.4).
 
-A rank whose job is being torn down is not lost: what it is at the top of iteration T goes to its daemon's memory, as a dense image, and
-the next life goes on at T with no replay. The state of the top of T is there until the first optimizer's step in T: parameters,
-masters and optimizer state do not change before; step scalars are kept from the top, and so are the buffers that a forward may change.
-This *moment* opens at the top and closes at the optimizer's pre-hook, which waits for a copy that is under way. If that takes
-too long, or something was written to nevertheless, the copy is thrown away: a torn image is never sealed.
+A rank whose job is being torn down is not lost: what it is at the top of iteration T goes to its
+daemon's memory, as a dense image, and the next life goes on at T with no replay. The state of the
+top of T is there until the first optimizer's step in T: parameters, masters and optimizer state do
+not change before; step scalars are kept from the top, and so are the buffers that a forward may
+change. This *moment* opens at the top and closes at the optimizer's pre-hook, which waits for a
+copy that is under way. If that takes too long, or something was written to nevertheless, the copy
+is thrown away: a torn image is never sealed.
 
-Who asks: SIGTERM (`park_signals`), a loop that is left in the middle of a step, a step that lasts too long, and ``ckptctl park``.
+Who asks: SIGTERM (`park_signals`), a loop that is left in the middle of a step, a step that lasts
+too long, and ``ckptctl park``.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ _TELL_S = 2.0
 PATIENCE_S = 20.0
 # How long the optimizer's step waits for a copy, before that is thrown away: 100 GB at 4 GB/s.
 _UPDATE_WAIT_S = 25.0
-# A step counts as hanging when it lasts longer than both: an evaluation or a save within the body must not look like it.
+# A step counts as hanging when it lasts longer than both: an evaluation or a save within the body
+# must not look like it.
 _LEAST_LIMIT_S = 30.0
 _STEPS_OF_LIMIT = 20
 _KNOWN_STEPS = 3
@@ -67,8 +72,9 @@ class Parked:
 class Moment:
     """The state at the top of a step, as far as it has to be kept apart; the rest is what is live.
 
-    ``recorded``: the dictionary that the step's snapshot is written from, to which the first forward adds. ``marks``: what must not
-    change, where it is found, and its version. ``tensors``: all that is copied, with samples of it. ``ready``: the device has come so far.
+    ``recorded``: the dictionary that the step's snapshot is written from, to which the first
+        forward adds. ``marks``: what must not change, where it is found, and its version.
+        ``tensors``: all that is copied, with samples of it. ``ready``: the device has come so far.
     """
 
     step: int
@@ -172,7 +178,9 @@ class Parking:
             self._moment.begun_s = time.monotonic()
 
     def first_forward(self) -> None:
-        """The step's first forward of the model is about to run: random state that a resumed step must have there."""
+        """The step's first forward of the model is about to run: random state that a resumed step
+        must have there.
+        """
         moment = self._moment
         if moment is None or moment.rng_forward is not None:
             return
@@ -241,7 +249,9 @@ class Parking:
         return outcome
 
     def ask(self, why: str, then: Callable[[Parked], None]) -> bool:
-        """Park beside the calling thread, with patience; ``then`` hears what came of it. False if too many wait for that."""
+        """Park beside the calling thread, with patience; ``then`` hears what came of it. False if
+        too many wait for that.
+        """
         try:
             self._requests.put_nowait((why, then))
         except queue.Full:
@@ -317,7 +327,9 @@ class Parking:
             return self._moment
 
     def _rng_forward(self, moment: Moment) -> dict[str, Any] | None:
-        """Random state at the first forward. Before it was reached: as at the top, if nothing is drawn in between."""
+        """Random state at the first forward. Before it was reached: as at the top, if nothing is
+        drawn in between.
+        """
         if moment.rng_forward is not None:
             return moment.rng_forward
         found: dict[str, Any] = moment.scalars["rng"]

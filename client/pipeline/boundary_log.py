@@ -1,11 +1,14 @@
-"""``BoundaryLog``: what this rank sends to its neighbours in the pipeline, kept by the daemon of its node (DESIGN §8).
+"""``BoundaryLog``: what this rank sends to its neighbours in the pipeline, kept by the daemon of
+its node (DESIGN §8).
 
-A neighbour that lost its state can then replay alone, fed from here. The log of an iteration is open from the top of its step to
-the next; it counts when it is complete and sealed, like a snapshot. Life: the first full step shows how much is sent, the
-daemon is asked for room, and from then on each iteration takes a slot that no promised suffix needs. If there is no room, that
+A neighbour that lost its state can then replay alone, fed from here. The log of an iteration is
+open from the top of its step to the next; it counts when it is complete and sealed, like a
+snapshot. Life: the first full step shows how much is sent, the daemon is asked for room, and from
+then on each iteration takes a slot that no promised suffix needs. If there is no room, that
 iteration is not logged, and counted; training never waits and never fails for it.
 
-In replay the same is sent again. Where the log of the iteration is there, both are compared, bit for bit; where not, it is written.
+In replay the same is sent again. Where the log of the iteration is there, both are compared, bit
+for bit; where not, it is written.
 """
 
 from __future__ import annotations
@@ -91,7 +94,8 @@ class BoundaryLog(SilentLog):
         self._comparison: Comparison | None = None
         self._rounds: dict[tuple[SentKind, int, int, int], int] = {}
         self._room, self._largest = Room(), Room()
-        # Something changed a tensor after it was sent: from then on copies come before whatever the device does next.
+        # Something changed a tensor after it was sent: from then on copies come before whatever the
+        # device does next.
         self._in_order = False
         self._failures = self._skips_in_a_row = 0
         self._trouble = False  # in the iteration that runs
@@ -113,9 +117,11 @@ class BoundaryLog(SilentLog):
         index: int = 0,
         dest: int | None = None,
     ) -> bool:
-        """Log an activation that is sent downstream; on CUDA, do not change it in place before the step is over.
+        """Log an activation that is sent downstream; on CUDA, do not change it in place before the
+        step is over.
 
-        Returns whether it is to be sent: false while ``dest`` does not run this iteration with this rank (localized recovery).
+        Returns whether it is to be sent: false while ``dest`` does not run this iteration with this
+            rank (localized recovery).
 
         Args:
             stage: the sender's, where this rank has several.
@@ -143,7 +149,8 @@ class BoundaryLog(SilentLog):
     def receive_activation(
         self, buffer: Tensor, *, source: int, micro_batch: int, stage: int = 0, index: int = 0
     ) -> bool:
-        """Whether ``buffer`` has been filled from the log of ``source``, which does not run this iteration: do not receive it then.
+        """Whether ``buffer`` has been filled from the log of ``source``, which does not run this
+        iteration: do not receive it then.
 
         Args:
             source: the rank that sends it, by one send.
@@ -200,7 +207,8 @@ class BoundaryLog(SilentLog):
                 yield
 
     def isolated_value(self, name: str) -> tuple[Any] | None:
-        """The next shared value where it cannot be computed, because not all ranks run this iteration; None: compute it.
+        """The next shared value where it cannot be computed, because not all ranks run this
+        iteration; None: compute it.
 
         Raises:
             CorruptionError: no log that is read has it.
@@ -282,10 +290,13 @@ class BoundaryLog(SilentLog):
             self._copy(self._fill, items)
 
     def _copy(self, fill: LogFill, items: Sequence[CopyItem]) -> None:
-        """Begin the copies. They hold the tensors until they are over, so that nobody gets their memory before.
+        """Begin the copies. They hold the tensors until they are over, so that nobody gets their
+        memory before.
 
-        Not every write moves a version counter (``x.data.mul_(…)``, a kernel of one's own), so elements of the tensors are read first, and compared with the
-        finished copies (`ckptd.cuda.samples`). Where copies are complete when they have begun there is nothing to compare.
+        Not every write moves a version counter (``x.data.mul_(…)``, a kernel of one's own), so
+        elements of the tensors are read first, and compared with the finished copies
+        (`ckptd.cuda.samples`). Where copies are complete when they have begun there is nothing to
+        compare.
         """
         versions = [(i.tensor, _version(i.tensor)) for i in items]
         check = not self._in_order
@@ -401,7 +412,9 @@ class BoundaryLog(SilentLog):
         )
 
     def describe_domain(self) -> list[str]:
-        """Lines on who recovers together with this rank though a boundary lies between them; none where nobody does."""
+        """Lines on who recovers together with this rank though a boundary lies between them; none
+        where nobody does.
+        """
         facts = self._facts()
         return [] if facts is None else facts.warnings()
 
@@ -476,7 +489,9 @@ class BoundaryLog(SilentLog):
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Whatever goes wrong here must not reach the user's loop; after a few failures in a row nothing is logged any more."""
+        """Whatever goes wrong here must not reach the user's loop; after a few failures in a row
+        nothing is logged any more.
+        """
         try:
             yield
         except Exception as error:

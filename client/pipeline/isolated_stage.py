@@ -1,10 +1,13 @@
-"""``IsolatedStage``: a rank runs iterations that its neighbours in the pipeline do not run with it (localized recovery, DESIGN §8).
+"""``IsolatedStage``: a rank runs iterations that its neighbours in the pipeline do not run with it
+(localized recovery, DESIGN §8).
 
-After a localized restart each rank has a *base*, the iteration that it runs first. In iteration *i* a rank with base *b* <= *i* is
-there; what the others would have sent is taken from their boundary logs of *i*, and what would be sent to them is dropped. From
-`resume` on everybody is there, and nothing of this is left in the stages.
+After a localized restart each rank has a *base*, the iteration that it runs first. In iteration *i*
+a rank with base *b* <= *i* is there; what the others would have sent is taken from their boundary
+logs of *i*, and what would be sent to them is dropped. From `resume` on everybody is there, and
+nothing of this is left in the stages.
 
-What would be sent passes the boundary log first, so that it is logged, or compared with what was logged before.
+What would be sent passes the boundary log first, so that it is logged, or compared with what was
+logged before.
 """
 
 from __future__ import annotations
@@ -49,10 +52,11 @@ class IsolatedStage:
         bases: the iteration that each rank runs first. A rank that is not named begins at ``resume``.
         resume: the iteration from which on all ranks run together.
         logs: what a rank sent in an iteration; it may block, and raise what it likes.
-        shapes: of stages by their index, as ``stage_shapes.shapes_of`` found them: with them, stages do not rehearse. All ranks of
-            a restart must do this or none, also those that never run apart.
-        shared: some rank's log of an iteration, where shared values are looked up as long as no neighbour's log is read; None: they
-            are with the neighbours only.
+        shapes: of stages by their index, as ``stage_shapes.shapes_of`` found them: with them,
+            stages do not rehearse. All ranks of a restart must do this or none, also those that
+            never run apart.
+        shared: some rank's log of an iteration, where shared values are looked up as long as no
+            neighbour's log is read; None: they are with the neighbours only.
     Raises:
         ValueError: a base is after ``resume``.
     """
@@ -102,7 +106,9 @@ class IsolatedStage:
             self._feeding.close()
 
     def runs(self, rank: int) -> bool:
-        """Whether that rank runs this iteration, too; outside of iterations, and for negative numbers (unknown ranks), it does."""
+        """Whether that rank runs this iteration, too; outside of iterations, and for negative
+        numbers (unknown ranks), it does.
+        """
         if self._iteration is None or rank < 0:
             return True
         return self.bases.get(rank, self.resume) <= self._iteration
@@ -170,7 +176,8 @@ class IsolatedStage:
         index: int,
         source: int,
     ) -> bool:
-        """Put into ``buffer`` what ``source`` sent; False, and nothing is done, if that rank is there to send it.
+        """Put into ``buffer`` what ``source`` sent; False, and nothing is done, if that rank is
+        there to send it.
 
         Args:
             stage: the sender's.
@@ -197,7 +204,8 @@ class IsolatedStage:
         return True
 
     def shared_value(self, name: str, number: int) -> tuple[Any] | None:
-        """The ``number``-th shared value of this iteration, as it was when all ranks ran it; None if all run it now.
+        """The ``number``-th shared value of this iteration, as it was when all ranks ran it; None
+        if all run it now.
 
         Raises:
             CorruptionError: no log has it, or it has another name there.
@@ -271,7 +279,9 @@ def _sending(
 
 
 def _check_adjacent(stage: Any, infos: Iterable[Any], sender: int) -> None:
-    """Records of a stage are numbered over all that it sends: where it sends to one stage only, that is the receiver's order."""
+    """Records of a stage are numbered over all that it sends: where it sends to one stage only,
+    that is the receiver's order.
+    """
     told = (getattr(info, "source", None) for info in infos)
     others = sorted(int(source) for source in told if source is not None and source != sender)
     if others:

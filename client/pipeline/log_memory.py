@@ -1,7 +1,9 @@
-"""Where a rank's boundary log lies: its segments, asked of the daemon once it is known how much an iteration sends.
+"""Where a rank's boundary log lies: its segments, asked of the daemon once it is known how much an
+iteration sends.
 
-States: nothing (not asked for, or refused: training goes on without), coming, there. A further generation is asked for when
-iterations outgrow the slots, or windows the number of them; two at most exist at a time.
+States: nothing (not asked for, or refused: training goes on without), coming, there. A further
+generation is asked for when iterations outgrow the slots, or windows the number of them; two at
+most exist at a time.
 """
 
 from __future__ import annotations
@@ -98,7 +100,8 @@ class LogMemory(AuxiliarySegments):
     # -- size ------------------------------------------------------------------------------------
 
     def fit(self, plan: SnapshotPlan, room: Room, step: int, facts: LogFacts | None = None) -> None:
-        """Ask for a log in which ``room`` fits, as many times as ``plan`` may have to replay, and which tells ``facts``.
+        """Ask for a log in which ``room`` fits, as many times as ``plan`` may have to replay, and
+        which tells ``facts``.
 
         Where it is there, nothing is done.
         """
@@ -161,7 +164,9 @@ class LogMemory(AuxiliarySegments):
                 self._tell()
 
     def _behind(self, facts: LogFacts | None) -> bool:
-        """Whether the newest log tells less than ``facts``: ranks would be taken to recover apart that cannot."""
+        """Whether the newest log tells less than ``facts``: ranks would be taken to recover apart
+        that cannot.
+        """
         if self.newest is None or facts is None:
             return False
         told = facts_of(self.newest.descriptor.client)
@@ -217,7 +222,9 @@ class LogMemory(AuxiliarySegments):
         ]
 
     def first_needed(self, *, promised: bool = True) -> int | None:
-        """The first iteration that a recovery of this run may have to replay; or this rank's own, by its newest suffix."""
+        """The first iteration that a recovery of this run may have to replay; or this rank's own,
+        by its newest suffix.
+        """
         table: SlotTable = self._memory.table
         records, operators = table.records(), self._memory.num_operators
         if not operators:
@@ -245,20 +252,25 @@ class LogMemory(AuxiliarySegments):
             return None
 
     def claim(self, iteration: int) -> tuple[int, SlotHeader] | str:
-        """A locked slot of the newest generation that is being filled now, and its header; or why there is none."""
+        """A locked slot of the newest generation that is being filled now, and its header; or why
+        there is none.
+        """
         while True:
             first_needed = self.first_needed()
             self.drop_older(first_needed)
             claimed = self._claim(iteration, first_needed)
             if isinstance(claimed, str):
-                # A gap now would be there for as long as the promise is behind; where logs are missing all ranks go back, and nothing is lost.
+                # A gap now would be there for as long as the promise is behind; where logs are
+                # missing all ranks go back, and nothing is lost.
                 claimed = self._claim(iteration, self.first_needed(promised=False))
                 self._stats.log_overrides += not isinstance(claimed, str)
             if not isinstance(claimed, str) or not self._seal_a_snapshot():
                 return claimed
 
     def _seal_a_snapshot(self) -> bool:
-        """Whether a snapshot could be sealed here: steps may be quicker than the daemon, and what is not sealed frees nothing."""
+        """Whether a snapshot could be sealed here: steps may be quicker than the daemon, and what
+        is not sealed frees nothing.
+        """
         table = self._memory.table
         waiting = [
             r

@@ -1,7 +1,7 @@
 """Reading boundary logs: what a neighbour sent in an iteration, verified, as tensors.
 
-Nothing is owned or changed by it: whoever may open the files can read, also those of another rank of this node, and of one whose
-trainer and daemon are gone.
+Nothing is owned or changed by it: whoever may open the files can read, also those of another rank
+of this node, and of one whose trainer and daemon are gone.
 """
 
 from __future__ import annotations

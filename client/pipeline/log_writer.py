@@ -1,7 +1,9 @@
-"""One iteration's boundary log in the making, and the comparison of an iteration that is replayed with what it sent before.
+"""One iteration's boundary log in the making, and the comparison of an iteration that is replayed
+with what it sent before.
 
-A fill appends: each record is copied to the slot right when it is sent, behind the one before, and the image's header is written
-when the step is over. So nothing need be known of an iteration beforehand but how much room it takes, and iterations may differ.
+A fill appends: each record is copied to the slot right when it is sent, behind the one before, and
+the image's header is written when the step is over. So nothing need be known of an iteration
+beforehand but how much room it takes, and iterations may differ.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from ckptd.storage.images.image_layout import ImageLayout
 
 __all__ = ["Comparison", "Layouts", "LogFill", "Room", "header_room"]
 
-# Of the JSON that a header is: what a record takes besides its name, with the digest; and what is there without any record.
+# Of the JSON that a header is: what a record takes besides its name, with the digest; and what is
+# there without any record.
 _RECORD_HEADER_BYTES = 160
 _FIXED_HEADER_BYTES = 2048
 _PAGE = 4096
@@ -70,7 +73,9 @@ class Room:
 
 
 class Layouts:
-    """Layouts of the images made last: iterations are alike, as a rule, and then a header is a copy and three patches."""
+    """Layouts of the images made last: iterations are alike, as a rule, and then a header is a copy
+    and three patches.
+    """
 
     def __init__(self, identity: Mapping[str, str]) -> None:
         self._identity = dict(identity)
@@ -210,7 +215,9 @@ class LogFill:
 
 
 class Comparison:
-    """What a replayed iteration sends, against what it sent when it ran first; ``view`` is verified and stays as it is."""
+    """What a replayed iteration sends, against what it sent when it ran first; ``view`` is verified
+    and stays as it is.
+    """
 
     def __init__(self, view: ImageView, iteration: int) -> None:
         self._view, self.iteration = view, iteration

@@ -1,7 +1,9 @@
-"""Values that all ranks compute together in a step, such as a gradient norm over all stages: computed once, then remembered.
+"""Values that all ranks compute together in a step, such as a gradient norm over all stages:
+computed once, then remembered.
 
-In a replay, and while not all ranks run an iteration, nobody is there to compute it with. Then it is what it was: from this rank's
-own record of the step, or, since it was the same on all ranks, from the log of one that was there.
+In a replay, and while not all ranks run an iteration, nobody is there to compute it with. Then it
+is what it was: from this rank's own record of the step, or, since it was the same on all ranks,
+from the log of one that was there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Listening to the stages of ``torch.distributed.pipelining``: what they are about to send.
 
-A stage is asked for its send operations by its schedule, once per micro-batch and direction, and they hold the tensors. These two
-methods are stood in for, on the instances alone, and those that tell what is received: with whom a stage communicates.
+A stage is asked for its send operations by its schedule, once per micro-batch and direction, and
+they hold the tensors. These two methods are stood in for, on the instances alone, and those that
+tell what is received: with whom a stage communicates.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def stages_of(what: Any) -> list[Any]:
 def listen(stages: Iterable[Any], log: BoundaryLog) -> ExitStack:
     """Log what these stages send until the result is closed."""
     stack = ExitStack()
-    # Weak: a stage that lives on must not keep the log, and so the rank's memory, of a checkpointer that nobody closed.
+    # Weak: a stage that lives on must not keep the log, and so the rank's memory, of a checkpointer
+    # that nobody closed.
     reference = weakref.ref(log)
     for stage in stages:
         for name, kind in _METHODS.items():

@@ -1,8 +1,9 @@
 """What ``torch.distributed.pipelining`` does to a stage beside the steps, and which modules it calls.
 
-In its first step a schedule whose stages were made without example inputs and outputs runs every stage once, on whatever is in
-memory, to learn shapes. A process that resumes does so again, in the middle of the run: what it leaves in buffers (tokens
-counted by a router, running statistics) and in generators that torch does not fork would not be what was recorded.
+In its first step a schedule whose stages were made without example inputs and outputs runs every
+stage once, on whatever is in memory, to learn shapes. A process that resumes does so again, in the
+middle of the run: what it leaves in buffers (tokens counted by a router, running statistics) and in
+generators that torch does not fork would not be what was recorded.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ logger = get_logger(__name__)
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 
-# Where schedules do it: the first in newer versions of torch, the others (for one stage, for several) in those without it.
+# Where schedules do it: the first in newer versions of torch, the others (for one stage, for
+# several) in those without it.
 _SHARED = "_initialize_pp_stages"
 _SEPARATE = ("_initialize_stage", "_initialize_stages")
 
@@ -63,7 +65,9 @@ def rehearsal_tap(around: Callable[[], AbstractContextManager[None]]) -> Iterato
 
 
 def _rehearsals(schedules: ModuleType) -> list[tuple[type, str]]:
-    """The classes and methods that run it in this version of torch: where each is first defined, so that it is told once."""
+    """The classes and methods that run it in this version of torch: where each is first defined, so
+    that it is told once.
+    """
     classes = [c for c in vars(schedules).values() if isinstance(c, type)]
 
     def defining(name: str) -> list[tuple[type, str]]:
@@ -127,8 +131,9 @@ class _ImportWatch(MetaPathFinder):
 def without_trace(binding: LiveState) -> Iterator[None]:
     """Put buffers and random state back to what they were before the body.
 
-    A forward outside ``no_sync`` tells DDP to expect a backward. None comes, so DDP would take the first micro-batch's for it,
-    reduce that one's gradients by themselves, and sum in another order than in all steps but a process's first.
+    A forward outside ``no_sync`` tells DDP to expect a backward. None comes, so DDP would take the
+    first micro-batch's for it, reduce that one's gradients by themselves, and sum in another order
+    than in all steps but a process's first.
     """
     rng = capture_rng()
     buffers = {name: local(b).clone() for name, b in binding.buffers().items()}
@@ -145,7 +150,9 @@ def without_trace(binding: LiveState) -> Iterator[None]:
 
 
 def callables_of(model: nn.Module) -> list[nn.Module]:
-    """The modules whose calls are the model's forwards: a plain container's children, as it cannot be called itself."""
+    """The modules whose calls are the model's forwards: a plain container's children, as it cannot
+    be called itself.
+    """
     if isinstance(model, nn.ModuleList | nn.ModuleDict) and len(model):
         return [m for child in model.children() for m in callables_of(child)]
     return [model]

@@ -1,12 +1,16 @@
-"""What neighbours sent, for a rank that runs apart from them: read here, or brought here by the daemon while it runs.
+"""What neighbours sent, for a rank that runs apart from them: read here, or brought here by the
+daemon while it runs.
 
-A log that lies on this node is read where it is: its slots are held from the beginning, so that their owner, which may be running
-again, passes over them. The others come in batches, into copies that are only read (`Session.fetch_for_reading`): of each neighbour
-there are two at most, the one that is read and the one after it. All is verified before it is handed out. What is damaged here is brought
-like what is not here: the daemon takes the damaged tensors from other copies, if there are any.
+A log that lies on this node is read where it is: its slots are held from the beginning, so that
+their owner, which may be running again, passes over them. The others come in batches, into copies
+that are only read (`Session.fetch_for_reading`): of each neighbour there are two at most, the one
+that is read and the one after it. All is verified before it is handed out. What is damaged here is
+brought like what is not here: the daemon takes the damaged tensors from other copies, if there are
+any.
 
-The memory that a batch takes is bounded; where there is less, batches become smaller, down to one iteration. A daemon that is
-restarted has forgotten what it was bringing: it is asked again, and what had arrived stays readable.
+The memory that a batch takes is bounded; where there is less, batches become smaller, down to one
+iteration. A daemon that is restarted has forgotten what it was bringing: it is asked again, and
+what had arrived stays readable.
 """
 
 from __future__ import annotations
@@ -104,7 +108,8 @@ class FedLogs:
             raise
 
     def __call__(self, neighbour: int, iteration: int) -> dict[RecordKey, Tensor]:
-        """Everything that ``neighbour`` sent in an iteration, as tensors in host memory that are the caller's.
+        """Everything that ``neighbour`` sent in an iteration, as tensors in host memory that are
+        the caller's.
 
         Waits until it is here. What is older of this neighbour is given up by it.
 
@@ -131,7 +136,9 @@ class _Forgotten(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Iterations that come into one copy, in the order of its slots. ``ahead``: asked for before it was needed."""
+    """Iterations that come into one copy, in the order of its slots. ``ahead``: asked for before it
+    was needed.
+    """
 
     iterations: list[int]
     answer: Future[SegmentInfo]
@@ -141,7 +148,8 @@ class _Batch:
 
 
 class _Held:
-    """A slot of this node that stays as it is until ``close``; ``image`` is None if it is another one already.
+    """A slot of this node that stays as it is until ``close``; ``image`` is None if it is another
+    one already.
 
     Raises:
         OSError: its file is gone.
@@ -169,7 +177,9 @@ _HELD: weakref.WeakSet[_Held] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """A data loader's worker shares our locks: it would keep the slots from their owner for as long as it lives."""
+    """A data loader's worker shares our locks: it would keep the slots from their owner for as long
+    as it lives.
+    """
     for held in list(_HELD):
         held.close()
 
@@ -317,7 +327,9 @@ class _Feed:
             raise self._lost(iteration, str(error)) from error
 
     def fetch_state(self, generation: int) -> FetchState:
-        """As the session says. While it asks for memory it can ask nothing else, and a daemon that is away may be back soon."""
+        """As the session says. While it asks for memory it can ask nothing else, and a daemon that
+        is away may be back soon.
+        """
         if not all(batch.answer.done() for batch in self._batches):
             return _NOTHING_NEW
         try:

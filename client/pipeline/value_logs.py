@@ -1,4 +1,5 @@
-"""Where a rank that runs apart looks up what all ranks computed together: in a neighbour's log that it is fed from, or in another rank's.
+"""Where a rank that runs apart looks up what all ranks computed together: in a neighbour's log that
+it is fed from, or in another rank's.
 
 Few jobs compute such values, so the other ranks' logs are asked for when one is wanted, and not before.
 """

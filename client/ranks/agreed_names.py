@@ -1,4 +1,6 @@
-"""All ranks of a job under one name: a script may lie elsewhere on another node, and rank 0's names are those of all."""
+"""All ranks of a job under one name: a script may lie elsewhere on another node, and rank 0's names
+are those of all.
+"""
 
 from __future__ import annotations
 

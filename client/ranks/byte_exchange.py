@@ -1,7 +1,7 @@
 """Bytes from every rank to every other, over the job's process group: whatever each has for each.
 
-In rounds, so that no more than a bounded part of it is in the process group's hands at a time; and as tensors of the group's own device, so
-that groups of NCCL alone serve, too.
+In rounds, so that no more than a bounded part of it is in the process group's hands at a time; and
+as tensors of the group's own device, so that groups of NCCL alone serve, too.
 
 Shapes: ``R`` ranks.
 """

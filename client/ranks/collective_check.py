@@ -1,4 +1,5 @@
-"""What every rank has to say before something is done together: compared, and refused on all ranks or on none.
+"""What every rank has to say before something is done together: compared, and refused on all ranks
+or on none.
 
 A rank that finds something wrong must not stop alone: the others would wait for it in their next collective.
 """

@@ -1,7 +1,8 @@
-"""Ranks exchange what they know over the job's own process group, so that each computes the same plan and takes the same decision.
+"""Ranks exchange what they know over the job's own process group, so that each computes the same
+plan and takes the same decision.
 
-Between two exchanges no rank may go on or give up alone: the others would wait for it in the next one until the process group
-times out. What may fail on one rank therefore ends in a vote.
+Between two exchanges no rank may go on or give up alone: the others would wait for it in the next
+one until the process group times out. What may fail on one rank therefore ends in a vote.
 """
 
 from __future__ import annotations

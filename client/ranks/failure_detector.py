@@ -1,13 +1,16 @@
 """Whether the other ranks are still there, told to those who wait for them: each rank watches the next one.
 
-A rank whose host is lost before it comes to a meeting (`exchange`) would be waited for until the deadline: its launcher is gone with it, the
-launchers of the others see healthy workers, and no collective is under way whose connections would break.
+A rank whose host is lost before it comes to a meeting (`exchange`) would be waited for until the
+deadline: its launcher is gone with it, the launchers of the others see healthy workers, and no
+collective is under way whose connections would break.
 
 Two signs, in a ring, so that a rank has one other to watch whatever the world size:
 
-- *a connection that breaks*, and cannot be made again. Nothing is sent on it, the kernel keeps it: it breaks at once when the process ends, and within
-  some ten seconds (keepalive) when the host loses power; a process that computes for minutes, or that a debugger stopped, still has it;
-- where it never could be made (a firewall, say): *a counter in the job's store* that stands still for a minute.
+- *a connection that breaks*, and cannot be made again. Nothing is sent on it, the kernel keeps it:
+  it breaks at once when the process ends, and within some ten seconds (keepalive) when the host
+  loses power; a process that computes for minutes, or that a debugger stopped, still has it;
+- where it never could be made (a firewall, say): *a counter in the job's store* that stands still
+  for a minute.
 
 The rank that sees it says so where all that wait look, and takes it back when the other is found again.
 """
@@ -49,7 +52,8 @@ def own_connection(store: Any) -> Any:
 
 
 class FailureDetector:
-    """This rank's part of the ring; it begins when it is made, and needs a `TCPStore` (with another store nobody is watched).
+    """This rank's part of the ring; it begins when it is made, and needs a `TCPStore` (with another
+    store nobody is watched).
 
     Args:
         store: of the job; a connection of its own is made.
@@ -122,7 +126,9 @@ class FailureDetector:
                 self._wait_for_end(_BEAT_S)
 
     def _is_watched(self, listening: socket.socket) -> bool:
-        """Whether the rank before this one has connected: it needs no beats then, and the store is left alone."""
+        """Whether the rank before this one has connected: it needs no beats then, and the store is
+        left alone.
+        """
         with contextlib.suppress(BlockingIOError):
             came, _ = listening.accept()
             if self._watched_by is not None:
@@ -207,7 +213,8 @@ class _Beats:
 
 @contextlib.contextmanager
 def _listener(host: str, port: int) -> Iterator[tuple[str, socket.socket]]:
-    """Listen on the way to there: by what name or address others reach this host, and the socket, which does not block.
+    """Listen on the way to there: by what name or address others reach this host, and the socket,
+    which does not block.
 
     It is the kernel that completes connections, keeps them, and ends them with the process.
     """

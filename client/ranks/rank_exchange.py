@@ -1,8 +1,8 @@
 """What every rank has to say, told to every rank: bytes over the job's process group, after all have come.
 
-First the ranks come together (`meeting`). Then the bytes travel as tensors of the group's own device, so that groups of NCCL
-alone serve, too. They are not sent through the store: it would have to hand out *world size* squared payloads, from one machine.
-Nothing is pickled.
+First the ranks come together (`meeting`). Then the bytes travel as tensors of the group's own
+device, so that groups of NCCL alone serve, too. They are not sent through the store: it would have
+to hand out *world size* squared payloads, from one machine. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def _meetings_of_job() -> StoreBarrier:
 
 
 def gather_bytes(payload: bytes, world_size: int, group: Any = None) -> list[bytes]:
-    """The payloads of all ranks, in their order; a collective call of the process group (default: that of all)."""
+    """The payloads of all ranks, in their order; a collective call of the process group (default:
+    that of all).
+    """
     device = device_of(group)
     mine = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     sizes = [int(size) for size in _gathered(mine, world_size, group).flatten().tolist()]

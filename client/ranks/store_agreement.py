@@ -1,9 +1,10 @@
 """Ranks agree on a few numbers through the job's own store, beside training: nobody waits for anybody.
 
-All ranks must snapshot by one schedule: where a parameter is replicated, its gradient is a mean over ranks, so it must be
-frozen on all of them in the same replayed iterations, or on none (MoEvement §3.4). What the schedule follows from is
-measured on each rank, hence agreed on: each proposes its numbers, the largest of each count. The last one to
-propose announces the result, so the store is asked a constant number of times per rank.
+All ranks must snapshot by one schedule: where a parameter is replicated, its gradient is a mean
+over ranks, so it must be frozen on all of them in the same replayed iterations, or on none
+(MoEvement §3.4). What the schedule follows from is measured on each rank, hence agreed on: each
+proposes its numbers, the largest of each count. The last one to propose announces the result, so
+the store is asked a constant number of times per rank.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class StoreAgreement:
 
 
 def propose(store: Any, key: str, mine: Sequence[int], *, rank: int, world_size: int) -> None:
-    """Take part in an agreement; the last of all ranks announces it under ``<key>/decided``. Repeating it does no harm."""
+    """Take part in an agreement; the last of all ranks announces it under ``<key>/decided``.
+    Repeating it does no harm.
+    """
     for place, value in enumerate(mine):
         _raise_to(store, f"{key}/{place}", value)
     if store.add(f"{key}/rank{rank}", 1) == 1 and store.add(f"{key}/count", 1) == world_size:

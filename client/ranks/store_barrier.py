@@ -1,8 +1,9 @@
-"""All ranks come together at the job's store, before a collective: one that never comes is named, where the collective would hang until the
-process group's own timeout and name nobody.
+"""All ranks come together at the job's store, before a collective: one that never comes is named,
+where the collective would hang until the process group's own timeout and name nobody.
 
-Coming takes one word per block of ranks, and one register that is written once: by the last to come (all are here), by who is told that a rank is gone
-(`rank_watch`), or by whoever has waited too long. So either all ranks go on into the collective, or all that come fail alike.
+Coming takes one word per block of ranks, and one register that is written once: by the last to come
+(all are here), by who is told that a rank is gone (`rank_watch`), or by whoever has waited too
+long. So either all ranks go on into the collective, or all that come fail alike.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ class Activity:
         return fresh
 
     def begin(self, *, dense: bool) -> None:
-        """The snapshot with which the replay begins is loaded; ``dense``: it anchors everything, on all ranks."""
+        """The snapshot with which the replay begins is loaded; ``dense``: it anchors everything, on
+        all ranks.
+        """
         self.whole = dense
         self._note_frozen()
 

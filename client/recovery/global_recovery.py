@@ -1,7 +1,8 @@
-"""The recovery of all ranks together: the newest suffix that every rank can have, from here or from other nodes.
+"""The recovery of all ranks together: the newest suffix that every rank can have, from here or from
+other nodes.
 
-What one rank lacks changes the plan of all, so a plan counts when every rank has what it needs. A run that got somewhere does not begin
-anew because a node is late: what is missing may lie there.
+What one rank lacks changes the plan of all, so a plan counts when every rank has what it needs. A
+run that got somewhere does not begin anew because a node is late: what is missing may lie there.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ _BESIDE = "To go on from them, stop this trainer and pass their job= and run=; t
 class Recovered(NamedTuple):
     """What this rank begins with, oldest first, how it was chosen, and what is replayed for it.
 
-    ``unverified``: why nothing is replayed by which what is loaded last could be compared; "" where it is. ``dense``: all ranks begin
-    with everything, so nothing is frozen anywhere.
+    ``unverified``: why nothing is replayed by which what is loaded last could be compared; "" where
+        it is. ``dense``: all ranks begin with everything, so nothing is frozen anywhere.
     """
 
     images: list[SnapshotImage]
@@ -70,8 +71,9 @@ def recover_together(
 ) -> Recovered | str:
     """The newest suffix that every rank can have, and how it was chosen; or why there is none.
 
-    What lies here is verified before use: a slot that fails its digests is quarantined and reported, and the ranks plan
-    anew without it. What lies elsewhere is being brought here when this returns; its images are waited for when needed.
+    What lies here is verified before use: a slot that fails its digests is quarantined and
+        reported, and the ranks plan anew without it. What lies elsewhere is being brought here when
+        this returns; its images are waited for when needed.
     A collective call: it returns on all ranks, or raises on all.
 
     Args:
@@ -83,14 +85,16 @@ def recover_together(
         AttachRefused: there is no memory for what must be brought here, or the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or so was refused on another rank, or nodes are missing without which the
             run would have to begin anew.
-        CorruptionError: all that is left is quarantined, or cannot be compared after a replay that did not reproduce; on every rank.
+        CorruptionError: all that is left is quarantined, or cannot be compared after a replay that
+            did not reproduce; on every rank.
     """
     recoverable_before = storage = False
     wanted = least(exchange, verify_iterations)
     for attempts in range(_PLANS):
         verified = wanted if attempts < _VERIFIED_PLANS else 0
         view, plan = _plan(memory, exchange, storage, at, verified)
-        # A world of an elastic job is a new run. What is durable of those before was looked at when it was planned.
+        # A world of an elastic job is a new run. What is durable of those before was looked at when
+        # it was planned.
         if isinstance(plan, NoRecovery) and not storage and memory.topology != WORLD_TOPOLOGY:
             # Every rank comes to the same conclusion, whether or not its own node has a store.
             storage = True
@@ -252,7 +256,8 @@ def _refuse_to_forget(
 def _would_be_lost(view: RunView, recoverable_before: bool) -> str:
     """What beginning anew would give up, or may; "" if there is nothing.
 
-    A complete suffix of one rank counts, although it resumes nothing by itself: a person may know where the rest is.
+    A complete suffix of one rank counts, although it resumes nothing by itself: a person may know
+    where the rest is.
     """
     complete = complete_suffixes(view.held)
     was = recoverable_before or view.was_recoverable(complete)

@@ -1,8 +1,11 @@
-"""The start of a localized recovery: who keeps a parked state, who copies one, who replays apart; and all of it had here, or no plan.
+"""The start of a localized recovery: who keeps a parked state, who copies one, who replays apart;
+and all of it had here, or no plan.
 
-``begin_localized`` is tried before the recovery of all ranks together (``ckptd.client.recovery.global_recovery``). What one rank lacks changes the plan of all, so
-a plan counts when every rank has what it needs. Where no plan holds, or localized recoveries have not come to their end
-twice in a row, all ranks recover together: that is always possible while there are snapshots.
+``begin_localized`` is tried before the recovery of all ranks together
+(``ckptd.client.recovery.global_recovery``). What one rank lacks changes the plan of all, so a plan
+counts when every rank has what it needs. Where no plan holds, or localized recoveries have not come
+to their end twice in a row, all ranks recover together: that is always possible while there are
+snapshots.
 """
 
 from __future__ import annotations
@@ -88,7 +91,8 @@ def begin_localized(
     *,
     verify_iterations: int = 0,
 ) -> ApartStart | None:
-    """The localized recovery of this run, where there is one; None on all ranks where all recover together. A collective call.
+    """The localized recovery of this run, where there is one; None on all ranks where all recover
+    together. A collective call.
 
     Args:
         alike: ranks with which this one has all operators alike, values too.
@@ -109,7 +113,9 @@ def begin_localized(
 def _try_plans(
     memory: RankMemory, exchange: Exchange, alike: tuple[int, ...], verify_iterations: int
 ) -> ApartStart | str:
-    """The first plan of which every rank has what it needs; or why there is none, nothing if nobody was parked. A collective call."""
+    """The first plan of which every rank has what it needs; or why there is none, nothing if nobody
+    was parked. A collective call.
+    """
     unusable: tuple[SnapshotCopy, ...] = ()
     tried: list[LocalizedPlan] = []
     wanted = least(exchange, verify_iterations)
@@ -236,7 +242,9 @@ def _tell_together(memory: RankMemory, reason: str) -> None:
 
 @dataclass(slots=True)
 class _Trial:
-    """This rank tries to have what its part of a plan needs; ``again`` if it cannot: another plan may do, or the recovery of all ranks."""
+    """This rank tries to have what its part of a plan needs; ``again`` if it cannot: another plan
+    may do, or the recovery of all ranks.
+    """
 
     memory: RankMemory
     mine: RankPlan

@@ -1,4 +1,6 @@
-"""Why a replay may not have reproduced what was recorded: what usually does it in a job like this one, the likeliest first."""
+"""Why a replay may not have reproduced what was recorded: what usually does it in a job like this
+one, the likeliest first.
+"""
 
 from __future__ import annotations
 

@@ -1,21 +1,28 @@
-"""Sparse-to-dense replay: from a suffix of sparse snapshots to the exact dense state (DESIGN §7; MoEvement §3.3).
+"""Sparse-to-dense replay: from a suffix of sparse snapshots to the exact dense state (DESIGN §7;
+MoEvement §3.3).
 
-``Replay`` loads the suffix's first snapshot, then lets the user's own loop run the steps in between. At each boundary it
+``Replay`` loads the suffix's first snapshot, then lets the user's own loop run the steps in
+between. At each boundary it
 
-1. checks what was recomputed against what was recorded, bit for bit: compute weights (and, where an anchor was recorded
-   again, all of it) of operators already active, optimizer state, random state, parameter-group options;
+1. checks what was recomputed against what was recorded, bit for bit: compute weights (and, where an
+   anchor was recorded again, all of it) of operators already active, optimizer state, random state,
+   parameter-group options;
 2. loads the recorded compute weights of operators still frozen;
 3. activates the operators whose anchors this snapshot holds.
 
-After W-1 steps every operator is active and the state is dense. Where replay begins one snapshot earlier than that takes, as it does
-wherever that snapshot is to be had, the newest one is computed as a whole, and compared: with a window of 1 too. What is frozen keeps no optimizer state: its gradients are
-taken away before the optimizer's step; rows of a fused tensor of which other rows are active are overwritten instead.
+After W-1 steps every operator is active and the state is dense. Where replay begins one snapshot
+earlier than that takes, as it does wherever that snapshot is to be had, the newest one is computed
+as a whole, and compared: with a window of 1 too. What is frozen keeps no optimizer state: its
+gradients are taken away before the optimizer's step; rows of a fused tensor of which other rows are
+active are overwritten instead.
 
-What several ranks have alike is in the snapshots of one of them, which hands it to the others each time that something is loaded
-(``ckptd.client.recovery.replica_broadcast``): all of them are at the same boundary, or after the same optimizer's step.
+What several ranks have alike is in the snapshots of one of them, which hands it to the others each
+time that something is loaded (``ckptd.client.recovery.replica_broadcast``): all of them are at the
+same boundary, or after the same optimizer's step.
 
-What another rank updates and sends (``LiveState.elsewhere``) stays frozen here until the end, whatever was anchored: that rank has a
-schedule of its own, and sends the old weights for as long as the operator is frozen there.
+What another rank updates and sends (``LiveState.elsewhere``) stays frozen here until the end,
+whatever was anchored: that rank has a schedule of its own, and sends the old weights for as long as
+the operator is frozen there.
 """
 
 from __future__ import annotations
@@ -117,7 +124,9 @@ class Replay:
 
     @property
     def reached(self) -> int:
-        """The boundary up to which everything was replayed and compared; the first iteration where nothing was yet."""
+        """The boundary up to which everything was replayed and compared; the first iteration where
+        nothing was yet.
+        """
         return self._images[self._position].iteration
 
     @property
@@ -173,7 +182,9 @@ class Replay:
         apply_groups(self._binding, scalars["groups"])
 
     def load_tensors(self) -> None:
-        """Load the oldest snapshot's anchors and every other operator's compute weights; a collective call if ranks share some."""
+        """Load the oldest snapshot's anchors and every other operator's compute weights; a
+        collective call if ranks share some.
+        """
         self._load(self._images[0], self._scalars(0), everything=True)
         self._activity.begin(dense=self._begins_dense)
         if not self._activity.frozen_rows:
@@ -205,9 +216,11 @@ class Replay:
                 held.grad = None
 
     def after_optimizer_step(self, optimizer: int) -> None:
-        """Give what this optimizer would have updated the weights it had after this step, where they are frozen.
+        """Give what this optimizer would have updated the weights it had after this step, where
+        they are frozen.
 
-        A later forward of the same step (another optimizer's turn, a validation pass) then sees what it saw the first time.
+        A later forward of the same step (another optimizer's turn, a validation pass) then sees
+        what it saw the first time.
         """
         if self.dense:
             return
@@ -313,8 +326,10 @@ class Replay:
         frozen: int,
         only: frozenset[str] | None,
     ) -> tuple[list[Piece], set[str]]:
-        """What an image holds of some operators, for the ranks that have them too: of ``fresh`` ones anchors, of ``frozen`` ones
-        compute weights (bitmaps over operators); and which parameters have no optimizer state."""
+        """What an image holds of some operators, for the ranks that have them too: of ``fresh``
+        ones anchors, of ``frozen`` ones compute weights (bitmaps over operators); and which
+        parameters have no optimizer state.
+        """
         mask, rows_of = sum(1 << i for i in operators), self._activity.rows_of
         wanted, also = rows_of(fresh & mask), rows_of(frozen & mask & ~fresh)
         if only is not None:

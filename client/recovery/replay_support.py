@@ -29,7 +29,8 @@ class ReplayPart:
         self._stats = stats
         self._found: Resumption | None = None
         self._unbegun: Replay | None = None
-        # Apart from `replay`: one of a single snapshot is over at the first top, and its first forward comes then.
+        # Apart from `replay`: one of a single snapshot is over at the first top, and its first
+        # forward comes then.
         self._unforwarded: Replay | None = None
         self._began_s = 0.0
         self.replay: Replay | None = None
@@ -46,7 +47,9 @@ class ReplayPart:
         return self._unforwarded is not None
 
     def span(self, step: int) -> tuple[int, int]:
-        """The step with which a loop begins that would begin with ``step``, and how far this run has come (-1: not known)."""
+        """The step with which a loop begins that would begin with ``step``, and how far this run
+        has come (-1: not known).
+        """
         unbegun = self._unbegun
         return (step, -1) if unbegun is None else (unbegun.start, unbegun.end)
 

@@ -1,8 +1,10 @@
-"""In replay, who holds a recorded tensor hands it to the other ranks that have the same (``ckptd.client.model.replicated_params``).
+"""In replay, who holds a recorded tensor hands it to the other ranks that have the same
+(``ckptd.client.model.replicated_params``).
 
-What is handed over are the bytes of the snapshot, over the job's own process groups: every rank is at the top of the same step,
-or right after the same optimizer's step. From whom an operator comes is settled once per replay, from what each rank's snapshots
-hold; whatever each of them planned, nothing is missed that anybody has.
+What is handed over are the bytes of the snapshot, over the job's own process groups: every rank is
+at the top of the same step, or right after the same optimizer's step. From whom an operator comes
+is settled once per replay, from what each rank's snapshots hold; whatever each of them planned,
+nothing is missed that anybody has.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ Take = Callable[[EntrySource, Tensor], None]
 
 
 class _Held(msgspec.Struct, frozen=True):
-    """Of one group: which operators there are, those that this rank's snapshots hold, as a bitmap in their order, and whether
-    these are all."""
+    """Of one group: which operators there are, those that this rank's snapshots hold, as a bitmap
+    in their order, and whether these are all.
+    """
 
     operators: str
     bitmap: bytes
@@ -92,7 +95,8 @@ class ReplicaBroadcast:
         return frozenset[int]().union(*(g.senders.get(self._rank, ()) for g in self._groups))
 
     def unlike(self, checksum: Callable[[frozenset[int]], str]) -> list[str]:
-        """Where ranks do not have the same now though they should; a collective call of each group, equal on its members.
+        """Where ranks do not have the same now though they should; a collective call of each group,
+        equal on its members.
 
         Args:
             checksum: of what some operators are now.
@@ -216,11 +220,14 @@ def _check_reachable(
 
 
 class _Wire:
-    """Collectives within one group; what is sent is a header that says what comes, then the bytes, until there is nothing left."""
+    """Collectives within one group; what is sent is a header that says what comes, then the bytes,
+    until there is nothing left.
+    """
 
     def __init__(self, replicas: Replicas) -> None:
         self._group = replicas.group
-        # The backend's name tells it not: "cuda:nccl" has no device type but cuda, "cpu:gloo,cuda:nccl" has both.
+        # The backend's name tells it not: "cuda:nccl" has no device type but cuda,
+        # "cpu:gloo,cuda:nccl" has both.
         types = {device.type for device in self._group._device_types}
         self._device = torch.device("cpu" if "cpu" in types or not types else min(types))
 

@@ -1,4 +1,6 @@
-"""What happens at a start: find the run's snapshots, check that they are this model's, and prepare their replay."""
+"""What happens at a start: find the run's snapshots, check that they are this model's, and prepare
+their replay.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ _SEAL_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A run that can go on: how to replay it, under which plan, the phase of its newest snapshot, and who shares what by structure."""
+    """A run that can go on: how to replay it, under which plan, the phase of its newest snapshot,
+    and who shares what by structure.
+    """
 
     replay: Replay
     plan: SnapshotPlan
@@ -92,7 +96,8 @@ class Recovery:
             the same values now. Its freezing falls back to ``drop`` where an earlier trainer left that hint.
         on_mismatch: ``raise`` or ``warn``.
         at: the iteration to go back to; None: the newest.
-        verify_iterations: how many iterations more than necessary may be replayed, to compare the newest snapshot.
+        verify_iterations: how many iterations more than necessary may be replayed, to compare the
+            newest snapshot.
     """
 
     def __init__(
@@ -114,7 +119,8 @@ class Recovery:
         self.freezing, self.freezing_reason = subject.freezing
 
     def find(self, memory: RankMemory) -> Resumption | None:
-        """The newest state that every rank can be brought back to; None to start from the beginning. A collective call.
+        """The newest state that every rank can be brought back to; None to start from the
+        beginning. A collective call.
 
         Raises:
             ValueError: the iteration to go back to cannot be had.
@@ -182,7 +188,9 @@ class Recovery:
         return begin_localized(memory, meet, alike, verify_iterations=self._verify_iterations)
 
     def _heed(self, hints: Sequence[bytes]) -> None:
-        """Freeze otherwise if any rank left the hint: what one computes from all gradients, it computes from the others', too."""
+        """Freeze otherwise if any rank left the hint: what one computes from all gradients, it
+        computes from the others', too.
+        """
         if any(hint[0] & HINT_DROP_GRADIENTS for hint in hints) and self.freezing == "inputs":
             self.freezing = "drop"
             self.freezing_reason = (

@@ -1,7 +1,9 @@
-"""What follows when a replay does not reproduce what was recorded: all ranks hear of it, the daemons keep it, and the replay ends.
+"""What follows when a replay does not reproduce what was recorded: all ranks hear of it, the
+daemons keep it, and the replay ends.
 
-Replay runs in the user's own loop, which cannot be taken back to an earlier step. So a rank that finds a difference ends its process, on every
-rank, and what it found waits for the next start at the daemons. What that start does follows from all that is known (`ckptd.core.recovery.quarantine`).
+Replay runs in the user's own loop, which cannot be taken back to an earlier step. So a rank that
+finds a difference ends its process, on every rank, and what it found waits for the next start at
+the daemons. What that start does follows from all that is known (`ckptd.core.recovery.quarantine`).
 """
 
 from __future__ import annotations

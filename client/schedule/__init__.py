@@ -1,1 +1,3 @@
-"""Which operators are captured in which step: planning, slots for it, and changes that all ranks make together."""
+"""Which operators are captured in which step: planning, slots for it, and changes that all ranks
+make together.
+"""

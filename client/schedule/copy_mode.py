@@ -1,8 +1,9 @@
 """Copy beside training, or in the training thread? Decided by measurement (pure: fed with iteration times).
 
-With a spare core a copying thread is free; where training keeps every core busy it delays each parallel region by a
-scheduler's slice, and copying at the top of the loop is cheaper. Which of the two holds cannot be known in advance: both are tried
-in turn, in short blocks so that drift cancels, and looked at again now and then.
+With a spare core a copying thread is free; where training keeps every core busy it delays each
+parallel region by a scheduler's slice, and copying at the top of the loop is cheaper. Which of the
+two holds cannot be known in advance: both are tried in turn, in short blocks so that drift cancels,
+and looked at again now and then.
 """
 
 from __future__ import annotations

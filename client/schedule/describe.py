@@ -17,7 +17,8 @@ def describe_table(
     owners: Sequence[int],
     head: Sequence[str],
 ) -> str:
-    """Operators with kind, bytes anchored and not, the phase in which they are anchored, and who captures them.
+    """Operators with kind, bytes anchored and not, the phase in which they are anchored, and who
+    captures them.
 
     Args:
         owners: the rank that captures each; negative (or none given): every rank that has it.

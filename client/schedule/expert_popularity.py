@@ -1,7 +1,7 @@
 """How often each expert is used: token counts taken by hooks, without synchronising a device.
 
-Counts decide only in which order experts are anchored (popular ones late: they stay frozen longest in replay, MoEvement
-§3.5), so they need not be exact; they must be cheap.
+Counts decide only in which order experts are anchored (popular ones late: they stay frozen longest
+in replay, MoEvement §3.5), so they need not be exact; they must be cheap.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ class TokenCounter:
         self._handles.clear()
 
     def popularity(self, operators: Sequence[Operator]) -> list[float]:
-        """Per operator, since the start (``decayed``: as a moving average over the reads); 0 for what is no expert."""
+        """Per operator, since the start (``decayed``: as a moving average over the reads); 0 for
+        what is no expert.
+        """
         totals = {
             **self._listed,
             **{n: t.tolist() for n, t in self._fused.items() if t is not None},
@@ -121,10 +123,12 @@ class TokenCounter:
         return self._smoothed
 
     def reordered(self, plan: SnapshotPlan, capacity_bytes: int, *, every: int) -> Schedule | None:
-        """Called where a window begins: a schedule one step closer to today's popularity; None to keep the order.
+        """Called where a window begins: a schedule one step closer to today's popularity; None to
+        keep the order.
 
-        Popularity is looked at about every ``every`` snapshots; once it changed enough, a step is taken at each window until
-        the order is reached (more than a step at once could leave an operator out of a suffix's reach).
+        Popularity is looked at about every ``every`` snapshots; once it changed enough, a step is
+        taken at each window until the order is reached (more than a step at once could leave an
+        operator out of a suffix's reach).
         """
         self._since_look += plan.schedule.window
         if self._target is None and (self._at_last_order is None or self._since_look >= every):
@@ -139,7 +143,8 @@ class TokenCounter:
         return schedule
 
     def new_order(self, plan: SnapshotPlan, *, every: int) -> tuple[int, ...]:
-        """Called where a window begins: the order by today's popularity, if that changed enough; empty to keep the order.
+        """Called where a window begins: the order by today's popularity, if that changed enough;
+        empty to keep the order.
 
         For several ranks, which go over to it together; looked at about every ``every`` snapshots.
         """

@@ -1,8 +1,9 @@
-"""The first plan of a rank among several: nobody takes a snapshot before all have agreed on what their plans follow from.
+"""The first plan of a rank among several: nobody takes a snapshot before all have agreed on what
+their plans follow from.
 
-First they agree on what may be copied per step and on the memory, from which equal models get equal plans; then on the window; last,
-those that have operators in common make sure that they have planned them alike. Nothing here waits: each call comes as far as the
-others have told.
+First they agree on what may be copied per step and on the memory, from which equal models get equal
+plans; then on the window; last, those that have operators in common make sure that they have
+planned them alike. Nothing here waits: each call comes as far as the others have told.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class FirstPlan:
         # Of what is shared, after the first update: alike at the start says little.
         self._values: Mapping[Replicas, str] | None = None
         self._own: SnapshotPlan | None = None
-        # The plan that was told to the ranks with which it shares, and whether they have answered. It is kept until it is in
-        # use: what they leave to this rank goes by it.
+        # The plan that was told to the ranks with which it shares, and whether they have answered.
+        # It is kept until it is in use: what they leave to this rank goes by it.
         self._shared: SnapshotPlan | None = None
         self._settled = False
         self.longest = MAX_WINDOW
@@ -151,7 +152,9 @@ class FirstPlan:
         return own
 
     def _alike(self, plan: SnapshotPlan, step: int) -> SnapshotPlan | None:
-        """The plan, once all with whom it shares have the same; if they have not, with all of it captured here."""
+        """The plan, once all with whom it shares have the same; if they have not, with all of it
+        captured here.
+        """
         if not self._settled:
             alike = self._common_plan(plan)
             if alike is None:

@@ -1,7 +1,8 @@
 """What the ranks of a job agree on before the first snapshot: what their window follows from, and the window.
 
-Were one rank to go over to another before the others, what they record meanwhile could not be replayed together: later changes
-are made at one iteration (``ckptd.client.schedule.schedule_change``).
+Were one rank to go over to another before the others, what they record meanwhile could not be
+replayed together: later changes are made at one iteration
+(``ckptd.client.schedule.schedule_change``).
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ class InitialSchedule:
         self._told = False
 
     def limits(self, measure: Callable[[], tuple[int, int, int]]) -> tuple[int, int, int] | None:
-        """The smallest over all ranks of what can be copied per step, of the memory (bytes), and of the number of operators.
+        """The smallest over all ranks of what can be copied per step, of the memory (bytes), and of
+        the number of operators.
 
-        From equal limits equal models get equal plans; and no rank can have a window longer than its operators are many.
+        From equal limits equal models get equal plans; and no rank can have a window longer than
+        its operators are many.
 
         Args:
             measure: the same of this rank, asked once.
@@ -44,7 +47,8 @@ class InitialSchedule:
         return None if found is None else (-found[0], -found[1], -found[2])
 
     def first(self, mine: int, *, dense: bool, stride: int) -> tuple[int, bool, int] | None:
-        """The first window of all ranks, whether their snapshots are dense, and how many iterations lie between two.
+        """The first window of all ranks, whether their snapshots are dense, and how many iterations
+        lie between two.
 
         Args:
             dense: for this rank only dense snapshots are exact; then all take dense ones.
@@ -55,10 +59,13 @@ class InitialSchedule:
         return None if found is None else (found[0], bool(found[1]), -found[2])
 
     def planned_together(self, window: int, fingerprints: Mapping[Replicas, int]) -> bool | None:
-        """Whether in each group all members have planned what they share with the same fingerprint as this rank.
+        """Whether in each group all members have planned what they share with the same fingerprint
+        as this rank.
 
-        It may be asked before that window is agreed on, so that the answer is there when it is. All members of a group come to the same answer about what they told first. Whoever plans otherwise later hears False: it
-        must capture everything itself, and whatever the others leave to it is then there.
+        It may be asked before that window is agreed on, so that the answer is there when it is. All
+        members of a group come to the same answer about what they told first. Whoever plans
+        otherwise later hears False: it must capture everything itself, and whatever the others
+        leave to it is then there.
         """
         alike: bool | None = True
         for group, fingerprint in fingerprints.items():

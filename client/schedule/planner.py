@@ -1,4 +1,6 @@
-"""Makes this rank's plans: from the user's options, what was measured in the first steps, and what the ranks agreed on."""
+"""Makes this rank's plans: from the user's options, what was measured in the first steps, and what
+the ranks agreed on.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ __all__ = ["MIN_SCALARS", "Options", "Planner", "note_prepared"]
 logger = get_logger(__name__)
 
 MIN_SCALARS = 64 << 10
-# What one rank has sealed the others hear of a little later: slots for the meantime, where no peers ask for some anyway.
+# What one rank has sealed the others hear of a little later: slots for the meantime, where no peers
+# ask for some anyway.
 _RANKS_SLACK = 2
 _NUMBER_BYTES = 5  # msgpack's longest for an operator's number
 
@@ -44,7 +47,8 @@ class Options:
     # On CPU, copies take the trainer's own cores: at most this share of an iteration may go into them.
     max_overhead: float = 0.01
     nan_check_every: int = 16
-    # Copy in the training thread (True), beside it (False), or whichever is measured to be faster (None); CPU only.
+    # Copy in the training thread (True), beside it (False), or whichever is measured to be faster
+    # (None); CPU only.
     inline_copy: bool | None = None
 
 
@@ -96,7 +100,9 @@ class Planner:
         )
 
     def measured(self) -> tuple[int, int, int]:
-        """What this rank can copy per step and the memory that it can have, in bytes; and how many operators it has."""
+        """What this rank can copy per step and the memory that it can have, in bytes; and how many
+        operators it has.
+        """
         budget, available = self._measured_budget(), self._memory.session.available_bytes
         return budget, available, len(self._operators)
 
@@ -183,7 +189,9 @@ class Planner:
 
 
 def note_prepared(pace: StepTiming, stats: Stats, started_s: float) -> None:
-    """Planning or reserving began then (by the performance counter) and is over: it is no part of a step's usual length."""
+    """Planning or reserving began then (by the performance counter) and is over: it is no part of a
+    step's usual length.
+    """
     took = time.perf_counter() - started_s
     pace.prepared(took)
     stats.prepare_ms += took * 1e3

@@ -1,8 +1,9 @@
-"""From a model and measured speeds to a plan (`ckptd.client.schedule.snapshot_plan`): a schedule, a segment geometry, and one static copy plan per phase.
+"""From a model and measured speeds to a plan (`ckptd.client.schedule.snapshot_plan`): a schedule, a
+segment geometry, and one static copy plan per phase.
 
-The window is the smallest whose largest snapshot can be copied between the top of the loop and the optimizer's step
-(MoEvement Algorithm 1, corrected: bytes, not operator counts; the time until the optimizer's step, not the iteration), and
-whose ring fits the memory that the daemon grants.
+The window is the smallest whose largest snapshot can be copied between the top of the loop and the
+optimizer's step (MoEvement Algorithm 1, corrected: bytes, not operator counts; the time until the
+optimizer's step, not the iteration), and whose ring fits the memory that the daemon grants.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ __all__ = ["MAX_WINDOW", "TrainingSpeed", "make_plan", "most_pieces", "plan_toge
 logger = get_logger(__name__)
 
 MAX_WINDOW = 64
-# What ranks share is cut until each rank's part is that many pieces, so that parts come out alike; but not into more than so many
-# altogether (each is named in every step's scalars), nor into smaller ones. Not by the window: owners outlive its changes.
+# What ranks share is cut until each rank's part is that many pieces, so that parts come out alike;
+# but not into more than so many altogether (each is named in every step's scalars), nor into
+# smaller ones. Not by the window: owners outlive its changes.
 _PIECES_PER_SHARE = 32
 _MAX_PIECES = 4096
 _MIN_PIECE_BYTES = 16 << 10
@@ -47,7 +49,9 @@ _MIN_PIECE_BYTES = 16 << 10
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpeed:
-    """Measured: seconds from the loop's top to the optimizer's step, seconds per iteration, bytes per second of copying."""
+    """Measured: seconds from the loop's top to the optimizer's step, seconds per iteration, bytes
+    per second of copying.
+    """
 
     copy_window_s: float
     iteration_s: float
@@ -84,7 +88,8 @@ def make_plan(
     Args:
         sharing: what several ranks have alike and one of them captures.
         before: the plan that this one follows. Other ranks may go over to theirs at another iteration, or not at all, so owners
-            (and, with the same window, phases) stay what they were, and where operators are cut in another way than before, every rank captures all of them.
+            (and, with the same window, phases) stay what they were, and where operators are cut in
+            another way than before, every rank captures all of them.
     Raises:
         ValueError: no window's ring fits ``available_bytes``; the message has the numbers.
     """
@@ -114,7 +119,8 @@ def make_plan(
             before,
         )
         if candidate is None and not plan.schedule.fits and plan.schedule.window > worthwhile:
-            # No window fits, so the largest was planned: most of its length buys next to nothing and lengthens recovery.
+            # No window fits, so the largest was planned: most of its length buys next to nothing
+            # and lengthens recovery.
             logger.info("%s; window %d is used", plan.schedule.reason, worthwhile)
             candidates.insert(0, worthwhile)
             continue
@@ -182,7 +188,8 @@ def _plan_once(
                 window=window,
             )
     if before is not None and before.shares and _only_costs_differ(before, parts, schedule, policy):
-        # Found out here only, it may be (state of this rank's own experts): what others anchor with it stays in its phases.
+        # Found out here only, it may be (state of this rank's own experts): what others anchor with
+        # it stays in its phases.
         schedule = schedule_of(costs, before.schedule.phases, fixed, policy)
     plan = SnapshotPlan(
         parts, costs, schedule, policy, compute_dtypes, identity, scalars_capacity, every
@@ -217,7 +224,9 @@ def _owners_as_before(before: SnapshotPlan, operators: Sequence[Operator]) -> li
 def _split_window(
     costs: Sequence[OperatorCost], schedule: Schedule, fixed: int, budget_bytes: int | None
 ) -> int:
-    """For which window large operators are split: where none fits, the smallest that would if all could be cut evenly."""
+    """For which window large operators are split: where none fits, the smallest that would if all
+    could be cut evenly.
+    """
     if schedule.fits or budget_bytes is None:
         return schedule.window
     floor = fixed + sum(c.compute_bytes for c in costs)
@@ -240,14 +249,17 @@ def _split(
     compute_dtypes: Mapping[str, torch.dtype],
     sharing: ReplicatedParams,
 ) -> list[Operator]:
-    """Cut what is larger than ``limit``, and what is shared into pieces that can be spread evenly over its ranks."""
+    """Cut what is larger than ``limit``, and what is shared into pieces that can be spread evenly
+    over its ranks.
+    """
     shapes = {name: tuple(local(p).shape) for name, p in binding.params.items()}
 
     def anchored(member: ParameterRows) -> int:
         return member_bytes(binding, member, compute_dtypes, anchored=True)
 
     def stored(member: ParameterRows) -> int:
-        # Not what an anchor takes: all ranks must cut alike, also where one has not seen yet all that its optimizer keeps.
+        # Not what an anchor takes: all ranks must cut alike, also where one has not seen yet all
+        # that its optimizer keeps.
         param = local(binding.params[member.param])
         start, stop = member.range(binding.num_rows(member.param))
         return (

@@ -1,8 +1,10 @@
-"""What the recorder takes snapshots with: the plan, and the generations of slots that it needs; made once enough was measured.
+"""What the recorder takes snapshots with: the plan, and the generations of slots that it needs;
+made once enough was measured.
 
-Planning and reserving happen in the training thread and take milliseconds; memory is made by the daemon meanwhile, and is used
-from the boundary on at which it is there (``NewSlots``). Several ranks first agree on what their plans follow from (see
-``FirstPlan``), so that all have one window, and change it together (``ScheduleChanges``).
+Planning and reserving happen in the training thread and take milliseconds; memory is made by the
+daemon meanwhile, and is used from the boundary on at which it is there (``NewSlots``). Several
+ranks first agree on what their plans follow from (see ``FirstPlan``), so that all have one window,
+and change it together (``ScheduleChanges``).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ __all__ = ["Provision"]
 logger = get_logger(__name__)
 
 _MEASURED_STEPS = 3
-# Where much of each step is lost, the next look comes sooner, and the window grows by as much as that asks for, but by this factor at most.
+# Where much of each step is lost, the next look comes sooner, and the window grows by as much as
+# that asks for, but by this factor at most.
 _SEVERE_STEPS = 8
 _MOST_WIDER = 8.0
 _REORDER_STEPS = 50
@@ -190,7 +193,9 @@ class Provision:
             self._stats.reorders += 1
 
     def maybe_widen(self, step: int) -> None:
-        """A wider window makes snapshots smaller: where copies stall the trainer, or peers cannot keep up (DESIGN 5.3)."""
+        """A wider window makes snapshots smaller: where copies stall the trainer, or peers cannot
+        keep up (DESIGN 5.3).
+        """
         plan = self.plan
         if plan is None or self._options.window is not None or plan.policy_name == "dense":
             return
@@ -243,7 +248,8 @@ class Provision:
     def captures_everything(
         self, step: int, *, unknown: str, outgrown: int, most_updates: int
     ) -> bool:
-        """Whether the plan knows all state there is; plans anew where an optimizer began to keep or to update more.
+        """Whether the plan knows all state there is; plans anew where an optimizer began to keep or
+        to update more.
 
         False while that is not possible: an inexact snapshot is worse than none.
 
@@ -338,8 +344,8 @@ class Provision:
     def maybe_grow(self, step: int, *, crowded: bool) -> None:
         """More slots, before there are too few, where this ring must hold more than its own suffix.
 
-        That is so while another rank lags behind, and where another rank's window is longer: all ranks replay from one
-        start (docs/replication.md §6).
+        That is so while another rank lags behind, and where another rank's window is longer: all
+        ranks replay from one start (docs/replication.md §6).
 
         Args:
             crowded: the ring is full of what the other ranks need.

@@ -1,8 +1,9 @@
 """Whether ranks that begin a localized recovery at different iterations go by one schedule from there on.
 
-Each goes on by the schedule of what it loads. If the ranks went over to another window after the last snapshot of those who replay, these would
-not know of it: phases would differ for good, and no recovery of all ranks together would be exact any more. Then all go back now, while
-they have a suffix in common.
+Each goes on by the schedule of what it loads. If the ranks went over to another window after the
+last snapshot of those who replay, these would not know of it: phases would differ for good, and no
+recovery of all ranks together would be exact any more. Then all go back now, while they have a
+suffix in common.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def of_parked(iteration: int, phase: int, scalars: dict[str, Any], payload: byte
 
 
 def differing(told: Sequence[ScheduleStart]) -> str:
-    """Which ranks go by different schedules, in words; empty if all agree. ``told`` is by rank; one that tells nothing differs from all."""
+    """Which ranks go by different schedules, in words; empty if all agree. ``told`` is by rank; one
+    that tells nothing differs from all.
+    """
     known = next((each for each in told if each.span), None)
     for rank, each in enumerate(told):
         alike = known is not None and bool(each.phases)

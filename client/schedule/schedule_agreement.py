@@ -1,6 +1,8 @@
-"""This rank's part in agreeing on changes of the schedule: a thread beside training asks the job's store, training asks nobody.
+"""This rank's part in agreeing on changes of the schedule: a thread beside training asks the job's
+store, training asks nobody.
 
-What is said when is decided by ``ckptd.core.schedules.switching``; here is the thread that says it, and the lock between the two.
+What is said when is decided by ``ckptd.core.schedules.switching``; here is the thread that says it,
+and the lock between the two.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ __all__ = ["ScheduleAgreement"]
 
 logger = get_logger(__name__)
 
-# Between two looks while nothing is open, and while something is; each rank looks, and one store serves them all: it answers
-# some 20,000 small requests per second.
+# Between two looks while nothing is open, and while something is; each rank looks, and one store
+# serves them all: it answers some 20,000 small requests per second.
 _IDLE_S, _OPEN_S = 1.0, 0.1
 _RANKS_PER_S = 4_000
 _ANSWER_S = 10.0

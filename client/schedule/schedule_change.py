@@ -1,8 +1,10 @@
-"""What a rank among several does for a change of the schedule that all have agreed on: plan, memory, and going over to it.
+"""What a rank among several does for a change of the schedule that all have agreed on: plan,
+memory, and going over to it.
 
-Which phase an iteration has follows from its number and from what was agreed on (``ckptd.core.schedules.calendar``); when something
-changes, from ``ckptd.core.schedules.switching``. Memory for a change is made before this rank says that it is ready, so that going
-over cannot fail.
+Which phase an iteration has follows from its number and from what was agreed on
+(``ckptd.core.schedules.calendar``); when something changes, from
+``ckptd.core.schedules.switching``. Memory for a change is made before this rank says that it is
+ready, so that going over cannot fail.
 """
 
 from __future__ import annotations
@@ -106,7 +108,9 @@ class ScheduleChanges:
     # -- at the top of a step ------------------------------------------------------------------------
 
     def boundary(self, step: int) -> bool:
-        """Do what is to be done at this boundary; False if this step must not be captured: by which schedule is not known."""
+        """Do what is to be done at this boundary; False if this step must not be captured: by which
+        schedule is not known.
+        """
         for effect in self._agreed().boundary(step, iteration_s=self._pace.iteration_s):
             self._perform(effect, step)
         self._follow_calendar(step)
@@ -283,7 +287,8 @@ class ScheduleChanges:
             return
         change = Change("experts by popularity", order=self._order, table=table_digest(plan))
         if self.wish(change):
-            # Messages may be late. Where ranks have other operators they cannot agree, however often they are asked.
+            # Messages may be late. Where ranks have other operators they cannot agree, however
+            # often they are asked.
             self._order_tries -= 1
             self._order = self._order if self._order_tries else ()
 
@@ -316,7 +321,8 @@ def _orders(plan: SnapshotPlan, order: Sequence[int]) -> tuple[Phases, ...]:
 def orders_towards(
     schedule: Schedule, costs: Sequence[OperatorCost], order: Sequence[int], *, capacity_bytes: int
 ) -> tuple[Phases, ...]:
-    """The schedules by which an order is reached, one for each following window; none if it cannot come closer.
+    """The schedules by which an order is reached, one for each following window; none if it cannot
+    come closer.
 
     Raises:
         ValueError: the order is not one of these operators.

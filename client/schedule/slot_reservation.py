@@ -1,7 +1,7 @@
 """Asks for further generations of slots, one at a time: the daemon makes the memory while training goes on.
 
-A generation is used from the boundary on at which it is there. Where there is none to be had, what is complete stays
-recoverable, what comes is not protected, and it is tried again later.
+A generation is used from the boundary on at which it is there. Where there is none to be had, what
+is complete stays recoverable, what comes is not protected, and it is tried again later.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class NewSlots:
     def pending(self) -> bool:
         """Whether there are as many generations as may be.
 
-        With several ranks one may hold what they agreed on, one what they may agree on next, and one the chain that is built.
+        With several ranks one may hold what they agreed on, one what they may agree on next, and
+        one the chain that is built.
         """
         most = 2 if self._memory.identity.world_size == 1 else 3
         return len(self._memory.table.segments) >= most

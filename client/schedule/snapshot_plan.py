@@ -1,4 +1,5 @@
-"""A plan: what is captured when, and how large the ring is for it; as it is recorded in a segment, and read from there.
+"""A plan: what is captured when, and how large the ring is for it; as it is recorded in a segment,
+and read from there.
 
 How one comes about is in `ckptd.client.schedule.planning`.
 """
@@ -48,7 +49,8 @@ _SLOT_SLACK = 64 << 10
 class SnapshotPlan:
     """What is captured when, and how large the ring is for it.
 
-    ``costs``: what each operator takes in this rank's snapshots; of what several ranks share, this rank's part in the mean.
+    ``costs``: what each operator takes in this rank's snapshots; of what several ranks share, this
+        rank's part in the mean.
     """
 
     operators: list[Operator]
@@ -63,9 +65,11 @@ class SnapshotPlan:
     num_slots: int = 0
     # Slots beyond what one node needs, for snapshots that wait for peers.
     slack: int = 0
-    # Of `num_slots`, those that are there so that a suffix can stay while it is uploaded; snapshots go on without them.
+    # Of `num_slots`, those that are there so that a suffix can stay while it is uploaded; snapshots
+    # go on without them.
     upload_slots: int = 0
-    # What may be copied per step, as it was measured (or agreed on); it decides where large operators are split.
+    # What may be copied per step, as it was measured (or agreed on); it decides where large
+    # operators are split.
     budget_bytes: int | None = None
     # The rank that captures each operator; empty: this one, all of them.
     owners: list[int] = field(default_factory=list)
@@ -94,7 +98,9 @@ class SnapshotPlan:
 
     @property
     def order_capacity(self) -> int:
-        """What a phase may take, by `costs`, in another order; equal on ranks that share, whose slots differ a little."""
+        """What a phase may take, by `costs`, in another order; equal on ranks that share, whose
+        slots differ a little.
+        """
         peak = self.schedule.peak_bytes
         return peak + peak // 50 if self.shares else self.slot_bytes
 
@@ -135,7 +141,9 @@ class SnapshotPlan:
         self.use(schedule_of(self.costs, phases, fixed, self.policy_name))
 
     def phase_plan(self, binding: LiveState, ordinal: int) -> tuple[PhasePlan, bool] | None:
-        """The copy plan of the ``ordinal``-th snapshot, and whether a chain begins with it; None where none is taken."""
+        """The copy plan of the ``ordinal``-th snapshot, and whether a chain begins with it; None
+        where none is taken.
+        """
         key = ordinal % self.span
         if key not in self._phases:
             levels = self.policy.levels_for(ordinal)
@@ -167,7 +175,9 @@ class SnapshotPlan:
         return self._state.specs
 
     def everything(self, binding: LiveState) -> PhasePlan:
-        """The layout of an image that anchors all this rank has, whoever captures it otherwise: of parked state."""
+        """The layout of an image that anchors all this rank has, whoever captures it otherwise: of
+        parked state.
+        """
         if self._state is None:
             self._state = StateTable.of(binding)
         return build_phase(
@@ -183,7 +193,9 @@ class SnapshotPlan:
         )
 
     def measure_slots(self, binding: LiveState) -> None:
-        """Fix the geometry: the largest image of a window, and enough slots for a suffix and what is in flight."""
+        """Fix the geometry: the largest image of a window, and enough slots for a suffix and what
+        is in flight.
+        """
         plans = [p for i in range(self.span) if (p := self.phase_plan(binding, i)) is not None]
         largest = max(p.layout.image_len for p, _ in plans)
         slack = (
@@ -193,7 +205,9 @@ class SnapshotPlan:
         self.num_slots = self.policy.num_slots + self.slack
 
     def capture_all(self, binding: LiveState) -> None:
-        """Leave nothing to other ranks. Operators and phases stay, so that ranks which leave theirs to this one find them here."""
+        """Leave nothing to other ranks. Operators and phases stay, so that ranks which leave theirs
+        to this one find them here.
+        """
         self.owners = []
         self._phases.clear()
         self.measure_slots(binding)
@@ -309,7 +323,9 @@ def plan_from_payload(
 
 
 def captured_once(payload: bytes) -> bool:
-    """Whether, under the plan of a segment, each operator is captured by one of the ranks that have it: these have compared its values."""
+    """Whether, under the plan of a segment, each operator is captured by one of the ranks that have
+    it: these have compared its values.
+    """
     owners = values.unpack(payload).get("owners", ())
     return bool(owners) and all(owner != EVERY_RANK for owner in owners)
 

@@ -1,4 +1,6 @@
-"""How long steps take, and how much of that is ours: fed with clock readings in seconds, decides nothing (pure)."""
+"""How long steps take, and how much of that is ours: fed with clock readings in seconds, decides
+nothing (pure).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class StepTiming:
         return last
 
     def boundary_over(self, now_s: float) -> None:
-        """The user's code goes on. Planning and reserving happen once (or after a change) and are no step's stall."""
+        """The user's code goes on. Planning and reserving happen once (or after a change) and are
+        no step's stall.
+        """
         self.boundary_s = now_s - self._top_at - self._prepare_s
 
     def prepared(self, seconds: float) -> None:
@@ -78,7 +82,9 @@ class StepTiming:
 
     @property
     def stall_share(self) -> float:
-        """Median share of a step that training waited for snapshots; 0 until enough steps were seen, fewer where it is severe."""
+        """Median share of a step that training waited for snapshots; 0 until enough steps were
+        seen, fewer where it is severe.
+        """
         if len(self._stalls) < _FEW or not self.iteration_s:
             return 0.0
         share = statistics.median(self._stalls) / self.iteration_s

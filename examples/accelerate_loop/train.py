@@ -1,4 +1,5 @@
-"""A training loop with Accelerate: prepared loader, accumulation, augmentation in workers. Kill it and start it again.
+"""A training loop with Accelerate: prepared loader, accumulation, augmentation in workers. Kill it
+and start it again.
 
     $ python -m examples.accelerate_loop.train --run first
     $ torchrun --nproc-per-node 2 -m examples.accelerate_loop.train --run second

@@ -1,11 +1,14 @@
-"""`make demo-elastic`: hosts vanish one by one, and come back one by one, and an elastic training goes on with those that there are.
+"""`make demo-elastic`: hosts vanish one by one, and come back one by one, and an elastic training
+goes on with those that there are.
 
-Five hosts, each a network namespace of this machine with a daemon, memory and processes of its own (`tests.cluster`), under torchrun with a node
-range of 2 to 5. Two hosts are destroyed at seeded random, the third one because it alone holds an expert: all of its replicas are gone with
-it, and it comes back from a replica of a snapshot. Then the hosts return, empty. Every time the experts are placed anew over what is there.
-The demo fails unless at each change the job went on at the very step that was cut off, all replicas of all experts were equal, bit for bit (the
-training itself checks that), and the losses of all steps are those of one process that nobody disturbed, with the same global batch, up to
-the order of sums.
+Five hosts, each a network namespace of this machine with a daemon, memory and processes of its own
+(`tests.cluster`), under torchrun with a node range of 2 to 5. Two hosts are destroyed at seeded
+random, the third one because it alone holds an expert: all of its replicas are gone with it, and it
+comes back from a replica of a snapshot. Then the hosts return, empty. Every time the experts are
+placed anew over what is there. The demo fails unless at each change the job went on at the very
+step that was cut off, all replicas of all experts were equal, bit for bit (the training itself
+checks that), and the losses of all steps are those of one process that nobody disturbed, with the
+same global batch, up to the order of sums.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of a change; times in seconds since it: until all ranks had met, the state was planned, loaded, and the first step done."""
+    """What came of a change; times in seconds since it: until all ranks had met, the state was
+    planned, loaded, and the first step done.
+    """
 
     change: Change
     start: int
@@ -162,7 +167,9 @@ class Run:
         return [e for e in worlds if e["number"] == newest]
 
     def until_protected(self) -> None:
-        """Wait until all ranks of the newest world are in the middle of one step, of which the state is held as often as it is to be."""
+        """Wait until all ranks of the newest world are in the middle of one step, of which the
+        state is held as often as it is to be.
+        """
         self.job.until(self._protected, "a protected step", timeout_s=READY_TIMEOUT_S)
 
     def _protected(self) -> bool:

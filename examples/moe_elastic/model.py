@@ -1,5 +1,7 @@
-"""A byte-level model with two mixture layers: eight bytes in, the next one out. In double precision, so that runs with other numbers of
-ranks, which add up in other orders, can be compared over hundreds of steps."""
+"""A byte-level model with two mixture layers: eight bytes in, the next one out. In double
+precision, so that runs with other numbers of ranks, which add up in other orders, can be compared
+over hundreds of steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One rank of the elastic training, started by torchrun with a range of nodes; ckptd is the `ElasticJob` and its four calls."""
+"""One rank of the elastic training, started by torchrun with a range of nodes; ckptd is the
+`ElasticJob` and its four calls.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     torch.set_num_threads(1)
     began = time.time()
-    # A peer that lost power closes no connection: this is how long the others wait for it before they start again.
+    # A peer that lost power closes no connection: this is how long the others wait for it before
+    # they start again.
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_S))
     host = os.environ.get("CKPTD_NODE_ID", "alone")
     with (args.log / f"{host}.jsonl").open("a", buffering=1) as log:

@@ -1,9 +1,11 @@
 """`make demo-pipeline`: lose workers of a pipeline; only stages that lost their state work again.
 
-Four stages of two replicas train as eight processes under torchrun. At seeded random moments processes are SIGKILLed: one worker,
-both workers of one stage, and all workers of two stages next to each other. The same losses strike twice: once the survivors park
-their state and recovery is localized, once they do not and all ranks replay. Every life is initialised from another seed. The demo
-fails unless every tensor of all ranks and every loss is identical to those of a run without ckptd.
+Four stages of two replicas train as eight processes under torchrun. At seeded random moments
+processes are SIGKILLed: one worker, both workers of one stage, and all workers of two stages next
+to each other. The same losses strike twice: once the survivors park their state and recovery is
+localized, once they do not and all ranks replay. Every life is initialised from another seed. The
+demo fails unless every tensor of all ranks and every loss is identical to those of a run without
+ckptd.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from examples.moe_text.report import differing_tensors, losses_by_step, step_tim
 
 __all__ = ["Loss", "PipelineRun", "Return", "main", "plan_losses", "return_of"]
 
-# Of torchrun: with the store that it shares over restarts, gloo goes to the addresses of the processes that were ended.
+# Of torchrun: with the store that it shares over restarts, gloo goes to the addresses of the
+# processes that were ended.
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 RUN_TIMEOUT_S = 600.0
 POLL_S = 0.02
@@ -49,7 +52,9 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoss:
-    """Kill all workers of these stages, of all replicas or of one, `delay_s` after iteration `step` was logged."""
+    """Kill all workers of these stages, of all replicas or of one, `delay_s` after iteration `step`
+    was logged.
+    """
 
     step: int
     delay_s: float
@@ -71,7 +76,9 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """How a job came back from a loss: per rank the iterations done again, and seconds until all ranks did new ones."""
+    """How a job came back from a loss: per rank the iterations done again, and seconds until all
+    ranks did new ones.
+    """
 
     again: tuple[int, ...]
     back_s: float
@@ -206,7 +213,9 @@ class PipelineRun:
 
 
 def back_at(loss: Loss, run: PipelineRun) -> list[tuple[float, float]] | None:
-    """When each rank was attached again, and when it had done an iteration that none had before; None while one has not."""
+    """When each rank was attached again, and when it had done an iteration that none had before;
+    None while one has not.
+    """
     attached, before = list[float](), list(loss.last_steps)
     for rank in range(run.num_ranks):
         later = [e for e in run.events(rank) if e["time_s"] > loss.time_s]

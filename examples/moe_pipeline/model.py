@@ -1,7 +1,7 @@
 """The transformer of `examples.moe_text` cut into pipeline stages.
 
-Each stage's gates have a load-balancing loss of their own, which never leaves the stage: it is added to the gradients on the way
-back, so that a stage sends its output and nothing else.
+Each stage's gates have a load-balancing loss of their own, which never leaves the stage: it is
+added to the gradients on the way back, so that a stage sends its output and nothing else.
 """
 
 from __future__ import annotations

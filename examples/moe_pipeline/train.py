@@ -1,7 +1,8 @@
 """Train the pipeline: an ordinary loop over `schedule.step`, in which a few lines are ckptd's.
 
-torchrun starts one of these per rank. Rank `r` holds stage `r % stages` of replica `r // stages`: stages exchange activations and
-gradients (1F1B), the replicas of a stage average their gradients. Each rank logs to `<log>-r<rank>.jsonl`.
+torchrun starts one of these per rank. Rank `r` holds stage `r % stages` of replica `r // stages`:
+stages exchange activations and gradients (1F1B), the replicas of a stage average their gradients.
+Each rank logs to `<log>-r<rank>.jsonl`.
 
     torchrun --nproc-per-node 8 -m examples.moe_pipeline.train --stages 4 --steps 100
 """

@@ -1,12 +1,13 @@
 """`make demo-nodes`: data-parallel training across hosts, of which one after the other is destroyed.
 
-Three hosts train and one waits as a spare, each a network namespace of this machine with a daemon, memory
-and processes of its own (`tests.cluster`). The first run is not touched by ckptd. In the second, every
-snapshot is replicated to two peers; at seeded random moments a host is destroyed: all its processes are
-SIGKILLed, its memory is wiped, its network is taken away. Once two go at the same time. torchrun brings
-the job back on what is left and the spare, the ranks get their state from their peers' memory, and
-the host returns, empty, as the next spare. Every life of a rank is initialised from another seed. The demo fails unless
-every tensor of all ranks and every loss is identical to those of the first run.
+Three hosts train and one waits as a spare, each a network namespace of this machine with a daemon,
+memory and processes of its own (`tests.cluster`). The first run is not touched by ckptd. In the
+second, every snapshot is replicated to two peers; at seeded random moments a host is destroyed: all
+its processes are SIGKILLed, its memory is wiped, its network is taken away. Once two go at the same
+time. torchrun brings the job back on what is left and the spare, the ranks get their state from
+their peers' memory, and the host returns, empty, as the next spare. Every life of a rank is
+initialised from another seed. The demo fails unless every tensor of all ranks and every loss is
+identical to those of the first run.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def plan_losses(rng: random.Random, *, steps: int, window: int, count: int) -> l
 
 
 class Run:
-    """One training run over the cluster: a daemon on each host unless there is none to be, a torchrun job, logs."""
+    """One training run over the cluster: a daemon on each host unless there is none to be, a
+    torchrun job, logs.
+    """
 
     def __init__(
         self, name: str, cluster: Cluster, folder: Path, args: argparse.Namespace, *, daemons: str
@@ -178,8 +181,8 @@ def strike(planned: PlannedLoss, run: Run, progress: Progress) -> NodeLoss:
 def come_back(loss: NodeLoss, run: Run, progress: Progress) -> None:
     """Let the job go on without the lost hosts, and return them, empty, as spares.
 
-    With fewer hosts left than ranks, the first lost one returns before that: there is no other way. The rest wait
-    until the job goes on, so that no survivor loses its place to a newcomer.
+    With fewer hosts left than ranks, the first lost one returns before that: there is no other way.
+    The rest wait until the job goes on, so that no survivor loses its place to a newcomer.
     """
     waiting = [host for host in run.cluster.hosts if not host.up]
     while sum(host.up for host in run.cluster.hosts) < NUM_RANKS:

@@ -1,11 +1,13 @@
 """`make demo-storage`: data-parallel training of which every host is destroyed at once, again and again.
 
-Two hosts train, each a network namespace of this machine with a daemon, memory and processes of its own (`tests.cluster`); their
-daemons store every few iterations in an S3 server (SeaweedFS), which outlives them. The first run is not touched by ckptd. In the
-second, both hosts are destroyed at seeded random moments: all processes are SIGKILLed, all memory is wiped, replicas with it.
-New, empty hosts take their place, torchrun starts the job on them, and the ranks get their state from storage. Every life of a rank
-is initialised from another seed. The demo fails unless every tensor of all ranks and every loss is identical to those of the first
-run, and unless all that is stored is whole, byte by byte.
+Two hosts train, each a network namespace of this machine with a daemon, memory and processes of its
+own (`tests.cluster`); their daemons store every few iterations in an S3 server (SeaweedFS), which
+outlives them. The first run is not touched by ckptd. In the second, both hosts are destroyed at
+seeded random moments: all processes are SIGKILLed, all memory is wiped, replicas with it. New,
+empty hosts take their place, torchrun starts the job on them, and the ranks get their state from
+storage. Every life of a rank is initialised from another seed. The demo fails unless every tensor
+of all ranks and every loss is identical to those of the first run, and unless all that is stored is
+whole, byte by byte.
 """
 
 from __future__ import annotations
@@ -113,7 +115,9 @@ class Storage:
 
 
 class Run:
-    """One training run over all hosts of the cluster: a daemon on each if there is storage, a torchrun job, logs."""
+    """One training run over all hosts of the cluster: a daemon on each if there is storage, a
+    torchrun job, logs.
+    """
 
     def __init__(
         self,
@@ -192,7 +196,9 @@ class Run:
 def lose_everything(
     planned: PlannedLoss, run: Run, storage: Storage, progress: Progress
 ) -> tuple[NodeLoss, int]:
-    """At the planned moment, destroy all hosts; wait until the job is beyond it. Also the newest that was durable then."""
+    """At the planned moment, destroy all hosts; wait until the job is beyond it. Also the newest
+    that was durable then.
+    """
     run.job.until(
         lambda: run.last_step() >= planned.step and bool(storage.committed()),
         f"iteration {planned.step}",

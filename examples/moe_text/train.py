@@ -6,8 +6,8 @@ same bits. `--init-seed` may differ between restarts: nothing that matters comes
 
     python -m examples.moe_text.train --steps 200 --log out/loss.jsonl --final out/final.pt
 
-With `--ddp`, torchrun starts one of these per rank: the same loop under DistributedDataParallel over gloo, with
-data, dropout, log and final state of each rank's own (`<log>-r<rank>.jsonl`).
+With `--ddp`, torchrun starts one of these per rank: the same loop under DistributedDataParallel
+over gloo, with data, dropout, log and final state of each rank's own (`<log>-r<rank>.jsonl`).
 """
 
 from __future__ import annotations
@@ -162,10 +162,12 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
 
 
 def distribute(model: nn.Module, init_seed: int) -> nn.Module:
-    """The model, to be called in its place: gradients are averaged over the ranks; dropout differs between them.
+    """The model, to be called in its place: gradients are averaged over the ranks; dropout differs
+    between them.
 
-    Which experts get no token differs too, hence `find_unused_parameters`. It also keeps DDP from regrouping
-    gradients after its first iteration, which would add them up in another order after a restart than before it.
+    Which experts get no token differs too, hence `find_unused_parameters`. It also keeps DDP from
+    regrouping gradients after its first iteration, which would add them up in another order after a
+    restart than before it.
     """
     net = DistributedDataParallel(model, find_unused_parameters=True)
     torch.manual_seed(1000 * init_seed + dist.get_rank())
@@ -173,7 +175,8 @@ def distribute(model: nn.Module, init_seed: int) -> nn.Module:
 
 
 def of_this_rank(args: argparse.Namespace) -> dict[str, object]:
-    """Join the other ranks, and turn names of files into this rank's own; what every line of the log shall say.
+    """Join the other ranks, and turn names of files into this rank's own; what every line of the
+    log shall say.
 
     A rank that has a log already has lived before, perhaps elsewhere: this life is initialised with
     another seed, so that nothing right can come from there.

@@ -1,4 +1,6 @@
-"""The job's configuration: nested dataclasses, and their fields as options (`--training.steps 100`), as in torchtitan."""
+"""The job's configuration: nested dataclasses, and their fields as options (`--training.steps
+100`), as in torchtitan.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A small pre-norm transformer over bytes. It knows nothing of parallelism: that is applied to it from outside (parallelize.py).
+"""A small pre-norm transformer over bytes. It knows nothing of parallelism: that is applied to it
+from outside (parallelize.py).
 
 Shapes: B batch, T positions, H heads, D model width, V vocabulary.
 """

@@ -1,13 +1,17 @@
-"""Train in torchtitan's manner: a config of dataclasses, parallel dims to a DeviceMesh, components built one by one, then the loop.
+"""Train in torchtitan's manner: a config of dataclasses, parallel dims to a DeviceMesh, components
+built one by one, then the loop.
 
-ckptd is three lines: the import, the ``Checkpointer`` among the components, and the ``for`` of the loop. There is no load, no save and no
-``if resuming``. Each rank captures its own shards; all come back to the same step.
+ckptd is three lines: the import, the ``Checkpointer`` among the components, and the ``for`` of the
+loop. There is no load, no save and no ``if resuming``. Each rank captures its own shards; all come
+back to the same step.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m -- examples.torchtitan_style.train --fault.at_step 15
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2
+    --max-restarts 3 -m -- examples.torchtitan_style.train --fault.at_step 15
 
-(Without the variable, torchrun's next life finds gloo's addresses of the life before, with torch 2.13.) Rank 1 kills itself in step 15 (once). torchrun starts both ranks again, which go on at the bits that they would have had without it:
-with ``--output.folder`` the final states of two runs, with and without the fault, can be compared.
+(Without the variable, torchrun's next life finds gloo's addresses of the life before, with torch
+2.13.) Rank 1 kills itself in step 15 (once). torchrun starts both ranks again, which go on at the
+bits that they would have had without it: with ``--output.folder`` the final states of two runs,
+with and without the fault, can be compared.
 """
 
 from __future__ import annotations

@@ -136,7 +136,9 @@ class Catalog:
         return _leaving(self.epochs, epoch, iteration)
 
     def only(self, ids: Collection[CheckpointId]) -> Catalog:
-        """The same with these checkpoints alone; no other one tells of a history that makes one of them stale."""
+        """The same with these checkpoints alone; no other one tells of a history that makes one of
+        them stale.
+        """
         manifests = {
             c.id: {c.world_size: dict(c.manifests)} for c in self.checkpoints if c.id in ids
         }

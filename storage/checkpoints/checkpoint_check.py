@@ -1,7 +1,8 @@
 """One checkpoint, checked from its manifests down to the last byte that they refer to.
 
-An object is checked by itself (`ckptd.storage.images.object_check`), once; an image by its header's digest, then by comparing the digests in it with those of the
-tensors that its extents point to, and last, in a second pass, by the cryptographic digest in its manifest: the others can be made to fit.
+An object is checked by itself (`ckptd.storage.images.object_check`), once; an image by its header's
+digest, then by comparing the digests in it with those of the tensors that its extents point to, and
+last, in a second pass, by the cryptographic digest in its manifest: the others can be made to fit.
 
 What is found is data; trouble with the store itself (`StoreError`, unless an object is missing or too
 short) is raised, because it says nothing about what is stored.

@@ -1,11 +1,15 @@
-"""What of the earlier worlds of an elastic run may be deleted. Pure, as `ckptd.storage.checkpoints.retention` is.
+"""What of the earlier worlds of an elastic run may be deleted. Pure, as
+`ckptd.storage.checkpoints.retention` is.
 
-A world is one life of an elastic job, and for the store a run of its own (`WorldName` marks it as such). The newest world of which a
-checkpoint is committed is the history of the job: worlds before it are needed no more, whichever iterations they came to, once that
-checkpoint is verified and has settled. What retention leaves anyway (pins, ``keep_every``, what is young) stays in them as well, and
-``keep_last`` counts over all worlds: while the newest one has fewer, the newest whole ones of the world before stay, to fall back to.
+A world is one life of an elastic job, and for the store a run of its own (`WorldName` marks it as
+such). The newest world of which a checkpoint is committed is the history of the job: worlds before
+it are needed no more, whichever iterations they came to, once that checkpoint is verified and has
+settled. What retention leaves anyway (pins, ``keep_every``, what is young) stays in them as well,
+and ``keep_last`` counts over all worlds: while the newest one has fewer, the newest whole ones of
+the world before stay, to fall back to.
 
-Who still writes into a world that is over may be a node that has not heard of it; so objects go when they are older than the grace time.
+Who still writes into a world that is over may be a node that has not heard of it; so objects go
+when they are older than the grace time.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ class StoredWorld:
 
 @dataclass(frozen=True, slots=True)
 class IncarnationRemoval:
-    """What goes of one world: first ``manifests``, then ``objects``; and where nothing is left, at last its ``names``.
+    """What goes of one world: first ``manifests``, then ``objects``; and where nothing is left, at
+    last its ``names``.
 
     Args:
         kept: the checkpoints that stay, and why.
@@ -59,7 +64,8 @@ class IncarnationRemoval:
 def replacing_world(
     worlds: Mapping[int, StoredWorld], policy: RetentionPolicy, *, now_ns: int
 ) -> int | None:
-    """The latest world that takes the place of those before it: that has a verified checkpoint that has settled. None: no world has.
+    """The latest world that takes the place of those before it: that has a verified checkpoint that
+    has settled. None: no world has.
 
     Args:
         worlds: by number.

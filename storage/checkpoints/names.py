@@ -161,7 +161,9 @@ class PinName(NamedTuple):
 
 
 class WorldName(NamedTuple):
-    """The mark of a world of an elastic run: that `run_of_world` of it is one, and not a run that happens to be called so."""
+    """The mark of a world of an elastic run: that `run_of_world` of it is one, and not a run that
+    happens to be called so.
+    """
 
     job: str
     run: str

@@ -7,10 +7,12 @@ Invariants, whatever the policy and wherever the last plan was cut short:
 
 * a committed checkpoint goes only if a newer one is committed *and verified*, so the newest verified one
   stays, and is whole; and only some time after that one was committed;
-* only a checkpoint of the same run replaces one: names stand for another run where ``run.json`` was removed, or
-  where somebody copied checkpoints to them. Which run it is of a manifest tells (``run_id``), and no listing;
-* an object goes only if no manifest that stays refers to it, of whichever run, and nobody can be about to write one
-  that does (``docs/format.md`` section 7). If a manifest that stays could not be read, no object goes.
+* only a checkpoint of the same run replaces one: names stand for another run where ``run.json`` was
+  removed, or where somebody copied checkpoints to them. Which run it is of a manifest tells
+  (``run_id``), and no listing;
+* an object goes only if no manifest that stays refers to it, of whichever run, and nobody can be
+  about to write one that does (``docs/format.md`` section 7). If a manifest that stays could not be
+  read, no object goes.
 
 Time is the store's, as its listing tells it: nobody else's clock is compared with it.
 """
@@ -193,7 +195,9 @@ def plan_retention(
 def run_of(
     catalog: Catalog, checkpoint: CheckpointId, references: Mapping[str, References]
 ) -> Catalog:
-    """The catalog with the checkpoints alone that are of the same run as this one; with all if that cannot be told."""
+    """The catalog with the checkpoints alone that are of the same run as this one; with all if that
+    cannot be told.
+    """
     runs, unknown = _apart(catalog, references)
     if checkpoint in unknown:
         return catalog
@@ -205,8 +209,9 @@ def _apart(
 ) -> tuple[list[Catalog], Collection[CheckpointId]]:
     """Run by run, and the checkpoints of which it is not known.
 
-    A folder's name is a hash of the run, too, so that all of its manifests are of one. If all that is known is of one run,
-    nothing speaks for another one: what cannot be read is taken for damaged, and goes when its time has come.
+    A folder's name is a hash of the run, too, so that all of its manifests are of one. If all that
+    is known is of one run, nothing speaks for another one: what cannot be read is taken for
+    damaged, and goes when its time has come.
     """
     found: dict[str, set[CheckpointId]] = {}
     unknown: set[CheckpointId] = set()
@@ -303,7 +308,8 @@ def _incomplete(
 
 
 def _begin(catalog: Catalog, references: Mapping[str, References]) -> tuple[int, int]:
-    """Epoch and start of the newest committed checkpoint: of histories up to this epoch nobody needs what is older.
+    """Epoch and start of the newest committed checkpoint: of histories up to this epoch nobody
+    needs what is older.
 
     A later history, of which no checkpoint is there yet, may have begun before it.
     """

@@ -4,7 +4,8 @@
     <folder>/sign.pub              its public key, for others
     <folder>/signers/<name>.pub    the public key of a node whose manifests are believed
 
-A manifest tells the digest of every image, so its signature covers all bytes that a restore reads (docs/format.md section 4).
+A manifest tells the digest of every image, so its signature covers all bytes that a restore reads
+(docs/format.md section 4).
 """
 
 from __future__ import annotations

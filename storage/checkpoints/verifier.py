@@ -1,8 +1,9 @@
 """Whether what is stored is whole: a checkpoint, a run, or all of a store. Nothing is changed.
 
-With ``full`` every byte of every object that a committed checkpoint refers to is read; without, objects
-are only looked for, and must be as long as they were. What is found is data, see `ckptd.storage.checkpoints.findings`;
-trouble with the store itself is raised (`StoreError`), because it says nothing about what is stored.
+With ``full`` every byte of every object that a committed checkpoint refers to is read; without,
+objects are only looked for, and must be as long as they were. What is found is data, see
+`ckptd.storage.checkpoints.findings`; trouble with the store itself is raised (`StoreError`),
+because it says nothing about what is stored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The image: what a slot holds and what is stored, one valid safetensors file per snapshot.
 
-``docs/architecture.md`` section 3 is the specification. An image is laid out once (`ckptd.storage.images.image_layout`); sealing it is digesting
-bytes that are already in place, and a view reads it where it lies.
+``docs/architecture.md`` section 3 is the specification. An image is laid out once
+(`ckptd.storage.images.image_layout`); sealing it is digesting bytes that are already in place, and
+a view reads it where it lies.
 
 A buffer may be longer than its image (a slot is); what follows the image is never touched.
 """
@@ -68,7 +69,9 @@ class DigestMap(Protocol):
 
 
 class Mismatch(NamedTuple):
-    """Bytes ``[start, stop)`` of an image that are not those that were sealed: of a tensor, or of the ``"header"``."""
+    """Bytes ``[start, stop)`` of an image that are not those that were sealed: of a tensor, or of
+    the ``"header"``.
+    """
 
     name: str
     start: int
@@ -181,10 +184,11 @@ def verify(buf: memoryview, header_digest: bytes, *, map_fn: DigestMap | None = 
 def mismatches(
     buf: memoryview, header_digest: bytes, *, map_fn: DigestMap | None = None
 ) -> list[Mismatch]:
-    """Everything in the image that is not, bit for bit, what was sealed with ``header_digest``, in order and in one pass.
+    """Everything in the image that is not, bit for bit, what was sealed with ``header_digest``, in
+    order and in one pass.
 
-    A damaged header hides which tensors are damaged: it is named alone, as far as its length can be told (8 bytes, if that is
-    what is damaged). Who mends it asks again.
+    A damaged header hides which tensors are damaged: it is named alone, as far as its length can be
+    told (8 bytes, if that is what is damaged). Who mends it asks again.
 
     Raises:
         ImageError: what was sealed is not an image, or does not fit into the buffer: nothing mends that.

@@ -1,7 +1,8 @@
-"""What is fixed in every image: where the mutable fields of its header lie, which dtypes there are, how a tensor is described.
+"""What is fixed in every image: where the mutable fields of its header lie, which dtypes there are,
+how a tensor is described.
 
-``docs/architecture.md`` section 3 is the specification. So that the mutable fields are found without parsing, every header begins with
-the same bytes::
+``docs/architecture.md`` section 3 is the specification. So that the mutable fields are found
+without parsing, every header begins with the same bytes::
 
     {"__metadata__":{"format":"ckptd/1","iteration":"<20>","previous":"<20>","scalars_len":"<12>",
     "digests":"<32 per tensor>", …

@@ -1,6 +1,7 @@
 """Reading the header of an image: what it says, apart from its mutable fields; parsed once per layout id.
 
-Whatever is read is checked before it is used: a hostile header raises `ImageError` and costs no more than its own length.
+Whatever is read is checked before it is used: a hostile header raises `ImageError` and costs no
+more than its own length.
 """
 
 from __future__ import annotations

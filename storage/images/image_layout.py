@@ -1,4 +1,5 @@
-"""Writing an image: its layout is planned once, and its header is then one copy of a template and three patches.
+"""Writing an image: its layout is planned once, and its header is then one copy of a template and
+three patches.
 
 Nothing is serialised, nothing is copied.
 

@@ -1,4 +1,6 @@
-"""A stored image read once from its first byte to its last, in bounded memory, and compared with the cryptographic digest in its manifest."""
+"""A stored image read once from its first byte to its last, in bounded memory, and compared with
+the cryptographic digest in its manifest.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ def has_its_digest(store: ObjectStore, snapshot: StoredSnapshot) -> bool:
 def vouched_tensors(
     store: ObjectStore, snapshot: StoredSnapshot, head: bytes, header: ObjectHeader
 ) -> dict[str, bytes]:
-    """BLAKE3 digests of an image's tensors, made while all of it was compared with the digest in the manifest: whoever reads a tensor later has to get
-    these bytes. Empty if the manifest has no digest (version 1).
+    """BLAKE3 digests of an image's tensors, made while all of it was compared with the digest in
+    the manifest: whoever reads a tensor later has to get these bytes. Empty if the manifest has no
+    digest (version 1).
 
     Args:
         head: the image's header as it was believed before; ``header`` is what it says.

@@ -1,8 +1,8 @@
 """Headers of stored objects: of images as they are stored verbatim, and of parts.
 
-Both are safetensors headers whose metadata hold one xxh3_128 digest per tensor, in order of data offset.
-`ckptd.storage.images.image` reads images that lie in memory as a whole; here a header is read by itself, so that
-an object can be checked while it streams by, and is checked no less.
+Both are safetensors headers whose metadata hold one xxh3_128 digest per tensor, in order of data
+offset. `ckptd.storage.images.image` reads images that lie in memory as a whole; here a header is
+read by itself, so that an object can be checked while it streams by, and is checked no less.
 """
 
 from __future__ import annotations

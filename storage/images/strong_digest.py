@@ -1,7 +1,9 @@
-"""Cryptographic digests of images: what a forger cannot make, beside xxh3, which finds damage three to ten times as fast.
+"""Cryptographic digests of images: what a forger cannot make, beside xxh3, which finds damage three
+to ten times as fast.
 
-A digest is spelled ``blake3:<64 hex digits>`` or ``sha256:<64 hex digits>``. Whoever makes one takes what this machine computes
-faster (BLAKE3 with AVX2 or AVX-512, SHA-256 where only that has instructions of its own); whoever checks one takes what it names.
+A digest is spelled ``blake3:<64 hex digits>`` or ``sha256:<64 hex digits>``. Whoever makes one
+takes what this machine computes faster (BLAKE3 with AVX2 or AVX-512, SHA-256 where only that has
+instructions of its own); whoever checks one takes what it names.
 """
 
 from __future__ import annotations

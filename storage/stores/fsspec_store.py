@@ -1,7 +1,8 @@
 """Any fsspec file system as a store, by URL. Plain: for S3 there are `S3fsStore` and `ObstoreStore`.
 
-What is promised here is what the file system keeps: an object appears when its file is closed (true of the object
-stores of fsspec), and ``if_absent`` looks first, so two writers may both win (`StoreFacts.conditional_create`).
+What is promised here is what the file system keeps: an object appears when its file is closed (true
+of the object stores of fsspec), and ``if_absent`` looks first, so two writers may both win
+(`StoreFacts.conditional_create`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A folder as a store: plain files, written aside, synced, and then given their names.
 
-A file that is being written is called ``.ckptd-<random>`` and lies in the folder of its object. A put ends with the
-file and its name on disk (fsync of both), and creating is exclusive: a hard link never replaces.
+A file that is being written is called ``.ckptd-<random>`` and lies in the folder of its object. A
+put ends with the file and its name on disk (fsync of both), and creating is exclusive: a hard link
+never replaces.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 _THREADS_FROM = 32 << 20  # below this one thread reads as fast
-# What is stored is not read again here: left in the page cache it would push out the training data, and each new page costs
-# more than the copy into it (2.7 against 0.4 CPU seconds per GiB in a virtual machine that returns free memory to its host).
+# What is stored is not read again here: left in the page cache it would push out the training data,
+# and each new page costs more than the copy into it (2.7 against 0.4 CPU seconds per GiB in a
+# virtual machine that returns free memory to its host).
 _UNCACHE_BYTES = 32 << 20
 
 

@@ -1,8 +1,9 @@
 """S3, Google and Azure by way of obstore (Rust): a fifth of the CPU of s3fs for the same upload.
 
-Buffers are handed over without a copy. obstore cuts an object into parts, repeats a part that failed and aborts an
-upload that failed; it offers no condition on completing a multipart upload, so for large objects ``if_absent`` looks
-again just before the end. Nor can it list half-finished uploads: where s3fs is installed, that is asked for cleaning up.
+Buffers are handed over without a copy. obstore cuts an object into parts, repeats a part that
+failed and aborts an upload that failed; it offers no condition on completing a multipart upload, so
+for large objects ``if_absent`` looks again just before the end. Nor can it list half-finished
+uploads: where s3fs is installed, that is asked for cleaning up.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class ObstoreStore(StoreBase):
         self._housekeeper = housekeeper
         self._housekeeping = threading.Lock()
         self._opened: ObjectStore | None = None
-        # What may be repeated within a call (a part, a range), and what may not (a create that was refused because
-        # its first attempt, whose answer got lost, had succeeded).
+        # What may be repeated within a call (a part, a range), and what may not (a create that was
+        # refused because its first attempt, whose answer got lost, had succeeded).
         self._store = _open(url, options, retries=options.attempts - 1)
         self._single = self._store if self._memory else _open(url, options, retries=0)
         self._pool = ThreadPoolExecutor(options.concurrency, thread_name_prefix="ckptd-obstore")

@@ -29,9 +29,9 @@ def open_store(
         url: ``file:///folder`` or a plain absolute path, ``s3://bucket/path``, ``memory://name``, or any other URL
             that obstore or fsspec knows.
         options: see `StoreOptions`.
-        backend: ``auto`` takes obstore where it is installed and speaks the scheme, else fsspec. Folders are
-            always read and written by `LocalStore`; ``memory://`` is fsspec's, which a whole process shares, unless
-            obstore is asked for by name.
+        backend: ``auto`` takes obstore where it is installed and speaks the scheme, else fsspec.
+            Folders are always read and written by `LocalStore`; ``memory://`` is fsspec's, which a
+            whole process shares, unless obstore is asked for by name.
     Raises:
         ValueError: an option, a backend or a URL that there is not, in one line without what is secret.
         NotInstalled: the package that speaks the scheme is missing.
@@ -95,7 +95,9 @@ def _fsspec(url: str, options: StoreOptions) -> ObjectStore:
 def _made(
     url: str, options: StoreOptions, extra: str, opened: Callable[[], ObjectStore]
 ) -> ObjectStore:
-    """What ``opened`` makes; whatever a client raises of its own kinds comes out as one of the seam's, or as ValueError."""
+    """What ``opened`` makes; whatever a client raises of its own kinds comes out as one of the
+    seam's, or as ValueError.
+    """
     try:
         return opened()
     except StoreError:
@@ -105,8 +107,9 @@ def _made(
         raise NotInstalled(public_url(url), f"{error} ({hint})") from error
     except OSError as error:  # a file system that connects at once
         raise Unavailable(public_url(url), _told(url, options, error)) from error
-    # Clients of somebody else's are given a URL and options that users typed. What they make of them is of any kind:
-    # obstore's exceptions derive from Exception alone, file systems of fsspec raise what they like.
+    # Clients of somebody else's are given a URL and options that users typed. What they make of
+    # them is of any kind: obstore's exceptions derive from Exception alone, file systems of fsspec
+    # raise what they like.
     except Exception as error:
         text = _told(url, options, error)
         kind = "an option has a value of another kind: " if isinstance(error, TypeError) else ""

@@ -63,11 +63,13 @@ def _log(notice: StoreNotice) -> None:
 class Resilient:
     """An `ObjectStore` in front of another one.
 
-    What is retriable is tried again, as `RetryPolicy` allows; cancelling takes effect between attempts. The circuit
-    counts attempts that the store did not answer (retriable errors): an answer that we do not like is an answer.
+    What is retriable is tried again, as `RetryPolicy` allows; cancelling takes effect between
+    attempts. The circuit counts attempts that the store did not answer (retriable errors): an
+    answer that we do not like is an answer.
 
-    ``clock``, ``sleep`` and ``rng`` are time and chance; ``cancelled`` is asked before each attempt and after each
-    pause; ``told`` hears once when the circuit opens and once when it closes, from whichever thread met it.
+    ``clock``, ``sleep`` and ``rng`` are time and chance; ``cancelled`` is asked before each attempt
+    and after each pause; ``told`` hears once when the circuit opens and once when it closes, from
+    whichever thread met it.
     """
 
     def __init__(
@@ -117,8 +119,9 @@ class Resilient:
     def put(self, key: str, parts: Sequence[memoryview], *, if_absent: bool = False) -> ObjectInfo:
         """See `ObjectStore.put`.
 
-        An attempt whose answer got lost may have succeeded. The next one then meets its object; where that is ours (size
-        and content, of large ones both ends), so is the success. Keys are expected to be as unique as contents.
+        An attempt whose answer got lost may have succeeded. The next one then meets its object;
+        where that is ours (size and content, of large ones both ends), so is the success. Keys are
+        expected to be as unique as contents.
         """
         failed = False
 

@@ -118,7 +118,9 @@ class S3Client:
 async def bounded(
     width: int, job: Callable[[_T], Coroutine[Any, Any, None]], items: Iterable[_T]
 ) -> None:
-    """Do the job for each item, ``width`` at a time; the first that fails ends the others, and none outlives this."""
+    """Do the job for each item, ``width`` at a time; the first that fails ends the others, and none
+    outlives this.
+    """
     waiting = iter(items)
 
     async def worker() -> None:

@@ -1,7 +1,8 @@
 """S3 by way of s3fs: its session, credentials and options, and requests of our own.
 
-s3fs' file interface would copy an object once more, repeat whole objects where one part failed, and hide which error
-it was; so parts, ranges and listings are asked for here, of the client that s3fs made (`S3Client`).
+s3fs' file interface would copy an object once more, repeat whole objects where one part failed, and
+hide which error it was; so parts, ranges and listings are asked for here, of the client that s3fs
+made (`S3Client`).
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class S3fsStore(StoreBase):
         try:
             await self._client.once(key, "put_object", Key=self._base + key, Body=body, **condition)
         except ObjectExists:
-            # aiohttp sends a PUT again whose connection broke, and says nothing of it: then this may be our own.
+            # aiohttp sends a PUT again whose connection broke, and says nothing of it: then this
+            # may be our own.
             begun_for_signing = 1 if self._options.signs_payload else 0
             if body.begun <= 1 + begun_for_signing or await self._stored(key, size) != data:
                 raise

@@ -28,7 +28,9 @@ def life(attaches_s: float, *steps: tuple[int, float, float]) -> list[Event]:
 
 
 def test_a_recovery_is_read_from_the_logs() -> None:
-    """Rank 0 had ended step 5, rank 1 step 4 only. Rank 1 replays 3 and 4, and does 5, which was cut off, for the first time."""
+    """Rank 0 had ended step 5, rank 1 step 4 only. Rank 1 replays 3 and 4, and does 5, which was
+    cut off, for the first time.
+    """
     before = [(step, float(step), step + 0.5) for step in range(5)]
     events = [
         life(0.0, *before, (5, 5.0, 5.5)) + life(20.0, (6, 25.0, 26.0), (7, 26.0, 27.0)),

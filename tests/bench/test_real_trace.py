@@ -1,4 +1,6 @@
-"""A stretch of a trace with real processes: what is concluded from the logs, by hand, and a short stretch (left to a campaign)."""
+"""A stretch of a trace with real processes: what is concluded from the logs, by hand, and a short
+stretch (left to a campaign).
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ LIVES = (
 
 
 def _events() -> list[dict[str, Any]]:
-    """The logs of both lives, by two ranks of which the second is half a second behind, and what else they tell."""
+    """The logs of both lives, by two ranks of which the second is half a second behind, and what
+    else they tell.
+    """
     found = []
     for number, life in enumerate(LIVES):
         for rank, late_s in ((0, 0.0), (1, -0.5)):
@@ -120,7 +124,9 @@ def test_lives_are_read_from_the_logs_of_all_ranks() -> None:
 
 
 def test_where_the_time_went() -> None:
-    """Two hosts train until one is lost at 10; at 14 there are two again, and both start from disk, three steps back."""
+    """Two hosts train until one is lost at 10; at 14 there are two again, and both start from disk,
+    three steps back.
+    """
     found = account(LIVES, STRETCH, fewest=2)
     assert found.seconds == {
         "train": (10 - 4) + (27 - 23),
@@ -169,7 +175,9 @@ def test_pauses_are_those_of_single_changes() -> None:
 
 
 def test_the_simulation_gets_what_was_measured() -> None:
-    """Iterations of a second on two hosts; a pause of 13 s after a loss, 3 of them to notice it, and half a second for a state on disk."""
+    """Iterations of a second on two hosts; a pause of 13 s after a loss, 3 of them to notice it,
+    and half a second for a state on disk.
+    """
     found = account(LIVES, STRETCH, fewest=2)
     sizes = {"batch": 40, "experts": 8, "layers": 2, "slots": 4}
     job = measured_job(found, Pauses(4, 13, 10), elastic=True, **sizes)

@@ -110,7 +110,8 @@ COME, GO = Membership(0.0, frozenset(), (0, 1)), Membership(10.5, frozenset({0})
 def test_a_loss_cuts_off_an_iteration_and_some_are_repeated() -> None:
     strategy = Scripted(Switch(2, 0, 2, 1.0, "start"), Switch(4, 5, 1, 2.0, "back"))
     result = simulate([COME, GO], 30, strategy)
-    # From 2 to 10.5 s 8.5 iterations at 1 s; from 14.5 to 30 s 7.75 at 2 s, from the fifth on: the twelfth is the last whole one.
+    # From 2 to 10.5 s 8.5 iterations at 1 s; from 14.5 to 30 s 7.75 at 2 s, from the fifth on: the
+    # twelfth is the last whole one.
     assert strategy.seen[1].completed == 8
     assert strategy.seen[1].mode is Mode.TRAIN
     assert strategy.settled_s == [2, 14.5]
@@ -182,7 +183,8 @@ def test_nodes_are_waited_for_as_in_a_running_job(gaps: list[float]) -> None:
 
 # --- the strategies, by hand -----------------------------------------------------------------------------
 
-# 2 experts with as many tokens each: 20 bytes of state, written in 2 s. An iteration takes 16 s divided by the nodes.
+# 2 experts with as many tokens each: 20 bytes of state, written in 2 s. An iteration takes 16 s
+# divided by the nodes.
 TINY = Job(
     layers=1,
     experts=2,

@@ -1,6 +1,8 @@
-"""A job of two ranks whose first one, at some moment, cuts its own segment short; run as a process of its own, which that may kill.
+"""A job of two ranks whose first one, at some moment, cuts its own segment short; run as a process
+of its own, which that may kill.
 
-``python -m tests.ckptd.cutting SEED LENGTH ENDPOINT ENDPOINT``: prints the segment's path, then records until it is over.
+``python -m tests.ckptd.cutting SEED LENGTH ENDPOINT ENDPOINT``: prints the segment's path, then
+records until it is over.
 """
 
 from __future__ import annotations

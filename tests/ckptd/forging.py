@@ -1,8 +1,11 @@
-"""Other bytes with the same xxh3 digests: what somebody can make who knows how xxh3 works, and no cryptographic digest lets pass.
+"""Other bytes with the same xxh3 digests: what somebody can make who knows how xxh3 works, and no
+cryptographic digest lets pass.
 
-xxh3 adds up products of the halves of 8-byte words, each word combined with a constant of the algorithm. Where one half of a combined word is zero its
-product is zero, whatever the other half is; what remains is a sum, and two of such words may change as long as their sum stays. `plant` makes two words of
-this kind, which stand for any content that an attacker chooses or waits for; `forge` changes them.
+xxh3 adds up products of the halves of 8-byte words, each word combined with a constant of the
+algorithm. Where one half of a combined word is zero its product is zero, whatever the other half
+is; what remains is a sum, and two of such words may change as long as their sum stays. `plant`
+makes two words of this kind, which stand for any content that an attacker chooses or waits for;
+`forge` changes them.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ def forged(image: bytes, header_digest: bytes, name: str = "w") -> bytes:
 
 
 def forge_slot(path: Path, iteration: int) -> None:
-    """Forge the one sealed snapshot of this iteration in a segment file, as somebody does who may write to a node's memory."""
+    """Forge the one sealed snapshot of this iteration in a segment file, as somebody does who may
+    write to a node's memory.
+    """
     segment = open_segment(path)
     changed = 0
     for index, header in segment.headers():

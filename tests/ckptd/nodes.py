@@ -1,8 +1,9 @@
 """Daemons of several nodes on loopback addresses.
 
-A `Net` is the nodes and, if asked for, a `FaultProxy` on each directed path between two of them: in what ranks exchange, the cards
-are rewritten so that everybody sees the others through its own proxies. Data streams go through the same proxies:
-a node tells all its peers one port for them, where a `_Door` finds out who it is that came.
+A `Net` is the nodes and, if asked for, a `FaultProxy` on each directed path between two of them: in
+what ranks exchange, the cards are rewritten so that everybody sees the others through its own
+proxies. Data streams go through the same proxies: a node tells all its peers one port for them,
+where a `_Door` finds out who it is that came.
 """
 
 from __future__ import annotations
@@ -204,7 +205,9 @@ class Net:
 
 
 class _Door:
-    """Where data streams to one node come in; each goes on through the proxy of the node whose daemon made it."""
+    """Where data streams to one node come in; each goes on through the proxy of the node whose
+    daemon made it.
+    """
 
     def __init__(
         self, address: str, node: Node, others: Sequence[Node], paths: Mapping[str, FaultProxy]

@@ -1,7 +1,7 @@
 """Trainers without torch that attach, fill and recover through the real client, on the nodes of a `Net`.
 
-A `Job` is the ranks of one run. What it records is remembered, so that a test can compare whatever is sealed anywhere with
-what was written.
+A `Job` is the ranks of one run. What it records is remembered, so that a test can compare whatever
+is sealed anywhere with what was written.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Trainer:
         self.last = -1
 
     def reserve(self) -> MappedSegment:
-        """Waits for the memory as long as it takes: on a busy machine it is not there when the client stops waiting."""
+        """Waits for the memory as long as it takes: on a busy machine it is not there when the
+        client stops waiting.
+        """
         job, session = self.job, self.memory.session
         while True:
             try:
@@ -209,7 +211,9 @@ class Job:
         self.together(Trainer.reserve)
 
     def resume(self) -> int:
-        """Attach and recover; the iteration that all ranks go on from. Every byte is compared with what was written."""
+        """Attach and recover; the iteration that all ranks go on from. Every byte is compared with
+        what was written.
+        """
         self.attach()
         ends = set()
         for trainer, found in zip(self.trainers, self.recover(), strict=True):
@@ -281,7 +285,9 @@ class Job:
             )
 
     def check_all(self) -> int:
-        """Whatever is sealed anywhere is what was written; returns how many replicas of snapshots were compared."""
+        """Whatever is sealed anywhere is what was written; returns how many replicas of snapshots
+        were compared.
+        """
         compared = 0
         for node in self.net.nodes:
             for path in node.files():

@@ -104,7 +104,9 @@ def snapshot_of(
 
 
 def flip_tensor(paths: Sequence[Path], iteration: int, name: str) -> None:
-    """Change a byte in the middle of a tensor of the one sealed snapshot of this iteration in these segment files."""
+    """Change a byte in the middle of a tensor of the one sealed snapshot of this iteration in these
+    segment files.
+    """
     changed = 0
     for path in paths:
         segment = open_segment(path)

@@ -1,4 +1,6 @@
-"""Trainers may write to their segments, so they can cut them short: that costs whose segment it is, and not the daemon."""
+"""Trainers may write to their segments, so they can cut them short: that costs whose segment it is,
+and not the daemon.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def is_alive(node: Node) -> bool:
 def test_a_trainer_that_cuts_its_segment_costs_itself_and_not_the_daemon(
     data: str, short_cut: str, tmp_path: Path
 ) -> None:
-    """While the daemon seals, scrubs, replicates and stores what is in it: before, SIGBUS ended the daemon and its store keeper."""
+    """While the daemon seals, scrubs, replicates and stores what is in it: before, SIGBUS ended the
+    daemon and its store keeper.
+    """
     nodes = Net(
         2,
         data=data,

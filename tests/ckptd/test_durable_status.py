@@ -1,4 +1,6 @@
-"""`ckptctl status` of a daemon with a store: what is committed, what is under way, and who speaks to the store."""
+"""`ckptctl status` of a daemon with a store: what is committed, what is under way, and who speaks
+to the store.
+"""
 
 from __future__ import annotations
 

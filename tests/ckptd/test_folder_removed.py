@@ -1,4 +1,6 @@
-"""The segment folder is removed under a daemon that serves, as logind does when a user's last login ends (RemoveIPC)."""
+"""The segment folder is removed under a daemon that serves, as logind does when a user's last login
+ends (RemoveIPC).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tests.e2e.harness import own_daemon
 
 
 def test_a_removed_segment_folder_is_made_again_with_what_was_in_it(tmp_path: Path) -> None:
-    """Every attach was refused with an internal error, until the daemon was restarted; what it still had mapped was lost."""
+    """Every attach was refused with an internal error, until the daemon was restarted; what it
+    still had mapped was lost.
+    """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with own_daemon() as daemon:

@@ -1,4 +1,6 @@
-"""Whoever may connect to the daemon's local socket and says nothing costs it little: real daemons, real crowds."""
+"""Whoever may connect to the daemon's local socket and says nothing costs it little: real daemons,
+real crowds.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[DaemonProcess]:
 
 @contextmanager
 def crowd(daemon: DaemonProcess, script: str, count: int, processes: int = 1) -> Iterator[None]:
-    """So many connections, spread over processes; all are there when the block begins, or have been closed again."""
+    """So many connections, spread over processes; all are there when the block begins, or have been
+    closed again.
+    """
     with ExitStack() as stack:
         begun = []
         for _ in range(processes):
@@ -116,7 +120,9 @@ def train(client: ControlClient, run: str) -> None:
 def test_thousands_of_idle_connections_leave_trainers_alone(
     daemon: DaemonProcess, processes: int
 ) -> None:
-    """They took all descriptors of the daemon, and libzmq aborted it: "Too many open files (src/ipc_listener.cpp)"."""
+    """They took all descriptors of the daemon, and libzmq aborted it: "Too many open files
+    (src/ipc_listener.cpp)".
+    """
     with daemon.client() as early:
         attach(early, run="early", needed_bytes=4 * MIB)
         before, resident = descriptors(daemon), most_resident(daemon)

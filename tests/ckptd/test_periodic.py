@@ -1,4 +1,6 @@
-"""What happens now and then on the loop thread: trouble in one place does not reach the others, and what is over is told."""
+"""What happens now and then on the loop thread: trouble in one place does not reach the others, and
+what is over is told.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class Broken:
 def test_trouble_in_one_part_does_not_keep_the_others_from_their_work(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One replica with numbers that cannot be kept everything after it from being looked after, at every tick."""
+    """One replica with numbers that cannot be kept everything after it from being looked after, at
+    every tick.
+    """
     worked: list[str] = []
     peering = node.peering
     peering.runs["broken", "run"] = cast("Run", Broken())

@@ -1,4 +1,6 @@
-"""Secrets appear in no output, and what trainers and peers say steers no terminal and forges no line of a log."""
+"""Secrets appear in no output, and what trainers and peers say steers no terminal and forges no
+line of a log.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_controls_are_escaped() -> None:
 
 
 def test_colours_of_others_hide_no_text() -> None:
-    """Any colour passed to the terminal, whoever had said it: with `\\x1b[8m` a peer's refusal could hide what came after it."""
+    """Any colour passed to the terminal, whoever had said it: with `\\x1b[8m` a peer's refusal
+    could hide what came after it.
+    """
     assert for_terminal("a\x1b[8mb\x1b[30;40mc") == "a\\x1b[8mb\\x1b[30;40mc"
 
 
@@ -70,7 +74,9 @@ STEERING = "a\x1b[2J\x7f\x9b\x85\u061c\u200f\u202e\u2066\u2028é"
 
 
 def test_a_json_document_steers_no_terminal_and_means_the_same() -> None:
-    """Encoders escape what is below U+0020: U+009B alone begins a command for a terminal, and U+202E turns the direction of what follows."""
+    """Encoders escape what is below U+0020: U+009B alone begins a command for a terminal, and
+    U+202E turns the direction of what follows.
+    """
     encoded = for_json(msgspec.json.encode({STEERING: [STEERING]}).decode())
     assert json.loads(encoded) == {STEERING: [STEERING]}
     assert "é" in encoded

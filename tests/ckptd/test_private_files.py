@@ -56,7 +56,9 @@ os.fsync = killed
 def test_a_command_that_is_killed_leaves_no_part_of_a_key(
     tmp_path: Path, kind: str, name: str
 ) -> None:
-    """Keys were written under their own names: after a kill (or a power cut) there was an empty key, which was damaged and never overwritten."""
+    """Keys were written under their own names: after a kill (or a power cut) there was an empty
+    key, which was damaged and never overwritten.
+    """
     keys = tmp_path / "keys"
     killed = [sys.executable, "-c", KILLED, kind, str(keys)]
     assert subprocess.run(killed, cwd=ROOT, check=False).returncode == -signal.SIGKILL

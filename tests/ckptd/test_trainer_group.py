@@ -1,4 +1,6 @@
-"""Trainers that are other users than the daemon: members of a group may attach, nobody else may, and no key is within reach."""
+"""Trainers that are other users than the daemon: members of a group may attach, nobody else may,
+and no key is within reach.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is written for others to read has the mode that the umask gives; what is private is private under any umask. Real processes."""
+"""What is written for others to read has the mode that the umask gives; what is private is private
+under any umask. Real processes.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +84,9 @@ def test_exports_have_the_modes_of_the_users_umask(
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077], ids=oct)
 def test_keys_logs_and_what_a_daemon_keeps_for_itself_are_private(mask: int) -> None:
-    """With umask 0 the log of a daemon that a trainer started, its node id and the records of runs could be written by everybody
-    who could enter the folder, such as the members of trainer_group."""
+    """With umask 0 the log of a daemon that a trainer started, its node id and the records of runs
+    could be written by everybody who could enter the folder, such as the members of trainer_group.
+    """
     daemon = DaemonProcess()
     environment = {key: value for key, value in os.environ.items() if key.startswith("CKPTD_")}
     with pytest.MonkeyPatch.context() as patch, umask(mask):

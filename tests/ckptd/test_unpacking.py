@@ -81,8 +81,9 @@ def test_a_list_that_is_too_long_is_refused_before_it_is_made() -> None:
 def test_messages_that_are_nested_deeply_are_refused(
     read: Callable[[bytes], object], error: type[Exception]
 ) -> None:
-    """Some of these let a `RecursionError` through, which nobody expected: a file in the segment folder then kept the daemon
-    from starting."""
+    """Some of these let a `RecursionError` through, which nobody expected: a file in the segment
+    folder then kept the daemon from starting.
+    """
     with pytest.raises(error):
         read(DEEP)
 
@@ -95,8 +96,9 @@ def test_a_trainers_own_part_of_a_descriptor_may_be_anything() -> None:
 
 
 def test_a_table_of_operators_that_is_none_costs_no_memory() -> None:
-    """`ckptctl snapshots --operators` made an object of each byte of it: 16 MiB took the daemon more than a gigabyte and half a
-    minute, in which it served nobody."""
+    """`ckptctl snapshots --operators` made an object of each byte of it: 16 MiB took the daemon
+    more than a gigabyte and half a minute, in which it served nobody.
+    """
     many = 2 * MIB
     data = b"\x81\xa9operators\xdd" + many.to_bytes(4, "big") + b"\x90" * many
     one = b"\x81\xa9operators\x91\xdd" + many.to_bytes(4, "big") + b"\x90" * many

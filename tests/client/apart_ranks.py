@@ -1,6 +1,8 @@
-"""Pipelines over real gloo processes that live twice: first all ranks run, then some go back and run apart, fed from logs.
+"""Pipelines over real gloo processes that live twice: first all ranks run, then some go back and
+run apart, fed from logs.
 
-Both lives are in the same processes; of the first one only what a restart would have is handed on: states, logs, and shapes.
+Both lives are in the same processes; of the first one only what a restart would have is handed on:
+states, logs, and shapes.
 """
 
 from __future__ import annotations

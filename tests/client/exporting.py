@@ -125,7 +125,8 @@ def train(
             for step in ckpt.steps(total):
                 trained.live[step] = {k: v.clone() for k, v in model.state_dict().items()}
                 step_once(model, optimizer, step)
-                # These steps take microseconds: on a busy machine a snapshot would find no slot that is sealed already.
+                # These steps take microseconds: on a busy machine a snapshot would find no slot
+                # that is sealed already.
                 eventually(partial(_all_sealed, client, run), "every filled slot is sealed")
     trained.live[total] = {k: v.clone() for k, v in model.state_dict().items()}
     return trained

@@ -1,4 +1,6 @@
-"""One of two ranks: loads an exported checkpoint into shards with stock torch, and compares the whole with what was live."""
+"""One of two ranks: loads an exported checkpoint into shards with stock torch, and compares the
+whole with what was live.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def main() -> None:
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size
     )
     _compare(checkpoint, folder, world_size)
-    # Whatever still knows the group would keep it, and its threads, until the interpreter ends: that aborted now and then.
+    # Whatever still knows the group would keep it, and its threads, until the interpreter ends:
+    # that aborted now and then.
     gc.collect()
     dist.destroy_process_group()
 

@@ -1,4 +1,6 @@
-"""A trained run's snapshots as several ranks would have captured them that share everything: each operator once."""
+"""A trained run's snapshots as several ranks would have captured them that share everything: each
+operator once.
+"""
 
 from __future__ import annotations
 

@@ -441,8 +441,9 @@ class TestLeavesNoTrace:
     def test_an_exception_in_a_replayed_step_leaves_no_patch_in_the_process(
         self, model: MoE, make: Callable[..., Checkpointer]
     ) -> None:
-        """``backward`` is limited to the active parameters while replaying; left so, it would give every later model of
-        this process no gradients."""
+        """``backward`` is limited to the active parameters while replaying; left so, it would give
+        every later model of this process no gradients.
+        """
         optimizer = AdamW(model.parameters())
         with make(model, optimizer) as ckpt:
             train(ckpt, model, optimizer, 8)
@@ -466,8 +467,9 @@ class TestLeavesNoTrace:
     def test_the_model_can_still_be_copied(
         self, model: MoE, make: Callable[..., Checkpointer]
     ) -> None:
-        """Averaged weights (EMA) begin with ``copy.deepcopy(model)``, which copies hooks and whatever they hold; and a
-        copy's forward must not be taken for the model's own."""
+        """Averaged weights (EMA) begin with ``copy.deepcopy(model)``, which copies hooks and
+        whatever they hold; and a copy's forward must not be taken for the model's own.
+        """
         optimizer = AdamW(model.parameters())
         ckpt = make(model, optimizer)
         twin = copy.deepcopy(model)
@@ -499,7 +501,9 @@ def test_leaving_the_loop_early_counts_the_body_that_was_done() -> None:
 
 
 def test_one_that_nobody_holds_lives_as_long_as_its_model(model: MoE, endpoint: str) -> None:
-    """It says goodbye at the interpreter's end: a daemon must not take the end of a script that dropped it for a death."""
+    """It says goodbye at the interpreter's end: a daemon must not take the end of a script that
+    dropped it for a death.
+    """
     optimizer = AdamW(model.parameters(), lr=0.01)
     options: dict[str, Any] = {"job": "unit", "run": uuid.uuid4().hex[:8], "daemon": endpoint}
     ckpt = Checkpointer(model, optimizer, window=2, **options)
@@ -570,7 +574,9 @@ def test_a_buffer_that_a_kernel_changes_unseen_is_never_torn(
 
 
 class LateEngine(engine.CpuEngine):
-    """Plays a device: the training thread does not wait, and of the third copy's error is told when the next one has begun."""
+    """Plays a device: the training thread does not wait, and of the third copy's error is told when
+    the next one has begun.
+    """
 
     host_waits = False
 
@@ -603,7 +609,9 @@ def test_an_error_that_a_device_tells_late_breaks_the_chain_once(
 def test_generations_go_also_while_there_is_no_slot(
     model: MoE, make: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They went only after a snapshot: where old ones were all that stood in the way of a new one, no snapshot was ever taken again."""
+    """They went only after a snapshot: where old ones were all that stood in the way of a new one,
+    no snapshot was ever taken again.
+    """
     asked = []
     drop = RankMemory.drop_unneeded
 

@@ -1,4 +1,6 @@
-"""What a hand-written pipeline gets from its log: whether to send, whether to receive, what all ranks have alike, and its facts."""
+"""What a hand-written pipeline gets from its log: whether to send, whether to receive, what all
+ranks have alike, and its facts.
+"""
 
 from __future__ import annotations
 

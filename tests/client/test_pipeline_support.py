@@ -1,4 +1,6 @@
-"""What a rank is told before it runs without its neighbours. The rest of `PipelinePart` is played by whole jobs."""
+"""What a rank is told before it runs without its neighbours. The rest of `PipelinePart` is played
+by whole jobs.
+"""
 
 from __future__ import annotations
 

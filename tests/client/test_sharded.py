@@ -1,4 +1,6 @@
-"""DTensors: which rows of a fused expert tensor are here, how parameters are placed, and what cannot be captured."""
+"""DTensors: which rows of a fused expert tensor are here, how parameters are placed, and what
+cannot be captured.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ def shard(module: nn.Module, name: str, dim: int) -> None:
 def test_experts_are_the_rows_of_the_local_shard() -> None:
     """Four experts on three ranks are cut 2, 2, 0; the second rank's rows 0 and 1 are experts 2 and 3.
 
-    They were once taken for rows 0 to 3 of the shard: what lies behind it was copied, and overwritten at the restore.
+    They were once taken for rows 0 to 3 of the shard: what lies behind it was copied, and
+    overwritten at the restore.
     """
     net = Net()
     for name in ("up", "down"):
@@ -122,7 +125,9 @@ def test_placements_are_told_as_wrappers_tell_them() -> None:
 
 @pytest.mark.usefixtures("second_of_three")
 def test_what_only_all_ranks_can_update_is_in_every_snapshot() -> None:
-    """Muon multiplies sharded matrices. With one rank's shard frozen and another's not, ranks once waited for each other."""
+    """Muon multiplies sharded matrices. With one rank's shard frozen and another's not, ranks once
+    waited for each other.
+    """
     net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
     shard(net[0], "weight", 0)
     optimizer = torch.optim.Muon(net.parameters(), lr=0.1)
@@ -132,7 +137,9 @@ def test_what_only_all_ranks_can_update_is_in_every_snapshot() -> None:
 
 @pytest.mark.usefixtures("second_of_three")
 def test_parameters_that_are_gathered_are_refused() -> None:
-    """After a forward without backward FSDP2's root is still gathered: the model's parameters are not what the optimizer has."""
+    """After a forward without backward FSDP2's root is still gathered: the model's parameters are
+    not what the optimizer has.
+    """
     net: Any = nn.Linear(6, 6)
     fully_shard(net)
     optimizer = torch.optim.AdamW(net.parameters())

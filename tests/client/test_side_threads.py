@@ -1,8 +1,8 @@
 """No thread of ours may form an OpenMP team of its own.
 
-A NaN check that ran `tensor.sum` beside training once did: with two teams in a process, libgomp stops spinning at barriers, the
-trainer's threads slept at every one of them, and each iteration took 65 % longer on two cores. Nothing failed, so nothing but
-counting the process' threads tells.
+A NaN check that ran `tensor.sum` beside training once did: with two teams in a process, libgomp
+stops spinning at barriers, the trainer's threads slept at every one of them, and each iteration
+took 65 % longer on two cores. Nothing failed, so nothing but counting the process' threads tells.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A write that moves no version counter, between the top of a step and the optimizer's step, never ends up in a sealed snapshot.
+"""A write that moves no version counter, between the top of a step and the optimizer's step, never
+ends up in a sealed snapshot.
 
-Copies are held back until such a write is over, so that what is copied beside training is copied too late; a fresh model is then
-brought back from the newest complete window and trained on, and must be the fault-free one to the bit.
+Copies are held back until such a write is over, so that what is copied beside training is copied
+too late; a fresh model is then brought back from the newest complete window and trained on, and
+must be the fault-free one to the bit.
 """
 
 from __future__ import annotations
@@ -176,7 +178,9 @@ def let_memory_come(ckpt: Checkpointer) -> None:
 def train_and_lose(
     endpoint: str, run: str, write: Write | None, mesh: Any = None
 ) -> tuple[dict[str, float], list[Tensor]]:
-    """Train for a while; what is kept is what a process that dies right then leaves. And the end without a fault."""
+    """Train for a while; what is kept is what a process that dies right then leaves. And the end
+    without a fault.
+    """
     model, optimizer = build(0, mesh)
     with Checkpointer(model, optimizer, **options(endpoint, run)) as ckpt:
         wait_for_copies(ckpt)
@@ -212,9 +216,11 @@ def resume(
 def test_a_write_before_the_optimizers_step(
     endpoint: str, held: type[Held], caplog: pytest.LogCaptureFixture, write: Write
 ) -> None:
-    """fast.ai's weight decay and its kin: every tensor of the resumed run differed, and no mismatch was reported.
+    """fast.ai's weight decay and its kin: every tensor of the resumed run differed, and no mismatch
+    was reported.
 
-    All tensors are learnt in one snapshot, which is left out and said so once; those that follow hold the state of the top.
+    All tensors are learnt in one snapshot, which is left out and said so once; those that follow
+    hold the state of the top.
     """
     run = uuid.uuid4().hex[:8]
     with caplog.at_level(logging.WARNING):
@@ -231,7 +237,9 @@ def test_a_write_before_the_optimizers_step(
 def test_a_write_to_the_shard_of_a_dtensor(
     endpoint: str, held: type[Held], mesh: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``to_local().mul_()`` counts in the local tensor, not in the DTensor, which was the one that was watched."""
+    """``to_local().mul_()`` counts in the local tensor, not in the DTensor, which was the one that
+    was watched.
+    """
     run = uuid.uuid4().hex[:8]
     with caplog.at_level(logging.WARNING):
         stats, expected = train_and_lose(endpoint, run, to_local, mesh)
@@ -255,16 +263,20 @@ def test_nothing_is_discarded_where_nothing_is_written(endpoint: str, held: type
 
 
 def rows(params: list[Tensor]) -> None:
-    """Three rows of which no sample is: positions are known to nobody who writes, here they are kept away by force."""
+    """Three rows of which no sample is: positions are known to nobody who writes, here they are
+    kept away by force.
+    """
     params[0].data[5:8].mul_(0.5)
 
 
 def test_rows_that_no_sample_meets_are_noticed_in_replay(
     endpoint: str, held: type[Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What samples miss is sealed; the replay does not reproduce it, and says which operator at which iteration.
+    """What samples miss is sealed; the replay does not reproduce it, and says which operator at
+    which iteration.
 
-    Where the operator is anchored before the newest snapshot, as here: what only that one holds is compared with nothing.
+    Where the operator is anchored before the newest snapshot, as here: what only that one holds is
+    compared with nothing.
     """
     run = uuid.uuid4().hex[:8]
     with monkeypatch.context() as only:

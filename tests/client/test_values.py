@@ -190,7 +190,9 @@ def nested(depth: int) -> Any:
 
 
 def test_values_that_are_nested_deeply_are_refused_and_end_no_process() -> None:
-    """330 tuples in each other filled the C stack: the trainer died of SIGSEGV, at packing its own or at reading another's."""
+    """330 tuples in each other filled the C stack: the trainer died of SIGSEGV, at packing its own
+    or at reading another's.
+    """
     deepest = nested(values.MAX_DEPTH)
     assert values.unpack(values.pack(deepest)) == deepest
     with pytest.raises(

@@ -1,4 +1,6 @@
-"""``ZeroRedundancyOptimizer``: whose state is where, and what a snapshot must hold of what another rank updates."""
+"""``ZeroRedundancyOptimizer``: whose state is where, and what a snapshot must hold of what another
+rank updates.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ class TestBinding:
 
 @pytest.mark.usefixtures("rank")
 def test_every_snapshot_holds_all_of_what_another_rank_updates() -> None:
-    """Also one that neither anchors it nor, in an aligned window, would hold its weights; and in its own dtype."""
+    """Also one that neither anchors it nor, in an aligned window, would hold its weights; and in
+    its own dtype.
+    """
     model = model_of()
     binding = LiveState(model, [zero(model)], None)
     operators = [Operator(n, OperatorKind.DENSE, (ParameterRows(n),)) for n in binding.params]

@@ -1,4 +1,6 @@
-"""Ranks of a gloo group that come to meetings, or do not; for ``test_rank_watch`` and ``test_meeting``. Their store is the test's."""
+"""Ranks of a gloo group that come to meetings, or do not; for ``test_rank_watch`` and
+``test_meeting``. Their store is the test's.
+"""
 
 from __future__ import annotations
 

@@ -137,7 +137,9 @@ def exchange_keys(daemons: Iterable[HostDaemon]) -> None:
 
 
 def provision_keys(daemons: Iterable[HostDaemon]) -> None:
-    """As `exchange_keys`, without a process for every pair of hosts: those would take a quarter of a test's time."""
+    """As `exchange_keys`, without a process for every pair of hosts: those would take a quarter of
+    a test's time.
+    """
     every = list(daemons)
     public = {daemon.host.name: Keys.create(daemon.keys_dir).public for daemon in every}
     for daemon in every:

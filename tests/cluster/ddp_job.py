@@ -1,8 +1,8 @@
 """A tiny data-parallel worker for the tests of torchrun across hosts: no ckptd, only gloo and DDP.
 
-It trains until the file `stop` appears (rank 0 looks, all ranks end after the same step) and writes one JSON line per
-event to `<folder>/<rank>.jsonl`: `life` when the ranks have met, `step`, and `end` with a digest of the
-weights, which must be the same on all ranks.
+It trains until the file `stop` appears (rank 0 looks, all ranks end after the same step) and writes
+one JSON line per event to `<folder>/<rank>.jsonl`: `life` when the ranks have met, `step`, and
+`end` with a digest of the weights, which must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def main(folder: Path) -> None:
         model = train(folder, write)
         weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
         write("end", digest=xxhash.xxh3_64_hexdigest(weights))
-    # The wrapper goes before the group: held by it last, the group's end waits for its threads with the interpreter's lock held.
+    # The wrapper goes before the group: held by it last, the group's end waits for its threads with
+    # the interpreter's lock held.
     del model
     dist.destroy_process_group()
 

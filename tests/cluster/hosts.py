@@ -2,9 +2,9 @@
 
 A host is a network namespace (see `tests.cluster.network`; where those cannot be had, an address
 127.x.y.z), a folder in memory for segments, a folder for sockets, keys and logs of daemons, and the
-processes that were started in it with all their descendants. What a test kills is always a whole host or one of its
-own processes. Everything goes at the end of the `with` block, and a guardian process removes it even if this process is
-SIGKILLed.
+processes that were started in it with all their descendants. What a test kills is always a whole
+host or one of its own processes. Everything goes at the end of the `with` block, and a guardian
+process removes it even if this process is SIGKILLed.
 
     with Cluster(4) as cluster:
         print(cluster)                       # which kind of network is used, and why
@@ -142,7 +142,8 @@ class Host:
         self.up = False
 
     def partition(self, others: Iterable[Host], *, both_ways: bool = True) -> None:
-        """Nothing arrives any more between this host and the others (or only not from it to them), without a word.
+        """Nothing arrives any more between this host and the others (or only not from it to them),
+        without a word.
 
         Raises:
             NotSupported: the network cannot do it.
@@ -232,7 +233,9 @@ class Cluster:
 
 
 def _folders(tag: str) -> tuple[Path, Path]:
-    """Where the hosts' segments live, in memory if there is room for some, and their short-named runtime folders."""
+    """Where the hosts' segments live, in memory if there is room for some, and their short-named
+    runtime folders.
+    """
     shm = Path("/dev/shm")
     in_memory = shm.is_dir() and shutil.disk_usage(shm).free > 1 << 28
     segments = Path(tempfile.mkdtemp(prefix=f"{tag}-", dir=shm if in_memory else None))

@@ -1,9 +1,12 @@
-"""A small data-parallel job under ckptd for the tests of node loss: it takes seconds, and every rank keeps its end state.
+"""A small data-parallel job under ckptd for the tests of node loss: it takes seconds, and every
+rank keeps its end state.
 
-``python -m tests.cluster.job FOLDER [--total N] [--daemon auto|none] [--store FILE]`` trains a model of `tests.e2e.cases`
-under DDP over gloo. Each rank appends JSON lines to `<folder>/<rank>.jsonl`: `meeting` once the ranks have met, `attached` (with
-`resumed_from`) once it goes on, `step` after each iteration; at its end it writes everything that must be
-identical to `<folder>/<rank>.pt`. Steps are slow until the file `hurry` appears, so that a test has time to strike.
+``python -m tests.cluster.job FOLDER [--total N] [--daemon auto|none] [--store FILE]`` trains a
+model of `tests.e2e.cases` under DDP over gloo. Each rank appends JSON lines to
+`<folder>/<rank>.jsonl`: `meeting` once the ranks have met, `attached` (with `resumed_from`) once it
+goes on, `step` after each iteration; at its end it writes everything that must be identical to
+`<folder>/<rank>.pt`. Steps are slow until the file `hurry` appears, so that a test has time to
+strike.
 """
 
 from __future__ import annotations

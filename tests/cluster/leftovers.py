@@ -3,8 +3,9 @@
 `Leftovers` names all of it from the moment a cluster begins, so that removal needs nothing but those names,
 may be repeated, and touches nothing of anybody else: names carry the pid of their owner and a random part.
 
-Run as a program (`python -m tests.cluster.leftovers`), it is the guardian of one cluster: it reads the
-names from its standard input and removes everything when the owner is gone without having done so, however it went.
+Run as a program (`python -m tests.cluster.leftovers`), it is the guardian of one cluster: it reads
+the names from its standard input and removes everything when the owner is gone without having done
+so, however it went.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def kill_processes(marker: str | None, namespace: str | None) -> None:
 def _closing(pids: set[int]) -> set[int]:
     """Those of which a thread is not over yet.
 
-    The first thread of a process may be, and with it its environment and namespace, while others still hold the sockets: who takes the network away
-    now does so before the peers are told.
+    The first thread of a process may be, and with it its environment and namespace, while others
+    still hold the sockets: who takes the network away now does so before the peers are told.
     """
     return {pid for pid in pids if any(_runs(task) for task in Path(f"/proc/{pid}/task").glob("*"))}
 

@@ -1,4 +1,5 @@
-"""A worker for ``test_meeting_loss``: it comes to a meeting, and to a second one; in the first life one host's does not, and waits to be lost.
+"""A worker for ``test_meeting_loss``: it comes to a meeting, and to a second one; in the first life
+one host's does not, and waits to be lost.
 
 What happened stands in ``<folder>/<host>.jsonl``.
 """

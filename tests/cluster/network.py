@@ -1,4 +1,5 @@
-"""The wires of a cluster on one machine: network namespaces where the kernel lets us, else loopback addresses.
+"""The wires of a cluster on one machine: network namespaces where the kernel lets us, else loopback
+addresses.
 
 With namespaces, every host has an `eth0` of its own on one bridge. The bridge stands in a namespace of its
 own too, so that no firewall rule and no route of this machine takes part; the calling process is on

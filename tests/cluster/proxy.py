@@ -5,8 +5,9 @@
         proxy.delay_s = 0.2          # both directions; applies to what comes from now on
         proxy.cut()                  # reset every connection now; new ones are accepted
 
-Bytes can be delayed, throttled, swallowed, changed and cut short; they cannot be duplicated or reordered, since
-either side's kernel would see to it that they are not. Counting of bytes is per direction of a connection.
+Bytes can be delayed, throttled, swallowed, changed and cut short; they cannot be duplicated or
+reordered, since either side's kernel would see to it that they are not. Counting of bytes is per
+direction of a connection.
 """
 
 from __future__ import annotations

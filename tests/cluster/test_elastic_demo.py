@@ -1,4 +1,6 @@
-"""What `make demo-elastic` concludes from the logs of its hosts; the demo itself takes minutes and is run as one."""
+"""What `make demo-elastic` concludes from the logs of its hosts; the demo itself takes minutes and
+is run as one.
+"""
 
 from __future__ import annotations
 

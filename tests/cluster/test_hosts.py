@@ -1,4 +1,6 @@
-"""Hosts of a cluster on one machine: what is destroyed is gone, what is cut is silent, and nothing is left behind."""
+"""Hosts of a cluster on one machine: what is destroyed is gone, what is cut is silent, and nothing
+is left behind.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def test_hosts_have_addresses_of_their_own_and_reach_each_other(
 def test_a_destroyed_host_loses_every_descendant_and_its_memory(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Also a process in a session of its own, started by one that has ended; the other host keeps what it has."""
+    """Also a process in a session of its own, started by one that has ended; the other host keeps
+    what it has.
+    """
     first, second = cluster.hosts
     for host in (first, second):
         (host.segment_dir / "segment").write_bytes(b"memory")

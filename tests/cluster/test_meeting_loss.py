@@ -1,6 +1,8 @@
-"""A host that is lost while the ranks of the others wait for its rank: they fail, name it, and torchrun starts them again without it.
+"""A host that is lost while the ranks of the others wait for its rank: they fail, name it, and
+torchrun starts them again without it.
 
-Before, they waited for half an hour, since nobody told torchrun: `ckptd.client.ranks.failure_detector`. No deadline of theirs is near here.
+Before, they waited for half an hour, since nobody told torchrun:
+`ckptd.client.ranks.failure_detector`. No deadline of theirs is near here.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def cluster() -> Iterator[Cluster]:
 def test_ranks_that_wait_for_a_lost_host_start_without_it(
     cluster: Cluster, tmp_path: Path, rank: int, silent: bool
 ) -> None:
-    """Rank 0 is the one that the job's store is in; ``silent``, as by a loss of power, no connection is ended."""
+    """Rank 0 is the one that the job's store is in; ``silent``, as by a loss of power, no
+    connection is ended.
+    """
     if silent and cluster.network.kind != "network namespaces":
         pytest.skip("a host without a network namespace cannot vanish without a word")
     out = tmp_path / "out"

@@ -1,8 +1,9 @@
-"""Training across hosts that are lost for real, with daemons that replicate over CurveZMQ: every rank ends at the exact bits.
+"""Training across hosts that are lost for real, with daemons that replicate over CurveZMQ: every
+rank ends at the exact bits.
 
-Three hosts train, the others wait as spares. What happens to the hosts differs between the tests; what is
-asserted does not: all tensors, optimizer states, random states and positions of all ranks are equal, byte by byte, to those of
-ranks that nobody disturbed and that know nothing of ckptd.
+Three hosts train, the others wait as spares. What happens to the hosts differs between the tests;
+what is asserted does not: all tensors, optimizer states, random states and positions of all ranks
+are equal, byte by byte, to those of ranks that nobody disturbed and that know nothing of ckptd.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ def test_a_second_host_is_destroyed_while_the_first_one_is_recovered(
 ) -> None:
     """As soon as the rank on the spare goes on, a host goes from which it may still be fetching.
 
-    The first host returns, empty, in its place. It could not be a second spare that has waited since the start: torchrun
-    restarts for ever when there are more waiting agents than places.
+    The first host returns, empty, in its place. It could not be a second spare that has waited
+    since the start: torchrun restarts for ever when there are more waiting agents than places.
     """
     with Run(cluster, tmp_path) as run:
         run.reach(FIRST_LOSS)

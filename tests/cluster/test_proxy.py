@@ -145,7 +145,9 @@ def test_a_blackhole_swallows_until_it_is_healed(proxy: FaultProxy) -> None:
 
 @pytest.mark.parametrize("every", [1, 1000, 65_536, 100_003])
 def test_every_nth_byte_is_corrupted_over_chunk_boundaries(proxy: FaultProxy, every: int) -> None:
-    """Once on the way there and once on the way back, at the same places: what came back is whole again, so look in between."""
+    """Once on the way there and once on the way back, at the same places: what came back is whole
+    again, so look in between.
+    """
     data, size = bytes(300_000), 300_000
     with socket.create_server(("127.0.0.1", 0)) as sink:
         proxy.target = sink.getsockname()

@@ -1,4 +1,6 @@
-"""Two hosts, one replica of each rank on the other, and no word between their daemons for longer than rings have slots for."""
+"""Two hosts, one replica of each rank on the other, and no word between their daemons for longer
+than rings have slots for.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ pytestmark = pytest.mark.slow
 
 
 class Run(ClusterTraining):
-    """One job, whose daemons have an address of their own on every host: what is between them can be cut, and training not."""
+    """One job, whose daemons have an address of their own on every host: what is between them can
+    be cut, and training not.
+    """
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         settings = {"replicas": "1", "memory": "64MiB", "peer_deadline_s": "1"}
@@ -74,8 +78,10 @@ def floors_of(daemon: HostDaemon) -> list[int]:
 
 @long
 def test_daemons_that_do_not_hear_one_another_lose_nothing_with_a_node(tmp_path: Path) -> None:
-    """Rings gave away what the run had agreed on as soon as no floor could move: one node held only new snapshots of its rank and
-    an old replica of the other's. The loss of the other node was then the loss of all ("rank 0: 11 to 15, rank 1: 0 to 3")."""
+    """Rings gave away what the run had agreed on as soon as no floor could move: one node held only
+    new snapshots of its rank and an old replica of the other's. The loss of the other node was then
+    the loss of all ("rank 0: 11 to 15, rank 1: 0 to 3").
+    """
     if why := why_no_namespaces():
         pytest.skip(f"daemons cannot be cut from one another here: {why}")
     (tmp_path / "undisturbed").mkdir()

@@ -57,7 +57,9 @@ def cluster() -> Iterator[Cluster]:
 @long
 @pytest.mark.slow
 def test_a_job_survives_two_destroyed_hosts(cluster: Cluster, tmp_path: Path) -> None:
-    """First the host of rank 0, replaced by the spare; then another without power, replaced by the first one's next life."""
+    """First the host of rank 0, replaced by the spare; then another without power, replaced by the
+    first one's next life.
+    """
     out = tmp_path / "out"
     out.mkdir()
     lives = Lives(out)

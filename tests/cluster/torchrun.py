@@ -1,38 +1,45 @@
 """A torchrun job over the hosts of a cluster, with spare hosts, that outlives the loss of any of them.
 
-One agent (`torchrun`) per host, one worker per agent. The rendezvous store is a process of its own on the
-head host, so that no worker host carries it. `nnodes` agents train; the others wait in torchelastic's
-redundancy list and take the place of a lost one. A destroyed host comes back by `boot()` and `join()`, and is then the next spare.
+One agent (`torchrun`) per host, one worker per agent. The rendezvous store is a process of its own
+on the head host, so that no worker host carries it. `nnodes` agents train; the others wait in
+torchelastic's redundancy list and take the place of a lost one. A destroyed host comes back by
+`boot()` and `join()`, and is then the next spare.
 
 What was found with torch 2.13 (see `SETTINGS`), gloo, one rank per host:
 
 * **A dead agent is noticed by its heartbeat alone**: `keep_alive_interval` x `keep_alive_max_attempt`. The
   default, 5 s x 3, is most of a restart; 1 s x 3 restarts in about 8 s. A suspended machine would be
   taken for a dead one sooner, too.
-* **`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` is needed.** By default the agent of rank 0 keeps one TCP store for all
-  rounds, and the other agents keep its address from their first round on: when the host of rank 0 is lost, they send
-  their workers to the dead address (`MASTER_ADDR`), and the job hangs until the store's timeout. With
-  the variable set, every round makes a new store on its own rank 0 and publishes the address.
-* **Ranks follow the order of addresses**, as text, among those present: the place of a lost host is closed up, and
-  survivors change rank. Host 2 of (1, 2, 3) is lost, spare 4 comes: 1, 3, 4 are ranks 0, 1, 2.
-* **A survivor may lose its place.** A round is open from the moment at which all have left the one before; whoever is
-  first gets in, once a second. If the destroyed host returns before the new round is complete, it competes with the survivors, and one
-  of those may end as the spare. Bring hosts back after `wait_until_running`, unless that is what you test.
-  A spare may replace a survivor in the same way when only a worker failed: all agents leave the round for that.
-* Keep to one spare: with more agents waiting than places free, the waiting ones and a new round can disturb each other for good.
-* torchrun reads unknown options as abbreviations of its own (`--log` is "ambiguous"): put `--` before the worker, as in
-  `["-m", "--", "package.module", "--log", "x"]`.
+* **`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` is needed.** By default the agent of rank 0 keeps one TCP
+  store for all rounds, and the other agents keep its address from their first round on: when the
+  host of rank 0 is lost, they send their workers to the dead address (`MASTER_ADDR`), and the job
+  hangs until the store's timeout. With the variable set, every round makes a new store on its own
+  rank 0 and publishes the address.
+* **Ranks follow the order of addresses**, as text, among those present: the place of a lost host is
+  closed up, and survivors change rank. Host 2 of (1, 2, 3) is lost, spare 4 comes: 1, 3, 4 are
+  ranks 0, 1, 2.
+* **A survivor may lose its place.** A round is open from the moment at which all have left the one
+  before; whoever is first gets in, once a second. If the destroyed host returns before the new
+  round is complete, it competes with the survivors, and one of those may end as the spare. Bring
+  hosts back after `wait_until_running`, unless that is what you test. A spare may replace a
+  survivor in the same way when only a worker failed: all agents leave the round for that.
+* Keep to one spare: with more agents waiting than places free, the waiting ones and a new round can
+  disturb each other for good.
+* torchrun reads unknown options as abbreviations of its own (`--log` is "ambiguous"): put `--`
+  before the worker, as in `["-m", "--", "package.module", "--log", "x"]`.
 * Membership changes do not count as restarts, failed workers do: `--max-restarts` counts for each agent
   by itself, and must be large.
-* `--local-addr` sets what the agent publishes; otherwise the machine's host name decides, which all namespaces share. `is_host=0`
-  keeps agents from becoming the store's server because of that name.
+* `--local-addr` sets what the agent publishes; otherwise the machine's host name decides, which all
+  namespaces share. `is_host=0` keeps agents from becoming the store's server because of that name.
 * gloo listens on the address of `GLOO_SOCKET_IFNAME`, and connects to what the peer published.
-* A worker whose peer was killed fails at once (its connection is reset). One whose peer lost power hangs in its
-  collective until the spare joins, at which its agent ends it with SIGTERM; so both kinds of loss take about equally long.
-* At the end, a waiting spare leaves "gracefully" and then stumbles over its own missing result: exit code 1 with
-  `AttributeError: 'NoneType' object has no attribute 'is_failed'`. That is accepted here; the end of the job needs the success of another agent.
-* Measured on two cores, 3 hosts + 1 spare: 6 s from the loss until the new ranks have met, 8 to 12 s until their
-  first step; 3 s of it the heartbeat, the rest the interpreters' and torch's imports.
+* A worker whose peer was killed fails at once (its connection is reset). One whose peer lost power
+  hangs in its collective until the spare joins, at which its agent ends it with SIGTERM; so both
+  kinds of loss take about equally long.
+* At the end, a waiting spare leaves "gracefully" and then stumbles over its own missing result:
+  exit code 1 with `AttributeError: 'NoneType' object has no attribute 'is_failed'`. That is
+  accepted here; the end of the job needs the success of another agent.
+* Measured on two cores, 3 hosts + 1 spare: 6 s from the loss until the new ranks have met, 8 to 12
+  s until their first step; 3 s of it the heartbeat, the rest the interpreters' and torch's imports.
 """
 
 from __future__ import annotations

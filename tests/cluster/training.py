@@ -1,4 +1,6 @@
-"""A training job over a cluster with a daemon on every host: what it tells, what may happen to its hosts, and how it must end."""
+"""A training job over a cluster with a daemon on every host: what it tells, what may happen to its
+hosts, and how it must end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a list of copies becomes; with a pack in host memory, where tensors of the host play those of a device."""
+"""What a list of copies becomes; with a pack in host memory, where tensors of the host play those
+of a device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The GPU form of the dispatcher: the CPU form's integers at sizes of jobs, without the host; the tests of both are in ``tests/ckptd/core/elastic``."""
+"""The GPU form of the dispatcher: the CPU form's integers at sizes of jobs, without the host; the
+tests of both are in ``tests/ckptd/core/elastic``.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def test_it_is_what_the_cpu_form_gives(
 @pytest.mark.gpu
 @NEEDS_CUDA
 def test_the_host_waits_for_nothing() -> None:
-    """It is captured in a graph, which a synchronisation would end, and plans other tokens when it is replayed."""
+    """It is captured in a graph, which a synchronisation would end, and plans other tokens when it
+    is replayed.
+    """
     rng, replicas = _placement(64, 48)
     nodes = np.arange(64) // 8
     planner = DeviceDispatcher(replicas, "cuda", nodes=torch.from_numpy(nodes))
@@ -161,7 +165,9 @@ def test_without_triton_or_a_device_it_says_so() -> None:
 @pytest.mark.skipif(not TRITON, reason="triton is not installed: nothing interprets the kernels")
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that interprets them")
 def test_the_same_tests_in_triton_s_interpreter() -> None:
-    """All that have a form for it; in a process of its own, since kernels are one or the other from their import on."""
+    """All that have a form for it; in a process of its own, since kernels are one or the other from
+    their import on.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted"]
     done = subprocess.run(
         [

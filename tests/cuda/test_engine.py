@@ -1,4 +1,6 @@
-"""Every engine copies the same bytes: one suite for the CPU engine, its inline form, and CUDA where there is a device."""
+"""Every engine copies the same bytes: one suite for the CPU engine, its inline form, and CUDA where
+there is a device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A prefix of a real S3 server for one test: what a daemon is told of it, and what lies there, seen past the daemon."""
+"""A prefix of a real S3 server for one test: what a daemon is told of it, and what lies there, seen
+past the daemon.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,8 @@ class Bucket:
 
 
 def collect(store: ObjectStore, job: str, run: str) -> int:
-    """Delete all that nobody needs, as an operator does who knows that no writer is about; how many keys that were.
+    """Delete all that nobody needs, as an operator does who knows that no writer is about; how many
+    keys that were.
 
     Of the checkpoints the newest stays.
     """

@@ -1,12 +1,14 @@
 """Seeded random kills of trainers and daemons, and a comparison of the end with a run that was never hurt.
 
-``python -m tests.e2e.campaign --kills 300 --seed 7`` prints progress and a table, and fails if a single bit differs, if a
-job ends in any other way than by our SIGKILL or in order, or if a suffix that was recoverable once is so no more.
+``python -m tests.e2e.campaign --kills 300 --seed 7`` prints progress and a table, and fails if a
+single bit differs, if a job ends in any other way than by our SIGKILL or in order, or if a suffix
+that was recoverable once is so no more.
 
-A *cell* is one case (of ``cases.py``) with a run of its own. In it, a job is started, something is killed at a moment
-drawn at random (see ``_wait``), the job is started again with another initialisation, and so on until the kills are used up
-and the job is let go to its end. A job that died before its first complete suffix begins anew, so it gets its original
-initialisation until the daemon holds a suffix.
+A *cell* is one case (of ``cases.py``) with a run of its own. In it, a job is started, something is
+killed at a moment drawn at random (see ``_wait``), the job is started again with another
+initialisation, and so on until the kills are used up and the job is let go to its end. A job that
+died before its first complete suffix begins anew, so it gets its original initialisation until the
+daemon holds a suffix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Training jobs that cover what real ones do: precisions, optimizers, routing, schedulers, scalers, buffers, checkpointing."""
+"""Training jobs that cover what real ones do: precisions, optimizers, routing, schedulers, scalers,
+buffers, checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ VOCAB, WIDTH, EXPERTS, LAYERS, BATCH, LENGTH = 31, 16, 4, 2, 3, 6
 
 
 class ListExperts(nn.Module):
-    """Top-2 of a ``ModuleList``, with a noisy gate and per-expert token selection (experts without tokens get no gradient)."""
+    """Top-2 of a ``ModuleList``, with a noisy gate and per-expert token selection (experts without
+    tokens get no gradient).
+    """
 
     def __init__(self, noise: float) -> None:
         super().__init__()
@@ -409,7 +413,9 @@ def two_updates_body(job: Job, step: int, at: Callable[[str], None]) -> None:
 
 
 def alternating_case(seed: int) -> Job:
-    """Two optimizers that take turns within a step, each on a forward of its own, as adversarial training does."""
+    """Two optimizers that take turns within a step, each on a forward of its own, as adversarial
+    training does.
+    """
     job = make(sched=False)(seed)
     names = [n for n, _ in job.model.named_parameters()]
     params = dict(job.model.named_parameters())
@@ -555,7 +561,9 @@ def own_norm_body(job: Job, step: int, at: Callable[[str], None]) -> None:
 
 
 def dataloader_case(seed: int, *, early: bool) -> Job:
-    """torch's own DataLoader through torchdata's stateful one; its iterator is made before or inside the first step."""
+    """torch's own DataLoader through torchdata's stateful one; its iterator is made before or
+    inside the first step.
+    """
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     job = make(sched=True)(seed)
@@ -664,7 +672,8 @@ CASES: dict[str, Callable[[int], Job]] = {
 
 
 def find_case(name: str) -> Callable[[int], Job]:
-    """The builder of a case; those named ``hf_…`` need transformers, and ``family/…`` a process group, imported only for them.
+    """The builder of a case; those named ``hf_…`` need transformers, and ``family/…`` a process
+    group, imported only for them.
 
     Raises:
         ValueError: there is no such case.

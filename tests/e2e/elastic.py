@@ -1,4 +1,6 @@
-"""Lives of an elastic run: as many ranks as there are nodes, each with a daemon; what they told, and what they were at which step."""
+"""Lives of an elastic run: as many ranks as there are nodes, each with a daemon; what they told,
+and what they were at which step.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Life:
         assert codes == [0] * len(codes), f"{codes}\n{self.logs}"
 
     def torn_down(self, timeout_s: float = 150) -> int:
-        """Wait until a rank has killed itself, and tell which; the others get SIGTERM, as of torchrun, where they have not failed by then."""
+        """Wait until a rank has killed itself, and tell which; the others get SIGTERM, as of
+        torchrun, where they have not failed by then.
+        """
         deadline = time.monotonic() + timeout_s
         while not (dead := [r for r, p in enumerate(self.processes) if p.exitcode == -signal.SIGKILL]):  # fmt: skip
             alive = [p.sentinel for p in self.processes if p.exitcode is None]
@@ -100,7 +104,8 @@ class Life:
         return found
 
     def whole(self, step: int) -> dict[str, Any]:
-        """What the job was at the top of a step: of each name one value, after a check that all ranks that have it have the same.
+        """What the job was at the top of a step: of each name one value, after a check that all
+        ranks that have it have the same.
 
         Of random generators each rank's own; of shards what all of them are together, without padding.
         """

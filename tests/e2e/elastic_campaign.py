@@ -1,12 +1,14 @@
 """Seeded kills of ranks, daemons and whole nodes of elastic jobs, most of all while a world starts.
 
-``python -m tests.e2e.elastic_campaign --kills 60 --seed 7`` prints progress and a table, and fails if a world begins with other bits than the
-ranks before had there, if replicas differ, if a step is left out, if a state that was promised is not found, or if anything hangs.
+``python -m tests.e2e.elastic_campaign --kills 60 --seed 7`` prints progress and a table, and fails
+if a world begins with other bits than the ranks before had there, if replicas differ, if a step is
+left out, if a state that was promised is not found, or if anything hangs.
 
-A *round* is one run on two to four nodes, each with a daemon of its own. Life after life is hurt at a moment drawn by lot; the others are told
-to end, as torchrun does, and sometimes another is killed meanwhile. Lost nodes come back empty, at once or later; killed ones with their memory.
-Drawn by lot are also the experts' optimizer on shards, and a store that all nodes share: then all of them are lost at times, with all memory, and
-what was durable before must be found.
+A *round* is one run on two to four nodes, each with a daemon of its own. Life after life is hurt at
+a moment drawn by lot; the others are told to end, as torchrun does, and sometimes another is killed
+meanwhile. Lost nodes come back empty, at once or later; killed ones with their memory. Drawn by lot
+are also the experts' optimizer on shards, and a store that all nodes share: then all of them are
+lost at times, with all memory, and what was durable before must be found.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ _PHASE_MS = 150.0
 
 
 class References:
-    """One rank with all experts and the whole batch, without ckptd: what it was at every top; once each with and without shards."""
+    """One rank with all experts and the whole batch, without ckptd: what it was at every top; once
+    each with and without shards.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,6 +1,8 @@
-"""A small elastic training of two mixture layers: what every rank is at the top of each step it writes to a file, for the tests to compare.
+"""A small elastic training of two mixture layers: what every rank is at the top of each step it
+writes to a file, for the tests to compare.
 
-In double precision: another number of ranks adds up in another order, and the losses of a run are to be compared with those of another one.
+In double precision: another number of ranks adds up in another order, and the losses of a run are
+to be compared with those of another one.
 """
 
 from __future__ import annotations
@@ -52,12 +54,15 @@ class Part:
             first rank that alone holds some expert.
         die_before_loading: it kills itself when the world is planned, and nothing of it loaded.
         keep: tops that are written.
-        watched: it tells its phases, each of which takes up to ``phase_ms`` longer, and the digests of all tops, in ``<out>-<rank>.tops``.
+        watched: it tells its phases, each of which takes up to ``phase_ms`` longer, and the digests
+            of all tops, in ``<out>-<rank>.tops``.
         sharded: the experts' optimizer is on shards, and the experts have no buffers.
         masters: with ``sharded``: experts in bfloat16, shards in float32.
         place_every: with ``sharded``: after so many steps the experts are placed by load; 0: never.
-        die_sending: with ``sharded``: the one that is to die does so when its shards are updated, and the others wait for their weights.
-        joined: with ``sharded``: each rank tells of the shards all that they are together; a collective call at each top that is told.
+        die_sending: with ``sharded``: the one that is to die does so when its shards are updated,
+            and the others wait for their weights.
+        joined: with ``sharded``: each rank tells of the shards all that they are together; a
+            collective call at each top that is told.
         gate: a file, without which nothing is brought from storage.
         optimizer: which of `OPTIMIZERS`.
         spoil: with ``sharded``: rank 0 forgets, of one shard, a moment of what it has loaded.
@@ -93,7 +98,9 @@ class Part:
 
 
 class Noted(nn.Module):
-    """An expert with a buffer of its own, which belongs to its state; for shards, which allow none, a parameter that never learns."""
+    """An expert with a buffer of its own, which belongs to its state; for shards, which allow none,
+    a parameter that never learns.
+    """
 
     scale: Tensor
 
@@ -140,7 +147,8 @@ class Model(nn.Module):
             job.layer(f"blocks.{i}.moe", functools.partial(Noted, 10 * i, sharded))
             for i in range(LAYERS)
         ]
-        # After the experts, of which each rank makes others. In a later life nothing right can come from the initialisation.
+        # After the experts, of which each rank makes others. In a later life nothing right can come
+        # from the initialisation.
         torch.manual_seed(seed if job.start else 11)
         self.blocks = nn.ModuleList(map(Block, layers))
         self.head = nn.Linear(WIDTH, 1)
@@ -216,8 +224,9 @@ def _live(part: Part, log: Log) -> bool:
     state = {f"scheduler {i}": each for i, each in enumerate(schedulers)}
     if part.die_before_loading:
         os.kill(os.getpid(), signal.SIGKILL)
-    # A rank that dies waits in its step for the copies of that step's snapshot. Copied beside training, a snapshot is sealed only when its
-    # sources are looked at again before the optimizer's step, and nobody comes there while the others wait for that rank.
+    # A rank that dies waits in its step for the copies of that step's snapshot. Copied beside
+    # training, a snapshot is sealed only when its sources are looked at again before the
+    # optimizer's step, and nobody comes there while the others wait for that rank.
     waits = part.patient_until > 0 or part.die_at >= 0
     ckpt = job.checkpointer(model, optimizer, state, inline_copy=True if waits else None)
     job.check_replicas()
@@ -308,7 +317,9 @@ def sole_holder(job: ElasticJob) -> int:
 
 
 def _keep_pace(ckpt: Checkpointer, step: int) -> None:
-    """Let the copies of the snapshots before come: steps of milliseconds outrun them, and the next one would find no slot."""
+    """Let the copies of the snapshots before come: steps of milliseconds outrun them, and the next
+    one would find no slot.
+    """
     until = time.monotonic() + _PATIENCE_S
     assert ckpt._memory is not None
     while ckpt.stats()["snapshots"] > 1 and ckpt._memory.table.ring_hint.floor < step - 1:
@@ -328,7 +339,9 @@ def _wait_for_copies(ckpt: Checkpointer, step: int) -> None:
 def everything(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shards: ExpertShards | None
 ) -> dict[str, Any]:  # fmt: skip
-    """All that must be equal wherever it is, by name; below ``shards`` what this rank has of what is cut over all."""
+    """All that must be equal wherever it is, by name; below ``shards`` what this rank has of what
+    is cut over all.
+    """
     found: dict[str, Any] = {n: t.detach().clone() for n, t in model.state_dict().items()}
     optimizers = [optimizer] if shards is None else [optimizer, shards.optimizer]
     found |= state_by_name(model, optimizer)

@@ -42,7 +42,8 @@ class Judge:
         alone: the undisturbed reference, with its state at all tops.
         total: steps of the job.
 
-    ``exposed``: the nodes that lost their memory since all of the job was last told to be replicated, without those of this life.
+    ``exposed``: the nodes that lost their memory since all of the job was last told to be
+        replicated, without those of this life.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class Judge:
         self._lost_since_start = False
         self.exposed: set[str] = set()
         self._lost_now: set[str] = set()
-        # While a daemon is away no ring waits for it (docs/replication.md, section 6): what was promised may be given away then.
+        # While a daemon is away no ring waits for it (docs/replication.md, section 6): what was
+        # promised may be given away then.
         self._lapsed = self._lapses_now = False
         self._found_durable = _NOTHING  # before this life
 
@@ -71,7 +73,9 @@ class Judge:
         return self._look_durable is not None and self._look_durable() > _NOTHING
 
     def durable(self) -> None:
-        """See ``Looks``: what is durable when a life is over, the next one must find; it may be told a while later by a busy node."""
+        """See ``Looks``: what is durable when a life is over, the next one must find; it may be
+        told a while later by a busy node.
+        """
         self._found_durable = self._durable
         if self._look_durable is not None:
             self._durable = max(self._durable, self._look_durable())
@@ -213,7 +217,9 @@ class Judge:
                 self._secure = max(self._secure, (world.number, world.floor))
 
     def _replicates(self, world: _World) -> bool:
-        """Whether it had a floor, and other nodes to hold it: of one node, the floor is in its own ring alone."""
+        """Whether it had a floor, and other nodes to hold it: of one node, the floor is in its own
+        ring alone.
+        """
         return world.floor >= 0 and world.ranks > self._found.ranks_per_node
 
     def _losses(self, life: Life) -> None:

@@ -24,7 +24,8 @@ __all__ = ["NOTHING_WHOLE", "Kill", "Killer", "Looks", "Moment", "Round", "Targe
 # As it is raised; what is to come from storage is told in the same words, as a warning.
 NOTHING_WHOLE = "ElasticError: find the state to go on from: no iteration is held as a whole"
 _LIMIT_S = 100.0
-# A rank that was told to end parks before (20 s for its copies at most); one that heard of another's failure raises it.
+# A rank that was told to end parks before (20 s for its copies at most); one that heard of
+# another's failure raises it.
 _ENDS_S = 45.0
 _START_S = 1.5
 _DAEMON_AWAY_S = 1.0
@@ -206,7 +207,9 @@ class Killer:
         return self._ended(life)
 
     def _ended(self, life: Life) -> bool:
-        """A life that nobody hurts any more ends in order; or, where a daemon was away at its start, on all ranks alike."""
+        """A life that nobody hurts any more ends in order; or, where a daemon was away at its
+        start, on all ranks alike.
+        """
         self._wait(life, lambda: all(p.exitcode is not None for p in life.processes) or self._failed(life))  # fmt: skip
         if self._failed(life):
             # None may be left waiting for the others.

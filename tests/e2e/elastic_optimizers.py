@@ -1,4 +1,6 @@
-"""Optimizers of elastic jobs that keep what no ``state_dict`` of AdamW has: their steps depend on it, so a rank that lacks it goes another way."""
+"""Optimizers of elastic jobs that keep what no ``state_dict`` of AdamW has: their steps depend on
+it, so a rank that lacks it goes another way.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ __all__ = ["OPTIMIZERS", "kept_by"]
 
 
 class Counting(torch.optim.SGD):
-    """Counts in an attribute, keeps a dict, an entry of no parameter, and the last gradients of each parameter in a list."""
+    """Counts in an attribute, keeps a dict, an entry of no parameter, and the last gradients of
+    each parameter in a list.
+    """
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, lr=0.02)

@@ -11,7 +11,9 @@ __all__ = ["joined_shards", "same"]
 
 
 def joined_shards(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Every parameter of which there are shards, and its optimizer state, whole; numbers after a check that they are the same on all ranks."""
+    """Every parameter of which there are shards, and its optimizer state, whole; numbers after a
+    check that they are the same on all ranks.
+    """
     found: dict[str, Any] = {}
     for name, part in ranks[0]["parts"].items():
         parts = [rank["parts"][name] for rank in ranks]

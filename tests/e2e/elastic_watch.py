@@ -1,4 +1,6 @@
-"""A rank of an elastic job tells what it is about to do, so that it can be killed just then; and what it was, to be compared."""
+"""A rank of an elastic job tells what it is about to do, so that it can be killed just then; and
+what it was, to be compared.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Writes(Protocol):
 
 
 def watch(log: Writes, phase_ms: float, seed: int) -> None:
-    """Tell each phase when it begins, and make it last a random time longer, so that moments within it are hit."""
+    """Tell each phase when it begins, and make it last a random time longer, so that moments within
+    it are hit.
+    """
     from ckptd.client.elastic.incarnation import incarnation_start, state_transfer
     from ckptd.client.elastic.incarnation.store_start import Storage
     from ckptd.client.elastic.incarnation.unit_loading import Loader
@@ -69,7 +73,9 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
 
 
 def hold_bringing(log: Writes, gate: Path) -> None:
-    """Tell when something is about to be brought from storage, and go on when ``gate`` is there; the first time only."""
+    """Tell when something is about to be brought from storage, and go on when ``gate`` is there;
+    the first time only.
+    """
     from ckptd.client.elastic.incarnation.store_start import Storage
 
     bring = Storage.bring

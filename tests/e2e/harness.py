@@ -1,4 +1,6 @@
-"""Runs training jobs as real processes that can be SIGKILLed, quickly: forked from a server that has torch imported."""
+"""Runs training jobs as real processes that can be SIGKILLed, quickly: forked from a server that
+has torch imported.
+"""
 
 from __future__ import annotations
 

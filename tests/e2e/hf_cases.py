@@ -1,4 +1,5 @@
-"""Tiny random-weight models of Hugging Face transformers, unmodified, as jobs: imported by ``job.py`` for ``hf_…`` only.
+"""Tiny random-weight models of Hugging Face transformers, unmodified, as jobs: imported by
+``job.py`` for ``hf_…`` only.
 
 All of these keep a layer's experts fused in ``[num_experts, …]`` parameters, so an expert is a set of rows.
 """
@@ -57,7 +58,9 @@ def _olmoe() -> Any:
 
 
 def _deepseek_v3() -> Any:
-    """One dense layer first, multi-head latent attention, shared experts, and a bias in the gate that is a buffer."""
+    """One dense layer first, multi-head latent attention, shared experts, and a bias in the gate
+    that is a buffer.
+    """
     sizes = {k: v for k, v in _SIZES.items() if not k.startswith(("output_router", "router_aux"))}
     config = transformers.DeepseekV3Config(
         **{**sizes, "num_hidden_layers": _LAYERS + 1},
@@ -96,7 +99,8 @@ def _body(autocast: bool) -> Callable[[Job, int, Callable[[str], None]], None]:
         at("step")
         job.state["sched"].step()
         for gate in job.extra["gates"]:
-            # Auxiliary-loss-free balancing, as DeepSeek-V3 is trained: the bias is a buffer that user code updates.
+            # Auxiliary-loss-free balancing, as DeepSeek-V3 is trained: the bias is a buffer that
+            # user code updates.
             gate.e_score_correction_bias += 0.01 * torch.sign(torch.arange(_EXPERTS) - step % 4)
         job.optimizers[0].zero_grad()
 

@@ -1,5 +1,6 @@
-"""Trainings with state of which no snapshot knows. It lies where nobody who looks at model, optimizer and ``state=`` can see it, so a resume
-without a replay is silently different."""
+"""Trainings with state of which no snapshot knows. It lies where nobody who looks at model,
+optimizer and ``state=`` can see it, so a resume without a replay is silently different.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def count_updates(job: Job) -> None:
 
 
 def own_generator(job: Job) -> None:
-    """Noise on the gradients comes from a generator that is in no snapshot; it has the same seed in each process."""
+    """Noise on the gradients comes from a generator that is in no snapshot; it has the same seed in
+    each process.
+    """
     _noise(job, 5)
 
 

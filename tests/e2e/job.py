@@ -1,8 +1,9 @@
 """A small real training job, run as a process by the end-to-end tests and killed by them.
 
-``python tests/e2e/job.py <case> --out FILE --total N [--kill-at STEP] [--seed S] [--daemon ENDPOINT|none] [--set key=value]``
-trains the model of ``<case>``, kills itself abruptly (SIGKILL) inside step ``--kill-at`` if asked, and otherwise writes every
-parameter, buffer, optimizer tensor and random state to ``--out``.
+``python tests/e2e/job.py <case> --out FILE --total N [--kill-at STEP] [--seed S] [--daemon
+ENDPOINT|none] [--set key=value]`` trains the model of ``<case>``, kills itself abruptly (SIGKILL)
+inside step ``--kill-at`` if asked, and otherwise writes every parameter, buffer, optimizer tensor
+and random state to ``--out``.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def let_them_come(ckpt: Checkpointer) -> None:
 
 
 def let_what_is_beside_come(ckpt: Checkpointer) -> None:
-    """The boundary log and what is parked have memory of their own: asked for in one step, used from a later one on."""
+    """The boundary log and what is parked have memory of their own: asked for in one step, used
+    from a later one on.
+    """
     for slots in (
         getattr(ckpt._pipeline.log, "_slots", None),
         getattr(ckpt._loop.parking, "_slots", None),
@@ -154,7 +157,8 @@ def odd_step(job: Job, odd: str, step: int) -> Iterator[None]:
     if at != str(step):
         yield
         return
-    # Nothing of the patch is left behind: what an optimizer has as an attribute of its own is captured and compared.
+    # Nothing of the patch is left behind: what an optimizer has as an attribute of its own is
+    # captured and compared.
     plain = [(optimizer, optimizer.step, dict(vars(optimizer))) for optimizer in job.optimizers]
     for optimizer, update, _ in plain:
         if what == "skip":

@@ -110,7 +110,9 @@ class History(pl.Callback):  # type: ignore[misc, name-defined]
 
 
 class Killer(pl.Callback):  # type: ignore[misc, name-defined]
-    """Kills this process when the optimizer has done its step: what the step's snapshot holds was copied by then."""
+    """Kills this process when the optimizer has done its step: what the step's snapshot holds was
+    copied by then.
+    """
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -1,8 +1,9 @@
-"""Lives of one training program: the library is imported once, then each life is forked, so that it may be SIGKILLed.
+"""Lives of one training program: the library is imported once, then each life is forked, so that it
+may be SIGKILLed.
 
-``python -m tests.e2e.lives MODULE OTHER...`` imports the modules, and plays one request after the other: a line of standard input has
-rows of lives, as JSON; those of a row run side by side. A life is the list of arguments for ``MODULE.main``; a line of standard output
-has the exit codes, as JSON.
+``python -m tests.e2e.lives MODULE OTHER...`` imports the modules, and plays one request after the
+other: a line of standard input has rows of lives, as JSON; those of a row run side by side. A life
+is the list of arguments for ``MODULE.main``; a line of standard output has the exit codes, as JSON.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Run:
 
 
 class Parent:
-    """The process of which lives are forked. What it imports, no life imports again: that takes longer than most lives.
+    """The process of which lives are forked. What it imports, no life imports again: that takes
+    longer than most lives.
 
     Args:
         module: has ``main(arguments)``.

@@ -1,4 +1,6 @@
-"""A run of several ranks in several lives, each torn down as torchrun does it, and who did what again in the next one."""
+"""A run of several ranks in several lives, each torn down as torchrun does it, and who did what
+again in the next one.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def damage(folder: Path, run: str, rank: int, kind: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one rank did in one life: the iterations that it began, those of them that were replayed, those that it completed, and where it is to die."""
+    """What one rank did in one life: the iterations that it began, those of them that were
+    replayed, those that it completed, and where it is to die.
+    """
 
     begun: list[int]
     replayed: list[int]
@@ -90,15 +94,18 @@ class Life:
             time.sleep(0.01)
 
     def kill_with(self, dying: int, *others: int) -> None:
-        """When this rank is where it would die after a delay, and the others have come as far as they can, they die before it: none of them is
-        left to hear of it, and to be parked."""
+        """When this rank is where it would die after a delay, and the others have come as far as
+        they can, they die before it: none of them is left to hear of it, and to be parked.
+        """
         self._until(lambda: bool(self.traces[dying].dying))
         time.sleep(_REST_S)
         for rank in (*others, dying):
             self.processes[rank].kill()
 
     def torn_down(self, *victims: int, timeout_s: float = 150) -> None:
-        """Wait until the first of the victims has killed itself; the others are killed with it, survivors get SIGTERM, as of torchrun."""
+        """Wait until the first of the victims has killed itself; the others are killed with it,
+        survivors get SIGTERM, as of torchrun.
+        """
         lost = [self.processes[rank] for rank in victims]
         if lost:
             died = wait([process.sentinel for process in lost], timeout=timeout_s)
@@ -157,7 +164,8 @@ class Story:
         self.jobs, self.daemon, self.case, self.ranks = jobs, daemon, case, ranks
         self._references = references
         self.run = uuid.uuid4().hex[:8]
-        # Steps of a millisecond are quicker than any daemon: what is logged of them would be a matter of luck.
+        # Steps of a millisecond are quicker than any daemon: what is logged of them would be a
+        # matter of luck.
         self.options: tuple[str, ...] = ("--step-ms", "20")
         self.endpoints = endpoints
         self.lives: list[Life] = []
@@ -192,7 +200,9 @@ class Story:
             life.ranks.kill()
 
     def lose(self, *victims: int, point: str = "top", kill_at: int = KILL_AT) -> Life:
-        """A life in which these kill themselves there, when the others have come as far as they can without them."""
+        """A life in which these kill themselves there, when the others have come as far as they can
+        without them.
+        """
         deadly = ("--kill-at", str(kill_at), "--kill-point", point, "--kill-delay-ms", "500")
         life = self.life(dict.fromkeys(victims, deadly), kill_at=kill_at)
         life.torn_down(*victims)

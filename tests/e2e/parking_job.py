@@ -1,4 +1,5 @@
-"""A small training of one stage, or of two that pass activations and gradients by hand, which hangs, dies or is told to park.
+"""A small training of one stage, or of two that pass activations and gradients by hand, which
+hangs, dies or is told to park.
 
 What it is at the top of each step it writes to a file, so that a test can compare what was parked with it.
 """
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["READY", "Job", "Plot", "act", "unlike"]
 
 WIDE = 8
-# In these steps it waits for the daemon, which makes memory more slowly than such steps pass: at `READY` it can be parked.
+# In these steps it waits for the daemon, which makes memory more slowly than such steps pass: at
+# `READY` it can be parked.
 _MEASURED, READY = 4, 10
 
 
@@ -116,8 +118,10 @@ def unlike(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 class Plot:
     """What is to happen. Steps are given where it does; -1: nowhere.
 
-    ``hang_at``: rank 0 stops there, so that the others hang waiting for it. ``wait_at``: it goes on when it is told.
-    ``handler``: the user has a SIGTERM handler and a wakeup descriptor. ``gate_at``: a copy for a park never ends from there on.
+    ``hang_at``: rank 0 stops there, so that the others hang waiting for it. ``wait_at``: it goes on
+        when it is told.
+    ``handler``: the user has a SIGTERM handler and a wakeup descriptor. ``gate_at``: a copy for a
+        park never ends from there on.
     """
 
     folder: Path

@@ -83,7 +83,9 @@ class Ranks:
         return [out for _, out in self.started]
 
     def end_by_the_death_of(self, rank: int) -> None:
-        """Wait until that rank has killed itself; the others hang in a collective, or fail, and are killed too."""
+        """Wait until that rank has killed itself; the others hang in a collective, or fail, and are
+        killed too.
+        """
         process, out = self.started[rank]
         process.join(90)
         died = process.exitcode

@@ -1,13 +1,14 @@
 """Seeded kills of daemons, store keepers and whole nodes at moments of an upload, against a real S3 server.
 
-``python -m tests.e2e.storage_campaign --kills 100 --seed 7`` prints progress and a table, and fails if a committed checkpoint is
-ever damaged, if something is restored that was not committed, if a single bit of the end differs, or if garbage survives its
-collection.
+``python -m tests.e2e.storage_campaign --kills 100 --seed 7`` prints progress and a table, and fails
+if a committed checkpoint is ever damaged, if something is restored that was not committed, if a
+single bit of the end differs, or if garbage survives its collection.
 
-A *round* is one run of one or two ranks on one node. While it trains, something is killed when the store sees a request that was
-drawn by lot (or lost its answer, or hangs); each time, every byte of what is committed is verified offline. At last the node is
-lost with all its memory, and comes back empty: the run must go on from the newest checkpoint that is committed, and is let go to its
-end. Then the garbage is collected.
+A *round* is one run of one or two ranks on one node. While it trains, something is killed when the
+store sees a request that was drawn by lot (or lost its answer, or hangs); each time, every byte of
+what is committed is verified offline. At last the node is lost with all its memory, and comes back
+empty: the run must go on from the newest checkpoint that is committed, and is let go to its end.
+Then the garbage is collected.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ class _Run:
         )
 
     def hurt(self, kills: int) -> None:
-        """So many kills, or fewer if training came too far before there was an occasion; the last one takes the node."""
+        """So many kills, or fewer if training came too far before there was an occasion; the last
+        one takes the node.
+        """
         while len(self._round.kills) < kills and self._kill():
             pass
         self._wait(lambda: bool(self._bucket.committed(self.name)))
@@ -151,7 +154,9 @@ class _Run:
         self._round.failures += [str(f) for f in report.findings if f.severity is Severity.ERROR]
 
     def settle(self) -> None:
-        """The end becomes durable; then the garbage is collected, and nothing is left but the newest checkpoint."""
+        """The end becomes durable; then the garbage is collected, and nothing is left but the
+        newest checkpoint.
+        """
         self._wait(lambda: self._bucket.committed(self.name)[:1] == [TOTAL], training=False)
         if self._round.failures:
             self._round.failures.append(self._story())
@@ -245,7 +250,9 @@ class _Run:
         return True
 
     def _revived(self) -> bool:
-        """Start again, as torchrun does, what could not begin because its daemon or the store keeper was killed just then."""
+        """Start again, as torchrun does, what could not begin because its daemon or the store
+        keeper was killed just then.
+        """
         ended = [(p, out) for p, out in self._ranks if p.exitcode not in (None, 0)]
         if not ended:
             return True

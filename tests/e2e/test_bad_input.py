@@ -1,6 +1,7 @@
 """What is wrong is refused by name, with numbers and a way out; what is damaged is never trained on.
 
-The real client against the real daemon. Refusals are seen from within this process; whatever has to die is a process.
+The real client against the real daemon. Refusals are seen from within this process; whatever has to
+die is a process.
 """
 
 from __future__ import annotations
@@ -260,7 +261,9 @@ def killed(jobs: Jobs, run: str, *options: str) -> None:
 
 
 def sealed(daemon: DaemonProcess, run: str) -> tuple[Segment, list[tuple[int, SlotHeader]]]:
-    """The segment that a dead trainer left, and its sealed slots, newest first, once the daemon has settled them."""
+    """The segment that a dead trainer left, and its sealed slots, newest first, once the daemon has
+    settled them.
+    """
     (path,) = daemon.segment_dir.glob(f"e2e~{run}~r0~g*.seg")
     segment = open_segment(path)
 
@@ -373,7 +376,9 @@ def test_a_truncated_segment_is_put_aside_and_the_run_starts_over(
 def test_a_stale_segment_of_another_run_is_not_used(
     hurt: tuple[Jobs, DaemonProcess], run: str
 ) -> None:
-    """Neither under its own name, of which the operator is told, nor as a file renamed to ours, which is put aside."""
+    """Neither under its own name, of which the operator is told, nor as a file renamed to ours,
+    which is put aside.
+    """
     jobs, daemon = hurt
     killed(jobs, run)
     reference = jobs.run("plain", "--total", TOTAL, daemon="none")

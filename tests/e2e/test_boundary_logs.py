@@ -1,4 +1,6 @@
-"""What stages sent is in their daemons' memory after everybody was killed, and equals what the receivers have written down."""
+"""What stages sent is in their daemons' memory after everybody was killed, and equals what the
+receivers have written down.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ def life(
     return Ranks(
         jobs,
         run,
-        # Steps of a millisecond are quicker than any daemon: what is logged of them would be a matter of luck.
-        # All replay what they sent: nobody goes on where it was parked.
+        # Steps of a millisecond are quicker than any daemon: what is logged of them would be a
+        # matter of luck. All replay what they sent: nobody goes on where it was parked.
         *("--received", str(received), "--step-ms", "30", "--set", "park=false", *options),
         case=f"logged/{case}",
         world_size=CASES.cases[case].ranks,
@@ -124,7 +126,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def test_logs_outlive_trainers_and_daemon_and_are_what_was_received(
     tmp_path: Path, case: str
 ) -> None:
-    """All trainers are killed in the middle of a step, then the daemon, too; and the next life goes on where they ended.
+    """All trainers are killed in the middle of a step, then the daemon, too; and the next life goes
+    on where they ended.
 
     It replays what was logged, and compares: none of it may differ.
     """

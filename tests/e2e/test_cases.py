@@ -1,4 +1,6 @@
-"""Every kind of job: killed abruptly, resumed by a fresh process with another initialisation, identical to the bit."""
+"""Every kind of job: killed abruptly, resumed by a fresh process with another initialisation,
+identical to the bit.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from tests.e2e.harness import Jobs
 from tests.long import long
 
 TOTAL = 15
-# Where a snapshot is taken only at every third boundary, a window is longer; measured on so small a model, too.
+# Where a snapshot is taken only at every third boundary, a window is longer; measured on so small a
+# model, too.
 _TOTALS = {"auto_window": 34, "spread": 30, "dense_every": 15, "aligned": 18, "growing_state": 26}
 # They hold an iterator of their own, which no one can take back within the process.
 _CANNOT_REWIND = ("loader_early", "loader_late")
-# What differs from another case in the optimizer's arithmetic alone, joins two others, or has a quicker test in tests/client.
+# What differs from another case in the optimizer's arithmetic alone, joins two others, or has a
+# quicker test in tests/client.
 _OFF_DIAGONAL = {
     "adadelta", "adagrad", "adamax", "adafactor_fused", "asgd", "autocast_fused", "fused_drop", "nadam", "radam",
     "rmsprop", "rprop", "moved_storage_dense", "masters_given", "window1", "dense_every", "amsgrad", "adamw_fused",
@@ -27,8 +31,9 @@ _KILLS = {"auto_window": 30, "late_state": 13, "growing_state": 22, "spread": 25
 
 
 def test_user_code_that_reads_all_gradients_falls_back_to_dropping_them(jobs: Jobs) -> None:
-    """With ``freeze="inputs"`` a norm computed by hand misses the frozen gradients: noticed, not trained on, and the next
-    start of the run replays with gradients dropped instead, exactly."""
+    """With ``freeze="inputs"`` a norm computed by hand misses the frozen gradients: noticed, not
+    trained on, and the next start of the run replays with gradients dropped instead, exactly.
+    """
     run = uuid.uuid4().hex[:8]
     reference = jobs.run("own_norm", "--total", "15", daemon="none")
     jobs.run("own_norm", "--total", "15", "--run", run, "--kill-at", "11", expect_killed=True)
@@ -50,7 +55,9 @@ def test_user_code_that_reads_all_gradients_falls_back_to_dropping_them(jobs: Jo
     ],
 )
 def test_resumes_at_the_exact_bits(jobs: Jobs, case: str) -> None:
-    """Killed inside a step, the job goes on as if nothing had happened: torch.equal on everything, random state included."""
+    """Killed inside a step, the job goes on as if nothing had happened: torch.equal on everything,
+    random state included.
+    """
     total, kill = str(_TOTALS.get(case, TOTAL)), str(_KILLS.get(case, 11))
     run = uuid.uuid4().hex[:8]
     reference = jobs.run(case, "--total", total, daemon="none")
@@ -75,7 +82,9 @@ def test_resumes_at_the_exact_bits(jobs: Jobs, case: str) -> None:
 
 
 def test_a_verification_in_mid_run_leaves_no_trace(jobs: Jobs) -> None:
-    """What the running step recorded for replay (its norm) is kept through ``verify`` and still there after a kill."""
+    """What the running step recorded for replay (its norm) is kept through ``verify`` and still
+    there after a kill.
+    """
     run = uuid.uuid4().hex[:8]
     options = ("--total", "15", "--run", run, "--verify-at", "9")
     reference = jobs.run("plain", "--total", "15", daemon="none")

@@ -1,6 +1,7 @@
 """Jobs and daemons killed at random moments end with the bits of a job that was never hurt.
 
-``CKPTD_KILLS`` makes this a campaign of that many kills over many more cases; ``CKPTD_SEED`` repeats a failed one.
+``CKPTD_KILLS`` makes this a campaign of that many kills over many more cases; ``CKPTD_SEED``
+repeats a failed one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Two nodes, one of which has a wrong clock, commit, collect and restore over one store: what decides is the store's clock.
+"""Two nodes, one of which has a wrong clock, commit, collect and restore over one store: what
+decides is the store's clock.
 
-Real keepers and a real folder, whose files the kernel dates: that is the store's clock, and tests make things old by it. What a
-node believes is injected where its keeper asks for it (`Keeper.wall_ns`).
+Real keepers and a real folder, whose files the kernel dates: that is the store's clock, and tests
+make things old by it. What a node believes is injected where its keeper asks for it
+(`Keeper.wall_ns`).
 """
 
 from __future__ import annotations
@@ -131,8 +133,9 @@ def nodes(request: pytest.FixtureRequest, made: Callable[..., Nodes]) -> Nodes:
 
 
 def test_a_node_with_a_wrong_clock_deletes_nothing_young_and_damages_nothing(nodes: Nodes) -> None:
-    """An object that no manifest names goes when it is a day old, by the clock of the store: not half an hour before, as the clock of
-    whoever collects may say, and not later."""
+    """An object that no manifest names goes when it is a day old, by the clock of the store: not
+    half an hour before, as the clock of whoever collects may say, and not later.
+    """
     for end in (2, 4, 6):
         nodes.commit(end)
     store = open_store(str(nodes.folder))
@@ -179,7 +182,9 @@ def test_what_is_restored_is_the_newest_whatever_the_clocks_say(
 def test_what_was_uploaded_before_a_restart_is_not_relied_on_when_it_is_nearly_garbage(
     nodes: Nodes,
 ) -> None:
-    """A life ago a snapshot was stored, and no manifest names it: it may go when it is a day old, by the clock of the store."""
+    """A life ago a snapshot was stored, and no manifest names it: it may go when it is a day old,
+    by the clock of the store.
+    """
     nodes.commit(2)
     for node in nodes.each:
         node.put(3)

@@ -13,7 +13,8 @@ from ckptd.saved import saved_iterations
 from tests.e2e.habits import SCRIPT, environment, start
 from tests.e2e.harness import DaemonProcess, own_daemon
 
-# Steps of a millisecond may outrun a busy daemon, and snapshots are left out then: each step waits for the snapshot before.
+# Steps of a millisecond may outrun a busy daemon, and snapshots are left out then: each step waits
+# for the snapshot before.
 WAIT = """
 import time
 from ckptd.saved import saved_iterations

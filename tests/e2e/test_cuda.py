@@ -69,7 +69,9 @@ def test_what_is_left_out_is_noticed(jobs: Jobs) -> None:
 def test_parked_on_sigterm_and_resumed_without_replay(
     jobs: Jobs, tmp_path: Path, case: str
 ) -> None:
-    """Two ranks are told to end inside a step, with work queued on the device: the state at its top is parked."""
+    """Two ranks are told to end inside a step, with work queued on the device: the state at its top
+    is parked.
+    """
     run = uuid.uuid4().hex[:8]
     references = Ranks(jobs, run, *ON, case=case, daemon="none").end()
     progress = [tmp_path / f"progress-{rank}" for rank in range(2)]

@@ -76,7 +76,9 @@ def session(daemon: DaemonProcess, run: str) -> SessionStatus | None:
 def test_snapshots_without_a_daemon_are_recovered_by_the_next_one(
     request: pytest.FixtureRequest, jobs: Jobs, daemon: DaemonProcess
 ) -> None:
-    """The trainer seals its own slots while the daemon is dead; then it dies too, and a new daemon adopts them."""
+    """The trainer seals its own slots while the daemon is dead; then it dies too, and a new daemon
+    adopts them.
+    """
     trainer = Trainer(request, jobs, "--run", "orphan", "--total", "100000", "--step-ms", "5")
     trainer.reaches("snapshots", above=8)
     daemon.kill()
@@ -127,7 +129,9 @@ def test_a_restarted_daemon_gets_its_trainer_back(
 def test_a_daemon_that_hangs_does_not_stall_training(
     request: pytest.FixtureRequest, jobs: Jobs, daemon: DaemonProcess
 ) -> None:
-    """SIGSTOPped, it keeps its socket and its locks and answers nothing: steps and snapshots go on regardless."""
+    """SIGSTOPped, it keeps its socket and its locks and answers nothing: steps and snapshots go on
+    regardless.
+    """
     trainer = Trainer(request, jobs, "--run", "hang", "--total", "900", "--step-ms", "5")
     trainer.reaches("snapshots", above=8)
     daemon.pause()
@@ -152,7 +156,8 @@ def test_a_daemon_that_hangs_does_not_stall_training(
 def test_a_daemon_that_hangs_while_it_makes_memory_does_not_stall_training(
     request: pytest.FixtureRequest, jobs: Jobs, daemon: DaemonProcess, comes_back: str
 ) -> None:
-    """It hangs between attach and the first snapshot: unprotected, training goes on, and is protected when it is back.
+    """It hangs between attach and the first snapshot: unprotected, training goes on, and is
+    protected when it is back.
 
     The trainer used to wait for two minutes for an answer that a daemon killed meanwhile would never give.
     """

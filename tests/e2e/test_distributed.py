@@ -1,4 +1,6 @@
-"""Two data-parallel ranks, each with a segment of its own: one is killed, both come back from the same iteration."""
+"""Two data-parallel ranks, each with a segment of its own: one is killed, both come back from the
+same iteration.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def run() -> str:
 def test_a_killed_rank_takes_both_back_to_the_same_iteration(
     jobs: Jobs, daemon: DaemonProcess, run: str, victim: int
 ) -> None:
-    """Rank 0 and rank 1 may hold different newest snapshots: they agree on one, and both end at the exact bits."""
+    """Rank 0 and rank 1 may hold different newest snapshots: they agree on one, and both end at the
+    exact bits.
+    """
     references = Ranks(jobs, run, daemon="none").end()
     before = Ranks(jobs, run, killed=victim)
     before.end_by_the_death_of(victim)

@@ -160,7 +160,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_if_all_are_nothing_begins_anew(
 
 
 def test_a_store_that_is_away_stops_a_start_over_and_nothing_else(jobs: Jobs, store: Path) -> None:
-    """Training goes on without it; but a run of which nothing is in memory does not begin anew behind its back."""
+    """Training goes on without it; but a run of which nothing is in memory does not begin anew
+    behind its back.
+    """
     store.parent.joinpath("file").write_text("in the way")
     away = store.parent / "file" / "store"
     with own_daemon(*storing(away)) as daemon:

@@ -1,7 +1,8 @@
-"""Elastic jobs: nodes vanish and come, and training goes on at the step that was cut off, with the bits that were there.
+"""Elastic jobs: nodes vanish and come, and training goes on at the step that was cut off, with the
+bits that were there.
 
-Every life is real processes over gloo with a daemon for each rank; a lost node loses its trainer, its daemon and its memory. ``CKPTD_LONG=1``
-plays all of it.
+Every life is real processes over gloo with a daemon for each rank; a lost node loses its trainer,
+its daemon and its memory. ``CKPTD_LONG=1`` plays all of it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def places_anew(run: ElasticRun, net: Net) -> Life:
 
 
 def loses_a_node(run: ElasticRun, net: Net, *, sole: bool = True) -> tuple[Life, list[Node]]:
-    """Three ranks, of which one dies with its node in step ``KILL_AT``: the sole holder of an expert, or the last."""
+    """Three ranks, of which one dies with its node in step ``KILL_AT``: the sole holder of an
+    expert, or the last.
+    """
     dies = {"die_at": KILL_AT, "die_sole": sole}
     who = range(3) if sole else [2]
     patient = {"patient_until": KILL_AT, "keep": frozenset([KILL_AT])}
@@ -72,7 +75,9 @@ def loses_a_node(run: ElasticRun, net: Net, *, sole: bool = True) -> tuple[Life,
 
 
 def assert_goes_on(before: Life, after: Life, step: int) -> None:
-    """Every rank is, at the top of the step that was cut off, what the ranks were there: all weights, optimizer states and buffers."""
+    """Every rank is, at the top of the step that was cut off, what the ranks were there: all
+    weights, optimizer states and buffers.
+    """
     assert after.start() == step, before.logs + after.logs
     was, now = before.whole(step), after.whole(step)
     beyond = {f"rng of rank {rank}" for rank in range(len(after.parts), len(before.parts))}
@@ -198,7 +203,9 @@ def test_a_damaged_parked_state_is_left_out(net: Net, run: ElasticRun, undisturb
 def test_where_an_expert_is_older_all_of_the_model_goes_back_to_it(
     net: Net, run: ElasticRun, undisturbed: Life
 ) -> None:
-    """Of the lost holder's newest snapshot there is no whole copy: experts, dense part and optimizers are those of one iteration before."""
+    """Of the lost holder's newest snapshot there is no whole copy: experts, dense part and
+    optimizers are those of one iteration before.
+    """
     before = KILL_AT - 1
     dies = {"die_at": KILL_AT, "die_sole": True}
     keep = frozenset([before, KILL_AT])
@@ -217,7 +224,9 @@ def test_where_an_expert_is_older_all_of_the_model_goes_back_to_it(
 
 @long
 def test_a_node_that_vanishes_while_the_plan_is_applied(tmp_path: Path, undisturbed: Life) -> None:
-    """One of two that were left goes before anything was loaded, with its node; the first lost one is back, empty."""
+    """One of two that were left goes before anything was loaded, with its node; the first lost one
+    is back, empty.
+    """
     with Net(3, replicas="2").up() as net, contextlib.closing(ElasticRun(tmp_path)) as run:
         first, left = loses_a_node(run, net)
         second = run.life(left, {1: {"die_before_loading": True}}, total=TOTAL)
@@ -252,7 +261,9 @@ def test_too_few_slots_are_refused_on_every_rank_and_nothing_is_lost(
 def test_experts_are_placed_anew_while_the_ranks_stay(
     net: Net, run: ElasticRun, undisturbed: Life
 ) -> None:
-    """Told to look often and to count on much: one process lives in two worlds, and no step is lost or done twice."""
+    """Told to look often and to count on much: one process lives in two worlds, and no step is lost
+    or done twice.
+    """
     life = places_anew(run, net)
     worlds = life.events("world")
     assert len(worlds) > 1, life.logs
@@ -264,7 +275,9 @@ def test_experts_are_placed_anew_while_the_ranks_stay(
 
 @long
 def test_starts_that_fail_do_not_use_up_the_memory(tmp_path: Path) -> None:
-    """Each left a world of its own, until the one that came through got no memory, trained unprotected, and so freed none of them."""
+    """Each left a world of its own, until the one that came through got no memory, trained
+    unprotected, and so freed none of them.
+    """
     with (
         Net(1, memory="16MiB").up() as net,
         contextlib.closing(ElasticRun(tmp_path, slots=EXPERTS, total=TOTAL)) as run,
@@ -287,7 +300,9 @@ def test_starts_that_fail_do_not_use_up_the_memory(tmp_path: Path) -> None:
 
 @long
 def test_two_jobs_share_the_nodes(net: Net, run: ElasticRun, tmp_path: Path) -> None:
-    """One is named as if it were a world of the other. Both lose a rank, and each goes on from what is its own."""
+    """One is named as if it were a world of the other. Both lose a rank, and each goes on from what
+    is its own.
+    """
     (tmp_path / "other").mkdir()
     with contextlib.closing(ElasticRun(tmp_path / "other")) as other:
         other.run = f"{run.run}.w5"

@@ -1,4 +1,6 @@
-"""What brings a checkpoint from storage is killed in the middle of it: the start goes on or fails on all ranks alike, and the next one succeeds."""
+"""What brings a checkpoint from storage is killed in the middle of it: the start goes on or fails
+on all ranks alike, and the next one succeeds.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def keeper_of(node: Node) -> int:
 
 @contextlib.contextmanager
 def bringing(run: ElasticRun, nodes: list[Node], stuck: Node, folder: Path) -> Iterator[tuple[Life, int]]:  # fmt: skip
-    """A start whose ranks wait for what ``stuck`` brings; its keeper, which is stopped (SIGSTOP), and so brings nothing."""
+    """A start whose ranks wait for what ``stuck`` brings; its keeper, which is stopped (SIGSTOP),
+    and so brings nothing.
+    """
     gate = folder / "gate"
     life = run.life(nodes, total=TOTAL + 1, gate=gate)
 
@@ -91,7 +95,9 @@ def test_the_keeper_is_killed_while_it_brings_and_the_start_goes_on(
 def test_a_daemon_is_killed_while_it_brings_and_the_start_fails_on_all_ranks_within_seconds(
     store: WorldStore, run: ElasticRun, tmp_path: Path
 ) -> None:
-    """It took half a minute. The other node has brought its part by then; the next start finds that, and the rest in storage."""
+    """It took half a minute. The other node has brought its part by then; the next start finds
+    that, and the rest in storage.
+    """
     with Net(2, replicas="0", **store.settings).up() as net:
         first = trains(run, net.nodes, store, TOTAL)
         empty(net)

@@ -1,4 +1,6 @@
-"""A few rounds of the elastic campaign; ``CKPTD_KILLS`` makes it a long one, ``CKPTD_SEED`` repeats a failed one."""
+"""A few rounds of the elastic campaign; ``CKPTD_KILLS`` makes it a long one, ``CKPTD_SEED`` repeats
+a failed one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The worlds of a live elastic job in a store: what is durable is a whole state at every moment, and what was superseded is deleted."""
+"""The worlds of a live elastic job in a store: what is durable is a whole state at every moment,
+and what was superseded is deleted.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _SOON_S = 60.0
 
 
 class Reader:
-    """Somebody who looks beside the job: the newest checkpoint is whole to its last byte, and never an earlier one than before."""
+    """Somebody who looks beside the job: the newest checkpoint is whole to its last byte, and never
+    an earlier one than before.
+    """
 
     def __init__(self, store: WorldStore, folder: Path, run: str) -> None:
         self._store, self._folder, self._run = store, folder, run
@@ -57,7 +61,9 @@ class Reader:
 
 
 def make_older(folder: Path) -> None:
-    """All that lies there is two days older: past the times to settle and of grace. What comes and goes just then is left out."""
+    """All that lies there is two days older: past the times to settle and of grace. What comes and
+    goes just then is left out.
+    """
     for path in list(folder.rglob("*")):
         with contextlib.suppress(FileNotFoundError):
             if path.is_file():
@@ -66,7 +72,9 @@ def make_older(folder: Path) -> None:
 
 
 def test_three_two_three_ranks_leave_one_world_in_the_store(tmp_path: Path) -> None:
-    """Four worlds; in the last one everything before grows old, and its next checkpoint takes the earlier ones' place. Then all memory is lost."""
+    """Four worlds; in the last one everything before grows old, and its next checkpoint takes the
+    earlier ones' place. Then all memory is lost.
+    """
     folder = tmp_path / "store"
     store = WorldStore.folder(folder)
     with (

@@ -38,9 +38,11 @@ def two_ranks(run: ElasticRun, net: Net, optimizer: str, *, protected: bool = Tr
 def test_a_rank_that_joins_gets_what_the_optimizer_keeps_elsewhere(
     net: Net, tmp_path: Path
 ) -> None:
-    """A counter, a dict, an entry of no parameter, a list of gradients of each: none of it came to any rank of a new world.
+    """A counter, a dict, an entry of no parameter, a list of gradients of each: none of it came to
+    any rank of a new world.
 
-    All ranks counted from 0 again, the one that joined too, and all of them trained on differently, without a word.
+    All ranks counted from 0 again, the one that joined too, and all of them trained on differently,
+    without a word.
     """
     (tmp_path / "alone").mkdir()
     with (
@@ -78,7 +80,9 @@ def test_what_differs_between_ranks_is_refused_by_its_path_when_one_joins(net: N
 
 
 def test_a_list_by_position_is_told_at_the_first_snapshot(net: Net, tmp_path: Path) -> None:
-    """Ranks have other experts in each world, so its values would go to others: no snapshot is taken, and the path is told."""
+    """Ranks have other experts in each world, so its values would go to others: no snapshot is
+    taken, and the path is told.
+    """
     with contextlib.closing(ElasticRun(tmp_path)) as run:
         life = two_ranks(run, net, "by position", protected=False)
         assert "optimizer ByPosition keeps sizes (a list; it may go by the position" in life.logs

@@ -1,7 +1,9 @@
-"""Elastic jobs whose experts have their optimizer on shards: every element of every shard comes to the rank that owns it in the next world.
+"""Elastic jobs whose experts have their optimizer on shards: every element of every shard comes to
+the rank that owns it in the next world.
 
-As `test_elastic`: real processes over gloo, a daemon for each node, SIGKILL; a lost node loses its memory. What nobody disturbed is one rank with an
-optimizer on each replica: both strategies train alike.
+As `test_elastic`: real processes over gloo, a daemon for each node, SIGKILL; a lost node loses its
+memory. What nobody disturbed is one rank with an optimizer on each replica: both strategies train
+alike.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def undisturbed(tmp_path: Path) -> Iterator[Life]:
 def loses_a_node(
     run: ElasticRun, net: Net, *, keep: Sequence[int] = (KILL_AT,), **more: object
 ) -> tuple[Life, list[Node]]:
-    """Three ranks, of which the second dies with its node in step ``KILL_AT``: a third of every expert's state goes with it."""
+    """Three ranks, of which the second dies with its node in step ``KILL_AT``: a third of every
+    expert's state goes with it.
+    """
     life = run.life(
         net.nodes,
         {1: {"die_at": KILL_AT}},
@@ -68,7 +72,9 @@ def loses_a_node(
 def test_a_lost_ranks_shards_come_from_its_snapshot(
     net: Net, run: ElasticRun, undisturbed: Life
 ) -> None:
-    """Three, two: of each expert a third of the state is nowhere but in a replica of the lost rank's snapshot."""
+    """Three, two: of each expert a third of the state is nowhere but in a replica of the lost
+    rank's snapshot.
+    """
     first, left = loses_a_node(run, net, place_every=4)
     second = run.life(left, total=KILL_AT + 5, place_every=4)
     second.ends()
@@ -135,7 +141,9 @@ def test_a_node_has_several_ranks(tmp_path: Path, undisturbed: Life) -> None:
 def test_a_loss_while_weights_are_sent_goes_back_to_the_top_of_the_step(
     net: Net, run: ElasticRun, undisturbed: Life
 ) -> None:
-    """All shards are updated already, and nothing can be parked: what goes on are the snapshots of the top, and the step is done again."""
+    """All shards are updated already, and nothing can be parked: what goes on are the snapshots of
+    the top, and the step is done again.
+    """
     first, left = loses_a_node(run, net, die_sending=True)
     second = run.life(left, total=TOTAL)
     second.ends()
@@ -149,7 +157,9 @@ def test_a_loss_while_weights_are_sent_goes_back_to_the_top_of_the_step(
 def test_a_moment_that_is_forgotten_is_noticed(
     net: Net, run: ElasticRun, undisturbed: Life
 ) -> None:
-    """The control: of one shard of one rank the first moment is zero, and neither the state nor the losses are those there were."""
+    """The control: of one shard of one rank the first moment is zero, and neither the state nor the
+    losses are those there were.
+    """
     first, left = loses_a_node(run, net)
     second = run.life(left, total=TOTAL, spoil=True)
     second.ends()

@@ -1,4 +1,5 @@
-"""Elastic jobs come back from storage when too many nodes are lost: into any number of ranks, at the bits of the checkpoint.
+"""Elastic jobs come back from storage when too many nodes are lost: into any number of ranks, at
+the bits of the checkpoint.
 
 With a folder as the store; over a real S3 server: tests/e2e/s3/test_worlds.py.
 """
@@ -75,7 +76,9 @@ def test_only_what_no_node_holds_comes_from_storage(store: WorldStore, run: Elas
 def test_a_later_world_in_storage_counts_more_than_an_earlier_one_in_memory(
     store: WorldStore, run: ElasticRun
 ) -> None:
-    """A job moves to another host and back, where its old memory still lies: nothing that was done meanwhile is lost."""
+    """A job moves to another host and back, where its old memory still lies: nothing that was done
+    meanwhile is lost.
+    """
     with Net(2, replicas="0", **store.settings).up() as net:
         trains(run, net.nodes[:1], store, TOTAL, slots=EXPERTS)
         net[0].pause()

@@ -1,4 +1,6 @@
-"""Models of Hugging Face transformers, trained a few steps and exported: what stock tools load is what was live, to the bit."""
+"""Models of Hugging Face transformers, trained a few steps and exported: what stock tools load is
+what was live, to the bit.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ LAYERS, EXPERTS = 2, 4
     ],
 )
 def test_resumes_at_the_exact_bits(jobs: Jobs, case: str) -> None:
-    """Found without help as slices of fused tensors, replayed with weight gradients skipped, identical to the bit."""
+    """Found without help as slices of fused tensors, replayed with weight gradients skipped,
+    identical to the bit.
+    """
     total, run = ("--total", str(TOTAL)), ("--run", uuid.uuid4().hex[:8])
     # Most of a job's time is importing transformers: the undisturbed and the killed one run side by side.
     killed, _ = jobs.start(case, *total, *run, "--kill-at", str(KILL_AT), "--kill-point", "step")

@@ -1,7 +1,7 @@
 """transformers' ``Trainer`` with nothing but ``CkptdCallback`` added, through SIGKILL.
 
-What is compared with is a Trainer without ckptd: parameters, optimizer, scheduler, random state, step, and the whole log (losses,
-gradient norms, rates, evaluations), to the bit.
+What is compared with is a Trainer without ckptd: parameters, optimizer, scheduler, random state,
+step, and the whole log (losses, gradient norms, rates, evaluations), to the bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ KILLED = -signal.SIGKILL
 
 
 def test_resumes_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess) -> None:
-    """In the middle of an epoch, and at the first step of one; with another seed; and once more when all is done."""
+    """In the middle of an epoch, and at the first step of one; with another seed; and once more
+    when all is done.
+    """
     plain = Life(tmp_path / "plain.pt", "--bf16")
     middle, edge = Run(tmp_path, daemon, "--bf16"), Run(tmp_path, daemon, "--bf16")
     codes = live(
@@ -53,10 +55,11 @@ def test_resumes_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess) -> Non
 def test_a_checkpoint_of_the_trainer_that_a_kill_cut_off(
     tmp_path: Path, daemon: DaemonProcess
 ) -> None:
-    """``resume_from_checkpoint=True`` took the half-written one and failed at each start, though there were newer snapshots.
+    """``resume_from_checkpoint=True`` took the half-written one and failed at each start, though
+    there were newer snapshots.
 
-    It is said and passed over: the snapshots of the run come first. Named by its path, it is refused. A run without snapshots begins at
-    the newest complete one.
+    It is said and passed over: the snapshots of the run come first. Named by its path, it is
+        refused. A run without snapshots begins at the newest complete one.
     """
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
@@ -99,7 +102,9 @@ def test_other_data(tmp_path: Path, daemon: DaemonProcess, options: tuple[str, .
 
 @long
 def test_a_batch_that_is_another_is_noticed(tmp_path: Path, daemon: DaemonProcess) -> None:
-    """The control: with one random state not restored, replay itself says so; and the comparison tells two seeds apart."""
+    """The control: with one random state not restored, replay itself says so; and the comparison
+    tells two seeds apart.
+    """
     run = Run(tmp_path, daemon)
     plain, other = Life(tmp_path / "plain.pt"), Life(tmp_path / "other.pt", "--seed", "2")
     codes = live(JOB, [[run.life("--kill-at", "13"), plain, other], [run.life("--forget")]])
@@ -110,7 +115,9 @@ def test_a_batch_that_is_another_is_noticed(tmp_path: Path, daemon: DaemonProces
 
 @long
 def test_two_ranks(tmp_path: Path, daemon: DaemonProcess) -> None:
-    """DistributedDataParallel: one rank is killed, the other fails with it, and both come back to the same step."""
+    """DistributedDataParallel: one rank is killed, the other fails with it, and both come back to
+    the same step.
+    """
     name, ports = uuid.uuid4().hex[:8], [free_port() for _ in range(3)]
     alone, first, second = (
         [("--rank", str(rank), "--port", str(port)) for rank in (0, 1)] for port in ports

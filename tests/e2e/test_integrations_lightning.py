@@ -1,7 +1,8 @@
 """Lightning's ``Trainer`` with nothing but ``CkptdCallback`` added, through SIGKILL.
 
-What is compared with is a Trainer without ckptd: parameters, buffers, optimizer, scheduler, random state, all counters of all loops, the
-loss of every batch and the logged means of every epoch, to the bit.
+What is compared with is a Trainer without ckptd: parameters, buffers, optimizer, scheduler, random
+state, all counters of all loops, the loss of every batch and the logged means of every epoch, to
+the bit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ KILLED = -signal.SIGKILL
 
 
 def test_resumes_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess) -> None:
-    """In the middle of an epoch, and at the first step of one; with another seed; and once more when all is done."""
+    """In the middle of an epoch, and at the first step of one; with another seed; and once more
+    when all is done.
+    """
     options = ("--precision", "bf16-mixed")
     plain = Life(tmp_path / "plain.pt", *options)
     middle, edge = Run(tmp_path, daemon, *options), Run(tmp_path, daemon, *options)
@@ -61,8 +64,8 @@ def test_resumes_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess) -> Non
 def test_other_data(tmp_path: Path, daemon: DaemonProcess, options: tuple[str, ...]) -> None:
     """Data that cannot be skipped is fetched again, to the very same batches.
 
-    It is fetched ahead in the set-up, before any callback: there the order of the first epoch is another than without ckptd, so one
-    life with ckptd is compared with two.
+    It is fetched ahead in the set-up, before any callback: there the order of the first epoch is
+    another than without ckptd, so one life with ckptd is compared with two.
     """
     whole, run = Run(tmp_path, daemon, *options), Run(tmp_path, daemon, *options)
     codes = live(JOB, [[whole.life(), run.life("--kill-at", "5")], [run.life()]])
@@ -76,7 +79,9 @@ def test_other_data(tmp_path: Path, daemon: DaemonProcess, options: tuple[str, .
 def test_the_other_package_and_a_control(
     tmp_path: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``pytorch_lightning``; there, with one random state not restored, replay says so, and the comparison tells two seeds apart."""
+    """``pytorch_lightning``; there, with one random state not restored, replay says so, and the
+    comparison tells two seeds apart.
+    """
     monkeypatch.setenv("CKPTD_TEST_LIGHTNING", "pytorch_lightning")
     plain, other = Life(tmp_path / "plain.pt"), Life(tmp_path / "other.pt", "--seed", "2")
     good, bad = Run(tmp_path, daemon), Run(tmp_path, daemon)
@@ -96,7 +101,9 @@ def test_the_other_package_and_a_control(
 
 @long
 def test_two_ranks(tmp_path: Path, daemon: DaemonProcess) -> None:
-    """DistributedDataParallel: one rank is killed, the other fails with it, and both come back to the same step."""
+    """DistributedDataParallel: one rank is killed, the other fails with it, and both come back to
+    the same step.
+    """
     name, ports = uuid.uuid4().hex[:8], [free_port() for _ in range(3)]
     alone, first, second = (
         [("--rank", str(rank), "--port", str(port)) for rank in (0, 1)] for port in ports

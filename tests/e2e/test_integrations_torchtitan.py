@@ -1,4 +1,6 @@
-"""The example in torchtitan's manner: a rank is killed, torchrun starts all again, and they end at the bits of an undisturbed run."""
+"""The example in torchtitan's manner: a rank is killed, torchrun starts all again, and they end at
+the bits of an undisturbed run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A job that restarts before a node that took part is back: it waits for it, by name, and then goes on at the exact bits."""
+"""A job that restarts before a node that took part is back: it waits for it, by name, and then goes
+on at the exact bits.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ _ALONE = ("--set", "replicas=0")
 
 @pytest.mark.slow
 def test_a_job_waits_for_the_node_that_a_restarted_daemon_remembers(jobs: Jobs, run: str) -> None:
-    """Rank 0 dies. The node of rank 1 goes down, and the daemon of the other one is restarted: who took part was in its memory alone. The
-    job comes back with a spare in place of rank 1's node: nobody counted as missing, what rank 0 had was dropped, and the job began at
-    iteration 0; what the late node held was of an abandoned history. Now it stops, and says whom it misses; when that node is back the job goes on
-    as if nothing had happened."""
+    """Rank 0 dies. The node of rank 1 goes down, and the daemon of the other one is restarted: who
+    took part was in its memory alone. The job comes back with a spare in place of rank 1's node:
+    nobody counted as missing, what rank 0 had was dropped, and the job began at iteration 0; what
+    the late node held was of an abandoned history. Now it stops, and says whom it misses; when that
+    node is back the job goes on as if nothing had happened.
+    """
     references = Ranks(jobs, run, *_ALONE, daemon="none").end()
     with Net(3, peer_deadline_s="2").up() as net:
         first, late, spare = net.nodes

@@ -1,7 +1,8 @@
-"""Localized recovery: who lost its state works again, the others go on where they were; and all end at the exact bits.
+"""Localized recovery: who lost its state works again, the others go on where they were; and all end
+at the exact bits.
 
-Every life is real processes over gloo, torn down as torchrun does it: SIGKILL to the victims, SIGTERM to the survivors, which fail or hang.
-``CKPTD_LONG=1`` plays all of it.
+Every life is real processes over gloo, torn down as torchrun does it: SIGKILL to the victims,
+SIGTERM to the survivors, which fail or hang. ``CKPTD_LONG=1`` plays all of it.
 """
 
 from __future__ import annotations
@@ -92,9 +93,11 @@ def test_a_lost_stage_replays_alone(chain: Story) -> None:
 
 
 def test_a_lost_stage_whose_newest_snapshot_was_sealed_wrong_says_so(chain: Story) -> None:
-    """With a window of 1 it replayed nothing that was compared, went on from the wrong state, and drew the others after it, silently.
+    """With a window of 1 it replayed nothing that was compared, went on from the wrong state, and
+    drew the others after it, silently.
 
-    Now it begins one iteration earlier. What it finds makes all ranks recover together, where two replays that come to the same result decide.
+    Now it begins one iteration earlier. What it finds makes all ranks recover together, where two
+    replays that come to the same result decide.
     """
     chain.options += ("--set", "window=1")
     torn = KILL_AT - 1  # it dies before that of its last step is sealed
@@ -171,7 +174,9 @@ def test_wherever_in_its_step_it_is_lost(a_run: Run, point: str) -> None:
 
 @long
 def test_stages_that_were_a_step_apart(a_run: Run) -> None:
-    """Rank 1 has all it needs of the step and dies before it sends on: those behind it end the step, the one before it does not."""
+    """Rank 1 has all it needs of the step and dies before it sends on: those behind it end the
+    step, the one before it does not.
+    """
     story = a_run("localized/own_norm", 4)
     story.lose(1, point="inside")
     story.ends_exact()
@@ -226,7 +231,9 @@ def test_a_lost_replica_without_a_snapshot_of_that_step_replays_with_its_twin(a_
 
 @long
 def test_survivors_that_hang_are_parked(chain: Story) -> None:
-    """The victim stops with all its connections open, so nothing fails in the others: they wait in gloo when SIGTERM comes."""
+    """The victim stops with all its connections open, so nothing fails in the others: they wait in
+    gloo when SIGTERM comes.
+    """
     life = chain.life({2: ("--linger-at", str(KILL_AT))})
     life.reach(KILL_AT)
     life.send(signal.SIGSTOP, [2])
@@ -282,7 +289,9 @@ def test_a_loss_when_all_have_come_together_costs_nothing(chain: Story) -> None:
 
 @long
 def test_a_loss_after_the_recovery(chain: Story) -> None:
-    """Another stage, when all have run together for a while: it goes on from what it had parked before, or from snapshots."""
+    """Another stage, when all have run together for a while: it goes on from what it had parked
+    before, or from snapshots.
+    """
     chain.lose(1)
     dies = ("--kill-at", str(KILL_AT + 2), "--kill-point", "top", "--kill-delay-ms", "500")
     chain.life({2: dies}).torn_down(2)
@@ -398,7 +407,9 @@ def test_a_lost_node_whose_ranks_move_to_the_other(tmp_path: Path, references: R
 def test_ranks_that_change_their_nodes_take_along_what_they_had_parked(
     tmp_path: Path, references: References
 ) -> None:
-    """The launcher has numbered the processes anew. What rank 1 is fed comes from where the others were before."""
+    """The launcher has numbered the processes anew. What rank 1 is fed comes from where the others
+    were before.
+    """
     with Net(2).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
         story.lose(1)
         story.endpoints = [net[1].endpoint] * 2 + [net[0].endpoint] * 2
@@ -409,7 +420,9 @@ def test_ranks_that_change_their_nodes_take_along_what_they_had_parked(
 
 @long
 def test_a_second_loss_while_those_who_moved_wait(tmp_path: Path, references: References) -> None:
-    """Their parked states are where they were before, and so are their logs; and a third life plans from the same."""
+    """Their parked states are where they were before, and so are their logs; and a third life plans
+    from the same.
+    """
     with Net(2).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
         story.lose(1)
         story.endpoints = [net[1].endpoint] * 2 + [net[0].endpoint] * 2
@@ -422,7 +435,9 @@ def test_a_second_loss_while_those_who_moved_wait(tmp_path: Path, references: Re
 def test_a_lost_node_for_which_a_spare_one_comes_and_all_ranks_move(
     tmp_path: Path, references: References
 ) -> None:
-    """Those who are left become the first ranks, whose snapshots have replicas there; the others take along what they had parked."""
+    """Those who are left become the first ranks, whose snapshots have replicas there; the others
+    take along what they had parked.
+    """
     with Net(3).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
         life = story.life(dict.fromkeys((0, 1), ("--kill-at", str(KILL_AT), "--kill-point", "top")))
         life.torn_down(0, 1)
@@ -437,7 +452,9 @@ def test_a_lost_node_for_which_a_spare_one_comes_and_all_ranks_move(
 def test_damage_in_a_parked_state_on_another_node_is_noticed_and_that_rank_replays(
     tmp_path: Path, references: References
 ) -> None:
-    """At the first start: who wants it cannot put it into quarantine, and tells the others that it has no use for it."""
+    """At the first start: who wants it cannot put it into quarantine, and tells the others that it
+    has no use for it.
+    """
     with Net(2).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
         story.lose(1)
         damage(net[1].segment_dir, story.run, 3, "parked")
@@ -452,9 +469,11 @@ def test_damage_in_a_parked_state_on_another_node_is_noticed_and_that_rank_repla
 def test_a_stage_and_the_node_of_its_logging_neighbour(
     tmp_path: Path, references: References, case: str
 ) -> None:
-    """Both twins of stage 0 are lost (ranks 0 and 2, on the first node), and the second node with rank 1 of stage 1, whose twin 3 is left.
+    """Both twins of stage 0 are lost (ranks 0 and 2, on the first node), and the second node with
+    rank 1 of stage 1, whose twin 3 is left.
 
-    Rank 1 can copy that twin only if what it had sent to rank 0 is to be had: from a replica of its log. Without one all replay.
+    Rank 1 can copy that twin only if what it had sent to rank 0 is to be had: from a replica of its
+    log. Without one all replay.
     """
     with (
         Net(2).up() as net,

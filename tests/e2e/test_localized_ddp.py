@@ -1,4 +1,6 @@
-"""Replicas that are parked, without pipelines: the one that is lost takes over what its peer has, and nothing is replayed."""
+"""Replicas that are parked, without pipelines: the one that is lost takes over what its peer has,
+and nothing is replayed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Story:
         _end_as_torchrun_would(self._before, 1)
 
     def ends_exact_without_any_replay(self, reason: str) -> None:
-        """With their own random state and data position; and without any iteration run again but the one that was cut off."""
+        """With their own random state and data position; and without any iteration run again but
+        the one that was cut off.
+        """
         after = self._life("--seed", "7", *_PARKS)
         outs = after.end()
         told = story(self._daemon, self.run, self._before, after)

@@ -54,7 +54,9 @@ def lr_by_step(found: Started) -> dict[int, float]:
 def test_standalone_torchrun_goes_on_when_the_same_command_is_given_again(
     daemon: DaemonProcess, script: Path
 ) -> None:
-    """It makes up another run id at each start: as a name it made every start a new run, silently, beside the old segments."""
+    """It makes up another run id at each start: as a name it made every start a new run, silently,
+    beside the old segments.
+    """
     killed = start(script, daemon, launcher=STANDALONE, variables=KILLED)
     assert killed.code != 0
     (line,) = killed.about("nothing to resume from was found")
@@ -98,7 +100,9 @@ def test_two_scripts_of_one_name_are_two_jobs(
 
 
 def test_a_new_run_beside_snapshots_of_its_job_says_so(daemon: DaemonProcess, script: Path) -> None:
-    """A run that was named by mistake, or not named: what was there stayed unused without a word to the trainer."""
+    """A run that was named by mistake, or not named: what was there stayed unused without a word to
+    the trainer.
+    """
     assert start(script, daemon, variables=KILLED).code == -signal.SIGKILL
     script.write_text(SCRIPT.replace("window=2", 'window=2, run="other"'))
     found = start(script, daemon)
@@ -123,7 +127,9 @@ def test_an_edited_script_is_told_which_options_count(daemon: DaemonProcess, scr
 
 
 def test_the_scripts_options_count_where_it_says_so(daemon: DaemonProcess, script: Path) -> None:
-    """From the iteration on at which the state is complete: what is replayed before is replayed as it was. A later life goes by them."""
+    """From the iteration on at which the state is complete: what is replayed before is replayed as
+    it was. A later life goes by them.
+    """
     assert start(script, daemon, variables=KILLED).code == -signal.SIGKILL
     edited = SCRIPT.replace("lr=0.001", "lr=0.01").replace("window=2", 'window=2, options="script"')
     script.write_text(edited)

@@ -1,4 +1,6 @@
-"""The daemon that an operator runs is nobody else's to replace; one that a trainer started makes way for it, memory and all."""
+"""The daemon that an operator runs is nobody else's to replace; one that a trainer started makes
+way for it, memory and all.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +79,9 @@ def welcome(daemon: DaemonProcess) -> Welcome:
 
 
 def test_an_upgrade_in_mid_training_has_no_rival(daemon: DaemonProcess, script: Path) -> None:
-    """The trainer started a daemon of its own, without store and peers and with another quota, before the operator's came back: that one
-    ended with 3, and nothing was durable any more."""
+    """The trainer started a daemon of its own, without store and peers and with another quota,
+    before the operator's came back: that one ended with 3, and nothing was durable any more.
+    """
     assert daemon.process is not None
     trainer = Trainer(script, daemon)
     try:

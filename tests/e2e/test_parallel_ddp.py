@@ -1,4 +1,6 @@
-"""DistributedDataParallel: every case is exact through SIGKILL and replay, on every rank; ``CKPTD_LONG=1`` plays all of them."""
+"""DistributedDataParallel: every case is exact through SIGKILL and replay, on every rank;
+``CKPTD_LONG=1`` plays all of them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_random_state_that_is_left_out_is_noticed(jobs: Jobs, daemon: DaemonProc
 @pytest.mark.slow
 @long
 def test_what_is_damaged_on_the_way_is_noticed(jobs: Jobs, daemon: DaemonProcess) -> None:
-    """Rank 1 has not recorded it, and nothing is recomputed from it before replay ends: only rank 0 has the same to compare."""
+    """Rank 1 has not recorded it, and nothing is recomputed from it before replay ends: only rank 0
+    has the same to compare.
+    """
     assert_noticed_when_left_out(jobs, daemon, CASES.cases["plain"], "handed state", rank=1)
 
 

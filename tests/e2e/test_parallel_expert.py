@@ -1,4 +1,6 @@
-"""Expert parallelism by hand: every case is exact through SIGKILL and replay, on every rank; ``CKPTD_LONG=1`` plays all of them."""
+"""Expert parallelism by hand: every case is exact through SIGKILL and replay, on every rank;
+``CKPTD_LONG=1`` plays all of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""FSDP2 and HSDP: every case is exact through SIGKILL and replay, on every rank; ``CKPTD_LONG=1`` plays all of them."""
+"""FSDP2 and HSDP: every case is exact through SIGKILL and replay, on every rank; ``CKPTD_LONG=1``
+plays all of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Pipeline parallelism: every case is exact through SIGKILL and replay, on every rank; ``CKPTD_LONG=1`` plays all of them."""
+"""Pipeline parallelism: every case is exact through SIGKILL and replay, on every rank;
+``CKPTD_LONG=1`` plays all of them.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ def test_exact_through_a_kill(jobs: Jobs, daemon: DaemonProcess, case: Case) -> 
 
 @pytest.mark.slow
 def test_a_norm_that_is_not_recorded_is_noticed_and_the_next_start_computes_it(jobs: Jobs) -> None:
-    """A norm over all stages, computed by hand, and ``freeze="inputs"``: frozen weights' gradients are missing in it.
+    """A norm over all stages, computed by hand, and ``freeze="inputs"``: frozen weights' gradients
+    are missing in it.
 
-    The rank that notices leaves a hint, and all ranks heed it: were it only that rank, the next replay would be wrong again, on
-    the others' part of the norm.
+    The rank that notices leaves a hint, and all ranks heed it: were it only that rank, the next
+    replay would be wrong again, on the others' part of the norm.
     """
     run = uuid.uuid4().hex[:8]
     references = Ranks(jobs, run, case="forgotten/record", daemon="none").end()

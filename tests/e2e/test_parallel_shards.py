@@ -1,4 +1,6 @@
-"""Experts trained on shards of all ranks: each shard is captured by the rank that owns it, and exact through SIGKILL and replay."""
+"""Experts trained on shards of all ranks: each shard is captured by the rank that owns it, and
+exact through SIGKILL and replay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A rank that is not lost is parked before its process ends, however that comes about; and what is parked is what it was, to the bit."""
+"""A rank that is not lost is parked before its process ends, however that comes about; and what is
+parked is what it was, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,9 @@ def assert_parked_as_it_was(life: Life, rank: int, step: int) -> None:
 def test_sigterm_parks_also_a_rank_that_hangs_in_a_receive(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
-    """Rank 1's main thread is in gloo, where no handler of Python's runs; rank 0's is in Python. Both end as SIGTERM ends a process."""
+    """Rank 1's main thread is in gloo, where no handler of Python's runs; rank 0's is in Python.
+    Both end as SIGTERM ends a process.
+    """
     with Life(daemon, tmp_path, world_size=2, hang_at=READY) as life:
         for rank in (0, 1):
             life.reach(READY, rank)

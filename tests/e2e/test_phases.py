@@ -1,4 +1,6 @@
-"""What happens to one rank alone does not shift its phase against the others: they come back together, exactly."""
+"""What happens to one rank alone does not shift its phase against the others: they come back
+together, exactly.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def come_back(
 def test_a_rank_that_holds_gradients_at_one_boundary_stays_in_phase(
     jobs: Jobs, daemon: DaemonProcess, run: str
 ) -> None:
-    """Its loss scaler skipped a step, say. Counting boundaries, it was a phase behind for good, and nothing could be resumed."""
+    """Its loss scaler skipped a step, say. Counting boundaries, it was a phase behind for good, and
+    nothing could be resumed.
+    """
     # The replicas are unlike from then on: what one of them captured for both would not be the other's.
     each = {
         0: ("--set", "capture_once=false"),
@@ -82,7 +86,9 @@ def test_all_take_dense_snapshots_where_one_rank_must(
 def test_one_that_accumulates_gradients_over_steps_anchors_everything(
     jobs: Jobs, daemon: DaemonProcess, run: str
 ) -> None:
-    """Snapshots can be taken at every third iteration only: in a window of three all of them would fall on one phase."""
+    """Snapshots can be taken at every third iteration only: in a window of three all of them would
+    fall on one phase.
+    """
     case, kill_at, total, three = "spread", 29, 33, ("--set", "window=3")
     references = Ranks(jobs, run, *three, case=case, daemon="none", total=total).end()
     before = Ranks(jobs, run, *three, case=case, killed=0, kill_at=kill_at, total=total)

@@ -1,7 +1,9 @@
-"""A snapshot was sealed wrong: its digests fit, and no replay reproduces it. The job used to die of it at every restart, for ever.
+"""A snapshot was sealed wrong: its digests fit, and no replay reproduces it. The job used to die of
+it at every restart, for ever.
 
-Now the second replay that comes to the same result quarantines what was replayed, on every holder, and the start after that goes
-back to what is older, at the exact bits. Lives are restarted by hand here, as torchrun would do it.
+Now the second replay that comes to the same result quarantines what was replayed, on every holder,
+and the start after that goes back to what is older, at the exact bits. Lives are restarted by hand
+here, as torchrun would do it.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def test_a_snapshot_that_was_sealed_wrong_costs_two_replays_and_an_older_suffix_
 
 
 def test_where_one_rank_is_wrong_all_go_back(jobs: Jobs, daemon: DaemonProcess, run: str) -> None:
-    """Only rank 1 recorded something wrong. The other hears of it at the same boundary, neither hangs, and both go back alike."""
+    """Only rank 1 recorded something wrong. The other hears of it at the same boundary, neither
+    hangs, and both go back alike.
+    """
     dense = ("--set", "window=2")
     references = Ranks(jobs, run, *dense, daemon="none").end()
     linger = ("--kill-delay-ms", "500")
@@ -119,7 +123,9 @@ def test_where_one_rank_is_wrong_all_go_back(jobs: Jobs, daemon: DaemonProcess, 
 def test_what_peers_hold_of_it_is_quarantined_too(
     jobs: Jobs, daemon: DaemonProcess, run: str
 ) -> None:
-    """Two nodes, each with replicas of the other's rank: the wrong snapshots lie twice, and neither copy is taken again."""
+    """Two nodes, each with replicas of the other's rank: the wrong snapshots lie twice, and neither
+    copy is taken again.
+    """
     peers = ("--memory", "256MiB", "--peer-listen", "tcp://127.0.0.1:0", "--peer-security", "plain")
     window = ("--set", "window=2", "--set", "replicas=1")
     with own_daemon(*peers) as one, own_daemon(*peers) as other:
@@ -170,7 +176,9 @@ def test_where_memory_has_nothing_else_storage_has(
 def test_where_nothing_else_is_left_somebody_decides(
     jobs: Jobs, daemon: DaemonProcess, run: str
 ) -> None:
-    """A start that can only take what no replay reproduces says so, with the commands; and both of them do what it says."""
+    """A start that can only take what no replay reproduces says so, with the commands; and both of
+    them do what it says.
+    """
     options = ("--total", "15", "--run", run)
     jobs.run("plain", *options, *KILLED, "--tear-at", "9", expect_killed=True)
     assert FIRST in fails(jobs, *options, "--seed", "77")
@@ -194,7 +202,9 @@ def test_where_nothing_else_is_left_somebody_decides(
 def test_a_program_that_is_not_deterministic_quarantines_nothing(
     jobs: Jobs, daemon: DaemonProcess, run: str
 ) -> None:
-    """Each replay comes to something else: that is no evidence against what was recorded, and a program that was mended resumes."""
+    """Each replay comes to something else: that is no evidence against what was recorded, and a
+    program that was mended resumes.
+    """
     options = ("--total", "15", "--run", run)
     reference = jobs.run("drop", "--total", "15", daemon="none")
     jobs.run("drop", *options, *KILLED, expect_killed=True)

@@ -1,4 +1,6 @@
-"""Ranks that do not hold the same: one lost its chain, or needs a longer window. What all of them hold must stay."""
+"""Ranks that do not hold the same: one lost its chain, or needs a longer window. What all of them
+hold must stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ranks that change their schedule while training do so at one iteration, and come back exactly from before and after it."""
+"""Ranks that change their schedule while training do so at one iteration, and come back exactly
+from before and after it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def changed_at(daemon: DaemonProcess, run: str, why: str) -> list[int]:
 def test_both_widen_at_one_iteration_and_resume_exactly(
     jobs: Jobs, daemon: DaemonProcess, run: str, later: int
 ) -> None:
-    """Killed right after the change both go back to before it; a little later, to a suffix of the wider window."""
+    """Killed right after the change both go back to before it; a little later, to a suffix of the
+    wider window.
+    """
     dies = ("--kill-after-wider-window", str(later))
     each = {0: dies, 1: SLOW[1]}
     before = Ranks(jobs, run, *AUTO, case="table", each=each, total=TOTAL)

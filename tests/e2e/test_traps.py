@@ -1,26 +1,33 @@
 """Traps found by experiment, each with the test that keeps it sprung.
 
-Those with a name in ``code`` font alone are jobs of ``cases.py`` (killed and resumed as processes by ``test_cases.py``) or of
-``hf_cases.py`` (``test_hf.py``); the others are here or in the file named.
+Those with a name in ``code`` font alone are jobs of ``cases.py`` (killed and resumed as processes
+by ``test_cases.py``) or of ``hf_cases.py`` (``test_hf.py``); the others are here or in the file
+named.
 
 Freezing
 
 * switching ``requires_grad`` changes kernels (``linear`` of a non-contiguous input): here; we never switch it
-* reentrant checkpointing with a frozen embedding loses gradients silently: ``reentrant``, client/test_freeze.py
+* reentrant checkpointing with a frozen embedding loses gradients silently: ``reentrant``,
+  client/test_freeze.py
 * everything frozen: ``backward`` must not raise: client/test_freeze.py
-* ``inputs=`` under DDP fails, under FSDP is silently wrong: client/test_freeze.py (the choice), test_distributed.py
-* rows of a fused tensor are stepped and overwritten, ``step`` included: ``fused``, ``adamw_fused_slices``, ``sgd_slices``
+* ``inputs=`` under DDP fails, under FSDP is silently wrong: client/test_freeze.py (the choice),
+  test_distributed.py
+* rows of a fused tensor are stepped and overwritten, ``step`` included: ``fused``,
+  ``adamw_fused_slices``, ``sgd_slices``
 * fused SGD with momentum fails when only some momentum buffers exist: here
 
 Optimizers, precision, clipping
 
 * slices under an optimizer that looks at the whole tensor: ``adafactor_fused``, client/test_probe.py
-* a fresh process has no gradient where the original had zeros: ``accumulate``; experts without tokens: ``plain``
+* a fresh process has no gradient where the original had zeros: ``accumulate``; experts without
+  tokens: ``plain``
 * state that does not exist yet when a window begins (``t0 = 0``), or never will: here
 * masters apart from the model, copied back by user code: ``masters``, ``masters_given``
-* autocast: bf16 suffices for some weights only: ``autocast``, ``hf_mixtral_autocast``, client/test_precision.py; tied: here
+* autocast: bf16 suffices for some weights only: ``autocast``, ``hf_mixtral_autocast``,
+  client/test_precision.py; tied: here
 * a skipped step of a GradScaler reaches no optimizer hook: ``scaler``, client/test_freeze.py
-* a clipping norm recomputed without the frozen gradients: ``plain``, client/test_freeze.py; computed by user code: here
+* a clipping norm recomputed without the frozen gradients: ``plain``, client/test_freeze.py;
+  computed by user code: here
 * weights averaged by user code after the step: here
 * auxiliary losses: ``hf_mixtral``; a routing bias updated after the step: ``plain``, ``hf_deepseek_v3``
 * 0-dimensional state is in every snapshot: client/test_layout.py
@@ -36,7 +43,8 @@ Random numbers, data, schedulers
 
 Models
 
-* experts fused and transposed, with biases: ``hf_gpt_oss``; odd parameters beside them: client/test_operators.py
+* experts fused and transposed, with biases: ``hf_gpt_oss``; odd parameters beside them:
+  client/test_operators.py
 * recomputation fires hooks twice: here, client/test_popularity.py
 
 Copies
@@ -93,8 +101,10 @@ def certify(daemon: DaemonProcess) -> Certify:
 
 
 def test_switching_requires_grad_changes_bits_and_limiting_the_backward_does_not() -> None:
-    """``linear`` folds a non-contiguous input or not depending on whether its weight wants a gradient; the input's gradient
-    then comes from another kernel. So replay leaves ``requires_grad`` alone."""
+    """``linear`` folds a non-contiguous input or not depending on whether its weight wants a
+    gradient; the input's gradient then comes from another kernel. So replay leaves
+    ``requires_grad`` alone.
+    """
 
     def input_gradient(x: Tensor, weight: Tensor, *, wants: bool, limited: bool) -> Tensor:
         x = x.detach().requires_grad_()
@@ -129,7 +139,9 @@ def test_requires_grad_is_never_switched_in_replay(certify: Certify) -> None:
 
 @pytest.mark.parametrize("fused_experts", [False, True], ids=["list", "slices"])
 def test_fused_sgd_with_momentum(certify: Certify, fused_experts: bool) -> None:
-    """Its kernel wants a momentum buffer for every tensor or for none: frozen ones must not be stepped without."""
+    """Its kernel wants a momentum buffer for every tensor or for none: frozen ones must not be
+    stepped without.
+    """
     job = make(
         lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, fused=True), fused=fused_experts
     )(1)
@@ -254,7 +266,9 @@ def test_creating_a_data_iterator_draws_from_the_global_generator() -> None:
 
 
 def test_an_iterator_made_within_the_first_step_of_a_replay(certify: Certify) -> None:
-    """The undisturbed run made its iterator long before; the replay makes one, and must not keep what that drew."""
+    """The undisturbed run made its iterator long before; the replay makes one, and must not keep
+    what that drew.
+    """
     job = make(sched=False)(1)
     data = [torch.full((7,), n) for n in range(40)]
     made: list[int] = []
@@ -325,8 +339,10 @@ def test_a_model_that_is_only_a_fused_layer(certify: Certify) -> None:
 
 
 def test_weights_averaged_by_user_code(certify: Certify) -> None:
-    """A teacher follows the student after each step: what no optimizer holds is captured, and sees the weights that the
-    student had in the run, although the student's operators are frozen in the replay."""
+    """A teacher follows the student after each step: what no optimizer holds is captured, and sees
+    the weights that the student had in the run, although the student's operators are frozen in the
+    replay.
+    """
     job = make(sched=False)(1)
     both = nn.ModuleDict({"student": job.model, "teacher": Model().requires_grad_(False)})
     student = job.model

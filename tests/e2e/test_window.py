@@ -13,13 +13,17 @@ from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 
 @pytest.fixture
 def daemon() -> Iterator[DaemonProcess]:
-    """One of its own: the session's may be full of other runs, and a wider window is only taken where there is memory."""
+    """One of its own: the session's may be full of other runs, and a wider window is only taken
+    where there is memory.
+    """
     with own_daemon("--memory", "1GiB") as process:
         yield process
 
 
 def test_a_window_that_stalls_training_is_widened(jobs: Jobs) -> None:
-    """Dense snapshots of a large table stall each step; another generation with a larger window replaces them."""
+    """Dense snapshots of a large table stall each step; another generation with a larger window
+    replaces them.
+    """
     run = uuid.uuid4().hex[:8]
     options = ("--total", "70", "--run", run, "--set", "window=null")
     reference = jobs.run("large_table", "--total", "70", daemon="none")

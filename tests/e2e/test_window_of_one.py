@@ -1,6 +1,8 @@
-"""A window of 1 needs no replay, and used to get none: nothing was compared, and whatever no snapshot holds was silently different after a resume.
+"""A window of 1 needs no replay, and used to get none: nothing was compared, and whatever no
+snapshot holds was silently different after a resume.
 
-Now a resume begins one snapshot earlier wherever that one is to be had, and compares all that comes of it with the newest one.
+Now a resume begins one snapshot earlier wherever that one is to be had, and compares all that comes
+of it with the newest one.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def told(log: str) -> tuple[int, int]:
 def test_a_resume_replays_and_compares_though_it_needs_no_replay(
     jobs: Jobs, daemon: DaemonProcess, run: str, case: str, replayed: int
 ) -> None:
-    """Every leaf is compared: weights, all optimizer state (Adam's steps, too), buffers. ``dense_every`` replays three iterations for it.
+    """Every leaf is compared: weights, all optimizer state (Adam's steps, too), buffers.
+    ``dense_every`` replays three iterations for it.
 
     `ckptctl` tells before what the start will do: it left out the iterations that only compare.
     """
@@ -99,10 +102,11 @@ def test_a_resume_replays_and_compares_though_it_needs_no_replay(
 def test_what_no_snapshot_holds_is_told_instead_of_trained_on(
     jobs: Jobs, daemon: DaemonProcess, run: str, hidden: str
 ) -> None:
-    """A counter in a closure, a generator of the program's own: the resumed job used to go on with other numbers, and to end well.
+    """A counter in a closure, a generator of the program's own: the resumed job used to go on with
+    other numbers, and to end well.
 
-    The program repeats itself, so the second start takes the snapshots for wrong. Later starts do not slip back to an
-    iteration of which nothing can be compared.
+    The program repeats itself, so the second start takes the snapshots for wrong. Later starts do
+    not slip back to an iteration of which nothing can be compared.
     """
     options = (*WINDOW_1, "--run", run, "--hidden", hidden)
     jobs.run("plain", *options, *KILLED, expect_killed=True)
@@ -171,7 +175,9 @@ def test_iterations_further_apart_than_asked_for_are_not_replayed(jobs: Jobs, ru
 def test_two_ranks_replay_and_compare(
     jobs: Jobs, daemon: DaemonProcess, run: str, case: str
 ) -> None:
-    """What the ranks have alike is captured by one of them, and what one updates is sent to the other: each compares what it recorded."""
+    """What the ranks have alike is captured by one of them, and what one updates is sent to the
+    other: each compares what it recorded.
+    """
     options = ("--set", "window=1")
     references = Ranks(jobs, run, *options, case=case, daemon="none").end()
     before = Ranks(jobs, run, *options, case=case, killed=1)
@@ -208,7 +214,9 @@ def test_one_rank_with_something_hidden_stops_both(
 def test_the_snapshot_before_is_damaged_and_nowhere_else(
     jobs: Jobs, daemon: DaemonProcess, run: str
 ) -> None:
-    """It is only for comparing: without it the job comes back all the same, and says that nothing was compared."""
+    """It is only for comparing: without it the job comes back all the same, and says that nothing
+    was compared.
+    """
     options = (*WINDOW_1, "--run", run)
     reference = jobs.run("plain", *WINDOW_1, daemon="none")
     jobs.run("plain", *options, *KILLED, expect_killed=True)

@@ -68,7 +68,9 @@ def masked(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Killer(TrainerCallback):  # type: ignore[misc]
-    """Kills this process when the optimizer has done its step: what the step's snapshot holds was copied by then."""
+    """Kills this process when the optimizer has done its step: what the step's snapshot holds was
+    copied by then.
+    """
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -79,7 +81,9 @@ class Killer(TrainerCallback):  # type: ignore[misc]
 
 
 class KilledInSave(Trainer):  # type: ignore[misc]
-    """Is killed while it writes the checkpoint of step ``--kill-in-save``: model and optimizer are there, the rest is not."""
+    """Is killed while it writes the checkpoint of step ``--kill-in-save``: model and optimizer are
+    there, the rest is not.
+    """
 
     step = -1
 

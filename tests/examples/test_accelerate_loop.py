@@ -1,4 +1,6 @@
-"""``examples/accelerate_loop`` is killed and started again: it goes on, and ends at the loss of a program that nobody killed."""
+"""``examples/accelerate_loop`` is killed and started again: it goes on, and ends at the loss of a
+program that nobody killed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One daemon for all rows that a worker process plays, and processes that have imported what their lives import."""
+"""One daemon for all rows that a worker process plays, and processes that have imported what their
+lives import.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Plays a row of a table: a training that is killed twice, and compared with one that was never killed and does not know ckptd.
+"""Plays a row of a table: a training that is killed twice, and compared with one that was never
+killed and does not know ckptd.
 
-A row is exact or refused. *Exact*: both later lives went on from snapshots, every step of every life, replayed ones included, had
-the batch that it has without a kill, and the final state is identical to the bit. *Refused*: the very first life was told, with the
-reason, and ended before training, or at the first snapshot at the latest. Everything else is *different*, and a fault.
+A row is exact or refused. *Exact*: both later lives went on from snapshots, every step of every
+life, replayed ones included, had the batch that it has without a kill, and the final state is
+identical to the bit. *Refused*: the very first life was told, with the reason, and ended before
+training, or at the first snapshot at the latest. Everything else is *different*, and a fault.
 """
 
 from __future__ import annotations
@@ -102,7 +104,9 @@ class Parents:
 
 
 def some(rows: Sequence[Row], *, seed: int = SEED) -> list[Any]:
-    """Parameters for all rows; a tenth of them, drawn with ``seed``, is played always, the others with ``CKPTD_LONG=1``."""
+    """Parameters for all rows; a tenth of them, drawn with ``seed``, is played always, the others
+    with ``CKPTD_LONG=1``.
+    """
     draw = random.Random(seed)
     always = set(draw.sample(range(len(rows)), -(-len(rows) // _SHARE)))
     later = long_since("left to make campaign-habits")
@@ -190,7 +194,9 @@ def _judge(
 
 
 def _other_batches(reference: Life, life: Life) -> list[int]:
-    """The steps of a life that had other batches than they have without a kill; several of a step (accumulation) in their order."""
+    """The steps of a life that had other batches than they have without a kill; several of a step
+    (accumulation) in their order.
+    """
     expected = _batches(reference)
     return [step for step, found in _batches(life).items() if not _continues(expected.get(step, []), found)]  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""FSDP2 in Lightning: ``ModelParallelStrategy``, and ``fully_shard`` in ``configure_model``, as Lightning's pages have it."""
+"""FSDP2 in Lightning: ``ModelParallelStrategy``, and ``fully_shard`` in ``configure_model``, as
+Lightning's pages have it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Hugging Face's ``datasets`` as people write them: with an index or streamed, shuffled, mapped and transformed at random."""
+"""Hugging Face's ``datasets`` as people write them: with an index or streamed, shuffled, mapped and
+transformed at random.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from tests.habits.pipelines import BATCH, SAMPLES, WIDTH, sample
 
 __all__ = ["PIPELINES", "hub_data", "main"]
 
-# Batches of an epoch: each worker cuts its own samples into batches. An epoch is told when none is being made ahead.
+# Batches of an epoch: each worker cuts its own samples into batches. An epoch is told when none is
+# being made ahead.
 EPOCH_STEPS, EPOCH_STEPS_OF_WORKERS = 7, 8
 
 

@@ -21,8 +21,8 @@ _LEFT_OUT = "__left_out__"
 def leaves(root: Any, names: Mapping[int, str] | None = None) -> dict[str, Any]:
     """Everything that ``root`` holds, by its path: tensors (copied), arrays and plain values.
 
-    Containers, objects (by their attributes) and generators are gone into. What can be called (hooks, closures) and modules are
-    left out: they are code, or belong to somebody else.
+    Containers, objects (by their attributes) and generators are gone into. What can be called
+    (hooks, closures) and modules are left out: they are code, or belong to somebody else.
 
     Args:
         names: of objects that serve as keys (parameters), by ``id``.

@@ -1,7 +1,8 @@
 """The training's side of a life: what it is told, when it dies, and what it leaves for the comparison.
 
-A training of a table is a module with ``main(argv)``: it makes a ``Life``, builds what its row names, calls ``top`` at the top of
-each step and ``batch`` with what it trains on, and ``end`` with its final state. It dies by SIGKILL where ``--kill`` says.
+A training of a table is a module with ``main(argv)``: it makes a ``Life``, builds what its row
+names, calls ``top`` at the top of each step and ``batch`` with what it trains on, and ``end`` with
+its final state. It dies by SIGKILL where ``--kill`` says.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ __all__ = ["Life"]
 
 # Snapshots that a life has before it may be killed: more than any row's window, on every rank.
 _ENOUGH = 6
-# How long a step waits until there is something to go on from: little at first, and more than enough for any machine in all.
+# How long a step waits until there is something to go on from: little at first, and more than
+# enough for any machine in all.
 _FIRST_PATIENCE_S, _PATIENCE_S = 0.05, 2.0
 
 
@@ -73,14 +75,17 @@ class Life:
         self._checkpointer: Any = None
         if told.ranks > 1:
             join(told.rank, told.port)
-        # A process that nobody seeds has another state each time: only the first life has that of the training it is compared with.
+        # A process that nobody seeds has another state each time: only the first life has that of
+        # the training it is compared with.
         torch.manual_seed(told.seed)
         random.seed(told.seed)
         np.random.seed(told.seed)
         torch.set_num_threads(1)
 
     def options(self, **others: Any) -> dict[str, Any]:
-        """Arguments for ``Checkpointer`` or a callback of ours; with ``daemon=None`` where ckptd takes no part."""
+        """Arguments for ``Checkpointer`` or a callback of ours; with ``daemon=None`` where ckptd
+        takes no part.
+        """
         return {**self.names, "window": self.window, **others}
 
     @property
@@ -91,7 +96,9 @@ class Life:
         return folder
 
     def follow(self, checkpointer: Any) -> None:
-        """This is what protects the life: it is not killed before there is something to go on from, however slow the machine is."""
+        """This is what protects the life: it is not killed before there is something to go on from,
+        however slow the machine is.
+        """
         self._checkpointer = checkpointer
         self.resumed(checkpointer.resumed_from)
 
@@ -115,17 +122,22 @@ class Life:
                 self._die()
 
     def _may_die(self, step: int) -> bool:
-        """Whether there is something to go on from. Where only time is lacking for that, wait a moment: there are few steps."""
+        """Whether there is something to go on from. Where only time is lacking for that, wait a
+        moment: there are few steps.
+        """
         taken = _ENOUGH if self._checkpointer is None else self._checkpointer.stats()["snapshots"]
         has_floor = self._has_floor()
-        # Memory for snapshots is being made beside the steps; what all ranks have is being told while they train.
+        # Memory for snapshots is being made beside the steps; what all ranks have is being told
+        # while they train.
         if (taken == 0 and step > 2) or (not has_floor and step >= self._kill_step):
             time.sleep(self._patience_s)
             self._patience_s = min(2 * self._patience_s, _PATIENCE_S)
         return taken >= _ENOUGH and has_floor
 
     def _has_floor(self) -> bool:
-        """Whether there is an iteration that all ranks have: before, a kill leaves snapshots that no two ranks have in common."""
+        """Whether there is an iteration that all ranks have: before, a kill leaves snapshots that
+        no two ranks have in common.
+        """
         if self.ranks == 1 or self._checkpointer is None:
             return True
         memory = self._checkpointer._memory

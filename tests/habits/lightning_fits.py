@@ -1,4 +1,6 @@
-"""Lightning's ``Trainer`` with one callback of ckptd's, over data that is augmented in workers, or is a stream."""
+"""Lightning's ``Trainer`` with one callback of ckptd's, over data that is augmented in workers, or
+is a stream.
+"""
 
 from __future__ import annotations
 

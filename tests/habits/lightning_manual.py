@@ -1,4 +1,6 @@
-"""Lightning's manual optimization: two optimizers in turns, two updates in a batch, gradients that wait over batches."""
+"""Lightning's manual optimization: two optimizers in turns, two updates in a batch, gradients that
+wait over batches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Trainings with every optimizer of the table, each a few steps of a small model whose data follow from the number of the step."""
+"""Trainings with every optimizer of the table, each a few steps of a small model whose data follow
+from the number of the step.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def _galore(params: Params) -> Any:
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimization as it is usually written: the inner optimizer keeps the moments, and this one the weights."""
+    """Sharpness-aware minimization as it is usually written: the inner optimizer keeps the moments,
+    and this one the weights.
+    """
 
     def __init__(self, params: Params, rho: float = 0.05) -> None:
         super().__init__(params, {"rho": rho})
@@ -148,7 +152,9 @@ class Noisy(torch.optim.SGD):
 
 
 class Dithered(torch.optim.SGD):
-    """Draws from torch's own generator, as optimizers with random projections or stochastic rounding do: each rank other numbers."""
+    """Draws from torch's own generator, as optimizers with random projections or stochastic
+    rounding do: each rank other numbers.
+    """
 
     def __init__(self, params: Params) -> None:
         super().__init__(params, lr=0.01)
@@ -236,7 +242,9 @@ def package_of(name: str) -> str | None:
 
 
 class _Listens(logging.StreamHandler[TextIO]):
-    """To ckptd: a refusal ends the training, as in a job that nobody wants to train unprotected. Prints what it hears."""
+    """To ckptd: a refusal ends the training, as in a job that nobody wants to train unprotected.
+    Prints what it hears.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +257,9 @@ class _Listens(logging.StreamHandler[TextIO]):
 
 
 def _model(sparse: bool) -> nn.Module:
-    """Matrices on both sides of what 8-bit optimizers take for small, a vector, a scalar; or embeddings with sparse gradients."""
+    """Matrices on both sides of what 8-bit optimizers take for small, a vector, a scalar; or
+    embeddings with sparse gradients.
+    """
     torch.manual_seed(4)
     if sparse:
         return nn.Sequential(nn.EmbeddingBag(64, 8, sparse=True, mode="sum"))

@@ -1,4 +1,6 @@
-"""Data pipelines as people write them, each a training through ``ckpt.batches``; nothing here is arranged for ckptd."""
+"""Data pipelines as people write them, each a training through ``ckpt.batches``; nothing here is
+arranged for ckptd.
+"""
 
 from __future__ import annotations
 

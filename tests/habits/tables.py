@@ -1,7 +1,8 @@
 """The tables of docs/optimizers.md and docs/data.md, from what the tests of this folder found.
 
-``make campaign-habits`` plays all rows, and each test notes what its row came to in ``out/habits``; ``python -m tests.habits.tables``
-writes the tables. A cell that was not played keeps what the table says of it.
+``make campaign-habits`` plays all rows, and each test notes what its row came to in ``out/habits``;
+``python -m tests.habits.tables`` writes the tables. A cell that was not played keeps what the table
+says of it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _COLUMNS = [(1, 1), (1, 2), (3, 1), (3, 2)]
 _NOT_PLAYED = "not played"
 _NO_ROW = "–"  # noqa: RUF001 - a dash in a table: it exists on other numbers of ranks only
 
-# What a log says of a refusal, the first that is found, with what is written of it. Without what to do: the page says that.
+# What a log says of a refusal, the first that is found, with what is written of it. Without what to
+# do: the page says that.
 _REASONS = [
     (r"keeps (\S.*?\)), which cannot be captured", "keeps `{}`"),
     (r"updates each parameter independently: (.*?)\. Pass policy='dense'", "{}"),

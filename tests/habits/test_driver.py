@@ -1,4 +1,6 @@
-"""The driver of the tables tells apart what is exact, what is refused and what is wrong; without this a table would show nothing."""
+"""The driver of the tables tells apart what is exact, what is refused and what is wrong; without
+this a table would show nothing.
+"""
 
 from __future__ import annotations
 

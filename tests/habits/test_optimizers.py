@@ -1,4 +1,5 @@
-"""Every optimizer of the table: killed twice, and compared with a training that never was; exact, or refused with the reason.
+"""Every optimizer of the table: killed twice, and compared with a training that never was; exact,
+or refused with the reason.
 
 ``python -m tests.habits.tables`` writes the table into docs/optimizers.md from what these tests found.
 """
@@ -27,7 +28,8 @@ REFUSED: dict[str, dict[int, str]] = {
     "galore-torch GaLoreAdamW": {1: KEPT, 3: DENSE},
     "pytorch_optimizer ScalableShampoo": {1: KEPT, 3: DENSE},
 }
-# Their updates depend on other parameters, or it cannot be told: sparse snapshots are refused, dense ones are exact.
+# Their updates depend on other parameters, or it cannot be told: sparse snapshots are refused,
+# dense ones are exact.
 DENSE_ONLY = (
     "torch.optim.LBFGS",
     "torch.optim.LBFGS(strong_wolfe)",
@@ -81,10 +83,11 @@ def test_exact_or_refused(
 def test_ranks_that_come_apart_later_are_told(
     tmp_path: Path, daemon: DaemonProcess, parents: Parents
 ) -> None:
-    """An optimizer that begins to draw random numbers after the ranks have shared out what they capture: there is no further snapshot.
+    """An optimizer that begins to draw random numbers after the ranks have shared out what they
+    capture: there is no further snapshot.
 
-    Each rank has the other's values only as they were. pytorch_optimizer's Kron, which draws from its first step on, came back with
-    the weights of the wrong rank.
+    Each rank has the other's values only as they were. pytorch_optimizer's Kron, which draws from
+    its first step on, came back with the weights of the wrong rank.
     """
     lives = training(
         Row("tests.habits.late_draws", "late", ranks=2, steps=300),

@@ -1,7 +1,8 @@
-"""The table of data pipelines: each is killed twice and comes to the bits of a training that was not, or is refused at the start.
+"""The table of data pipelines: each is killed twice and comes to the bits of a training that was
+not, or is refused at the start.
 
-``make campaign-habits`` plays every row; ``make test`` a tenth. ``python -m tests.habits.tables`` writes the table of docs/data.md from
-what these tests found.
+``make campaign-habits`` plays every row; ``make test`` a tenth. ``python -m tests.habits.tables``
+writes the table of docs/data.md from what these tests found.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ EXACT = (
     "stream, 2 workers",
     "sharded",
 )
-# `state_dict()` of torchdata's loader makes its first iterator, with other random numbers, when ckptd looks whether it can be captured.
+# `state_dict()` of torchdata's loader makes its first iterator, with other random numbers, when
+# ckptd looks whether it can be captured.
 PROTECTED = ("stateful in state=",)
 
 ACCELERATE = "tests.habits.accelerate_loops"
-# torchdata's loader makes its first iterator in `prepare`, from random numbers that nobody keeps; ckptd makes it anew.
+# torchdata's loader makes its first iterator in `prepare`, from random numbers that nobody keeps;
+# ckptd makes it anew.
 ACCELERATED = {
     "accelerate": True,
     "accelerate, fetched within accumulate": True,
@@ -147,7 +150,8 @@ ROWS += [
     for window in (1, 3)
     for ranks in (1, 2)
 ]
-# Lightning's manual optimization. Ranks plan anew where an optimizer turns out to update now and then: that takes more than twenty steps.
+# Lightning's manual optimization. Ranks plan anew where an optimizer turns out to update now and
+# then: that takes more than twenty steps.
 ROWS += [
     Row(
         "tests.habits.lightning_manual",
@@ -160,7 +164,8 @@ ROWS += [
     for window in (1, 3)
     for ranks in (1, 2)
 ]
-# FSDP2 with Lightning's strategy: two ranks, each with a half of every tensor. (Accelerate shards on no CPU: it trains with DDP there.)
+# FSDP2 with Lightning's strategy: two ranks, each with a half of every tensor. (Accelerate shards
+# on no CPU: it trains with DDP there.)
 ROWS += [Row("tests.habits.fsdp2_lightning", "lightning, FSDP2", window, 2) for window in (1, 3)]
 
 

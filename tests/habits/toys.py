@@ -1,4 +1,6 @@
-"""Trainings that show what the driver tells apart: one that is exact, one that is not, and one that is refused."""
+"""Trainings that show what the driver tells apart: one that is exact, one that is not, and one that
+is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Many schedules of `tests.simulation.replication_world`, and one in twenty as many of each row of `tests.simulation.single_losses`.
+"""Many schedules of `tests.simulation.replication_world`, and one in twenty as many of each row of
+`tests.simulation.single_losses`.
 
-``python -m tests.simulation.campaign --schedules 10000 --seed 0 [--processes 2]`` prints a line per thousand;
-a seed that breaks a promise is printed with its trace, and the rest is still played: one night tells all of them.
-``--schedules 1 --seed N`` replays seed N exactly.
+``python -m tests.simulation.campaign --schedules 10000 --seed 0 [--processes 2]`` prints a line per
+thousand; a seed that breaks a promise is printed with its trace, and the rest is still played: one
+night tells all of them. ``--schedules 1 --seed N`` replays seed N exactly.
 """
 
 from __future__ import annotations

@@ -2,14 +2,16 @@
 
 (a) A sealed copy is the primary's snapshot, byte by byte.
 (b) A plan's pieces are one history.
-(c) The promise of the floor F. When F was announced, each rank had *holders*: the targets that its replicator
-    counted, and its own primary where there was one or none; its latest word on F counts (of its newest epoch). As long as a daemon of the run knows
-    of F, no newer floor is announced and no recovery went below F: every holder whose memory still exists holds the rank's complete suffix that ends at F. Lose any nodes, of
-    which at most r have not been lost yet: if each rank is left one such holder, or its own node with a suffix
-    that ends at F, then a plan exists for the job killed now, and ends at F or later. A node that is cut off
-    is lost for the time being.
-(g) The iteration to which a recovery went back is not lost before the new history has a floor there or later: as long as the memory of all
-    nodes that have ranks exists, the job killed now comes back to it, or to a later one.
+(c) The promise of the floor F. When F was announced, each rank had *holders*: the targets that its
+    replicator counted, and its own primary where there was one or none; its latest word on F counts
+    (of its newest epoch). As long as a daemon of the run knows of F, no newer floor is announced
+    and no recovery went below F: every holder whose memory still exists holds the rank's complete
+    suffix that ends at F. Lose any nodes, of which at most r have not been lost yet: if each rank
+    is left one such holder, or its own node with a suffix that ends at F, then a plan exists for
+    the job killed now, and ends at F or later. A node that is cut off is lost for the time being.
+(g) The iteration to which a recovery went back is not lost before the new history has a floor there
+    or later: as long as the memory of all nodes that have ranks exists, the job killed now comes
+    back to it, or to a later one.
 (d) No host gives a slot away that it promised to keep.
 (e) What is not needed goes; (f) when all is calm, the floor follows the job. See `World.settle`.
 """
@@ -76,7 +78,9 @@ class Checks(Network):
                 self.changed = True
 
     def _word(self, rank: int, floor: int) -> Vouched:
-        """The rank's latest word on this floor: that of its newest epoch, for its home of before may not have heard that it moved."""
+        """The rank's latest word on this floor: that of its newest epoch, for its home of before
+        may not have heard that it moved.
+        """
         said = [v for v in self.vouched.get(rank, ()) if self._covers(v, floor)]
         assert said, f"(c) floor {floor}, of which rank {rank} has never told"
         newest = max(v.epoch for v in said)
@@ -90,8 +94,9 @@ class Checks(Network):
     def drawn_away(self, others: Collection[int]) -> bool:
         """Whether another history counts than the live one.
 
-        The nodes that knew of it were all away or destroyed when the live one began (docs/replication.md section 2). What the promises say
-        of the live history then holds for the other one; so they are not asked, and that is counted.
+        The nodes that knew of it were all away or destroyed when the live one began
+        (docs/replication.md section 2). What the promises say of the live history then holds for
+        the other one; so they are not asked, and that is counted.
         """
         if self.epoch not in others:
             return False
@@ -141,7 +146,9 @@ class Checks(Network):
     def told(
         self, without: Collection[str] = ()
     ) -> tuple[list[HeldRecords], dict[int, int], set[int]]:
-        """What a start sees: what is held of the newest history, where its epochs began, and the epochs of others."""
+        """What a start sees: what is held of the newest history, where its epochs began, and the
+        epochs of others.
+        """
         held = self.holdings(without)
         epochs = [
             (epoch, start, before)
@@ -172,7 +179,9 @@ class Checks(Network):
         return node.up and node.life == holder.life
 
     def is_soft(self, rank: int, floor: int) -> bool:
-        """Whether a primary may have given the suffix away: a run of one rank needs no common start, and two others may hold it."""
+        """Whether a primary may have given the suffix away: a run of one rank needs no common
+        start, and two others may hold it.
+        """
         others = [name for name in self.nodes if self.nodes[name].up]
         held = sum(self.holds(name, rank, floor, own=False) for name in others)
         return len(self.homes) == 1 or held > 1

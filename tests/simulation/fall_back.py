@@ -1,7 +1,8 @@
 """A job that goes back, over and over, before its new history has a floor.
 
-Three machines with two replicas of each rank, links that become slow when the trainers die, chains that break, and memory for no more slots: what
-the job went back to is older than the newest complete suffix of most rings, and newer than the floor.
+Three machines with two replicas of each rank, links that become slow when the trainers die, chains
+that break, and memory for no more slots: what the job went back to is older than the newest
+complete suffix of most rings, and newer than the floor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Ranks without a target: each vouches by its own ring, over links that are slow and unlike.
 
-Here a ring gives away what its daemon has just vouched for, and a node counts suffixes before it has heard of the span, in one seed of ten or
-twenty; in `tests.simulation.replication_world` in one of several hundred. The promise is the same, asserted by the same checks.
+Here a ring gives away what its daemon has just vouched for, and a node counts suffixes before it
+has heard of the span, in one seed of ten or twenty; in `tests.simulation.replication_world` in one
+of several hundred. The promise is the same, asserted by the same checks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The end of a job and its return: what its ranks do together when they start (`ckptd.client.recovery.global_recovery`, in short)."""
+"""The end of a job and its return: what its ranks do together when they start
+(`ckptd.client.recovery.global_recovery`, in short).
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ class Recovering(Training):
         self._resume(plan, homes, epoch)
 
     def _worth_waiting(self, held: Iterable[HeldRecords], usable: Collection[str]) -> bool:
-        """Nobody begins anew while somebody is silent who may hold what is missing, as far as those who answer know."""
+        """Nobody begins anew while somebody is silent who may hold what is missing, as far as those
+        who answer know.
+        """
         known = {name for n in usable for name in self.nodes[n].record.names}
         silent = [name for name in known - {*usable} if self.nodes[name].up]
         complete = any(

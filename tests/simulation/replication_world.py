@@ -1,7 +1,9 @@
 """A cluster in one process: replication, the floor and recovery under seeded faults, on a simulated clock.
 
-Real are the cores: `ckptd.core.replication.replicator`, `ckptd.core.replication.replicas`, `ckptd.core.replication.known_runs`, `ckptd.core.replication.floor`, `ckptd.core.placement`, `ckptd.core.slots.ring`
-and `ckptd.core.recovery.global_plan`. Played are machines, memory, daemons, the network, trainers in lockstep, and fate:
+Real are the cores: `ckptd.core.replication.replicator`, `ckptd.core.replication.replicas`,
+`ckptd.core.replication.known_runs`, `ckptd.core.replication.floor`, `ckptd.core.placement`,
+`ckptd.core.slots.ring` and `ckptd.core.recovery.global_plan`. Played are machines, memory, daemons,
+the network, trainers in lockstep, and fate:
 
     network     time and messages        checks      what is promised (read this first)
     hosts       replicas for peers       senders     around a rank's replicator

@@ -1,4 +1,6 @@
-"""The run as each daemon sees it, with the real tree and the real placement: `ckptd.peers.runs.Run`, in short."""
+"""The run as each daemon sees it, with the real tree and the real placement:
+`ckptd.peers.runs.Run`, in short.
+"""
 
 from __future__ import annotations
 

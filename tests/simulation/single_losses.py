@@ -1,8 +1,8 @@
 """Two machines, one replica of each rank on the other: the loss of either must leave a plan, at every event.
 
-The promise of DESIGN 5, invariant 2, asked in the strictest way: after every event of the world, for each machine, were
-it lost now with everything in it, would all ranks find a common start at the floor or later? Each row is one kind of
-trouble that lasts longer than rings have slots for:
+The promise of DESIGN 5, invariant 2, asked in the strictest way: after every event of the world,
+for each machine, were it lost now with everything in it, would all ranks find a common start at the
+floor or later? Each row is one kind of trouble that lasts longer than rings have slots for:
 
     slow   replication takes several iterations per snapshot
     away   one daemon is down for longer than its deadline, and comes back

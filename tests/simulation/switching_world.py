@@ -1,11 +1,13 @@
-"""Ranks that train, snapshot and agree on changes through a store, under seeded delays, losses, deaths and restarts.
+"""Ranks that train, snapshot and agree on changes through a store, under seeded delays, losses,
+deaths and restarts.
 
-What is real: the machine (`ckptd.core.schedules.switching`) and every access to the store (`ckptd.core.schedules.registers`), interleaved one by one.
-What is simulated: time, training (in lockstep or running apart), the store, and the trainer's part: making memory, which may take
-long or be refused.
+What is real: the machine (`ckptd.core.schedules.switching`) and every access to the store
+(`ckptd.core.schedules.registers`), interleaved one by one. What is simulated: time, training (in
+lockstep or running apart), the store, and the trainer's part: making memory, which may take long or
+be refused.
 
-The promise, checked at each snapshot: of one epoch, no two ranks snapshot an iteration by different schedules. A schedule is
-named by the changes that have been applied, and by when they began.
+The promise, checked at each snapshot: of one epoch, no two ranks snapshot an iteration by different
+schedules. A schedule is named by the changes that have been applied, and by when they began.
 """
 
 from __future__ import annotations

@@ -88,10 +88,11 @@ def test_a_seed_replays_exactly() -> None:
     ids=["anew", "carries", "span"],
 )
 def test_a_rule_that_is_left_out_is_missed(config: WorldConfig, play_one: Play) -> None:
-    """What each of them says is in `WorldConfig`. No seed is named here: each change of the simulation moves what a seed draws.
+    """What each of them says is in `WorldConfig`. No seed is named here: each change of the
+    simulation moves what a seed draws.
 
-    So the world is one in which the rule is missed in one seed of twenty or more, and the first such seed must be among 120; with the rule it
-    keeps every promise.
+    So the world is one in which the rule is missed in one seed of twenty or more, and the first
+    such seed must be among 120; with the rule it keeps every promise.
     """
     missed = next((seed for seed in range(120) if _breaks(play_one, seed, config)), None)
     assert missed is not None, "nothing shows any more why the rule is there"
@@ -111,10 +112,13 @@ def _breaks(play_one: Play, seed: int, config: WorldConfig, *promises: str) -> b
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
 def test_the_loss_of_either_of_two_nodes_leaves_a_plan(row: str) -> None:
-    """Replication slower than training, a daemon that is down for longer than its deadline, or daemons that do not hear one another: the
-    floor was announced and the state behind it given away, so that the loss of one node was the loss of everything, in 22, 22 and 25 of the first 25 seeds.
+    """Replication slower than training, a daemon that is down for longer than its deadline, or
+    daemons that do not hear one another: the floor was announced and the state behind it given
+    away, so that the loss of one node was the loss of everything, in 22, 22 and 25 of the first 25
+    seeds.
 
-    Asked after every event, for each of the two. What it costs is a few snapshots that are left out; while replication keeps up, none.
+    Asked after every event, for each of the two. What it costs is a few snapshots that are left
+    out; while replication keeps up, none.
     """
     seen: Counter[str] = Counter()
     for seed in range(SINGLE_LOSSES):
@@ -128,8 +132,10 @@ def test_the_loss_of_either_of_two_nodes_leaves_a_plan(row: str) -> None:
 
 
 def test_old_generations_go_also_while_no_snapshot_can_be_taken() -> None:
-    """The floor had left two of three generations, and the slots of the third were full of what it needed next. Generations went only
-    after a snapshot, and a fourth was not made while three were there: no snapshot was taken any more, and the floor stood still."""
+    """The floor had left two of three generations, and the slots of the third were full of what it
+    needed next. Generations went only after a snapshot, and a fourth was not made while three were
+    there: no snapshot was taken any more, and the floor stood still.
+    """
     play_row(80, "away")
 
 
@@ -141,7 +147,9 @@ def test_old_generations_go_also_while_no_snapshot_can_be_taken() -> None:
 def test_a_rule_without_which_one_node_is_everything_is_missed(
     config: WorldConfig, row: str
 ) -> None:
-    """A ring that gives away what one other node holds, and a rank that vouches alone for what its target may lack."""
+    """A ring that gives away what one other node holds, and a rank that vouches alone for what its
+    target may lack.
+    """
 
     def play_rows() -> None:
         for seed in range(25):
@@ -152,10 +160,12 @@ def test_a_rule_without_which_one_node_is_everything_is_missed(
 
 
 def test_what_a_job_went_back_to_stays_until_the_new_history_has_a_floor() -> None:
-    """A job of three nodes died, went back to iteration 7, and died again before its new history had a floor: with all nodes alive, nothing was left.
+    """A job of three nodes died, went back to iteration 7, and died again before its new history
+    had a floor: with all nodes alive, nothing was left.
 
-    Rings are soft where two targets hold the floor, or count before there is one; so each rank gave the suffix up to 7 away when its own chain
-    was complete, and the chains of the ranks, broken here and there, had no iteration in common. In 5 of 40 seeds.
+    Rings are soft where two targets hold the floor, or count before there is one; so each rank gave
+    the suffix up to 7 away when its own chain was complete, and the chains of the ranks, broken
+    here and there, had no iteration in common. In 5 of 40 seeds.
     """
     seen: Counter[str] = Counter()
     for seed in range(20):

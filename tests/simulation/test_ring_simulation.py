@@ -11,7 +11,8 @@ What must hold after each event:
 
 * once a complete suffix was sealed there is one, and it never gets older (but for a flipped bit in it);
 * its slots are not touched while it is the newest;
-* the suffix that ends at the floor is touched only if two others hold it (not ``hard``), and if there is nothing else;
+* the suffix that ends at the floor is touched only if two others hold it (not ``hard``), and if
+  there is nothing else;
 * nothing of an abandoned history is seen;
 * what it restores is, operator by operator, the history of this very training.
 

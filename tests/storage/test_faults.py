@@ -96,7 +96,9 @@ def store(
 def hasty(
     options: dict[str, Any], s3_url: str, proxy: FaultProxy, backend: str, behind: ObjectStore
 ) -> Iterator[ObjectStore]:
-    """The same for a server that stalls: it gives up after many times what its longest call takes on this machine, now."""
+    """The same for a server that stalls: it gives up after many times what its longest call takes
+    on this machine, now.
+    """
     begun_s = time.monotonic()
     assert behind.put("measured", [memoryview(BIG)]).size == len(BIG)
     behind.delete(["measured"])

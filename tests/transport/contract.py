@@ -1,4 +1,6 @@
-"""What every fabric must do, held by each backend: ``class TestMine(FabricContract)`` with a fixture ``make``."""
+"""What every fabric must do, held by each backend: ``class TestMine(FabricContract)`` with a
+fixture ``make``.
+"""
 
 from __future__ import annotations
 

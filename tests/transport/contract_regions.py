@@ -92,7 +92,9 @@ class RegionContract(FabricTests):
     def test_a_region_is_revoked_at_once_while_a_peer_has_stopped(
         self, proxied: tuple[Pair, TcpProxy], put: bool
     ) -> None:
-        """Who revokes must not wait for the peer; what had begun ends later, and the buffer is free only then."""
+        """Who revokes must not wait for the peer; what had begun ends later, and the buffer is free
+        only then.
+        """
         pair, proxy = proxied
         buffer, other = bytearray(128 * CHUNK), bytearray(128 * CHUNK)
         region = pair.there.register(memoryview(buffer), access=BOTH, scope=Scope(""))

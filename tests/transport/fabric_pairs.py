@@ -91,7 +91,9 @@ class TcpProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def hold_after(self, size: int) -> None:
-        """When so many more bytes have passed, in either direction, nothing passes any more; connections stay."""
+        """When so many more bytes have passed, in either direction, nothing passes any more;
+        connections stay.
+        """
         self._limit = self._forwarded + size
 
     @property

@@ -1,4 +1,6 @@
-"""A process without descriptors cannot connect: what it asks of peers waits, and goes on when there are some again."""
+"""A process without descriptors cannot connect: what it asks of peers waits, and goes on when there
+are some again.
+"""
 
 from __future__ import annotations
 

@@ -172,8 +172,10 @@ class Forger:
 
 
 def test_who_can_compute_digests_cannot_put_bytes_of_his_own(make: Make) -> None:
-    """xxh3 has no key: a man in the middle put his bytes into a region, with an acknowledgement of the sender's, and nobody noticed.
-    On plaintext streams, which both sides have to ask for, he still can; that shows that he is up to it."""
+    """xxh3 has no key: a man in the middle put his bytes into a region, with an acknowledgement of
+    the sender's, and nobody noticed. On plaintext streams, which both sides have to ask for, he
+    still can; that shows that he is up to it.
+    """
     for asked, taken in (({"plaintext": True}, CHUNKS * CHUNK), ({}, 0)):
         two = make(asked, asked)
         forgers: list[Forger] = []
@@ -337,7 +339,9 @@ CASES = [
 def test_nothing_that_is_done_to_a_stream_brings_a_foreign_byte(
     make: Make, put: bool, name: str, trick: str | int
 ) -> None:
-    """Two streams are attacked, then the attacker gives up: what is there then is what was sent, and the attack was counted."""
+    """Two streams are attacked, then the attacker gives up: what is there then is what was sent,
+    and the attack was counted.
+    """
     two = make()
     attack = Attack(put, name, trick, 2)
     two.proxy.meddle = lambda: RecordMeddler(attack)
@@ -355,7 +359,9 @@ def test_nothing_that_is_done_to_a_stream_brings_a_foreign_byte(
 def test_while_he_goes_on_nothing_of_his_lies_in_memory(
     make: Make, put: bool, name: str, trick: str | int
 ) -> None:
-    """AES-GCM decrypts what was changed into what the attacker chose to change, before the tag is known to be wrong."""
+    """AES-GCM decrypts what was changed into what the attacker chose to change, before the tag is
+    known to be wrong.
+    """
     two = make()
     two.proxy.meddle = lambda: RecordMeddler(Attack(put, name, trick, float("inf")))
     data, other = source(), bytearray(CHUNKS * CHUNK)
@@ -416,7 +422,9 @@ def test_one_side_that_asks_for_plaintext_does_not_get_it(make: Make, asks: str)
 def test_a_peer_that_can_only_plaintext_is_spoken_to_under_curve(
     make: Make, plain: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It lacks the library: its streams are refused, and its bytes go over the control connection's encryption."""
+    """It lacks the library: its streams are refused, and its bytes go over the control connection's
+    encryption.
+    """
     two = make()
     monkeypatch.setattr(getattr(two, plain), "_ciphers", (Cipher.PLAINTEXT,))
     heard = bytearray()

@@ -44,8 +44,9 @@ def introduce(tmp_path: Path, here: ZmqFabric, there: ZmqFabric) -> None:
 
 
 def test_a_node_that_is_untrusted_loses_its_connections(tmp_path: Path, make: MakeFabric) -> None:
-    """Before, CURVE looked at a key once, at the handshake: a node whose key was deleted went on reading and writing for
-    as long as its connections lasted."""
+    """Before, CURVE looked at a key once, at the handshake: a node whose key was deleted went on
+    reading and writing for as long as its connections lasted.
+    """
     here, there = make("here"), make("there")
     introduce(tmp_path, here, there)
     target = bytearray(2 * CHUNK)
@@ -55,8 +56,8 @@ def test_a_node_that_is_untrusted_loses_its_connections(tmp_path: Path, make: Ma
     assert peer.put(data, region.key).wait(WAIT_S).ok
 
     untrust(tmp_path / "there", "here")
-    # They are silent now: nothing but the look at the keys ends them. A stream ends at its own next look, or with the
-    # control connection beside it.
+    # They are silent now: nothing but the look at the keys ends them. A stream ends at its own next
+    # look, or with the control connection beside it.
     until(lambda: there.counters.revoked >= 1)
     until(lambda: not peer.put(data, region.key, deadline_s=3).wait(WAIT_S).ok)
     target[:] = bytes(len(target))
@@ -108,8 +109,9 @@ def test_another_key_of_a_node_ends_what_its_old_key_has_open(
 def test_the_connection_of_a_node_that_is_untrusted_is_cut(
     tmp_path: Path, make: MakeFabric
 ) -> None:
-    """It was only not served any more: whoever has a key that was taken back kept descriptors and memory here for as long as it
-    liked."""
+    """It was only not served any more: whoever has a key that was taken back kept descriptors and
+    memory here for as long as it liked.
+    """
     there = make("there")
     keys = Keys.create(tmp_path / "here")
     trust(tmp_path / "there", "here", keys.public)

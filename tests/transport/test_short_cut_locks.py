@@ -120,7 +120,9 @@ def test_an_owner_that_dies_grants_nothing_any_more_and_its_next_life_sees_who_s
 def test_an_owner_that_dies_while_its_lease_is_looked_at_leaves_a_lock_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peer sees the lease and is stopped there. The owner's next life must find it, or it grants the slot to another."""
+    """The peer sees the lease and is stopped there. The owner's next life must find it, or it
+    grants the slot to another.
+    """
     shared = Shared(tmp_path / "file", bytes(CHUNK))
     key = RegionKey(5, bytes(16), CHUNK, shared.range)
     lease = FileLease(key, BOTH, "here")

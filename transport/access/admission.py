@@ -1,9 +1,11 @@
-"""Who may stay connected: pure decisions about connections that were accepted, for every port that others can reach.
+"""Who may stay connected: pure decisions about connections that were accepted, for every port that
+others can reach.
 
-A visitor is a STRANGER, until it has shown who it is, then KNOWN, and GONE in the end. Strangers are bounded in number, for
-each address and all together, and in time; the one that has been silent for longest makes room for a new one, so that those
-who say at once who they are come in whatever others do. A visitor that is expected (it was given a ticket) does not
-compete with strangers at all.
+A visitor is a STRANGER, until it has shown who it is, then KNOWN, and GONE in the end. Strangers
+are bounded in number, for each address and all together, and in time; the one that has been silent
+for longest makes room for a new one, so that those who say at once who they are come in whatever
+others do. A visitor that is expected (it was given a ticket) does not compete with strangers at
+all.
 
 A visitor that was turned away counts until its owner says that it is gone: so long it has a descriptor.
 """
@@ -101,7 +103,9 @@ class Admission:
     def arrived(
         self, visitor: Hashable, source: str, *, now_s: float, expected: int = 0
     ) -> list[TurnedAway]:
-        """Somebody connected. ``expected``: how many strangers may come from this address because they have tickets."""
+        """Somebody connected. ``expected``: how many strangers may come from this address because
+        they have tickets.
+        """
         if expected and self._expected_from(source) < expected:
             self._strangers[visitor] = _Visit(source, now_s, True)
             return []

@@ -1,17 +1,21 @@
-"""Who stands at the door of a ROUTER: libzmq accepts by itself, so its connections are watched, and cut, from outside.
+"""Who stands at the door of a ROUTER: libzmq accepts by itself, so its connections are watched, and
+cut, from outside.
 
-A thread of its own reads the socket's monitor. An event only says that something happened at a descriptor, and may be heard late, when the
-number is another's already. So events are reasons to look: a connection is what has the number now (`Visitor`: its inode and both
-ends), it arrives when it is first seen there, by an event or because a message came over it, and it is gone when
-something else, or nothing, has its number. Who may not stay (`Admission`) has its connection shut down, after it was compared with the
-visitor; libzmq then closes its own.
+A thread of its own reads the socket's monitor. An event only says that something happened at a
+descriptor, and may be heard late, when the number is another's already. So events are reasons to
+look: a connection is what has the number now (`Visitor`: its inode and both ends), it arrives when
+it is first seen there, by an event or because a message came over it, and it is gone when something
+else, or nothing, has its number. Who may not stay (`Admission`) has its connection shut down, after
+it was compared with the visitor; libzmq then closes its own.
 
-libzmq's I/O thread waits while nobody reads its events, so it cannot run ahead of this thread by more than `AHEAD` connections (the queue of
-the monitor). Nothing may call into the socket from here: its calls wait for that I/O thread.
+libzmq's I/O thread waits while nobody reads its events, so it cannot run ahead of this thread by
+more than `AHEAD` connections (the queue of the monitor). Nothing may call into the socket from
+here: its calls wait for that I/O thread.
 
-Connections over the network are measured as well: libzmq puts parts of one message, of which no end comes, into memory without a
-bound. What a node's connections have received and nobody has taken may not grow beyond `MAX_QUEUED_BYTES`, and what strangers of one address send
-not beyond `MAX_STRANGER_BYTES`.
+Connections over the network are measured as well: libzmq puts parts of one message, of which no end
+comes, into memory without a bound. What a node's connections have received and nobody has taken may
+not grow beyond `MAX_QUEUED_BYTES`, and what strangers of one address send not beyond
+`MAX_STRANGER_BYTES`.
 """
 
 from __future__ import annotations
@@ -69,7 +73,9 @@ BATCH = 256  # events between two looks at the clock
 
 
 class Visitor(NamedTuple):
-    """A connection: its descriptor in this process, what tells it from all that had or will have the same, and what counts as one address."""
+    """A connection: its descriptor in this process, what tells it from all that had or will have
+    the same, and what counts as one address.
+    """
 
     fd: int
     inode: int
@@ -79,7 +85,9 @@ class Visitor(NamedTuple):
 
 @dataclass(slots=True)
 class _Queue:
-    """What came in on a connection, and what of it was taken; the latter is written by the thread of the socket alone."""
+    """What came in on a connection, and what of it was taken; the latter is written by the thread
+    of the socket alone.
+    """
 
     node: str  # "": a stranger's
     accounted: int
@@ -126,7 +134,9 @@ class Doorkeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more. The thread that owns the socket calls this; the monitor is read until libzmq has stopped it."""
+        """Watch no more. The thread that owns the socket calls this; the monitor is read until
+        libzmq has stopped it.
+        """
         self._router.disable_monitor()
         if self._thread.is_alive():
             self._thread.join()
@@ -136,7 +146,9 @@ class Doorkeeper:
     # --- for the thread of the socket ---
 
     def identified(self, fd: int, node: str, source: str) -> None:
-        """The connection with this descriptor has shown that it is of ``node``, in a message that came from ``source``."""
+        """The connection with this descriptor has shown that it is of ``node``, in a message that
+        came from ``source``.
+        """
         visitor = self._look(fd)
         if visitor is None or (source and visitor.source != source):
             return  # closed meanwhile
@@ -147,7 +159,9 @@ class Doorkeeper:
         self._turn(turned)
 
     def denied(self, source: str) -> None:
-        """A key that came from this address was refused, and counted: the end of the connection is not counted again."""
+        """A key that came from this address was refused, and counted: the end of the connection is
+        not counted again.
+        """
         with self._lock:
             self._denied[source_of(source)] += 1
 
@@ -159,7 +173,9 @@ class Doorkeeper:
             self._shut(visitor)
 
     def cut_node(self, fd: int, node: str) -> None:
-        """End a connection of a node that is not trusted any more; one of another node with this descriptor stays."""
+        """End a connection of a node that is not trusted any more; one of another node with this
+        descriptor stays.
+        """
         with self._lock:
             visitor, queue = self._by_fd.get(fd), self._queues.get(fd)
         if visitor is not None and queue is not None and queue.node == node:
@@ -222,7 +238,9 @@ class Doorkeeper:
         self._turn(turned)
 
     def _disconnected(self, fd: int) -> None:
-        """A connection with this descriptor ends: libzmq says so before it closes it. Another may have the number by now."""
+        """A connection with this descriptor ends: libzmq says so before it closes it. Another may
+        have the number by now.
+        """
         with self._lock:
             if self._untold[fd] > 0:
                 self._untold[fd] -= 1
@@ -232,7 +250,9 @@ class Doorkeeper:
         self._settle(fd)
 
     def _settle(self, fd: int, *, late: bool = False) -> None:
-        """Compare who had a descriptor with who has it now. ``late``: an end that was told should be seen by now."""
+        """Compare who had a descriptor with who has it now. ``late``: an end that was told should
+        be seen by now.
+        """
         now = self._look(fd)
         with self._lock:
             before = self._by_fd.get(fd)
@@ -354,7 +374,9 @@ class Doorkeeper:
         return waiting.total()
 
     def _received(self, fd: int) -> int:
-        """What the kernel has received on a connection since it began; 0 where it does not say (before Linux 4.1)."""
+        """What the kernel has received on a connection since it began; 0 where it does not say
+        (before Linux 4.1).
+        """
         try:
             with self._pin.hold(fd) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
@@ -387,7 +409,9 @@ TOLD = {
 
 
 def fd_of_frame(frame: zmq.Frame) -> int:
-    """The descriptor that a message came over; -1 where libzmq does not say: whoever speaks its oldest protocol has none."""
+    """The descriptor that a message came over; -1 where libzmq does not say: whoever speaks its
+    oldest protocol has none.
+    """
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:

@@ -5,8 +5,9 @@
     <folder>/trusted/<node>.key the public key of another node; the file's name is the node's id
     <folder>/trusted/<node>~previous.key  the key that node had before, for as long as it is accepted beside the new one
 
-The files are ZeroMQ certificates, so its own tools read them. The metadata of a trusted key may hold ``expires``, unix seconds: the
-key counts until then. Changes to ``trusted`` are seen without a restart.
+The files are ZeroMQ certificates, so its own tools read them. The metadata of a trusted key may
+hold ``expires``, unix seconds: the key counts until then. Changes to ``trusted`` are seen without a
+restart.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ class Keys:
 
 
 def _new_pair() -> tuple[str, str]:
-    """A pair whose public key can be typed after a command: one that begins with a dash would be taken for an option."""
+    """A pair whose public key can be typed after a command: one that begins with a dash would be
+    taken for an option.
+    """
     while True:
         public, secret = (key.decode("ascii") for key in zmq.curve_keypair())
         if not public.startswith("-"):
@@ -213,7 +216,9 @@ def trusted(folder: Path) -> dict[str, str]:
 
 
 def trusted_keys(folder: Path) -> list[TrustedKey]:
-    """Every trusted key, also those that have expired. Files that hold no key are reported in the log and left out."""
+    """Every trusted key, also those that have expired. Files that hold no key are reported in the
+    log and left out.
+    """
     found: list[TrustedKey] = []
     for path in sorted((Path(folder) / "trusted").glob("[!.]*.key")):
         node, _, kind = path.stem.partition(PREVIOUS[0])
@@ -302,7 +307,8 @@ def _replace(path: Path, text: str) -> None:
 def check_security(
     endpoint: str, security: str, *, advertise: str | None = None, allow_plain: bool = False
 ) -> None:
-    """Whether it is safe to listen at ``endpoint``, ``tcp://host:port``, with ``security`` "curve" or "plain".
+    """Whether it is safe to listen at ``endpoint``, ``tcp://host:port``, with ``security`` "curve"
+    or "plain".
 
     Args:
         advertise: host name or address that peers are told; needed when the endpoint is a wildcard.

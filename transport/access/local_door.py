@@ -1,11 +1,14 @@
-"""Who stands at the door of a local (ipc) socket: as at the ports for peers, with processes of this host in the place of addresses.
+"""Who stands at the door of a local (ipc) socket: as at the ports for peers, with processes of this
+host in the place of addresses.
 
-A connection is a stranger until a message of ours came over it. Strangers may be silent for as long as they like: a trainer's connection
-renews itself after a restart of the daemon, and has nothing to say until the trainer has. They are bounded in number, for each process and all
-together. So a process that opens thousands of connections makes room for itself alone.
+A connection is a stranger until a message of ours came over it. Strangers may be silent for as long
+as they like: a trainer's connection renews itself after a restart of the daemon, and has nothing to
+say until the trainer has. They are bounded in number, for each process and all together. So a
+process that opens thousands of connections makes room for itself alone.
 
-libzmq aborts the process when it cannot accept on such a socket for want of descriptors. It runs ahead of the door by
-`doorkeeper.AHEAD` connections at most; the process needs so many descriptors beside all that it uses (`ENOUGH_DESCRIPTORS`).
+libzmq aborts the process when it cannot accept on such a socket for want of descriptors. It runs
+ahead of the door by `doorkeeper.AHEAD` connections at most; the process needs so many descriptors
+beside all that it uses (`ENOUGH_DESCRIPTORS`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """Who stands behind a local socket or file: asked before anything is said to it, or anything in it believed.
 
-A path is as trustworthy as whoever may change it. Therefore the whole way to it is walked: each folder, link, and the end itself must
-belong to root or to a trusted user, and no folder may be written to by others, except a sticky one (`/tmp`), where others cannot remove or
-rename what is not theirs. Such a path stays what it is while it is used, so nobody wins a race between the check and libzmq's own
-`connect`, also not a later one after a lost connection. The listener's credentials (``SO_PEERCRED``) are asked for as well.
+A path is as trustworthy as whoever may change it. Therefore the whole way to it is walked: each
+folder, link, and the end itself must belong to root or to a trusted user, and no folder may be
+written to by others, except a sticky one (`/tmp`), where others cannot remove or rename what is not
+theirs. Such a path stays what it is while it is used, so nobody wins a race between the check and
+libzmq's own `connect`, also not a later one after a lost connection. The listener's credentials
+(``SO_PEERCRED``) are asked for as well.
 
-In a user namespace that maps few users (rootless containers) the kernel shows root's folders as those of the overflow user. That user passes
-for root on the way, and never as the owner of the last folder, a socket, or a file.
+In a user namespace that maps few users (rootless containers) the kernel shows root's folders as
+those of the overflow user. That user passes for root on the way, and never as the owner of the last
+folder, a socket, or a file.
 """
 
 from __future__ import annotations
@@ -115,7 +118,8 @@ def check_way(path: str, users: Collection[int]) -> os.stat_result:
 
 
 def open_file(path: str | os.PathLike[str], flags: int, users: Collection[int]) -> int:
-    """Open a regular file that belongs to one of ``users`` and that not everybody may write to; returns its descriptor.
+    """Open a regular file that belongs to one of ``users`` and that not everybody may write to;
+    returns its descriptor.
 
     Raises:
         LocalFileError: it is somebody else's, or open to everybody.

@@ -1,8 +1,10 @@
-"""Look at a descriptor of this process that somebody else may close at any time: what has its number is held for as long as one looks.
+"""Look at a descriptor of this process that somebody else may close at any time: what has its
+number is held for as long as one looks.
 
-The number of a closed descriptor is given to the next one that is opened. So a copy is made first (`dup`), and everything is asked of that
-copy. The copy takes the place of a descriptor that was kept for it: it can be made where there are no free ones, which is when connections have
-to be ended most of all.
+The number of a closed descriptor is given to the next one that is opened. So a copy is made first
+(`dup`), and everything is asked of that copy. The copy takes the place of a descriptor that was
+kept for it: it can be made where there are no free ones, which is when connections have to be ended
+most of all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What arrived and was refused: counted by reason and address, and logged now and then.
 
-The first refusal of a kind is logged at once. After that there is one line in `SUMMARY_S` at most, with how many there were
-since the line before: somebody who knocks ten thousand times fills no disk.
+The first refusal of a kind is logged at once. After that there is one line in `SUMMARY_S` at most,
+with how many there were since the line before: somebody who knocks ten thousand times fills no
+disk.
 """
 
 from __future__ import annotations

@@ -80,14 +80,18 @@ class Forget(Struct, frozen=True, tag=True):
 
 
 class Unquarantine(Struct, frozen=True, tag=True):
-    """Take back what was concluded of this run's replays: what they had quarantined here can be recovered again."""
+    """Take back what was concluded of this run's replays: what they had quarantined here can be
+    recovered again.
+    """
 
     job: Name
     run: Name
 
 
 class StepAside(Struct, frozen=True, tag=True):
-    """Make way for a daemon that an operator starts: end in order, and leave the memory. Refused by all but those that trainers started."""
+    """Make way for a daemon that an operator starts: end in order, and leave the memory. Refused by
+    all but those that trainers started.
+    """
 
 
 class AdmitNodes(Struct, frozen=True, tag=True):
@@ -99,7 +103,9 @@ class AdmitNodes(Struct, frozen=True, tag=True):
 
 
 class Park(Struct, frozen=True, tag=True):
-    """Have the attached trainers of a job, or of one run of it, park; empty names mean all. Answered after `wait_s` at the latest."""
+    """Have the attached trainers of a job, or of one run of it, park; empty names mean all.
+    Answered after `wait_s` at the latest.
+    """
 
     job: ShortText = ""
     run: ShortText = ""
@@ -111,7 +117,9 @@ class GetPeers(Struct, frozen=True, tag=True):
 
 
 class Drill(Struct, frozen=True, tag=True):
-    """Rehearse: bring what a recovery of this rank would need here, from other nodes than its own, verify it, and drop it."""
+    """Rehearse: bring what a recovery of this rank would need here, from other nodes than its own,
+    verify it, and drop it.
+    """
 
     job: Name
     run: Name
@@ -182,7 +190,9 @@ class DurableRank(Struct, frozen=True, tag=True):
 
 
 class DurableStatus(Struct, frozen=True, tag=True):
-    """What goes to storage. ``url`` is without user and password; ``keeper_pid`` is 0 while no store keeper runs."""
+    """What goes to storage. ``url`` is without user and password; ``keeper_pid`` is 0 while no
+    store keeper runs.
+    """
 
     url: str
     keeper_pid: int
@@ -286,7 +296,9 @@ class Snapshots(Struct, frozen=True, tag=True):
 
 
 class TargetStatus(Struct, frozen=True, tag=True):
-    """One target of a rank's replication. ``current_up_to`` is the end of its newest complete suffix (-1: none)."""
+    """One target of a rank's replication. ``current_up_to`` is the end of its newest complete
+    suffix (-1: none).
+    """
 
     node: str
     phase: str
@@ -352,7 +364,9 @@ class Peers(Struct, frozen=True, tag=True):
 
 
 class DrillReport(Struct, frozen=True, tag=True):
-    """How a drill went. ``compared`` counts bytes that were also compared with the primary, where that lies on this node."""
+    """How a drill went. ``compared`` counts bytes that were also compared with the primary, where
+    that lies on this node.
+    """
 
     recoverable: bool
     reason: str

@@ -1,4 +1,5 @@
-"""What an elastic job tells its daemon of where its experts are, and what `ckptctl elastic` hears of it; and what is durable of its worlds.
+"""What an elastic job tells its daemon of where its experts are, and what `ckptctl elastic` hears
+of it; and what is durable of its worlds.
 
 The daemon keeps the last of it for each run and understands nothing in it. `Elastic` is also what a file for
 `ckptctl elastic` holds, as JSON.
@@ -61,7 +62,8 @@ class ElasticNode(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ElasticWhen(Struct, frozen=True, forbid_unknown_fields=True):
-    """What decides when experts are placed anew, as `ckptd.core.elastic.placement.rebalance_policy.TimesConfig` has it.
+    """What decides when experts are placed anew, as
+    `ckptd.core.elastic.placement.rebalance_policy.TimesConfig` has it.
 
     Args:
         placed_step: when they were last.
@@ -141,7 +143,8 @@ class SeenElastic(Struct, frozen=True, tag=True):
 
 
 class GetDurableWorlds(Struct, frozen=True, tag=True):
-    """What is durable of the worlds of an elastic run? Asked again and again, until the answer is not ``running``.
+    """What is durable of the worlds of an elastic run? Asked again and again, until the answer is
+    not ``running``.
 
     Args:
         asker: names this question: another one looks anew.
@@ -163,7 +166,8 @@ class DurableWorld(Struct, frozen=True):
 
 
 class DurableWorlds(Struct, frozen=True, tag=True):
-    """The answer: ``configured`` is false where the daemon has no store; ``running``: the store has not told yet.
+    """The answer: ``configured`` is false where the daemon has no store; ``running``: the store has
+    not told yet.
 
     Args:
         worlds: the numbers of all, also of those of which no checkpoint is committed.
@@ -179,9 +183,11 @@ class DurableWorlds(Struct, frozen=True, tag=True):
 
 
 class BringStored(Struct, frozen=True, tag=True):
-    """Bring what these ranks have in the committed checkpoint of a run into this node's memory, unless that is under way.
+    """Bring what these ranks have in the committed checkpoint of a run into this node's memory,
+    unless that is under way.
 
-    Asked again and again, until it is over: the answer is `Brought`. Nobody has to be attached as these ranks.
+    Asked again and again, until it is over: the answer is `Brought`. Nobody has to be attached as
+        these ranks.
     """
 
     job: Name
@@ -191,7 +197,9 @@ class BringStored(Struct, frozen=True, tag=True):
 
 
 class Brought(Struct, frozen=True, tag=True):
-    """``state`` is running, done, failed (``reason`` says why; an older checkpoint may do), or refused: there is no memory for any."""
+    """``state`` is running, done, failed (``reason`` says why; an older checkpoint may do), or
+    refused: there is no memory for any.
+    """
 
     state: str
     reason: str

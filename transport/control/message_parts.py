@@ -103,12 +103,15 @@ class Member(Struct, frozen=True, tag=True):
 
 
 class RunRecord(Struct, frozen=True, tag=True):
-    """Who takes part in a run, as a node knows it over all lives of its daemon (docs/replication.md section 2a).
+    """Who takes part in a run, as a node knows it over all lives of its daemon (docs/replication.md
+    section 2a).
 
-    ``members`` are those of ``epoch``, with what identifies each of them; ``former`` took part before, and may hold what this epoch
-    cannot replace until its history has a floor. ``epochs``: of each epoch that was heard of, where it began and which one it follows (-1: not told).
-    ``recoverable``: of every rank of this node, or of every rank, a suffix of this history was complete once. ``forgotten``: this epoch and all before it
-    were forgotten by command. ``lost``: the file was damaged, so that nobody knows who takes part.
+    ``members`` are those of ``epoch``, with what identifies each of them; ``former`` took part
+    before, and may hold what this epoch cannot replace until its history has a floor. ``epochs``:
+    of each epoch that was heard of, where it began and which one it follows (-1: not told).
+    ``recoverable``: of every rank of this node, or of every rank, a suffix of this history was
+    complete once. ``forgotten``: this epoch and all before it were forgotten by command. ``lost``:
+    the file was damaged, so that nobody knows who takes part.
     """
 
     job: Name
@@ -142,9 +145,11 @@ class HeldSlot(Struct, frozen=True, tag=True):
 
 
 class HeldSegment(Struct, frozen=True, tag=True):
-    """A segment of one rank. ``own`` is false for a replica; ``origin`` names the primary that it copies (or is).
+    """A segment of one rank. ``own`` is false for a replica; ``origin`` names the primary that it
+    copies (or is).
 
-    ``facts``: of a boundary log, with whom its rank communicates in a step (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
+    ``facts``: of a boundary log, with whom its rank communicates in a step
+        (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
     """
 
     name: ShortText
@@ -172,9 +177,11 @@ class SegmentInfo(Struct, frozen=True, tag=True):
 
 
 class RankMismatch(Struct, frozen=True, tag=True):
-    """What one rank recomputed otherwise than it was recorded: how many things, and the first of them in words.
+    """What one rank recomputed otherwise than it was recorded: how many things, and the first of
+    them in words.
 
-    ``expected`` and ``got`` are digests, over all that differs, of what was recorded and of what was recomputed.
+    ``expected`` and ``got`` are digests, over all that differs, of what was recorded and of what
+    was recomputed.
     """
 
     rank: Rank
@@ -185,10 +192,13 @@ class RankMismatch(Struct, frozen=True, tag=True):
 
 
 class ReplayFailure(Struct, frozen=True, tag=True):
-    """A replay that did not reproduce at ``iteration`` what was recorded there, and what follows from it (`ckptd.core.recovery.quarantine.ReplayVerdict`).
+    """A replay that did not reproduce at ``iteration`` what was recorded there, and what follows
+    from it (`ckptd.core.recovery.quarantine.ReplayVerdict`).
 
-    ``snapshots``: iteration, epoch and start of that epoch of every snapshot that the replay had used by then, oldest first. ``ranks``: the first of the
-    ranks that differ. ``result`` is equal for replays that came to the same result on all ranks. ``freezing``: how it was replayed.
+    ``snapshots``: iteration, epoch and start of that epoch of every snapshot that the replay had
+        used by then, oldest first. ``ranks``: the first of the ranks that differ. ``result`` is
+        equal for replays that came to the same result on all ranks. ``freezing``: how it was
+        replayed.
     """
 
     iteration: Iteration
@@ -203,7 +213,8 @@ class ReplayFailure(Struct, frozen=True, tag=True):
 
 
 class Holdings(Struct, frozen=True, tag=True):
-    """Everything sealed that this node holds of a run, and the highest epoch of it that the node knows (-1: none).
+    """Everything sealed that this node holds of a run, and the highest epoch of it that the node
+    knows (-1: none).
 
     An epoch may have begun and nothing have been sealed in it: then no segment tells of it.
     """

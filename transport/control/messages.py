@@ -4,8 +4,8 @@ Every message is a frozen tagged struct. A `Request` is answered by exactly one 
 `Refused`; a `OneWay` is answered only if it cannot be served, and then by `Refused`. Control
 messages carry descriptions (a path, a slot number), never tensor bytes.
 
-They are defined by who talks to whom (`common_messages`, `trainer_messages`, `ctl_messages`, made of `message_parts`; `elastic_messages` by
-what about) and are imported from here by everybody.
+They are defined by who talks to whom (`common_messages`, `trainer_messages`, `ctl_messages`, made
+of `message_parts`; `elastic_messages` by what about) and are imported from here by everybody.
 
 `PROTOCOL_VERSION` grows when the meaning or the shape of any message changes. It travels in the
 envelope (`ckptd.transport.control.wire`), so that a peer of another version is refused by name and not

@@ -1,7 +1,8 @@
 """What daemons say to each other: closed, typed, validated; carried as control messages of a fabric.
 
-A request is answered by its reply or by `PeerRefused`. One-way messages are answered by `PeerDone` and nobody waits for it.
-Slot headers travel as the 112 bytes of the segment format, descriptors as its msgpack: both are checked where they are used.
+A request is answered by its reply or by `PeerRefused`. One-way messages are answered by `PeerDone`
+and nobody waits for it. Slot headers travel as the 112 bytes of the segment format, descriptors as
+its msgpack: both are checked where they are used.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class PeerWelcome(Struct, frozen=True, tag=True):
 class OpenReplica(Struct, frozen=True, tag=True):
     """Make (or find) the replica of a segment, with room for two suffixes of ``span`` snapshots.
 
-    ``epoch`` and ``epoch_start`` free what belongs to an abandoned history. ``boot_id`` is the sender's (`PeerHello`): what
-    another boot of it had begun ends when it is known to be gone.
+    ``epoch`` and ``epoch_start`` free what belongs to an abandoned history. ``boot_id`` is the
+    sender's (`PeerHello`): what another boot of it had begun ends when it is known to be gone.
     """
 
     job: Name
@@ -114,7 +115,8 @@ class OpenReplica(Struct, frozen=True, tag=True):
 class ReplicaOpened(Struct, frozen=True, tag=True):
     """The replica is there; ``lease`` names it until this daemon restarts, ``held`` is what it holds already.
 
-    ``boot_id`` is that of the daemon that answers (`PeerHello`): what another boot of it told holds no longer.
+    ``boot_id`` is that of the daemon that answers (`PeerHello`): what another boot of it told holds
+    no longer.
     """
 
     lease: Ticket
@@ -125,10 +127,12 @@ class ReplicaOpened(Struct, frozen=True, tag=True):
 class BeginSlot(Struct, frozen=True, tag=True):
     """I want to put the snapshot with this header.
 
-    What the run agreed on, as far as the sender knows (`ckptd.core.replication.replicas.Promise`), comes along, and in which epoch (a snapshot may
-    be of an earlier one; -1: in none): a host without a rank of its own is in no tree and would keep everything.
+    What the run agreed on, as far as the sender knows (`ckptd.core.replication.replicas.Promise`),
+    comes along, and in which epoch (a snapshot may be of an earlier one; -1: in none): a host
+    without a rank of its own is in no tree and would keep everything.
 
-    ``oldest``: of a boundary log, the oldest iteration that the primary holds in this generation (-1: not told).
+    ``oldest``: of a boundary log, the oldest iteration that the primary holds in this generation
+        (-1: not told).
     """
 
     lease: Ticket
@@ -161,7 +165,9 @@ class SlotGranted(Struct, frozen=True, tag=True):
 
 
 class SealSlot(Struct, frozen=True, tag=True):
-    """Every byte is there: verify the image against its digests and this cryptographic one of all of it, and show it to recovery."""
+    """Every byte is there: verify the image against its digests and this cryptographic one of all
+    of it, and show it to recovery.
+    """
 
     ticket: Ticket
     digest: ImageDigest
@@ -174,7 +180,9 @@ class AbortSlot(Struct, frozen=True, tag=True):
 
 
 class OpenRead(Struct, frozen=True, tag=True):
-    """I want to get a sealed snapshot: by segment name, slot and sequence number. ``boot_id`` as in `OpenReplica`."""
+    """I want to get a sealed snapshot: by segment name, slot and sequence number. ``boot_id`` as in
+    `OpenReplica`.
+    """
 
     job: Name
     run: Name
@@ -187,7 +195,8 @@ class OpenRead(Struct, frozen=True, tag=True):
 class ReadOpened(Struct, frozen=True, tag=True):
     """Get it from this region. It stays until `CloseRead`, or until nothing was read for a minute.
 
-    ``digest``: the cryptographic one that the holder vouches for; "": it was not made yet, ask by `GetDigest`.
+    ``digest``: the cryptographic one that the holder vouches for; "": it was not made yet, ask by
+        `GetDigest`.
     """
 
     region: Ticket
@@ -252,8 +261,9 @@ class EndRun(Struct, frozen=True, tag=True):
 class Floor(Struct, frozen=True, tag=True):
     """What the nodes of a run agree on, up or down a tree (`ckptd.core.replication.floor`).
 
-    ``members_id`` names the tree, ``kind`` is below (to the parent) or floor (to a child); ``counted`` and what is
-    carried go up only. ``sequence`` orders what one boot of the sender tells; of which boot it is says ``boot_id``.
+    ``members_id`` names the tree, ``kind`` is below (to the parent) or floor (to a child);
+    ``counted`` and what is carried go up only. ``sequence`` orders what one boot of the sender
+    tells; of which boot it is says ``boot_id``.
     """
 
     job: Name

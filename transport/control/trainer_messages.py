@@ -118,7 +118,9 @@ class Report(Struct, frozen=True, tag=True):
 
 
 class ParkOutcome(Struct, frozen=True, tag=True):
-    """What came of the request with this number in a `Pong`: the iteration that is parked, or -1, and why it is not."""
+    """What came of the request with this number in a `Pong`: the iteration that is parked, or -1,
+    and why it is not.
+    """
 
     number: Count
     iteration: Iteration
@@ -140,7 +142,9 @@ class Detach(Struct, frozen=True, tag=True):
 
 
 class TellReplay(Struct, frozen=True, tag=True):
-    """A replay of this session's run did not reproduce what was recorded; None: one did, and the run goes on from there."""
+    """A replay of this session's run did not reproduce what was recorded; None: one did, and the
+    run goes on from there.
+    """
 
     failure: ReplayFailure | None = None
 
@@ -148,10 +152,11 @@ class TellReplay(Struct, frozen=True, tag=True):
 class Join(Struct, frozen=True, tag=True):
     """Who takes part in the run that this session's rank is of; the same from every rank.
 
-    ``epoch`` counts the recoveries of the run; its history goes back to ``epoch_start`` and no further into older ones
-    (-1: to nothing). ``replicas`` is how many copies the trainer asks for; -1 leaves it to the daemon's configuration.
-    ``follows`` is the highest epoch that anybody knew of before (-1: not told): a node that took part last in another one
-    knows nothing of what was agreed on since.
+    ``epoch`` counts the recoveries of the run; its history goes back to ``epoch_start`` and no
+    further into older ones (-1: to nothing). ``replicas`` is how many copies the trainer asks for;
+    -1 leaves it to the daemon's configuration. ``follows`` is the highest epoch that anybody knew
+    of before (-1: not told): a node that took part last in another one knows nothing of what was
+    agreed on since.
     """
 
     epoch: Epoch
@@ -177,12 +182,15 @@ class FetchPiece(Struct, frozen=True, tag=True):
 
 
 class Fetch(Struct, frozen=True, tag=True):
-    """Bring these snapshots of the session's rank here, into a new generation: piece i into slot i, in this order.
+    """Bring these snapshots of the session's rank here, into a new generation: piece i into slot i,
+    in this order.
 
-    Answered by `Reserved` as soon as the segment is there; each slot is sealed when its image is complete and verified.
+    Answered by `Reserved` as soon as the segment is there; each slot is sealed when its image is
+    complete and verified.
 
-    With a ``kind`` ("log", ...) the pieces are slots of segments of that kind, of rank ``rank`` of the same run, and the trainer is to
-    read them: they become no part of its memory. `GetFetch` and `Drop` take the generation that is told, and it goes with the session.
+    With a ``kind`` ("log", ...) the pieces are slots of segments of that kind, of rank ``rank`` of
+    the same run, and the trainer is to read them: they become no part of its memory. `GetFetch` and
+    `Drop` take the generation that is told, and it goes with the session.
     """
 
     pieces: Annotated[tuple[FetchPiece, ...], Meta(min_length=1, max_length=1 << 16)]
@@ -214,10 +222,11 @@ class FetchState(Struct, frozen=True, tag=True):
 class Attached(Struct, frozen=True, tag=True):
     """The rank is yours: its segments, oldest generation first, and the memory left for it.
 
-    ``replication_slack``: slots that its ring should have beyond what one node needs. ``persists``: snapshots go to
-    storage, so that it should have those of one more suffix, which may stay while it is uploaded. ``logs``: the rank's
-    boundary logs, ``parked`` its parked states, oldest generation first. ``notes``: what else is here of this job, which this rank
-    does not get.
+    ``replication_slack``: slots that its ring should have beyond what one node needs. ``persists``:
+        snapshots go to storage, so that it should have those of one more suffix, which may stay
+        while it is uploaded. ``logs``: the rank's boundary logs, ``parked`` its parked states,
+        oldest generation first. ``notes``: what else is here of this job, which this rank does not
+        get.
     """
 
     segments: tuple[SegmentInfo, ...]

@@ -57,9 +57,9 @@ ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 class WireError(ValueError):
     """Bytes that are not a message of ours.
 
-    `code` is one of: frames, envelope, protocol, oversize, body, unexpected, endpoint; or untrusted, where nothing was
-    read, because somebody else than the daemon may stand behind the endpoint.
-    `envelope` is set when it could be read, so that the peer can be answered.
+    `code` is one of: frames, envelope, protocol, oversize, body, unexpected, endpoint; or
+        untrusted, where nothing was read, because somebody else than the daemon may stand behind
+        the endpoint. `envelope` is set when it could be read, so that the peer can be answered.
     """
 
     def __init__(self, code: str, text: str, envelope: Envelope | None = None) -> None:
@@ -166,8 +166,8 @@ def peer_process(frame: zmq.Frame) -> int:
 class ControlClient:
     """One connection to a daemon, for use from one thread.
 
-    Nothing is said before the owner of the socket, of the folders on the way to it, and of the process behind it
-    was checked (`ckptd.transport.access.local_trust`).
+    Nothing is said before the owner of the socket, of the folders on the way to it, and of the
+    process behind it was checked (`ckptd.transport.access.local_trust`).
 
     Requests are answered in order or time out; a late answer to a request that timed out is
     dropped. While no daemon listens nothing is queued, so nothing stale arrives when one comes
@@ -301,8 +301,8 @@ class ControlClient:
     def _connect(self) -> bool:
         """Connect once somebody listens who may; false while nobody does.
 
-        From then on libzmq renews the connection by itself: what was checked is the path, and only root and trusted
-        users can put another socket there.
+        From then on libzmq renews the connection by itself: what was checked is the path, and only
+        root and trusted users can put another socket there.
         """
         try:
             if not self._connected and find_listener(self.endpoint, self._users):

@@ -1,8 +1,9 @@
 """A put or a get as chunks: which are to be sent, which are under way, and how it ended.
 
-A transfer is RUNNING until its last chunk is done or something ends it, then DRAINING while an engine still refers to
-the caller's buffer, then COMPLETE. It is changed on the fabric's thread only; `cancel` and `wait` are for any thread.
-A chunk is TO SEND, then SENT under an operation number, and back again when its connection or its digest fails.
+A transfer is RUNNING until its last chunk is done or something ends it, then DRAINING while an
+engine still refers to the caller's buffer, then COMPLETE. It is changed on the fabric's thread
+only; `cancel` and `wait` are for any thread. A chunk is TO SEND, then SENT under an operation
+number, and back again when its connection or its digest fails.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ DIGEST_TRIES = 4  # a link that damages a chunk this often is not going to carry
 
 
 class BufferUse:
-    """An engine's use of a part of the caller's buffer. ``view`` is released when ``gone`` says that it ended."""
+    """An engine's use of a part of the caller's buffer. ``view`` is released when ``gone`` says
+    that it ended.
+    """
 
     __slots__ = ("_gone", "_view", "ended")
 
@@ -71,8 +74,8 @@ class Chunk:
 class ChunkUse:
     """What a thread of an engine does with a chunk's part of the buffer; ``lock`` is the engine's.
 
-    It is WAITING, BUSY while the thread touches the buffer, and OVER; a transfer that wants its buffer back makes a waiting
-    one OVER, and waits for a busy one.
+    It is WAITING, BUSY while the thread touches the buffer, and OVER; a transfer that wants its
+    buffer back makes a waiting one OVER, and waits for a busy one.
     """
 
     __slots__ = ("_busy", "_lock", "_over", "chunk", "view")

@@ -1,8 +1,9 @@
 """Chunks over one ZeroMQ connection: which are unanswered, how many may be, and which were lost.
 
-Answers come in the order of the questions, so an answer makes every earlier unanswered chunk lost. When nothing is heard
-for a while a `Probe` is sent, whose answer does the same for the last ones: no guess about the speed of the link is made.
-A connection that is really dead is found by ZeroMQ's heartbeats.
+Answers come in the order of the questions, so an answer makes every earlier unanswered chunk lost.
+When nothing is heard for a while a `Probe` is sent, whose answer does the same for the last ones:
+no guess about the speed of the link is made. A connection that is really dead is found by ZeroMQ's
+heartbeats.
 """
 
 from __future__ import annotations

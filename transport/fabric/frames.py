@@ -1,11 +1,14 @@
-"""What two fabrics say to each other: header frames, msgpack arrays with a small tag, and what a digest covers.
+"""What two fabrics say to each other: header frames, msgpack arrays with a small tag, and what a
+digest covers.
 
-A message is a header frame and, for `Write`, `Data`, `Request` and `Reply`, one payload frame. Frames of one connection
-stay in order and are handled in order, in both directions; so an answer says that what was asked before and is not
-answered was lost. ``op`` is chosen by the asking side and means nothing to the other.
+A message is a header frame and, for `Write`, `Data`, `Request` and `Reply`, one payload frame.
+Frames of one connection stay in order and are handled in order, in both directions; so an answer
+says that what was asked before and is not answered was lost. ``op`` is chosen by the asking side
+and means nothing to the other.
 
-A digest is xxh3_64 of the chunk, seeded with where the chunk belongs. A header whose offset or region was damaged on
-the way therefore fails the comparison too, and an `Ack` repeats the digest, so that it cannot be taken for another's.
+A digest is xxh3_64 of the chunk, seeded with where the chunk belongs. A header whose offset or
+region was damaged on the way therefore fails the comparison too, and an `Ack` repeats the digest,
+so that it cannot be taken for another's.
 """
 
 from __future__ import annotations
@@ -146,7 +149,8 @@ class Reply(Struct, frozen=True, array_like=True, gc=False, tag=12):
 
 
 class Dial(Struct, frozen=True, array_like=True, gc=False, tag=13):
-    """Let me open a stream for chunks. ``slot`` names it: the one that had this name is ended before the answer.
+    """Let me open a stream for chunks. ``slot`` names it: the one that had this name is ended
+    before the answer.
 
     ``ciphers`` are those that the asker takes (`sealing.Cipher`), ``secret`` is its part of the keys.
     """
@@ -158,7 +162,9 @@ class Dial(Struct, frozen=True, array_like=True, gc=False, tag=13):
 
 
 class Ticket(Struct, frozen=True, array_like=True, gc=False, tag=14):
-    """Where to connect, and the 32 random bytes to say there: once, and soon. ``cipher`` is one of those that were asked for."""
+    """Where to connect, and the 32 random bytes to say there: once, and soon. ``cipher`` is one of
+    those that were asked for.
+    """
 
     op: Number
     host: Node

@@ -1,7 +1,8 @@
 """One ZeroMQ connection to a peer: connects, and connects again, and says when it may be used.
 
-States: DOWN (not connected) → OPENING (connected, `Open` sent) → UP (`Opened` came) → DOWN when the connection breaks;
-REFUSED when the peer does not want us, until `restart`. Everything runs on the fabric's thread.
+States: DOWN (not connected) → OPENING (connected, `Open` sent) → UP (`Opened` came) → DOWN when the
+connection breaks; REFUSED when the peer does not want us, until `restart`. Everything runs on the
+fabric's thread.
 """
 
 from __future__ import annotations
@@ -178,8 +179,8 @@ class Lane:
     def send_view(self, header: bytes, view: memoryview) -> Callable[[], bool] | None:
         """Queue a message whose payload is not copied; says when it is let go, or None if there is no room.
 
-        Without encryption libzmq has the kernel read the payload, and aborts the process if it is in a file that was cut
-        short meanwhile: then a copy is sent.
+        Without encryption libzmq has the kernel read the payload, and aborts the process if it is
+        in a file that was cut short meanwhile: then a copy is sent.
         """
         if self._socket is None:
             return None

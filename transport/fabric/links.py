@@ -1,9 +1,11 @@
 """One peer, as seen by the side that asks: its transfers and requests, and the connections that carry them.
 
-One connection is for control messages alone, so that they never wait behind data; chunks are dealt out to the others, to
-whichever has the most room; those that can take the short cut within this host need no connection at all. Connections are made when there is something to carry. All state belongs to the fabric's
-thread; the public methods hand over to it. A request is sent at most once: if its connection breaks it ends with
-``DEADLINE`` at once, and whether the peer acted on it is not known.
+One connection is for control messages alone, so that they never wait behind data; chunks are dealt
+out to the others, to whichever has the most room; those that can take the short cut within this
+host need no connection at all. Connections are made when there is something to carry. All state
+belongs to the fabric's thread; the public methods hand over to it. A request is sent at most once:
+if its connection breaks it ends with ``DEADLINE`` at once, and whether the peer acted on it is not
+known.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ Frames = Sequence[zmq.Frame]
 
 @dataclass(frozen=True, slots=True)
 class LinkParts:
-    """What a link needs of its fabric. ``call`` runs something on the fabric's thread; false if that has ended."""
+    """What a link needs of its fabric. ``call`` runs something on the fabric's thread; false if
+    that has ended.
+    """
 
     wiring: Wiring
     counters: FabricCounters

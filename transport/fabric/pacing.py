@@ -1,4 +1,6 @@
-"""How fast we put: a rate limit shared by all peers of a fabric, and a gate that somebody else may hold closed."""
+"""How fast we put: a rate limit shared by all peers of a fabric, and a gate that somebody else may
+hold closed.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ BURST_S = 0.05
 class Pacer:
     """Token bucket and gate; one thread, time is an argument.
 
-    A chunk goes when the bucket is not in debt, and may put it into debt: so chunks larger than the burst pass, and
-    the average keeps to the rate.
+    A chunk goes when the bucket is not in debt, and may put it into debt: so chunks larger than the
+    burst pass, and the average keeps to the rate.
     """
 
     def __init__(

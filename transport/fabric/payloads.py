@@ -1,7 +1,8 @@
 """The bytes behind a header, on their way through ZeroMQ: in frames of `FRAME_BYTES` at most.
 
-libzmq makes room for a whole frame as soon as its length is announced, and it has one limit for all frames of a socket, also for
-those that come before anybody has shown a key. So the largest frame is what a stranger can have us keep.
+libzmq makes room for a whole frame as soon as its length is announced, and it has one limit for all
+frames of a socket, also for those that come before anybody has shown a key. So the largest frame is
+what a stranger can have us keep.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def _send_all(
         except zmq.ZMQError as error:
             if index == 0:
                 raise
-            # The connection went in the middle. libzmq drops what is left of the message, but wants to be given it.
+            # The connection went in the middle. libzmq drops what is left of the message, but wants
+            # to be given it.
             failed = failed or error
     if failed is not None:
         raise failed

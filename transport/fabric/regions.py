@@ -1,9 +1,9 @@
 """Registered buffers, as the side that owns them sees them: who may touch which bytes, and until when.
 
-A region is OPEN, then REVOKED: unknown to peers, while operations that began before may still touch its buffer; `LocalRegion.close`
-waits for them, and ends those that wait for a peer. Checks are made in one place, `Regions.use`, and an operation holds
-the region while it runs. A copy by a peer of this host (`ckptd.transport.fabric.short_cut`) is such an operation, too: it is found by its
-locks.
+A region is OPEN, then REVOKED: unknown to peers, while operations that began before may still touch
+its buffer; `LocalRegion.close` waits for them, and ends those that wait for a peer. Checks are made
+in one place, `Regions.use`, and an operation holds the region while it runs. A copy by a peer of
+this host (`ckptd.transport.fabric.short_cut`) is such an operation, too: it is found by its locks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class LocalRegion:
     def hold(self, break_off: Callable[[], None]) -> bool:
         """Keep the buffer until `release`; false if the region is closed.
 
-        ``break_off`` makes the operation end soon; called if it takes long when the region is closed, from any thread.
+        ``break_off`` makes the operation end soon; called if it takes long when the region is
+        closed, from any thread.
         """
         with self._changed:
             if not self._closed:
@@ -114,8 +115,9 @@ class LocalRegion:
                 self._lease.end()
 
     def break_off(self) -> None:
-        """After `revoke`: end operations of this process that take long. Waits for them for `BREAK_AFTER_S` before, and once more
-        after, and for nothing else."""
+        """After `revoke`: end operations of this process that take long. Waits for them for
+        `BREAK_AFTER_S` before, and once more after, and for nothing else.
+        """
         with self._changed:
             if self._changed.wait_for(lambda: not self._holds, BREAK_AFTER_S):
                 return
@@ -126,8 +128,8 @@ class LocalRegion:
     def close(self) -> None:
         """Revoke, and wait until nothing touches the buffer any more.
 
-        An operation that takes long is broken off; what libzmq sends to a peer that has stopped taking bytes ends
-        only when its connection is found dead.
+        An operation that takes long is broken off; what libzmq sends to a peer that has stopped
+        taking bytes ends only when its connection is found dead.
         """
         if self.revoke():
             return
@@ -152,7 +154,9 @@ class LocalRegion:
         return True
 
     def _poll_s(self) -> float:
-        """How long to wait for what does not wake us: libzmq's sends, and other processes. The end of a hold does."""
+        """How long to wait for what does not wake us: libzmq's sends, and other processes. The end
+        of a hold does.
+        """
         if self._leaving:
             return SETTLE_POLL_S
         copied = self._lease is not None and self._lease.in_use
@@ -219,7 +223,8 @@ class Regions:
         length: int,
         break_off: Callable[[], None] = _nothing_to_break,
     ) -> Iterator[tuple[LocalRegion, memoryview]]:
-        """The region and the bytes asked for, held while the context lasts; for ``break_off`` see `LocalRegion.hold`.
+        """The region and the bytes asked for, held while the context lasts; for ``break_off`` see
+        `LocalRegion.hold`.
 
         Raises:
             Refusal: there is no such region for this peer, operation and range.

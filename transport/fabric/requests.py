@@ -1,7 +1,8 @@
 """Control messages to one peer that are not answered yet.
 
-A request is WAITING for its connection, then SENT, and ends with an answer, at its deadline, or when the connection breaks:
-it is sent at most once, and whether the peer acted on it is not known then. All on the fabric's thread but `tell`.
+A request is WAITING for its connection, then SENT, and ends with an answer, at its deadline, or
+when the connection breaks: it is sent at most once, and whether the peer acted on it is not known
+then. All on the fabric's thread but `tell`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Requests:
         self._unsent.append(number)
 
     def send(self, send: Callable[[int, bytes], bool]) -> float:
-        """Send what waits, by ``send``, which says whether there was room; seconds until this is worth a retry."""
+        """Send what waits, by ``send``, which says whether there was room; seconds until this is
+        worth a retry.
+        """
         while self._unsent:
             number = self._unsent[0]
             request = self._requests.get(number)

@@ -1,8 +1,8 @@
 """The side of a fabric that is asked: checks who asks, and reads or writes the regions that it may.
 
-A connection must be opened before anything else (`Open`); with keys, the key of the connection decides who the peer
-is, and with every message it is compared again. What is forgotten here is asked for again by an answer "open", so the
-table of connections may be bounded.
+A connection must be opened before anything else (`Open`); with keys, the key of the connection
+decides who the peer is, and with every message it is compared again. What is forgotten here is
+asked for again by an answer "open", so the table of connections may be bounded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ GrantDial = Callable[["Connection", f.Dial, Callable[[f.Ticket], None]], None]
 
 @dataclass(slots=True)
 class Connection:
-    """Who is at the other end. ``key`` is "" without authentication, ``source`` the address as `source_of` has it."""
+    """Who is at the other end. ``key`` is "" without authentication, ``source`` the address as
+    `source_of` has it.
+    """
 
     node: str
     key: str

@@ -1,22 +1,29 @@
-"""The short cut on one host: a peer that can open the file under a region copies by itself, and no byte takes a socket.
+"""The short cut on one host: a peer that can open the file under a region copies by itself, and no
+byte takes a socket.
 
-Whoever registers a region may say in which file its buffer lies (`FileRange`). A peer that holds the key and finds that very file
-under that path (same device, inode and user) reads or writes its bytes with one system call a chunk. Where it
-cannot, the chunk goes over the network as ever, and what the key does not grant is refused there.
+Whoever registers a region may say in which file its buffer lies (`FileRange`). A peer that holds
+the key and finds that very file under that path (same device, inode and user) reads or writes its
+bytes with one system call a chunk. Where it cannot, the chunk goes over the network as ever, and
+what the key does not grant is refused there.
 
-Nothing is written down for this. The two sides agree by open-file-description locks on bytes far beyond the end of
-the file; the kernel drops them with their holder, so a process that dies leaves nothing behind:
+Nothing is written down for this. The two sides agree by open-file-description locks on bytes far
+beyond the end of the file; the kernel drops them with their holder, so a process that dies leaves
+nothing behind:
 
-* A **lease** byte for each operation that is allowed: locked by the owner from `register` to `revoke`. Its number is a digest of
-  all that was granted (region, token, peer, operation, place, length). So whoever has anything wrong finds it unlocked, and
-  so does a peer on another host that has a file of this name, and everybody after the owner has revoked or died.
-* A **copy** byte beside it: held (shared) by the peer for one chunk, taken *before* it looks for the lease. The owner
-  looks at it *after* it gave up the lease. So either the peer finds no lease, or the owner finds the copy and waits.
-* For puts, the **bytes of the file** themselves, moved beyond its end, held (shared) by the peer, and also *before* it looks for the
-  lease: an owner that was killed and started again does not know its old leases; before it grants a slot it asks whether
-  somebody still writes there (`is_being_filled`). Who is not found then finds the lease gone.
+* A **lease** byte for each operation that is allowed: locked by the owner from `register` to
+  `revoke`. Its number is a digest of all that was granted (region, token, peer, operation, place,
+  length). So whoever has anything wrong finds it unlocked, and so does a peer on another host that
+  has a file of this name, and everybody after the owner has revoked or died.
+* A **copy** byte beside it: held (shared) by the peer for one chunk, taken *before* it looks for
+  the lease. The owner looks at it *after* it gave up the lease. So either the peer finds no lease,
+  or the owner finds the copy and waits.
+* For puts, the **bytes of the file** themselves, moved beyond its end, held (shared) by the peer,
+  and also *before* it looks for the lease: an owner that was killed and started again does not know
+  its old leases; before it grants a slot it asks whether somebody still writes there
+  (`is_being_filled`). Who is not found then finds the lease gone.
 
-Files are read and written, not mapped: a file that somebody cut short is an error then, and not the end of the process.
+Files are read and written, not mapped: a file that somebody cut short is an error then, and not the
+end of the process.
 """
 
 from __future__ import annotations
@@ -45,7 +52,8 @@ _FLOCK = struct.Struct("@hhqqi4x")
 
 
 class FileLease:
-    """The owner's side: while it lasts, ``peer`` ("" for any) may copy. Any thread; the region's lock is held.
+    """The owner's side: while it lasts, ``peer`` ("" for any) may copy. Any thread; the region's
+    lock is held.
 
     Raises:
         OSError: the file is not (any more) where the key says, or cannot be locked.
@@ -78,12 +86,15 @@ class FileLease:
 
 
 def is_being_filled(fd: int, offset: int, length: int) -> bool:
-    """Whether a peer still copies into this part of a file, though its lease may have ended with an earlier process."""
+    """Whether a peer still copies into this part of a file, though its lease may have ended with an
+    earlier process.
+    """
     return length > 0 and _is_locked(fd, _RANGES + offset, length)
 
 
 def copy_chunk(node: str, key: RegionKey, access: Access, offset: int, view: memoryview) -> bool:
-    """Fill the region from ``view``, or the other way round; false if this is for the network to do, or to refuse.
+    """Fill the region from ``view``, or the other way round; false if this is for the network to
+    do, or to refuse.
 
     Args:
         node: who we are, as far as the key is concerned.
@@ -181,7 +192,9 @@ def _set_lock(fd: int, kind: int, first: int, length: int = 1) -> None:
 
 
 def _is_locked(fd: int, first: int, length: int = 1, *, by: int = fcntl.F_WRLCK) -> bool:
-    """Whether another description has a lock there that forbids this kind: any by default, an exclusive one if F_RDLCK."""
+    """Whether another description has a lock there that forbids this kind: any by default, an
+    exclusive one if F_RDLCK.
+    """
     asked = _FLOCK.pack(by, os.SEEK_SET, first, length, 0)
     found: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
     return found != fcntl.F_UNLCK

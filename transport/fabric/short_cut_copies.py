@@ -1,7 +1,9 @@
-"""Chunks that take the short cut (`ckptd.transport.fabric.short_cut`): which may, and the thread that copies them.
+"""Chunks that take the short cut (`ckptd.transport.fabric.short_cut`): which may, and the thread
+that copies them.
 
-A `Copier` is one thread for a whole fabric, so that copies take one processor at most from the training beside us; a
-`CopyLane` is one link's way to it. A chunk that cannot be copied goes back to its transfer, which then stays on the network.
+A `Copier` is one thread for a whole fabric, so that copies take one processor at most from the
+training beside us; a `CopyLane` is one link's way to it. A chunk that cannot be copied goes back to
+its transfer, which then stays on the network.
 """
 
 from __future__ import annotations

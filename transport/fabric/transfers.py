@@ -1,4 +1,5 @@
-"""The transfers to one peer: whose turn it is, and which have ended but wait for an engine to let go of their buffer.
+"""The transfers to one peer: whose turn it is, and which have ended but wait for an engine to let
+go of their buffer.
 
 All on the fabric's thread.
 """
@@ -17,7 +18,9 @@ DRAIN_GRACE_S = 0.5  # then the connections that still hold a buffer are broken 
 
 
 class Transfers:
-    """RUNNING ones take turns; those that have ended are DRAINING until their buffer is free, and complete then."""
+    """RUNNING ones take turns; those that have ended are DRAINING until their buffer is free, and
+    complete then.
+    """
 
     def __init__(self) -> None:
         self._running: deque[ChunkedTransfer] = deque()

@@ -1,7 +1,8 @@
 """The verbs over ZeroMQ: a ROUTER that is asked, DEALERs that ask, one thread that serves them all.
 
-With keys every connection is authenticated and encrypted (CURVE), and a peer is who its key says it is. Without, it is
-who it says it is: that is refused on addresses that others can reach, unless the operator allows it.
+With keys every connection is authenticated and encrypted (CURVE), and a peer is who its key says it
+is. Without, it is who it says it is: that is refused on addresses that others can reach, unless the
+operator allows it.
 """
 
 from __future__ import annotations
@@ -149,12 +150,16 @@ class ZmqFabric:
 
     @property
     def encryption(self) -> str:
-        """What the bytes of snapshots are encrypted with on their way to peers who want no other; "plaintext" if with nothing."""
+        """What the bytes of snapshots are encrypted with on their way to peers who want no other;
+        "plaintext" if with nothing.
+        """
         return "plaintext" if self._keys is None else "CURVE"
 
     @property
     def newest_forgery(self) -> str:
-        """The last of ``counters.forged``, in words. What CURVE refuses is not told by libzmq and not counted."""
+        """The last of ``counters.forged``, in words. What CURVE refuses is not told by libzmq and
+        not counted.
+        """
         return self._forgeries.newest
 
     def register(
@@ -162,8 +167,8 @@ class ZmqFabric:
     ) -> LocalRegion:
         """Let peers reach ``buffer``, which stays the caller's and must outlive the region.
 
-        ``file`` says where its bytes lie, if they are mapped from a file. The key that comes back names it only if peers on
-        this host may use it.
+        ``file`` says where its bytes lie, if they are mapped from a file. The key that comes back
+        names it only if peers on this host may use it.
 
         Raises:
             ValueError: not contiguous, or to be written and read-only.
@@ -418,8 +423,9 @@ class _Gatekeeper(Authenticator):
 def keep_large_buffers() -> None:
     """Have malloc keep large buffers instead of mapping fresh ones; once per process.
 
-    A chunk costs more in page faults than in copying otherwise (2.4 against 3.6 GB/s received). The price: `KEPT_BYTES` of
-    the largest burst of messages stay with the process. Where there is no glibc nothing is done.
+    A chunk costs more in page faults than in copying otherwise (2.4 against 3.6 GB/s received). The
+    price: `KEPT_BYTES` of the largest burst of messages stay with the process. Where there is no
+    glibc nothing is done.
     """
     trim_threshold, mmap_threshold = -1, -3
     try:

@@ -1,7 +1,8 @@
-"""Where connections to the data port wait until they have said their first bytes: one thread for all, and nothing else is read.
+"""Where connections to the data port wait until they have said their first bytes: one thread for
+all, and nothing else is read.
 
-Who says them is handed on; who does not, or comes when there are too many, is closed (`Admission`). Those that may come because they
-were given a ticket have places of their own.
+Who says them is handed on; who does not, or comes when there are too many, is closed (`Admission`).
+Those that may come because they were given a ticket have places of their own.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Lobby:
         first_bytes: how many a visitor has to say.
         expected: how many may come from an address because they have tickets.
         enter: called on the lobby's thread with a visit that is complete. Returns whose it is, and what to call then: from there on
-            its connection is the callee's, which calls `gone` in the end. Or None: it is nobody's, and was closed.
+            its connection is the callee's, which calls `gone` in the end. Or None: it is nobody's,
+            and was closed.
     """
 
     def __init__(

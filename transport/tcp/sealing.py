@@ -1,16 +1,19 @@
 """Encrypted records of a data stream: which cipher, whose keys, and one record after the other.
 
-Each direction of each stream has a key of its own. Both sides draw 32 random bytes for a stream and tell each other over the control
-connection, which CURVE encrypts and authenticates; the ticket, which goes over the wire in clear, is no part of the secret:
+Each direction of each stream has a key of its own. Both sides draw 32 random bytes for a stream and
+tell each other over the control connection, which CURVE encrypts and authenticates; the ticket,
+which goes over the wire in clear, is no part of the secret:
 
     key of a direction = HKDF-SHA256(secret: asker's 32 bytes | server's 32 bytes, salt: ticket,
                                      info: "ckptd stream" 0 cipher 0 direction 0 asker 0 server), 32 bytes
 
-Direction is "up" (from the asker) or "down". A record is ciphertext and a tag of 16 bytes. Its nonce is its number in
-its direction (12 bytes, little-endian, from 0), which does not go over the wire: a record that was changed, repeated, left out or put
-elsewhere does not open. After `RECORDS_PER_KEY` records both sides go on with HKDF-SHA256(secret: key, info: "ckptd next").
+Direction is "up" (from the asker) or "down". A record is ciphertext and a tag of 16 bytes. Its
+nonce is its number in its direction (12 bytes, little-endian, from 0), which does not go over the
+wire: a record that was changed, repeated, left out or put elsewhere does not open. After
+`RECORDS_PER_KEY` records both sides go on with HKDF-SHA256(secret: key, info: "ckptd next").
 
-A record that does not open is `Forged`. Its stream must end then, and what it was for must be asked for again.
+A record that does not open is `Forged`. Its stream must end then, and what it was for must be asked
+for again.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ __all__ = [
 
 SECRET_BYTES = 32
 TAG_BYTES = 16
-# Of a payload; more than a processor's second level cache holds is slower. GB/s of a bare loop with 128, 256, 512 and 1024 KiB:
-# 2.5, 2.7, 2.7 and 3.0 (AES-256-GCM at both ends, two cores).
+# Of a payload; more than a processor's second level cache holds is slower. GB/s of a bare loop with
+# 128, 256, 512 and 1024 KiB: 2.5, 2.7, 2.7 and 3.0 (AES-256-GCM at both ends, two cores).
 RECORD_BYTES = 1 << 20
 # 256 GiB: 2^34 blocks of one key, by which an attacker tells AES-GCM from random with 2^-61.
 RECORDS_PER_KEY = 1 << 18
@@ -64,7 +67,8 @@ class Forged(Exception):
 def offered_ciphers(*, plaintext: bool) -> tuple[Cipher, ...]:
     """What this machine takes for its streams, the best first.
 
-    A processor without AES instructions offers ChaCha20 only: AES takes ten times as long there, at whichever end it is.
+    A processor without AES instructions offers ChaCha20 only: AES takes ten times as long there, at
+    whichever end it is.
 
     Args:
         plaintext: streams need no encryption if the peer says so, too.
@@ -83,7 +87,9 @@ def offered_ciphers(*, plaintext: bool) -> tuple[Cipher, ...]:
 
 
 def common_cipher(offered: tuple[int, ...], ours: tuple[Cipher, ...]) -> Cipher | None:
-    """The first of ours that the peer offers; plaintext only if both sides put it first, None if there is none."""
+    """The first of ours that the peer offers; plaintext only if both sides put it first, None if
+    there is none.
+    """
     return next((cipher for cipher in ours if cipher in offered), None)
 
 
@@ -113,7 +119,9 @@ class StreamKey:
         self._aead = _make_aead(cipher, key)
 
     def seal(self, content: bytes | memoryview, record: memoryview, bound: bytes = b"") -> None:
-        """Fill ``record``, which has `TAG_BYTES` more than ``content``; ``bound`` is authenticated and not sent."""
+        """Fill ``record``, which has `TAG_BYTES` more than ``content``; ``bound`` is authenticated
+        and not sent.
+        """
         nonce = self._next_nonce()  # first: it may replace the cipher
         self._aead.encrypt_into(nonce, content, bound, record)
 
@@ -129,7 +137,8 @@ class StreamKey:
         try:
             self._aead.decrypt_into(nonce, record, bound, content)
         except InvalidTag:
-            # OpenSSL has written what it decrypted before it knew the tag: bytes that an attacker may have chosen.
+            # OpenSSL has written what it decrypted before it knew the tag: bytes that an attacker
+            # may have chosen.
             content[:] = bytes(len(content))
             raise Forged("a record that its key does not open") from None
 

@@ -1,7 +1,8 @@
 """One stream to a peer, as seen by the side that asks: a thread that sends and a thread that receives.
 
-The sender connects, shows the ticket, and sends what it is given, in that order; the receiver reads the answers, payloads
-directly into the buffers that they are for. The stream is OVER when both have ended, and refers to no buffer then.
+The sender connects, shows the ticket, and sends what it is given, in that order; the receiver reads
+the answers, payloads directly into the buffers that they are for. The stream is OVER when both have
+ended, and refers to no buffer then.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ class ClientStream:
         self._sender.start()
 
     def send(self, chunk: Chunk) -> None:
-        """Put the chunk, or ask for it; `StreamEvents.answered` says what became of it, unless the stream ends."""
+        """Put the chunk, or ask for it; `StreamEvents.answered` says what became of it, unless the
+        stream ends.
+        """
         operation = Operation(next(self._numbers), chunk, self._lock)
         self.operations[operation.number] = operation
         self._to_send.put(operation)

@@ -1,13 +1,15 @@
 """The verbs with chunks over TCP streams, and everything else over ZeroMQ.
 
-ZeroMQ costs about twice the processor time of TCP for each byte, and CURVE ten times what AES costs on a processor that has
-instructions for it; the training next to us needs that time. So the bytes of puts and gets go straight between the registered buffers
-and the socket, sealed by `ckptd.transport.tcp.sealing`; control messages, who a peer is, whom a stream belongs to, and the
-secrets that its keys come from stay on the control connections, which CURVE authenticates and encrypts.
+ZeroMQ costs about twice the processor time of TCP for each byte, and CURVE ten times what AES costs
+on a processor that has instructions for it; the training next to us needs that time. So the bytes
+of puts and gets go straight between the registered buffers and the socket, sealed by
+`ckptd.transport.tcp.sealing`; control messages, who a peer is, whom a stream belongs to, and the
+secrets that its keys come from stay on the control connections, which CURVE authenticates and
+encrypts.
 
-Plaintext streams are for whoever asks for them: both sides must, or have no keys at all. Their bytes are compared with xxh3 digests,
-which find damage and no forgery: whoever can read the network between the two nodes can read the snapshots, and whoever can change
-its packets can change them.
+Plaintext streams are for whoever asks for them: both sides must, or have no keys at all. Their
+bytes are compared with xxh3 digests, which find damage and no forgery: whoever can read the network
+between the two nodes can read the snapshots, and whoever can change its packets can change them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from ckptd.transport.verbs import Fault, PeerAddress, Serve
 
 __all__ = ["STREAM_CHUNK_BYTES", "StreamFabric"]
 
-# Larger than over ZeroMQ: nothing is copied or held per chunk, so a chunk costs the hand-overs between threads only.
+# Larger than over ZeroMQ: nothing is copied or held per chunk, so a chunk costs the hand-overs
+# between threads only.
 STREAM_CHUNK_BYTES = 4 << 20
 
 

@@ -17,15 +17,17 @@
     24  8  digest (ACK: of the payload that came; FAULT: of the detail; else 0)
     32  8  xxh3_64 of bytes [0, 32)
 
-A WRITE and a DATA are followed by ``length`` bytes, a FAULT by its detail in UTF-8. Asks are answered in their order. A header that
-does not match its own digest ends the stream: where the next one begins is not known any more.
+A WRITE and a DATA are followed by ``length`` bytes, a FAULT by its detail in UTF-8. Asks are
+answered in their order. A header that does not match its own digest ends the stream: where the next
+one begins is not known any more.
 
-Between nodes that have keys all of this but the preamble goes in records (`ckptd.transport.tcp.sealing`): each header is one, a detail
-is one, and a payload is one for each 2^20 bytes of it and one for the rest. The proof is the first record up: of no bytes, and bound to the
-40 bytes before it.
+Between nodes that have keys all of this but the preamble goes in records
+(`ckptd.transport.tcp.sealing`): each header is one, a detail is one, and a payload is one for each
+2^20 bytes of it and one for the rest. The proof is the first record up: of no bytes, and bound to
+the 40 bytes before it.
 
-In plaintext a payload is followed by its digest, 8 bytes, as in `frames.digest_of`. It comes last, so that either side computes it
-piece by piece while the bytes are in its cache.
+In plaintext a payload is followed by its digest, 8 bytes, as in `frames.digest_of`. It comes last,
+so that either side computes it piece by piece while the bytes are in its cache.
 """
 
 from __future__ import annotations

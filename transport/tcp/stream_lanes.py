@@ -1,9 +1,11 @@
-"""Chunks over streams: a lane keeps one stream, and a link to a peer has its lanes' tickets asked for on its control connection.
+"""Chunks over streams: a lane keeps one stream, and a link to a peer has its lanes' tickets asked
+for on its control connection.
 
-A lane is IDLE → WANTED (something is to be sent) → ASKED (`Dial` sent) → DIALING (the ticket came) → UP. When a stream ends,
-what was not answered stays in LIMBO, not to be sent again before the peer has granted the next ticket: then the peer is
-done with the old stream, so nothing that was sent on it can arrive late. A stream ends with the control connection that
-it was granted on: that one's heartbeats find a peer that hangs.
+A lane is IDLE → WANTED (something is to be sent) → ASKED (`Dial` sent) → DIALING (the ticket came)
+→ UP. When a stream ends, what was not answered stays in LIMBO, not to be sent again before the peer
+has granted the next ticket: then the peer is done with the old stream, so nothing that was sent on
+it can arrive late. A stream ends with the control connection that it was granted on: that one's
+heartbeats find a peer that hangs.
 """
 
 from __future__ import annotations
@@ -211,7 +213,8 @@ class _Dialled:
 
 
 class StreamLink(FabricPeer):
-    """A link whose chunks go over streams; over ZeroMQ, encrypted as the control connection is, if the peer has none for us.
+    """A link whose chunks go over streams; over ZeroMQ, encrypted as the control connection is, if
+    the peer has none for us.
 
     Args:
         ciphers: what we take for them.

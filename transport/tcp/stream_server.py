@@ -1,13 +1,15 @@
 """The data port: streams that peers open with a ticket, each served by a thread of its own.
 
-A stream is STRANGER (connected, no ticket yet) → SERVING → OVER. A ticket is valid once and for a few seconds, and its
-stream belongs to the peer that the control connection authenticated: who shows the ticket must have its keys, too, where the stream is
-sealed, and nothing that was not sealed with them is taken. Each stream has a slot, named by the peer: a new
-ticket for a slot is only given when the stream that had it is OVER, so that nothing sent before a connection broke can
-arrive after what was sent again.
+A stream is STRANGER (connected, no ticket yet) → SERVING → OVER. A ticket is valid once and for a
+few seconds, and its stream belongs to the peer that the control connection authenticated: who shows
+the ticket must have its keys, too, where the stream is sealed, and nothing that was not sealed with
+them is taken. Each stream has a slot, named by the peer: a new ticket for a slot is only given when
+the stream that had it is OVER, so that nothing sent before a connection broke can arrive after what
+was sent again.
 
-What is put is received directly into the region, after everything but its digest was checked. Damaged bytes lie there until
-the chunk comes again: the owner shows a region only after the transfer.
+What is put is received directly into the region, after everything but its digest was checked.
+Damaged bytes lie there until the chunk comes again: the owner shows a region only after the
+transfer.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ MAX_TICKETS_PER_NODE = 64
 MAX_WINDOW = 8  # chunks; more than fills the connection while an acknowledgement is on its way
 ENDING_S = 2.0
 
-# Streams are opened by who was given a ticket a moment before, and says so at once. Without one there is little room, and time.
+# Streams are opened by who was given a ticket a moment before, and says so at once. Without one
+# there is little room, and time.
 LIMITS = AdmissionLimits(
     connections=1024, strangers=64, strangers_per_address=16, per_peer=64, patience_s=2.0
 )
@@ -79,8 +82,8 @@ class StreamServerParts:
 class DialGrant:
     """A stream that a peer may open, while ``public_key`` is trusted as that node's ("" without keys).
 
-    ``answer`` is given a ticket and our part of the stream's keys, from any thread. ``source``: the address that asks, from which the
-    stream is expected.
+    ``answer`` is given a ticket and our part of the stream's keys, from any thread. ``source``: the
+    address that asks, from which the stream is expected.
     """
 
     node: str
@@ -173,7 +176,9 @@ class StreamServer:
         return self._parts.node_of is None or self._parts.node_of(public_key) == node
 
     def close(self) -> None:
-        """End all streams. Waits a moment for their threads; whoever still holds a region is waited for there."""
+        """End all streams. Waits a moment for their threads; whoever still holds a region is waited
+        for there.
+        """
         self._closed.set()
         self._lobby.close()
         with self._lock:

@@ -1,8 +1,11 @@
-"""Bytes over a TCP connection whose both ends are ours: whole headers, and payloads that are sealed or hashed while they pass.
+"""Bytes over a TCP connection whose both ends are ours: whole headers, and payloads that are sealed
+or hashed while they pass.
 
-Each direction has a `StreamSender` at one end and a `StreamReceiver` at the other, which hold what the two agreed on: records of
-`ckptd.transport.tcp.sealing`, or plaintext with digests. Calls block, up to `STALL_S` without a byte moving. Any other thread may break the connection off with `shut`, which wakes
-them. Payloads go straight from and into the buffer that they belong to; no call keeps a view of it.
+Each direction has a `StreamSender` at one end and a `StreamReceiver` at the other, which hold what
+the two agreed on: records of `ckptd.transport.tcp.sealing`, or plaintext with digests. Calls block,
+up to `STALL_S` without a byte moving. Any other thread may break the connection off with `shut`,
+which wakes them. Payloads go straight from and into the buffer that they belong to; no call keeps a
+view of it.
 """
 
 from __future__ import annotations
@@ -33,14 +36,17 @@ __all__ = [
 ]
 
 STALL_S = 10.0  # a peer that takes or gives nothing for so long is gone
-# A piece is hashed and sent, or received and hashed, while it lies in the second level cache. Pieces of 64 KiB cost more in
-# calls, those of 4 MiB fall out of it: 2.5, 2.9 and 2.2 GB/s with 64, 512 and 4096 KiB (digests on both sides, two cores).
+# A piece is hashed and sent, or received and hashed, while it lies in the second level cache.
+# Pieces of 64 KiB cost more in calls, those of 4 MiB fall out of it: 2.5, 2.9 and 2.2 GB/s with 64,
+# 512 and 4096 KiB (digests on both sides, two cores).
 PIECE_BYTES = 512 << 10
 SCRATCH_BYTES = 64 << 10
 
 
 def configure(connection: socket.socket) -> None:
-    """Send at once, notice a peer that is gone. Buffers are left to the kernel, which grows them further than it lets us."""
+    """Send at once, notice a peer that is gone. Buffers are left to the kernel, which grows them
+    further than it lets us.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
@@ -64,7 +70,9 @@ def shut(connection: socket.socket) -> None:
 
 
 class PayloadDigest:
-    """The digest of a chunk whose bytes pass piece by piece. Of a sealed chunk it covers no bytes, only where they belong."""
+    """The digest of a chunk whose bytes pass piece by piece. Of a sealed chunk it covers no bytes,
+    only where they belong.
+    """
 
     __slots__ = ("_hash",)
 
@@ -101,7 +109,8 @@ class StreamReceiver(Protocol):
     """What the other end hears of that, with the same lengths in the same order. One thread."""
 
     def receive_header(self, header: memoryview) -> bool:
-        """Fill ``header``, however long the first byte of it takes; false if the peer ended the connection before.
+        """Fill ``header``, however long the first byte of it takes; false if the peer ended the
+        connection before.
 
         Raises:
             OSError: the connection is gone, or a header began and does not end.
@@ -202,9 +211,11 @@ class PlainReceiver:
 
 
 class SealedSender:
-    """Implements `StreamSender`: a record for a header, one for a detail, one for each `RECORD_BYTES` of a payload.
+    """Implements `StreamSender`: a record for a header, one for a detail, one for each
+    `RECORD_BYTES` of a payload.
 
-    No length goes over the wire but in a header, so who receives knows where each record ends before it comes.
+    No length goes over the wire but in a header, so who receives knows where each record ends
+    before it comes.
     """
 
     def __init__(self, connection: socket.socket, key: StreamKey) -> None:

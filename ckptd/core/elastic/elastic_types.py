@@ -1,7 +1,8 @@
 """What all elastic planners speak of: the nodes, the load, and which expert has replicas where.
 
-Shapes: ``L`` mixture layers, ``N`` nodes, ``E`` experts of a layer, ``R`` ranks. A *node* is what is lost as a
-whole and has slots; a *rank* is one GPU of it. A *domain* is what fails together (a host, a rack).
+Shapes: ``L`` mixture layers, ``N`` nodes, ``E`` experts of a layer, ``R`` ranks. A *node* is what
+is lost as a whole and has slots; a *rank* is one GPU of it. A *domain* is what fails together (a
+host, a rack).
 
 All planners are pure functions of these arrays. Ranks compute them independently and must agree to the bit,
 so whatever decides is an exact integer: no float, no order of a dict or a set, no clock, no global seed.

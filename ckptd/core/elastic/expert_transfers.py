@@ -1,20 +1,22 @@
 """Which owner sends each missing expert to whom.
 
-Problem. After the nodes of a plan are mapped (`ckptd.core.elastic.mapping`), each node lacks some experts. Any
-live node that held an expert under the old placement can send it; no other can. What an owner sends goes
-through its own link, one after the other, so what lasts is the owner that is busy longest: that is made as
-short as can be, and then as much as possible is sent within a domain. An expert without a live owner
-comes from its snapshot in the memory tier, for each node that wants it.
+Problem. After the nodes of a plan are mapped (`ckptd.core.elastic.mapping`), each node lacks some
+experts. Any live node that held an expert under the old placement can send it; no other can. What
+an owner sends goes through its own link, one after the other, so what lasts is the owner that is
+busy longest: that is made as short as can be, and then as much as possible is sent within a domain.
+An expert without a live owner comes from its snapshot in the memory tier, for each node that wants
+it.
 
-Method. Replicas of equal size: a flow (`ckptd.core.elastic.flows`) from what is missing over its owners, whose
-capacity is what they can send in a given time. The time starts at a lower bound. If the flow does not serve
-everything, its minimum cut names owners that need longer, however the rest is shared out; the time rises
-to what they need at least. So the first time that suffices is the least. Of all plans within it, the one with
-fewest replicas over the borders of domains, by a flow of least cost.
-Replicas of different sizes (NP-hard: machine scheduling with eligible sets) go from the largest to the
-smallest, each size by the same method on top of what is laid on owners already; then each size again,
-given all others, until that shortens nothing. So each size is shared out as well as the others allow, but all
-together need not be the optimum. Above eight sizes, sizes within a factor of two are planned as one.
+Method. Replicas of equal size: a flow (`ckptd.core.elastic.flows`) from what is missing over its
+owners, whose capacity is what they can send in a given time. The time starts at a lower bound. If
+the flow does not serve everything, its minimum cut names owners that need longer, however the rest
+is shared out; the time rises to what they need at least. So the first time that suffices is the
+least. Of all plans within it, the one with fewest replicas over the borders of domains, by a flow
+of least cost. Replicas of different sizes (NP-hard: machine scheduling with eligible sets) go from
+the largest to the smallest, each size by the same method on top of what is laid on owners already;
+then each size again, given all others, until that shortens nothing. So each size is shared out as
+well as the others allow, but all together need not be the optimum. Above eight sizes, sizes within
+a factor of two are planned as one.
 
 Every number that decides is an integer. Of several optima the solver's order decides, so ranks agree if they
 run the same SciPy.
@@ -178,7 +180,9 @@ class _Owners:
 
 
 def _sizes(size_bytes: Ints, owned: Bools) -> list[Ints]:
-    """What is planned together, the largest first: indices of replicas of one size, or within a factor of two."""
+    """What is planned together, the largest first: indices of replicas of one size, or within a
+    factor of two.
+    """
     sizes, kind = np.unique(size_bytes, return_inverse=True)
     if len(sizes) > _MOST_SIZES:
         _, kind = np.unique([int(size).bit_length() for size in size_bytes], return_inverse=True)
@@ -294,7 +298,9 @@ class _Sharing:
         return low
 
     def _capacity(self, level_ns: int, size: int, which: Bools) -> Ints:
-        """How many more replicas of that size each owner can send until then (Python's integers: no overflow)."""
+        """How many more replicas of that size each owner can send until then (Python's integers: no
+        overflow).
+        """
         out = np.zeros(len(which), dtype=np.int64)
         for node in np.flatnonzero(which).tolist():
             room = level_ns * self._speeds[node] // _NS - self._load_bytes[node]

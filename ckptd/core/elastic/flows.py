@@ -1,10 +1,11 @@
 """Demand served by owners of limited capacity: which owner serves how many units of what.
 
-A small kind of flow problem, solved exactly with integers. `feasible` asks whether capacities suffice, by a
-maximum flow (SciPy's Dinic). Where they do not, its minimum cut is a set of kinds whose owners together have
-too little: a certificate from which the caller knows how much is lacking. `nearest` serves everything with as many
-units as possible from near owners: a flow of least cost by the primal-dual method on top of the same maximum
-flow. Its number of rounds is the length of the longest exchange that pays, usually below ten.
+A small kind of flow problem, solved exactly with integers. `feasible` asks whether capacities
+suffice, by a maximum flow (SciPy's Dinic). Where they do not, its minimum cut is a set of kinds
+whose owners together have too little: a certificate from which the caller knows how much is
+lacking. `nearest` serves everything with as many units as possible from near owners: a flow of
+least cost by the primal-dual method on top of the same maximum flow. Its number of rounds is the
+length of the longest exchange that pays, usually below ten.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Crowded:
 
 
 def feasible(network: Network, capacity: Ints) -> Ints | Crowded:
-    """Units over each edge such that all is served within the capacities; or which owners are too few for what.
+    """Units over each edge such that all is served within the capacities; or which owners are too
+    few for what.
 
     Args:
         capacity: ``[num_owners]``, units that each owner serves at most.
@@ -87,7 +89,8 @@ def feasible(network: Network, capacity: Ints) -> Ints | Crowded:
 
 
 def nearest(network: Network, near: Near, capacity: Ints) -> tuple[Ints, Ints]:
-    """Serve everything, as much as possible from near: units over the network's edges, and over the near pairs.
+    """Serve everything, as much as possible from near: units over the network's edges, and over the
+    near pairs.
 
     Raises:
         ValueError: the capacities do not suffice; ask :func:`feasible` first.

@@ -2,10 +2,13 @@
 
 What a rank needs and its own node holds, it reads there. The rest comes from ranks on nodes that hold it:
 
-- experts: as `ckptd.core.elastic.expert_transfers` shares them out, so that the busiest sender is done as early as possible;
-- shards of experts: range by range, as `ckptd.core.elastic.shard_owners` cuts them; the weights of the replicas follow from them;
+- experts: as `ckptd.core.elastic.expert_transfers` shares them out, so that the busiest sender is
+  done as early as possible;
+- shards of experts: range by range, as `ckptd.core.elastic.shard_owners` cuts them; the weights of
+  the replicas follow from them;
 - dense units: largest first, each from the rank that has least to send so far;
-- step scalars: rank r gets those of rank r of the world before, if there are any, or else those of the lowest rank of which there are some.
+- step scalars: rank r gets those of rank r of the world before, if there are any, or else those of
+  the lowest rank of which there are some.
 
 All ranks compute the same from the same.
 

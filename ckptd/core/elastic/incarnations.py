@@ -1,17 +1,21 @@
 """At which iteration a job goes on whose ranks have changed, and what of it lies where.
 
-A *world* is one life of an elastic job: its ranks, and a placement of experts. Each has a run of its own, so what was recorded in it belongs
-to ranks of it; worlds are numbered, later ones higher. At a start every node tells which images of which worlds it holds: parked states, snapshots,
-replicas of other nodes' snapshots. An image covers *units*: whole parameters, or ranges of their rows, with all their optimizer state.
+A *world* is one life of an elastic job: its ranks, and a placement of experts. Each has a run of
+its own, so what was recorded in it belongs to ranks of it; worlds are numbered, later ones higher.
+At a start every node tells which images of which worlds it holds: parked states, snapshots,
+replicas of other nodes' snapshots. An image covers *units*: whole parameters, or ranges of their
+rows, with all their optimizer state.
 
-**One iteration for the whole model.** An expert of iteration S does not go with a dense part of iteration T: a state is taken at the newest
-iteration of which everything is held, each unit by some node. After a loss that is where the survivors were parked,
-if every expert has a survivor, or a replica of a lost node's snapshot of that iteration is there. Where an expert can
-only be had at an earlier iteration, all of the model goes back to that one. The units are those bits, whichever node they come from, so it does not
-matter from which.
+**One iteration for the whole model.** An expert of iteration S does not go with a dense part of
+iteration T: a state is taken at the newest iteration of which everything is held, each unit by some
+node. After a loss that is where the survivors were parked, if every expert has a survivor, or a
+replica of a lost node's snapshot of that iteration is there. Where an expert can only be had at an
+earlier iteration, all of the model goes back to that one. The units are those bits, whichever node
+they come from, so it does not matter from which.
 
-**Of the newest world** that can be had: a later world went on from an earlier one, which may hold iterations that were abandoned since. A world
-that ended before everything of it was sealed gives way to the one before.
+**Of the newest world** that can be had: a later world went on from an earlier one, which may hold
+iterations that were abandoned since. A world that ended before everything of it was sealed gives
+way to the one before.
 
 Complexity: the number of images times their units, once.
 """
@@ -41,8 +45,8 @@ _NAMED = 4
 class Unit(NamedTuple):
     """A parameter (``stop`` 0), or its rows from ``start`` up to ``stop``.
 
-    Of a parameter of which each rank has a shard, rows are the elements of all shards, one after the other: those of rank r's,
-    which are ``length``, begin at ``r * length``.
+    Of a parameter of which each rank has a shard, rows are the elements of all shards, one after
+    the other: those of rank r's, which are ``length``, begin at ``r * length``.
     """
 
     param: str
@@ -93,7 +97,8 @@ class NodeHeld(msgspec.Struct, frozen=True, array_like=True):
 class ExpertLayers:
     """The mixture layers of a model: the names of their modules, and how many experts each has.
 
-    An expert's parameters are those below ``<layer>.experts.<number>``, its shards those below ``expert_shards.shards.<layer>.<number>``.
+    An expert's parameters are those below ``<layer>.experts.<number>``, its shards those below
+    ``expert_shards.shards.<layer>.<number>``.
     """
 
     names: tuple[str, ...]
@@ -231,7 +236,8 @@ def _missing_shards(
 ) -> tuple[set[tuple[int, int]], set[str]]:
     """The experts of which there are shards, and whose shards are not held, by name.
 
-    A rank that is lost with all that was held of it tells of none: how many there were, any of the others tells.
+    A rank that is lost with all that was held of it tells of none: how many there were, any of the
+    others tells.
     """
     known: set[tuple[int, int]] = set()
     starts: dict[tuple[str, int], set[int]] = {}

@@ -5,10 +5,11 @@ recovery needs every layer, and layers that are permuted differently lose differ
 fetches what its plan node holds and it does not have. All machines fetch at once, so what lasts is the
 largest fetch: it is made as small as can be, and among such mappings the sum over all machines.
 
-What may be exchanged. Plan node p was planned for the cluster's node p. Another node may take its place if
-it has the slots that p uses and as many ranks (the load was shared out for those), and if domains stay whole: the nodes of a domain of the plan go to the nodes
-of one domain of the cluster. Then an expert that was on f domains still is, and the recovery
-probability stays what it was. The plan as it stands is always such a mapping.
+What may be exchanged. Plan node p was planned for the cluster's node p. Another node may take its
+place if it has the slots that p uses and as many ranks (the load was shared out for those), and if
+domains stay whole: the nodes of a domain of the plan go to the nodes of one domain of the cluster.
+Then an expert that was on f domains still is, and the recovery probability stays what it was. The
+plan as it stands is always such a mapping.
 
 Method. Bytes that node q fetches as p, for all pairs, by one product of sparse matrices. The least possible
 largest fetch by binary search over thresholds, each a question for a perfect matching, between what every

@@ -1,9 +1,10 @@
 """Which elements of the experts' shards go from whom to whom, when other ranks own them. Pure.
 
-Every rank of a world owns a shard of every parameter of every expert, wherever that is: ``ceil(numel / ranks)`` elements of the flat parameter, the
-last ones padded with zeros. In a world of another number of ranks the borders lie elsewhere. So units are counted in elements of the flat
-parameter: a rank gets each element that it is to own once, from the shard that had it, and of nobody's shard more than that. Padding does not
-travel: it is zeros.
+Every rank of a world owns a shard of every parameter of every expert, wherever that is:
+``ceil(numel / ranks)`` elements of the flat parameter, the last ones padded with zeros. In a world
+of another number of ranks the borders lie elsewhere. So units are counted in elements of the flat
+parameter: a rank gets each element that it is to own once, from the shard that had it, and of
+nobody's shard more than that. Padding does not travel: it is zeros.
 
 Complexity: for each parameter as many units as there are ranks before and after.
 """
@@ -27,16 +28,19 @@ def shard_length(numel: int, ranks: int) -> int:
 
 
 def shard_rows(numel: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The elements that a rank's shard has, first and behind the last, without padding; of a small parameter the last ranks have none."""
+    """The elements that a rank's shard has, first and behind the last, without padding; of a small
+    parameter the last ranks have none.
+    """
     length = shard_length(numel, ranks)
     return min(numel, rank * length), min(numel, (rank + 1) * length)
 
 
 def common_rows(numel: int, before: int, after: int) -> Iterator[tuple[int, int, int, int]]:
-    """Rank before, rank after, first element and the one behind the last, of what goes from the one to the other.
+    """Rank before, rank after, first element and the one behind the last, of what goes from the one
+    to the other.
 
-    A rank whose shard is all padding gets no element of the last shard that has any: what its optimizer keeps beside elements (the number
-    of steps) comes with that.
+    A rank whose shard is all padding gets no element of the last shard that has any: what its
+    optimizer keeps beside elements (the number of steps) comes with that.
 
     Args:
         numel: elements of the parameter.
@@ -54,8 +58,8 @@ def common_rows(numel: int, before: int, after: int) -> Iterator[tuple[int, int,
 def shard_gives(
     chosen: Chosen, numels: Mapping[str, int], node_of: Sequence[int], sent: list[int]
 ) -> list[ShardGive]:
-    """Who gives which elements to whom: a rank reads what its node holds; of ranks that hold the rest the one gives that has least to send so far,
-    the largest first.
+    """Who gives which elements to whom: a rank reads what its node holds; of ranks that hold the
+    rest the one gives that has least to send so far, the largest first.
 
     Args:
         numels: elements of each parameter of which there are shards.

@@ -201,7 +201,9 @@ def token_quotas(totals: ArrayLike, replicas: ArrayLike) -> Ints:
 
 
 def _extras_before(upto_RE: Ints, turn_E: Ints, rest_E: Ints, replicas_E: Ints) -> Ints:
-    """How many of the first ``upto`` replicas take a token of the remainder: ``rest`` from ``turn`` on, around."""
+    """How many of the first ``upto`` replicas take a token of the remainder: ``rest`` from ``turn``
+    on, around.
+    """
     wrapped_E = np.maximum(turn_E + rest_E - replicas_E, 0)
     return np.asarray(
         np.clip(upto_RE - turn_E, 0, rest_E - wrapped_E) + np.minimum(upto_RE, wrapped_E)

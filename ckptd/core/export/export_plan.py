@@ -1,10 +1,10 @@
 """Which whole tensors the entries of a snapshot make, under which names and in which dtype. Pure.
 
-One snapshot holds the compute weights of every operator (of anchored ones, their parameter), so it is a whole
-model at that iteration. Slices ``<param>[a:b]`` are joined to the tensor they are rows of. A parameter that is
-anchored in another dtype than it computes in is converted, if another snapshot (or another slice) shows what
-that is. A dense snapshot anchors every operator: its parameters stay as they are, and its optimizer state
-is the whole of it.
+One snapshot holds the compute weights of every operator (of anchored ones, their parameter), so it
+is a whole model at that iteration. Slices ``<param>[a:b]`` are joined to the tensor they are rows
+of. A parameter that is anchored in another dtype than it computes in is converted, if another
+snapshot (or another slice) shows what that is. A dense snapshot anchors every operator: its
+parameters stay as they are, and its optimizer state is the whole of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _TOLD = 5
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """Rows of a parameter (None: all of it) that the images of another rank hold, for all ranks that have them."""
+    """Rows of a parameter (None: all of it) that the images of another rank hold, for all ranks
+    that have them.
+    """
 
     param: str
     rows: tuple[int, int] | None
@@ -88,8 +90,8 @@ class Whole:
 class ExportPlan:
     """What is written: the model, and the optimizer's state where it is whole.
 
-    ``names``: what each parameter of the trainer is called in the export; ``aliases``: what else, where the model
-    has it under several names (in the export it is once).
+    ``names``: what each parameter of the trainer is called in the export; ``aliases``: what else,
+        where the model has it under several names (in the export it is once).
     """
 
     model: tuple[Whole, ...]

@@ -1,10 +1,11 @@
 """From which ranks' images a rank's model is read. Pure.
 
-Where several ranks have the same parameter (under data parallelism all of them), one of them captures it for all, so that the
-image of one rank holds a share of it only: the trainer tells whose images hold the rest (`SharedRows`). An export is the model of one
-rank: its own image, which has everything that it does not share, all its buffers and step scalars, completed by the tensors
-that other ranks' images of the same iteration hold for it. Nothing else of these is taken: another rank's parameter of the same name
-may be another expert.
+Where several ranks have the same parameter (under data parallelism all of them), one of them
+captures it for all, so that the image of one rank holds a share of it only: the trainer tells whose
+images hold the rest (`SharedRows`). An export is the model of one rank: its own image, which has
+everything that it does not share, all its buffers and step scalars, completed by the tensors that
+other ranks' images of the same iteration hold for it. Nothing else of these is taken: another
+rank's parameter of the same name may be another expert.
 """
 
 from __future__ import annotations

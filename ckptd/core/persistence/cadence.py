@@ -1,9 +1,10 @@
 """How often a rank's snapshots go to storage (pure; no clock: times are given in).
 
-A checkpoint needs the same iteration on all ranks, and there is no leader. So every rank takes the iterations that are multiples of
-its *stride*, and a stride is ``base * 2**j``: the multiples of a larger one are among those of a smaller one, so ranks that
-measured different things still meet at the multiples of the largest, and nobody has to be asked. What a faster rank uploads in
-between is never committed and is collected later; that this happens tells it to take longer strides, too.
+A checkpoint needs the same iteration on all ranks, and there is no leader. So every rank takes the
+iterations that are multiples of its *stride*, and a stride is ``base * 2**j``: the multiples of a
+larger one are among those of a smaller one, so ranks that measured different things still meet at
+the multiples of the largest, and nobody has to be asked. What a faster rank uploads in between is
+never committed and is collected later; that this happens tells it to take longer strides, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What happens to a rank's way to storage and what it wants done: the events and effects of `ckptd.core.persistence.persister`."""
+"""What happens to a rank's way to storage and what it wants done: the events and effects of
+`ckptd.core.persistence.persister`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Durable:
 
 @dataclass(frozen=True, slots=True)
 class SlotTables:
-    """The rank's slot tables after a change; ``total`` counts the slots of all generations, whatever is in them."""
+    """The rank's slot tables after a change; ``total`` counts the slots of all generations,
+    whatever is in them.
+    """
 
     records: tuple[SlotRecord, ...]
     num_operators: int
@@ -89,7 +93,9 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """The store shows that somebody else writes under our names: nothing more is stored until another epoch is joined."""
+    """The store shows that somebody else writes under our names: nothing more is stored until
+    another epoch is joined.
+    """
 
     reason: str
 

@@ -1,21 +1,25 @@
 """What of one rank goes to storage, and when (pure: events in, effects out; DESIGN §5, §11).
 
-A *checkpoint* is the complete suffix that ends at an iteration which the cadence names. Its snapshots are held (the trainer passes
-over slots with a reader) and stored oldest first; what an earlier checkpoint stored already is not stored again. When all are
-stored, this rank's manifest is committed. One checkpoint is under way at a time: those that fall due meanwhile are skipped, and the
+A *checkpoint* is the complete suffix that ends at an iteration which the cadence names. Its
+snapshots are held (the trainer passes over slots with a reader) and stored oldest first; what an
+earlier checkpoint stored already is not stored again. When all are stored, this rank's manifest is
+committed. One checkpoint is under way at a time: those that fall due meanwhile are skipped, and the
 cadence takes longer strides.
 
-The trainer never waits for storage, so what is held must not be what it needs next: beyond the newest suffix the ring has some spare
-slots, and when more than those would be held, the checkpoint is *overtaken*: it is given up. Is that so twice in a row, the next
-one is *firm*: it keeps its slots, and for as long as it takes the ring may have none for new snapshots (training goes on all the
-same, and the suffix that is held is complete). That is reported; more memory is the cure.
+The trainer never waits for storage, so what is held must not be what it needs next: beyond the
+newest suffix the ring has some spare slots, and when more than those would be held, the checkpoint
+is *overtaken*: it is given up. Is that so twice in a row, the next one is *firm*: it keeps its
+slots, and for as long as it takes the ring may have none for new snapshots (training goes on all
+the same, and the suffix that is held is complete). That is reported; more memory is the cure.
 
-What fails in the store is retried there; what it finally refuses gives the checkpoint up, and the newest that is due then (the same
-one, where nothing is trained any more) is tried after a while that doubles each time. A flush stays due whatever becomes of it, until
-the newest suffix is stored or there is none.
+What fails in the store is retried there; what it finally refuses gives the checkpoint up, and the
+newest that is due then (the same one, where nothing is trained any more) is tried after a while
+that doubles each time. A flush stays due whatever becomes of it, until the newest suffix is stored
+or there is none.
 
-What is believed of the store holds for one epoch and one life of who stores: after either, nothing is begun before the slots were told
-anew. Where the store shows that the names are another's (`Fenced`), nothing is begun until another epoch is joined.
+What is believed of the store holds for one epoch and one life of who stores: after either, nothing
+is begun before the slots were told anew. Where the store shows that the names are another's
+(`Fenced`), nothing is begun until another epoch is joined.
 """
 
 from __future__ import annotations
@@ -56,7 +60,8 @@ _REMEMBERED = 4096  # snapshots that are known to be stored
 class PersistState:
     """For `ckptctl status` and metrics; -1: none yet.
 
-    ``committed``: the newest checkpoint that all ranks are known to have in storage; the lag is counted from it.
+    ``committed``: the newest checkpoint that all ranks are known to have in storage; the lag is
+        counted from it.
     """
 
     under_way: int
@@ -245,7 +250,9 @@ class Persister:
         self._abandon(current, f"{reason}; the next is tried in {pause_s:.0f} s or later", effects)
 
     def _try_again(self, failed: _Checkpoint) -> None:
-        """Perhaps nothing falls due any more, because its trainer is gone: it is due until something newer is."""
+        """Perhaps nothing falls due any more, because its trainer is gone: it is due until
+        something newer is.
+        """
         self._last_looked_at = min(self._last_looked_at, failed.end - 1)
         self._flush = self._flush or failed.flush
 

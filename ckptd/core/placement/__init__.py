@@ -18,11 +18,12 @@ hand on what others can take. With many more domains than replicas, a node that 
 before it; with hardly more (two or three zones), room has to be handed on from zone to zone, which
 concerns the ranks of a few times the root of the number of nodes.
 
-All ranks of one node go to the same peers, unless capacity or the balance splits them. What each node
-receives is the same either way, and so is the time to restore a lost node, since its own link is the
-narrow one. But there are fewer connections, and fewer sets of replicas + 1 nodes whose simultaneous loss takes
-all copies of a rank: that is the reason behind Gemini's groups (SOSP '23). Groups of replicas + 1 would
-have fewer such sets still than our one for each node, but a node that comes or goes moves all their borders.
+All ranks of one node go to the same peers, unless capacity or the balance splits them. What each
+node receives is the same either way, and so is the time to restore a lost node, since its own link
+is the narrow one. But there are fewer connections, and fewer sets of replicas + 1 nodes whose
+simultaneous loss takes all copies of a rank: that is the reason behind Gemini's groups (SOSP '23).
+Groups of replicas + 1 would have fewer such sets still than our one for each node, but a node that
+comes or goes moves all their borders.
 
 Ranks of the same ``state_group`` hold the same state (MoEtion §5.1: data-parallel peers), so a live one on
 another node is a copy that need not be sent. It counts only if no usable node would lie in better

@@ -36,8 +36,8 @@ class _Relief:
     """Moves from nodes above a level to nodes below it, with a bound on what is tried.
 
     Moves only shrink the room, so what found no place once is not tried again: ``hopeless`` has the
-    smallest size that failed, by the domains it had to avoid, and ``stuck`` the one for which a node could not
-    give away enough.
+    smallest size that failed, by the domains it had to avoid, and ``stuck`` the one for which a
+    node could not give away enough.
     """
 
     def __init__(self, spreading: Spreading) -> None:

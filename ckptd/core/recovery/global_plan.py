@@ -4,14 +4,15 @@ Each node tells what it holds of the run, its own ranks' snapshots and the repli
 ranks exchange these holdings, and each then computes the same plan from the same input, in whatever
 order it came. Nobody has to be asked and nobody has to be alive.
 
-The plan is a pair of iterations common to all ranks. Every rank loads its snapshot of *start*, replays
-forward, and is dense and exact at *end*. Somewhere there is an unbroken chain of its snapshots over
-exactly that span, and that chain anchors each of its operators. Over that span all ranks were in the same
-phases of their schedules: an operator whose gradients are averaged over ranks must be frozen on all of them
-in an iteration, or on none. Ranks differ in how far back their
+The plan is a pair of iterations common to all ranks. Every rank loads its snapshot of *start*,
+replays forward, and is dense and exact at *end*. Somewhere there is an unbroken chain of its
+snapshots over exactly that span, and that chain anchors each of its operators. Over that span all
+ranks were in the same phases of their schedules: an operator whose gradients are averaged over
+ranks must be frozen on all of them in an iteration, or on none. Ranks differ in how far back their
 operators reach (pipeline stages, other windows): the one that needs most decides where all of them
-start. The newest *end* wins, then the newest *start*, which is the least to replay. Where the plan is to be *verified*, all ranks begin one
-snapshot earlier, if every rank has it: what they would have loaded is then computed, and compared with what was recorded.
+start. The newest *end* wins, then the newest *start*, which is the least to replay. Where the plan
+is to be *verified*, all ranks begin one snapshot earlier, if every rank has it: what they would
+have loaded is then computed, and compared with what was recorded.
 
 What counts as a snapshot (``docs/replication.md`` section 2):
 
@@ -84,9 +85,10 @@ class RecoveryPlan:
     """Where all ranks resume; ``per_rank`` gives each its snapshots from start to end, oldest first.
 
     ``epoch`` is the highest seen (the recovery begins the next one), ``moved_bytes`` what each rank
-    has to get because its home node does not hold it. ``needed`` is from where on snapshots are needed; where ``start`` lies before it,
-    a replay computes what is loaded from there on, and all of that is compared. ``unverified``: why not; "" where it is. ``dense``:
-    the snapshots of ``start`` anchor everything, on every rank.
+    has to get because its home node does not hold it. ``needed`` is from where on snapshots are
+    needed; where ``start`` lies before it, a replay computes what is loaded from there on, and all
+    of that is compared. ``unverified``: why not; "" where it is. ``dense``: the snapshots of
+    ``start`` anchor everything, on every rank.
     """
 
     start: int
@@ -105,7 +107,8 @@ class RecoveryPlan:
 class NoRecovery:
     """Why there is no plan, and the highest epoch seen (-1: none).
 
-    ``apart``: complete suffixes are there, of different schedules: the job cannot use them, and should not discard them.
+    ``apart``: complete suffixes are there, of different schedules: the job cannot use them, and
+        should not discard them.
     """
 
     reason: str
@@ -182,7 +185,9 @@ def _reported_spans(tables: Tables) -> str:
 
 
 def complete_suffixes(held: Iterable[HeldRecords]) -> dict[int, str]:
-    """By rank of which a complete suffix is held: the newest one, and the nodes on which its snapshots lie, for a message."""
+    """By rank of which a complete suffix is held: the newest one, and the nodes on which its
+    snapshots lie, for a message.
+    """
     known = in_order(held)
     epochs = epoch_table(chain.from_iterable(h.records for h in known))
     found: dict[int, str] = {}
@@ -265,7 +270,9 @@ def _no_span(tables: Tables, known: Known) -> str:
 
 
 def _chains(tables: Tables, end: int) -> str:
-    """How far back each rank's snapshots go from there without a gap, and from where on they anchor everything."""
+    """How far back each rank's snapshots go from there without a gap, and from where on they anchor
+    everything.
+    """
     told = []
     for rank in sorted(tables)[:_SHOWN]:
         found = [group for group in tables[rank] if end in group.newest]

@@ -22,8 +22,8 @@ STORE_NODE = ".store"  # what is durable is told under this name, which no node 
 class HeldRecords:
     """The slots of one segment on one node; ``own`` is false for a replica.
 
-    Operator ids in the records mean the same wherever ``operators_id`` is the same. ``facts``: what a boundary log tells of its rank
-    (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
+    Operator ids in the records mean the same wherever ``operators_id`` is the same. ``facts``: what
+    a boundary log tells of its rank (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
     """
 
     node: str

@@ -1,25 +1,29 @@
 """How a job resumes so that only those who lost their state run again what was: one pure function.
 
-Survivors of a failure *park*: their state before the step that was cut off lies in their nodes' memory. The newest iteration that any
-rank was parked at is where all ranks run together again (``resume``). Until there each rank runs *apart*, from a start of its own:
+Survivors of a failure *park*: their state before the step that was cut off lies in their nodes'
+memory. The newest iteration that any rank was parked at is where all ranks run together again
+(``resume``). Until there each rank runs *apart*, from a start of its own:
 
-* **parked**: it goes on where it was parked. Stages of a pipeline end their steps at different times, so some are parked one step before
-  ``resume``; they run that step again.
-* **moved**: it was parked on another node than that on which it runs now; its state is brought, and a snapshot of its own, with which its
-  ring begins there.
-* **copied**: its peers, which have all of its operators alike, were parked; it takes its tensors from one of them, the rest from its
-  own snapshot of that iteration.
-* **replays**: it starts at a suffix of snapshots, as in a recovery of the whole job (`ckptd.core.recovery.global_plan`).
+* **parked**: it goes on where it was parked. Stages of a pipeline end their steps at different
+  times, so some are parked one step before ``resume``; they run that step again.
+* **moved**: it was parked on another node than that on which it runs now; its state is brought, and
+  a snapshot of its own, with which its ring begins there.
+* **copied**: its peers, which have all of its operators alike, were parked; it takes its tensors
+  from one of them, the rest from its own snapshot of that iteration.
+* **replays**: it starts at a suffix of snapshots, as in a recovery of the whole job
+  (`ckptd.core.recovery.global_plan`).
 
-In iteration i a rank exchanges boundaries with the neighbours that have started by then; what the others would send, it is fed from their
-logs of i. A log that is missing makes its sender start earlier (`ckptd.core.recovery.scope`).
+In iteration i a rank exchanges boundaries with the neighbours that have started by then; what the
+others would send, it is fed from their logs of i. A log that is missing makes its sender start
+earlier (`ckptd.core.recovery.scope`).
 
-What counts is told in `ckptd.core.recovery.global_plan`; parked states count as snapshots do. A recovery at e outdates logs of iterations from e on, but
-snapshots only after e, because what is sent in step e comes after the state before it. A parked state of an iteration does not count
-where its domain could replay from a later one: then its ranks went on after it.
+What counts is told in `ckptd.core.recovery.global_plan`; parked states count as snapshots do. A
+recovery at e outdates logs of iterations from e on, but snapshots only after e, because what is
+sent in step e comes after the state before it. A parked state of an iteration does not count where
+its domain could replay from a later one: then its ranks went on after it.
 
-There is no localized plan where it would be no better than the recovery of all ranks together. ``docs/localized_recovery.md`` has the
-reasons.
+There is no localized plan where it would be no better than the recovery of all ranks together.
+``docs/localized_recovery.md`` has the reasons.
 """
 
 from __future__ import annotations
@@ -72,7 +76,9 @@ class RankKind(StrEnum):
 
 
 class Feed(msgspec.Struct, frozen=True, gc=False):
-    """What ``neighbour`` sent in the iterations from ``first`` to before ``end``: one log per iteration, in order."""
+    """What ``neighbour`` sent in the iterations from ``first`` to before ``end``: one log per
+    iteration, in order.
+    """
 
     neighbour: int
     first: int
@@ -89,9 +95,11 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
         pieces: parked: its parked state; moved: its parked state, and its newest snapshot that is not after it; copied: the peer's parked
             state, its own snapshot; replays: its snapshots from ``start`` to ``exact_at``.
         feeds: by neighbour that starts later, ascending.
-        values: logs of iterations before ``LocalizedPlan.together`` in which it is exact and no neighbour feeds it: nobody can compute there
-            what all ranks compute together, but it was logged. As far as there are any; they are needed only where a job has such values.
-        unverified: why a rank that replays does not begin an iteration earlier than it must, to compare all that it loads; "" where it does.
+        values: logs of iterations before ``LocalizedPlan.together`` in which it is exact and no
+            neighbour feeds it: nobody can compute there what all ranks compute together, but it was
+            logged. As far as there are any; they are needed only where a job has such values.
+        unverified: why a rank that replays does not begin an iteration earlier than it must, to
+            compare all that it loads; "" where it does.
     """
 
     kind: RankKind
@@ -123,7 +131,9 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LocalizedPlan:
-    """Where all ranks are together again, and how each comes there; ``epoch`` and ``moved_bytes`` as of `RecoveryPlan`."""
+    """Where all ranks are together again, and how each comes there; ``epoch`` and ``moved_bytes``
+    as of `RecoveryPlan`.
+    """
 
     resume: int
     epoch: int
@@ -138,13 +148,17 @@ class LocalizedPlan:
 
     @property
     def together(self) -> int:
-        """The first iteration that every rank runs as it would without a failure; ``resume``, or one before it."""
+        """The first iteration that every rank runs as it would without a failure; ``resume``, or
+        one before it.
+        """
         return max(plan.exact_at for plan in self.per_rank.values())
 
 
 @dataclass(frozen=True, slots=True)
 class NotLocalized:
-    """Why all ranks should recover together (`ckptd.core.recovery.global_plan.plan_recovery`), and the highest epoch seen."""
+    """Why all ranks should recover together (`ckptd.core.recovery.global_plan.plan_recovery`), and
+    the highest epoch seen.
+    """
 
     reason: str
     epoch: int = -1
@@ -162,7 +176,8 @@ def plan_localized(
     begun: Mapping[int, int] = NO_EPOCHS,
     verify_iterations: int = 0,
 ) -> LocalizedPlan | NotLocalized:
-    """The state nearest to the failure that all ranks can reach, while those who kept theirs run nothing again; see the module.
+    """The state nearest to the failure that all ranks can reach, while those who kept theirs run
+    nothing again; see the module.
 
     Args:
         snapshots: what the nodes hold, as for `ckptd.core.recovery.global_plan.plan_recovery`.
@@ -359,7 +374,9 @@ class _Assembly:
         return tuple(found)
 
     def _loggers_of(self, iteration: int) -> Sequence[int]:
-        """The ranks that were through with an iteration, which others run again; where they are not known, all."""
+        """The ranks that were through with an iteration, which others run again; where they are not
+        known, all.
+        """
         if iteration not in self._loggers:
             ranks = range(len(self._relations.domain_of))
             later = [rank for rank in ranks if self._place(rank).start > iteration]

@@ -1,8 +1,11 @@
-"""What boundary logs tell of ranks that do not speak for themselves: a rank that has lost its node, or whose node is only asked. Pure.
+"""What boundary logs tell of ranks that do not speak for themselves: a rank that has lost its node,
+or whose node is only asked. Pure.
 
-A log's descriptor has the facts of its rank (`ckptd.core.recovery.recovery_facts`), and so has each replica of it. Facts grow, and with them the log: those of
-the newest generation count. A replica may be of an older one. What it tells is therefore taken only if it holds what its rank sent shortly
-before the end: then it is what the rank knew there. Whoever is not told of this way has told nothing, which costs replay and no exactness.
+A log's descriptor has the facts of its rank (`ckptd.core.recovery.recovery_facts`), and so has each
+replica of it. Facts grow, and with them the log: those of the newest generation count. A replica
+may be of an older one. What it tells is therefore taken only if it holds what its rank sent shortly
+before the end: then it is what the rank knew there. Whoever is not told of this way has told
+nothing, which costs replay and no exactness.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ from ckptd.core.slots.ring import epoch_table, live
 
 __all__ = ["facts_from_logs"]
 
-# The step before the last may have been the last one that a rank completed; and its newest log may not have been sealed.
+# The step before the last may have been the last one that a rank completed; and its newest log may
+# not have been sealed.
 _AT_MOST_BEFORE = 2
 
 
 def facts_from_logs(
     ranks: Collection[int], logs: Iterable[HeldRecords], parked: Iterable[HeldRecords]
 ) -> dict[int, RankFacts]:
-    """By rank: the facts in the log that was filled last, of those who logged up to the newest iteration that any rank was parked at.
+    """By rank: the facts in the log that was filled last, of those who logged up to the newest
+    iteration that any rank was parked at.
 
     Args:
         ranks: those who do not speak for themselves; nothing is read of others, since there may be thousands.

@@ -1,8 +1,9 @@
 """Which holder brings which part of a range that is wrong as a whole (pure).
 
-A tensor of several parts has one digest: it says that something is wrong, not where. If each part is good at some holder, some
-combination of holders is right. Those that are likely come first: all of one holder; all of one but for one part, which is what
-mends a copy with one flipped bit; and so on.
+A tensor of several parts has one digest: it says that something is wrong, not where. If each part
+is good at some holder, some combination of holders is right. Those that are likely come first: all
+of one holder; all of one but for one part, which is what mends a copy with one flipped bit; and so
+on.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import TypeVar
 
 __all__ = ["MIXES", "next_mix"]
 
-# Combinations per range. Each costs a pass over the image (0.1 s per 2 GB), and all of them are tried only where a recovery would
-# fail otherwise. It is all there are for up to 7 parts of 2 holders (56 MiB), 4 of 3, 3 of 4 or 5; and for one damaged part in each of
-# two copies of a tensor of 60 parts (480 MiB).
+# Combinations per range. Each costs a pass over the image (0.1 s per 2 GB), and all of them are
+# tried only where a recovery would fail otherwise. It is all there are for up to 7 parts of 2
+# holders (56 MiB), 4 of 3, 3 of 4 or 5; and for one damaged part in each of two copies of a tensor
+# of 60 parts (480 MiB).
 MIXES = 128
 _LOOKED_AT = 8 * MIXES  # `_mixes` yields those of n holders up to n times
 

@@ -1,7 +1,9 @@
-"""What follows when a replay does not reproduce what was recorded (pure): whom to suspect, and what a plan may use after that.
+"""What follows when a replay does not reproduce what was recorded (pure): whom to suspect, and what
+a plan may use after that.
 
-The snapshots may be wrong (torn, or changed in memory before their digests were made), or the program (not deterministic), or the
-machine (another version of torch, another number of threads). One replay cannot tell which, a second one of the same snapshots can:
+The snapshots may be wrong (torn, or changed in memory before their digests were made), or the
+program (not deterministic), or the machine (another version of torch, another number of threads).
+One replay cannot tell which, a second one of the same snapshots can:
 
 ::
 
@@ -11,10 +13,12 @@ machine (another version of torch, another number of threads). One replay cannot
     on a changed machine     ENVIRONMENT  no evidence against the snapshots: nothing is quarantined
     in a localized recovery  WIDENED      all ranks recover together next, which says more
 
-What was quarantined is everything that the replay had used when it failed, of all ranks: which of these snapshots is the wrong one,
-and of which rank, cannot be seen, since the ranks average their gradients. A plan leaves it out, wherever a copy of it lies. It is named by
-iteration and epoch: what the run records anew in a later epoch is something else. When the run has gone on from elsewhere the failure is
-LEFT: its snapshots still do not count, and nobody has to decide about them any more.
+What was quarantined is everything that the replay had used when it failed, of all ranks: which of
+these snapshots is the wrong one, and of which rank, cannot be seen, since the ranks average their
+gradients. A plan leaves it out, wherever a copy of it lies. It is named by iteration and epoch:
+what the run records anew in a later epoch is something else. When the run has gone on from
+elsewhere the failure is LEFT: its snapshots still do not count, and nobody has to decide about them
+any more.
 """
 
 from __future__ import annotations
@@ -131,7 +135,9 @@ def marks_of(known: Iterable[ReplayFailure]) -> frozenset[Mark]:
 
 
 def reported_epochs(known: Iterable[ReplayFailure]) -> dict[int, int]:
-    """The starts of the epochs of these snapshots: nobody else may tell of them, now that the snapshots do not count."""
+    """The starts of the epochs of these snapshots: nobody else may tell of them, now that the
+    snapshots do not count.
+    """
     starts: dict[int, int] = {}
     for _, epoch, start in (used for k in known for used in k.snapshots):
         starts[epoch] = min(start, starts.get(epoch, start))

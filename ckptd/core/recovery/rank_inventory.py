@@ -1,4 +1,6 @@
-"""What there is of each rank where some may go on from parked state: parked states, snapshots and logs that count. Pure."""
+"""What there is of each rank where some may go on from parked state: parked states, snapshots and
+logs that count. Pure.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class RankHoldings:
         return newest.copies[iteration]
 
     def fits(self, rank: int, peer: int, iteration: int) -> bool:
-        """Whether there is a snapshot of a rank that a peer's parked state completes: both cut operators in the same way."""
+        """Whether there is a snapshot of a rank that a peer's parked state completes: both cut
+        operators in the same way.
+        """
         own = self.snapshot(rank, iteration)
         return own is not None and _table_of(self.snapshots[own[0][0]]) == self._parked_table(
             peer, iteration
@@ -81,7 +85,9 @@ class RankHoldings:
         return self.stays(rank, iteration) or self.beginning(rank, iteration) is not None
 
     def beginning(self, rank: int, iteration: int) -> tuple[Copy, ...] | None:
-        """The copies of a rank's newest snapshot up to an iteration, of those that cut operators as its parked state of that iteration."""
+        """The copies of a rank's newest snapshot up to an iteration, of those that cut operators as
+        its parked state of that iteration.
+        """
         table = self._parked_table(rank, iteration)
         found = (
             (t, group.copies[t])

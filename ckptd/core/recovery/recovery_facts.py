@@ -1,10 +1,11 @@
 """With whom each rank communicates in a step, told by itself; what follows for ranks that cannot tell. Pure.
 
-A rank records its facts beside its boundary log. To be neighbours is symmetric, so what a lost rank would have told of that follows
-from the others. A *domain* is all ranks that are joined by other communication within a step, also by way of third ones; each rank tells
-whom it knows of, and the domains are what comes together. What does not follow is whether two lost ranks talk to each other, or belong to
-one domain. They are therefore taken for one domain: it starts together, hence nothing need be known of what is sent within it. A domain
-that is too large costs replay, never exactness.
+A rank records its facts beside its boundary log. To be neighbours is symmetric, so what a lost rank
+would have told of that follows from the others. A *domain* is all ranks that are joined by other
+communication within a step, also by way of third ones; each rank tells whom it knows of, and the
+domains are what comes together. What does not follow is whether two lost ranks talk to each other,
+or belong to one domain. They are therefore taken for one domain: it starts together, hence nothing
+need be known of what is sent within it. A domain that is too large costs replay, never exactness.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class RankFacts(msgspec.Struct, frozen=True):
         domain: ranks with which it is joined by any other communication within a step, as far as it knows.
         alike: ranks with which it has all operators alike.
 
-    Itself may be among them, and is on the wire: then lists of ranks that are joined are equal, and stand there once.
+    Itself may be among them, and is on the wire: then lists of ranks that are joined are equal, and
+    stand there once.
     """
 
     neighbours: tuple[int, ...]
@@ -67,7 +69,9 @@ class Relations:
     facts: Mapping[int, RankFacts]
 
     def alike(self, rank: int, other: int) -> bool:
-        """Whether both have all operators alike, as far as they told: nobody contradicts, and one of them says so."""
+        """Whether both have all operators alike, as far as they told: nobody contradicts, and one
+        of them says so.
+        """
         told = [
             _among(whom, self.facts[by].alike)
             for by, whom in ((rank, other), (other, rank))
@@ -233,7 +237,8 @@ _log_decoder = msgspec.msgpack.Decoder(_LogPayload)
 def facts_of_log(client: bytes) -> RankFacts | None:
     """The facts in the trainer's part of a boundary log's descriptor.
 
-    None where it tells none, or in a way that is not known here: then its rank has told nothing, which costs replay and no exactness.
+    None where it tells none, or in a way that is not known here: then its rank has told nothing,
+    which costs replay and no exactness.
     """
     try:
         told = unpack(_log_decoder, client).facts

@@ -1,13 +1,15 @@
 """Which ranks go on where they were parked, which ones replay, and from where each starts. Pure.
 
-The unit is the *domain*: its members start at the same iteration. A domain **stands** at an iteration at which each of its members has a
-parked state, or can copy a peer's. A domain that stands nowhere **replays**, and replaying domains that are neighbours do so together, from
-one start. Before the iteration *resume* each runs apart: in iteration i a rank talks to the neighbours that have started by then, and is fed
-from the logs of the others.
+The unit is the *domain*: its members start at the same iteration. A domain **stands** at an
+iteration at which each of its members has a parked state, or can copy a peer's. A domain that
+stands nowhere **replays**, and replaying domains that are neighbours do so together, from one
+start. Before the iteration *resume* each runs apart: in iteration i a rank talks to the neighbours
+that have started by then, and is fed from the logs of the others.
 
-Everybody starts as late as possible. That may need a log that is not there: rank r runs iteration i, its neighbour n would start later, and
-n's log of i is missing. Since r cannot start later than it does, n must start at i or before, in every plan that there is: its domain gets
-a *limit*. Limits only fall, so this ends, and what it ends with starts everybody as late as any plan can.
+Everybody starts as late as possible. That may need a log that is not there: rank r runs iteration
+i, its neighbour n would start later, and n's log of i is missing. Since r cannot start later than
+it does, n must start at i or before, in every plan that there is: its domain gets a *limit*. Limits
+only fall, so this ends, and what it ends with starts everybody as late as any plan can.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ HasLog = Callable[[int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """An iteration at which all of a domain can go on; ``peers`` tells whose parked state each member without one copies."""
+    """An iteration at which all of a domain can go on; ``peers`` tells whose parked state each
+    member without one copies.
+    """
 
     iteration: int
     peers: Mapping[int, int]
@@ -46,7 +50,9 @@ class Stand:
 
 @dataclass(frozen=True, slots=True)
 class DomainStart:
-    """Where a domain starts, and from which iteration on it is dense and exact; ``stand`` is None if it replays."""
+    """Where a domain starts, and from which iteration on it is dense and exact; ``stand`` is None
+    if it replays.
+    """
 
     start: int
     exact_at: int
@@ -55,7 +61,9 @@ class DomainStart:
 
 @dataclass(frozen=True, slots=True)
 class Widening:
-    """Why a domain starts earlier than it could: ``reader`` needs what ``sender`` sent in ``iteration``, and there is no log of it."""
+    """Why a domain starts earlier than it could: ``reader`` needs what ``sender`` sent in
+    ``iteration``, and there is no log of it.
+    """
 
     reader: int
     sender: int
@@ -64,7 +72,9 @@ class Widening:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryScope:
-    """Where each domain starts, and by domain the last reason to start so early, and why what it loads is not all compared."""
+    """Where each domain starts, and by domain the last reason to start so early, and why what it
+    loads is not all compared.
+    """
 
     places: Sequence[DomainStart]
     widened: Mapping[int, Widening]
@@ -94,9 +104,11 @@ def verified(
     has_log: HasLog,
     why_not: str = "",
 ) -> RecoveryScope:
-    """The same, in which those who replay begin one iteration earlier than they must, so that all that they would load first is compared.
+    """The same, in which those who replay begin one iteration earlier than they must, so that all
+    that they would load first is compared.
 
-    Only where that costs nobody else anything: they have the snapshot before, and of that iteration there is every log that they would be fed.
+    Only where that costs nobody else anything: they have the snapshot before, and of that iteration
+    there is every log that they would be fed.
 
     Args:
         why_not: why it is not wanted; it is told of all of them then.
@@ -159,8 +171,8 @@ def _lack_before(
 class DomainSpans:
     """From which iterations domains can replay together, all exact at one that is not after ``last``.
 
-    As `ckptd.core.recovery.spans.newest_span`, with one difference: they run on to where all meet anyway, so the newest start, which is the
-    least to run, comes before the newest end.
+    As `ckptd.core.recovery.spans.newest_span`, with one difference: they run on to where all meet
+    anyway, so the newest start, which is the least to run, comes before the newest end.
     """
 
     def __init__(self, domains: Sequence[Sequence[int]], groups_of: GroupsOf, last: int) -> None:
@@ -274,7 +286,9 @@ class _Settling:
         return RecoveryScope(places, self._widened)
 
     def _place(self, changed: Iterable[int]) -> set[int] | str:
-        """Give these domains, and those who replay with them, a place within their limits; the domains that moved."""
+        """Give these domains, and those who replay with them, a place within their limits; the
+        domains that moved.
+        """
         moved = set()
         for domain in changed:
             stands = (s for s in self._stands[domain] if s.iteration <= self._limits[domain])
@@ -348,7 +362,8 @@ class _Settling:
     def _widen(self, moved: Iterable[int]) -> set[int]:
         """Limit the domains whose logs lack what somebody needs who has moved.
 
-        To move is to start earlier: whoever reads the logs of one that has moved needs no more of them than before.
+        To move is to start earlier: whoever reads the logs of one that has moved needs no more of
+            them than before.
         """
         limited = set()
         for domain in moved:

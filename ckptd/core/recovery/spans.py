@@ -56,10 +56,12 @@ def in_phase(tables: Tables, start: int, end: int) -> bool:
 
 
 def one_before(tables: Tables, start: int, end: int, *, within: int) -> int | str:
-    """The newest iteration before ``start`` from which every rank can replay to it; or, in words, why there is none.
+    """The newest iteration before ``start`` from which every rank can replay to it; or, in words,
+    why there is none.
 
-    A replay that begins there computes what the one from ``start`` loads: so there is something to compare with. Where the snapshot of
-    ``start`` holds everything, it is any older one of its epoch that does, too; else the one that it goes on from.
+    A replay that begins there computes what the one from ``start`` loads: so there is something to
+    compare with. Where the snapshot of ``start`` holds everything, it is any older one of its epoch
+    that does, too; else the one that it goes on from.
 
     Args:
         start: a start of all ranks, from which they are exact at ``end``.

@@ -1,21 +1,26 @@
 """How one image is pulled from several holders at once: parts handed out as holders become free (pure).
 
-The image is cut into parts. Every holder has a few in flight; whoever is done takes the next one, so a fast holder delivers more
-and nobody has to be measured. A part that fails goes back to the front of the queue. A holder without work takes over a part that
-another has been at for long (the shell cancels that one first).
+The image is cut into parts. Every holder has a few in flight; whoever is done takes the next one,
+so a fast holder delivers more and nobody has to be measured. A part that fails goes back to the
+front of the queue. A holder without work takes over a part that another has been at for long (the
+shell cancels that one first).
 
-When all parts are there the image is verified, and `blame` is told every range that is wrong. It cuts the parts at the edges of
-those ranges; what is right stays, whoever brought it. Each wrong part is asked of another holder, and never again of one that
-brought it wrong; that holder stays good for everything else. So copies that are damaged in different places make up a whole one.
+When all parts are there the image is verified, and `blame` is told every range that is wrong. It
+cuts the parts at the edges of those ranges; what is right stays, whoever brought it. Each wrong
+part is asked of another holder, and never again of one that brought it wrong; that holder stays
+good for everything else. So copies that are damaged in different places make up a whole one.
 
-A wrong range that lies in several parts (a large tensor) does not tell which of them is at fault. When every holder had its turn
-at one of them, `ckptd.core.recovery.mixes` says which holder is to bring which part, each combination once and so many at most.
+A wrong range that lies in several parts (a large tensor) does not tell which of them is at fault.
+When every holder had its turn at one of them, `ckptd.core.recovery.mixes` says which holder is to
+bring which part, each combination once and so many at most.
 
-Of a part that was taken over the bytes may be those of the cancelled transfer, which landed last: then nobody is found wrong, once.
+Of a part that was taken over the bytes may be those of the cancelled transfer, which landed last:
+then nobody is found wrong, once.
 
-It ends. Cuts are made at edges of ranges only, so there are finitely many parts; who brought a part wrong is not asked for that part
-again, but for the combinations, of which no range sees more than `MIXES`, and none twice. So `blame` can be called finitely often
-before nothing is wrong or nobody is left. What is accepted is what verified, whatever was asked of whom.
+It ends. Cuts are made at edges of ranges only, so there are finitely many parts; who brought a part
+wrong is not asked for that part again, but for the combinations, of which no range sees more than
+`MIXES`, and none twice. So `blame` can be called finitely often before nothing is wrong or nobody
+is left. What is accepted is what verified, whatever was asked of whom.
 """
 
 from __future__ import annotations
@@ -37,9 +42,10 @@ _SLOW_FACTOR = 4.0
 _SLOW_S = 1.0
 _FIRST_S = 3.0  # the same before any part has arrived, when nobody knows what is usual
 _FAILURES = 3  # of one holder in a row, after which it is not asked again
-# Verifications in which something of one holder was wrong, after which it is asked only for what nobody else can bring. Two find all
-# flipped bits, those of the header first; a third speaks of memory that changes as it is read, and each costs a pass over the image.
-# To give the holder up altogether would lose bytes that may be the only ones, and is not needed for an end.
+# Verifications in which something of one holder was wrong, after which it is asked only for what
+# nobody else can bring. Two find all flipped bits, those of the header first; a third speaks of
+# memory that changes as it is read, and each costs a pass over the image. To give the holder up
+# altogether would lose bytes that may be the only ones, and is not needed for an end.
 _WRONG_TIMES = 3
 
 Holder = TypeVar("Holder", bound=Hashable)  # whatever names one copy of the image
@@ -84,7 +90,8 @@ class _Work:
 class _State(Generic[Holder]):
     """One part: who brought it, and who cannot.
 
-    ``wrong`` brought it wrong; ``cannot`` said that they cannot bring it; ``only``, if not None, has its turn in a combination.
+    ``wrong`` brought it wrong; ``cannot`` said that they cannot bring it; ``only``, if not None,
+    has its turn in a combination.
     """
 
     part: ImagePart
@@ -200,7 +207,9 @@ class Stripes(Generic[Holder]):
     def failed_part(
         self, holder: Holder, part: ImagePart, *, gone: bool = False
     ) -> list[ImagePart]:
-        """The transfer failed; ``gone``: the holder cannot be asked again. Returns as `lose` does, if it is lost by that."""
+        """The transfer failed; ``gone``: the holder cannot be asked again. Returns as `lose` does,
+        if it is lost by that.
+        """
         work = self._holders[holder]
         work.failures += 1
         self._requeue(holder, part)
@@ -225,9 +234,11 @@ class Stripes(Generic[Holder]):
         return given_up
 
     def blame(self, ranges: Iterable[Span]) -> dict[Span, list[Holder]]:
-        """These bytes, disjoint, are not what was sealed: have them delivered again; returns who had delivered each range.
+        """These bytes, disjoint, are not what was sealed: have them delivered again; returns who
+        had delivered each range.
 
-        To be called when the image is complete, with all that is wrong. A range in which nobody brought anything is left out.
+        To be called when the image is complete, with all that is wrong. A range in which nobody
+        brought anything is left out.
         """
         assert self.complete, "what is missing cannot be wrong"
         spans = sorted(ranges)
@@ -245,7 +256,9 @@ class Stripes(Generic[Holder]):
         return blamed
 
     def mix(self) -> None:
-        """Where nobody is left for a part of a large range: have the range brought by the next combination of holders."""
+        """Where nobody is left for a part of a large range: have the range brought by the next
+        combination of holders.
+        """
         for span in {state.span for state in self._stuck if state.span is not None}:
             mix, members = self._next_mix(span), self._inside(span)
             if mix is None or any(s.by is None and s.part.index not in self._todo for s in members):
@@ -285,8 +298,9 @@ class Stripes(Generic[Holder]):
         return self._order[begin : bisect_left(self._order, span[1], key=_start_of)]
 
     def _cut(self, edges: Sequence[int]) -> None:
-        """Have every part end where one of these edges is. Who brought the whole brought the pieces. Who had it wrong before, or could
-        not bring it, may have a piece right."""
+        """Have every part end where one of these edges is. Who brought the whole brought the
+        pieces. Who had it wrong before, or could not bring it, may have a piece right.
+        """
         cut: list[_State[Holder]] = []
         for state in self._order:
             start, stop = state.part.start, state.part.stop
@@ -302,8 +316,9 @@ class Stripes(Generic[Holder]):
         self._order = cut
 
     def _mixed(self, span: Span) -> Span:
-        """What has to be mixed if this range is wrong: it, or a range that it was part of before (of a header whose length is wrong,
-        no more than that is known)."""
+        """What has to be mixed if this range is wrong: it, or a range that it was part of before
+        (of a header whose length is wrong, no more than that is known).
+        """
         known = (state.span for state in self._inside(span) if state.span is not None)
         return next((k for k in known if k[0] <= span[0] and span[1] <= k[1]), span)
 

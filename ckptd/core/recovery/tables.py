@@ -1,6 +1,8 @@
-"""What there is of each rank, merged from all nodes: per iteration the snapshot that counts, and all its copies. Pure.
+"""What there is of each rank, merged from all nodes: per iteration the snapshot that counts, and
+all its copies. Pure.
 
-What counts is told in `ckptd.core.recovery.global_plan`; parked states and logs are merged alike (`ckptd.core.recovery.localized_plan`).
+What counts is told in `ckptd.core.recovery.global_plan`; parked states and logs are merged alike
+(`ckptd.core.recovery.localized_plan`).
 """
 
 from __future__ import annotations

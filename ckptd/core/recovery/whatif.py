@@ -1,8 +1,10 @@
 """What would be left if nodes were lost: the recovery plan of the nodes that would remain.
 
-Nothing here knows more than a real recovery would: the same holdings go through the same plans (`ckptd.core.recovery.global_plan`, and for a job that logs
-its boundaries `ckptd.core.recovery.localized_plan`), without those of the lost nodes. For the latter it is assumed that whoever is left parks, at the newest
-iteration of which all of them have a snapshot; what a later step has logged by now is not counted on. Pure, so that it can be asked at any time.
+Nothing here knows more than a real recovery would: the same holdings go through the same plans
+(`ckptd.core.recovery.global_plan`, and for a job that logs its boundaries
+`ckptd.core.recovery.localized_plan`), without those of the lost nodes. For the latter it is assumed
+that whoever is left parks, at the newest iteration of which all of them have a snapshot; what a
+later step has logged by now is not counted on. Pure, so that it can be asked at any time.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _NOT_THERE_YET = "to be parked"  # a segment's name, as no file has it
 
 @dataclass(frozen=True, slots=True)
 class FedBy:
-    """Whose log a rank would be fed from, in the iterations from ``first`` to before ``end``, and the nodes where it would be read."""
+    """Whose log a rank would be fed from, in the iterations from ``first`` to before ``end``, and
+    the nodes where it would be read.
+    """
 
     rank: int
     first: int

@@ -1,10 +1,12 @@
 """Which nodes may act on a run here (pure; docs/replication.md section 8).
 
-A trusted key says who a node is, not what it may have. What a node asks of a run (to read, to replace, to end anything of it) is
-granted if the node is a member: local ranks named it, a member named it, or the operator did. A run of which this node holds nothing and
-knows nobody is anybody's to bring here.
+A trusted key says who a node is, not what it may have. What a node asks of a run (to read, to
+replace, to end anything of it) is granted if the node is a member: local ranks named it, a member
+named it, or the operator did. A run of which this node holds nothing and knows nobody is anybody's
+to bring here.
 
-`former` members of a run's record count until the run has a floor without them: until then the run may have to go on from what they hold.
+`former` members of a run's record count until the run has a floor without them: until then the run
+may have to go on from what they hold.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""One rank's snapshots: those that are here, what each target holds of them, and which one a target lacks next (pure).
+"""One rank's snapshots: those that are here, what each target holds of them, and which one a target
+lacks next (pure).
 
-What a target holds is believed from what it told alone (`Copies.believe`, and a key added to ``ReplicationTarget.held`` before `Copies.recount`).
-The complete suffixes that it holds end at the iterations of ``ReplicationTarget.run``, without a gap.
+What a target holds is believed from what it told alone (`Copies.believe`, and a key added to
+``ReplicationTarget.held`` before `Copies.recount`). The complete suffixes that it holds end at the
+iterations of ``ReplicationTarget.run``, without a gap.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from ckptd.core.slots.snapshot_events import Joined, SnapshotKey, key_of
 
 __all__ = ["Copies"]
 
-# A floor goes on by so many snapshots at a time at least; more than that only where there are slots beside them.
+# A floor goes on by so many snapshots at a time at least; more than that only where there are slots
+# beside them.
 _REACH = 2
 
 
@@ -33,8 +36,10 @@ class Copies:
         aim: suffixes of the local ring that end here are brought to the targets, and are the next that may become the floor: the
             ring gives none of them away meanwhile. See `take_aim`.
         keeps_aim: whether the local ring is told of the aim, so that targets can be served by it.
-        vouched: the newest end of which this rank has given its word in this epoch. Others may know it as the floor before it is known here.
-        blocked: the target does not take what the aim needs, and the aim cannot end earlier because of that word.
+        vouched: the newest end of which this rank has given its word in this epoch. Others may know
+            it as the floor before it is known here.
+        blocked: the target does not take what the aim needs, and the aim cannot end earlier because
+            of that word.
     """
 
     def __init__(self, aim: Interval = NO_INTERVAL) -> None:
@@ -94,7 +99,8 @@ class Copies:
         self.recount(target)
 
     def doubt_newer(self, target: ReplicationTarget, record: SlotRecord) -> None:
-        """What comes after ``record`` there and is in no complete suffix: nothing links to it, so the host may fill its slot.
+        """What comes after ``record`` there and is in no complete suffix: nothing links to it, so
+        the host may fill its slot.
 
         It is begun once more in its turn; the host answers ``held`` if it has it still.
         """
@@ -107,8 +113,10 @@ class Copies:
         target.planned = False
 
     def doubt_all(self, target: ReplicationTarget) -> None:
-        """It does not count any more, so the floor goes on without it, and the host may give away what ends before: a ring that grew
-        has several replicas there, and of the older ones nobody would tell. It is asked again for each."""
+        """It does not count any more, so the floor goes on without it, and the host may give away
+        what ends before: a ring that grew has several replicas there, and of the older ones nobody
+        would tell. It is asked again for each.
+        """
         target.held.clear()
         target.opened.clear()
         self.recount(target)
@@ -140,18 +148,23 @@ class Copies:
         return found if found is not None and key_of(found) == key_of(record) else None
 
     def own_interval(self) -> Interval:
-        """Where suffixes end that the local ring holds now: unlike a host it may have given the older ones away."""
+        """Where suffixes end that the local ring holds now: unlike a host it may have given the
+        older ones away.
+        """
         ends = self._own_ends()
         return Interval(ends[0], ends[-1]) if ends else NO_INTERVAL
 
     def take_aim(self, floor: int, horizon: int, target: ReplicationTarget | None) -> None:
         """Choose what is to become the next floor, unless that is under way.
 
-        After a recovery the first one is all that is here up to where the recovery went back to, also what is still on its way: until the
-        new tree has agreed, each of these may be a floor that somebody else knows. An aim stands until the floor has reached it, or the horizon has passed it by: other ranks may count on it. So the ring holds
-        the floor's suffix, the aim's, and rolls on with the slots that are left. The aim reaches a little way from the floor on, if what
-        follows the floor is still here; otherwise it ends with the newest suffix, and begins a little before: ranks that choose at
-        about the same time have an iteration in common.
+        After a recovery the first one is all that is here up to where the recovery went back to,
+        also what is still on its way: until the new tree has agreed, each of these may be a floor
+        that somebody else knows. An aim stands until the floor has reached it, or the horizon has
+        passed it by: other ranks may count on it. So the ring holds the floor's suffix, the aim's,
+        and rolls on with the slots that are left. The aim reaches a little way from the floor on,
+        if what follows the floor is still here; otherwise it ends with the newest suffix, and
+        begins a little before: ranks that choose at about the same time have an iteration in
+        common.
 
         Args:
             target: the one that counts. What it does not take is no aim, but for what was promised already: that stays until the floor
@@ -191,8 +204,9 @@ class Copies:
         return spanning_suffix(table, self._num_operators, self._span, end=end) is not None
 
     def in_aim(self, target: ReplicationTarget | None) -> Interval:
-        """Where suffixes end, within the aim and without a gap, that the local ring holds, and the target; the last is -1: at none
-        yet, and never at one before the first."""
+        """Where suffixes end, within the aim and without a gap, that the local ring holds, and the
+        target; the last is -1: at none yet, and never at one before the first.
+        """
         mine: list[int] = []
         first = max(self.aim.first, self._least_end)
         for end in sorted((e for e in self.local if first <= e <= self.aim.last), reverse=True):
@@ -311,8 +325,8 @@ class Copies:
     def needed(self, target: ReplicationTarget) -> list[SlotRecord]:
         """The local snapshots, in order, that bring the target up to date.
 
-        It goes on where the target is, if what comes next is still here; otherwise it begins with the suffix of the aim, which
-        stays here until the target has it, or the newest one.
+        It goes on where the target is, if what comes next is still here; otherwise it begins with
+        the suffix of the aim, which stays here until the target has it, or the newest one.
         """
         local = [self.local[iteration] for iteration in sorted(self.local)]
         if self.keeps_aim and self.aim.last >= 0:

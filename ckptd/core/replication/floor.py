@@ -8,25 +8,28 @@ in another order; the heartbeat repairs what got lost.
 Two rules keep that safe:
 
 * **Upwards the newest word counts, not the largest.** What a rank has can shrink: a target dies and
-  its substitute holds nothing yet, or a primary that was the only copy gives way to targets. Taking the
-  maximum would miss that and let the floor pass an iteration that was withdrawn before it was announced;
-  taking whatever comes last would let a late copy of an old message do the same. So each report carries
-  a sequence that grows with every change in one life of its sender; an older one is ignored. Who restarted (`restarted`) begins
-  anew. Of which life a message is the shell knows, which hands over none of a life that is over.
+  its substitute holds nothing yet, or a primary that was the only copy gives way to targets. Taking
+  the maximum would miss that and let the floor pass an iteration that was withdrawn before it was
+  announced; taking whatever comes last would let a late copy of an old message do the same. So each
+  report carries a sequence that grows with every change in one life of its sender; an older one is
+  ignored. Who restarted (`restarted`) begins anew. Of which life a message is the shell knows,
+  which hands over none of a life that is over.
 * **Downwards the largest counts.** Once announced, iterations before the floor may be given away
   anywhere, so to take it back would promise what is gone already. A floor never decreases within one
   membership; a node that missed one, or was restarted, has an older floor and merely keeps more.
 
-Beside the floor the tree agrees on two maxima. The **horizon**: the suffixes that a target holds complete end at
-the iterations ``first`` to ``last`` without a gap, and one that was begun anew holds none that ends before its
-``first``; so the next floor is at least the largest ``first`` of all. The **span**: the largest window
-of all ranks, since all load from one start. Both only grow. Until a node has heard of the span, it counts suffixes that
-are too short; so each report tells the span it was **counted** with, and nothing is announced on the word of a shorter one.
+Beside the floor the tree agrees on two maxima. The **horizon**: the suffixes that a target holds
+complete end at the iterations ``first`` to ``last`` without a gap, and one that was begun anew
+holds none that ends before its ``first``; so the next floor is at least the largest ``first`` of
+all. The **span**: the largest window of all ranks, since all load from one start. Both only grow.
+Until a node has heard of the span, it counts suffixes that are too short; so each report tells the
+span it was **counted** with, and nothing is announced on the word of a shorter one.
 
-A horizon without the floor that was announced before it would be a licence to give that floor away. The root
-may not know it: it was restarted, or a recovery began a new epoch and with it a new tree. So each report **carries** the
-newest floor that is known in its subtree, with the epoch in which it was announced, and the root takes it up before it
-announces anything. Of two epochs the later one counts: a floor of the earlier one may be beyond where it ended.
+A horizon without the floor that was announced before it would be a licence to give that floor away.
+The root may not know it: it was restarted, or a recovery began a new epoch and with it a new tree.
+So each report **carries** the newest floor that is known in its subtree, with the epoch in which it
+was announced, and the root takes it up before it announces anything. Of two epochs the later one
+counts: a floor of the earlier one may be beyond where it ended.
 
 Hence the invariant: a floor never exceeds, for any rank, the newest iteration that this rank was ever
 replicated up to. Where nothing was withdrawn, that is the
@@ -114,10 +117,12 @@ class FloorTree:
         ranks: the ranks of this node. At the start they have nothing replicated (-1), so
             that no floor is announced before each was heard of.
         fan_out: children per node.
-        started: where this node's sequence begins: larger than any that this boot of its daemon has used before.
+        started: where this node's sequence begins: larger than any that this boot of its daemon has
+            used before.
         resend_s: the period of the heartbeat.
         epoch: the run's epoch, for which this tree stands.
-        carried: the newest floor that this node knew before, if the history of this epoch went on from there or later.
+        carried: the newest floor that this node knew before, if the history of this epoch went on
+            from there or later.
     Raises:
         ValueError: the node is not a member, or a number is out of range.
     """

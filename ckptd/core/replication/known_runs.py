@@ -1,4 +1,6 @@
-"""What this node knows of each run without taking part: its epochs, and what it promised, as peers tell (pure)."""
+"""What this node knows of each run without taking part: its epochs, and what it promised, as peers
+tell (pure).
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class KnownRuns:
         return max(self.epochs(job, run), default=-1)
 
     def learn(self, job: str, run: str, epoch: int, told: Promise, span: int) -> None:
-        """What a sender knows of the promise of this epoch; an older epoch's says nothing of a newer one but its floor."""
+        """What a sender knows of the promise of this epoch; an older epoch's says nothing of a
+        newer one but its floor.
+        """
         known_epoch, known, known_span = self._told.get((job, run), _NOTHING)
         if epoch > known_epoch:
             known, known_span = Promise(), 1
@@ -76,7 +80,8 @@ class KnownRuns:
         return epoch, _newer(own, told), max(span, told_span)
 
     def _carried(self, job: str, run: str, epoch: int, promise: Promise) -> Promise:
-        """What of an older epoch's promise holds in the later ones: a floor that none of them was begun before.
+        """What of an older epoch's promise holds in the later ones: a floor that none of them was
+        begun before.
 
         Its horizon does not: it would give away what a later floor needs.
         """

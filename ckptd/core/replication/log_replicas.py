@@ -1,12 +1,14 @@
 """Replicas of boundary logs, decided: what is sent, which slot it gets, and when a replica may go (pure).
 
-Who sends is a `Replicator` as for snapshots, with one difference: an iteration's log needs no others, so a target needs whatever the primary holds,
-oldest first, and there is no suffix that would come first. To the core each is therefore a snapshot that anchors the only operator and links to nothing
-(`as_sent`). The floor of the run does not wait for logs.
+Who sends is a `Replicator` as for snapshots, with one difference: an iteration's log needs no
+others, so a target needs whatever the primary holds, oldest first, and there is no suffix that
+would come first. To the core each is therefore a snapshot that anchors the only operator and links
+to nothing (`as_sent`). The floor of the run does not wait for logs.
 
-The host follows the primary: what is older than the oldest log that the primary holds is given away, and nothing else that counts. So a replica with as
-many slots as its primary has room for all that the primary holds, and it is the trainer who decides what stays (`ckptd.core.slots.boundary`). When the
-primary is lost, the replica stays as it is until the floor has left it behind.
+The host follows the primary: what is older than the oldest log that the primary holds is given
+away, and nothing else that counts. So a replica with as many slots as its primary has room for all
+that the primary holds, and it is the trainer who decides what stays (`ckptd.core.slots.boundary`).
+When the primary is lost, the replica stays as it is until the floor has left it behind.
 """
 
 from __future__ import annotations
@@ -141,8 +143,8 @@ def why_log_removable(
 ) -> str:
     """Why nothing will need this replica, or "". Who calls passes over those that a peer has open.
 
-    A log has more slots than there are iterations between the start and the end of a suffix, so that none which ends at the floor or
-    later begins so many iterations before it.
+    A log has more slots than there are iterations between the start and the end of a suffix, so
+    that none which ends at the floor or later begins so many iterations before it.
 
     Args:
         records: every slot of the replica.

@@ -112,7 +112,8 @@ def admit(
         r.sealed and _same_fill(r, incoming) and r.header_digest == incoming.header_digest
         for r in table
     ):
-        # Of a rank that has moved since, say. A second copy would take a slot, and there may be none until this one counts.
+        # Of a rank that has moved since, say. A second copy would take a slot, and there may be
+        # none until this one counts.
         return Deny("held", f"{_named(incoming)} is in another replica of this rank")
     ready = [record for record in own if record.key not in busy]
     empty = _empty(ready, known)
@@ -171,8 +172,8 @@ def removable(
 ) -> list[tuple[str, str]]:
     """The replicas that no promise needs, and why; who calls passes over those that a peer has open.
 
-    Where a peer has one open, what its newest chain links to in others stays: the chain that is being built lies in several replicas
-    where the primary's ring has grown.
+    Where a peer has one open, what its newest chain links to in others stays: the chain that is
+    being built lies in several replicas where the primary's ring has grown.
 
     As long as there is no floor, only those go that hold nothing but abandoned histories.
 

@@ -1,4 +1,6 @@
-"""What happens to a rank's replication and what it wants done: the events and effects of `ckptd.core.replication.replicator`."""
+"""What happens to a rank's replication and what it wants done: the events and effects of
+`ckptd.core.replication.replicator`.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ __all__ = [
 class Targets:
     """The placement: the nodes that shall hold this rank's replicas. `Joined` comes before it.
 
-    ``missing``: a node that would be one of them is away, and what it holds may be all that there is elsewhere.
+    ``missing``: a node that would be one of them is away, and what it holds may be all that there
+        is elsewhere.
     """
 
     nodes: tuple[str, ...]
@@ -65,7 +68,9 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What the run agreed on, as far as this node knows (`ckptd.core.replication.replicas.Promise`). A run of one rank needs none of it."""
+    """What the run agreed on, as far as this node knows
+    (`ckptd.core.replication.replicas.Promise`). A run of one rank needs none of it.
+    """
 
     floor: int
     horizon: int
@@ -73,7 +78,9 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class TargetOpened:
-    """The replica of ``generation`` is there; ``held`` is what it holds sealed, with that generation. ``boot_id``: of the daemon there."""
+    """The replica of ``generation`` is there; ``held`` is what it holds sealed, with that
+    generation. ``boot_id``: of the daemon there.
+    """
 
     node: str
     generation: int

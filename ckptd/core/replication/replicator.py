@@ -16,18 +16,21 @@ What the shell guarantees:
   reused), the begin is refused, or the put ends at once, not ok.
 * Exactly one `PutEnded` for each `Put`, also after `Abort` (which cancels the transfer) and after `PeerLost`.
   Until then the slot stays held, because the fabric may still be reading it.
-* `TargetOpened`, `Granted`, `SealedThere` and the refusals may come late, twice or never. What does not answer the
-  question that stands is ignored; a grant that nobody waits for is given back by `Abort`.
+* `TargetOpened`, `Granted`, `SealedThere` and the refusals may come late, twice or never. What does
+  not answer the question that stands is ignored; a grant that nobody waits for is given back by
+  `Abort`.
 * `Tick` comes when `wake_at_s` says so.
 
-What a target holds (`ckptd.core.replication.copies`) is believed from `TargetOpened` and `SealedThere` alone, and told anew after each of its
-restarts. The complete suffixes that it holds end at the iterations ``first`` to ``last``, without a gap: a
-target that was begun anew (a substitute, or one that fell behind the local ring) holds none that ends
-before ``first``, hence a common end of all ranks exists only within every rank's interval.
+What a target holds (`ckptd.core.replication.copies`) is believed from `TargetOpened` and
+`SealedThere` alone, and told anew after each of its restarts. The complete suffixes that it holds
+end at the iterations ``first`` to ``last``, without a gap: a target that was begun anew (a
+substitute, or one that fell behind the local ring) holds none that ends before ``first``, hence a
+common end of all ranks exists only within every rank's interval.
 
-Where fewer than two targets count, the primary is one of the promised copies (`Replicator.word`): what the rank promises is held by
-its own ring *and* a target. So there is an *aim*, a few suffixes of the ring that are brought to the target and that the ring keeps
-meanwhile, while it rolls on in its other slots.
+Where fewer than two targets count, the primary is one of the promised copies (`Replicator.word`):
+what the rank promises is held by its own ring *and* a target. So there is an *aim*, a few suffixes
+of the ring that are brought to the target and that the ring keeps meanwhile, while it rolls on in
+its other slots.
 """
 
 from __future__ import annotations
@@ -154,11 +157,13 @@ class Replicator:
 
     @property
     def word(self) -> Interval:
-        """Where suffixes end that this rank promises to the others; -1 as the last: at none yet, and at none before ``first``.
+        """Where suffixes end that this rank promises to the others; -1 as the last: at none yet,
+        and at none before ``first``.
 
-        With two targets or more that count, what all of them hold. With one, what it and the local ring hold: the aim, as far as it has
-        come. With none, the aim by itself where nothing could be elsewhere (no placement, no memory); but nothing while a target is away
-        or stuck, because the floor would go on from what that may hold to what is nowhere else.
+        With two targets or more that count, what all of them hold. With one, what it and the local
+        ring hold: the aim, as far as it has come. With none, the aim by itself where nothing could
+        be elsewhere (no placement, no memory); but nothing while a target is away or stuck, because
+        the floor would go on from what that may hold to what is nowhere else.
         """
         counted = [t for t in self._targets.values() if t.counted]
         if self._agreed is None or len(counted) > 1:
@@ -276,7 +281,9 @@ class Replicator:
                 self._drop_if_done(target)
 
     def _take_aim(self) -> None:
-        """With two targets that count the ring need not wait for either, so there is no aim but what was promised."""
+        """With two targets that count the ring need not wait for either, so there is no aim but
+        what was promised.
+        """
         if self._agreed is None:
             return
         copies, kept, before = self._copies, self._copies.keeps_aim, self._copies.aim
@@ -356,7 +363,8 @@ class Replicator:
             return
         target.go(Phase.IDLE)
         if event.boot_id != target.boot_id:
-            # Its machine may have been replaced, and nobody has told us yet: other generations are opened anew, too.
+            # Its machine may have been replaced, and nobody has told us yet: other generations are
+            # opened anew, too.
             target.forget()
             target.boot_id = event.boot_id
         target.opened.add(event.generation)
@@ -396,7 +404,8 @@ class Replicator:
         if event.code == "held":
             self._progress(target, event.key)
         elif event.code == "gone":
-            # The ring has moved on since its table was read, as a ring with few slots does all the time: what is there still goes at once.
+            # The ring has moved on since its table was read, as a ring with few slots does all the
+            # time: what is there still goes at once.
             self._copies.lose(event.key, self._targets.values())
         elif event.code == "stale":
             target.skipped.add(event.key)

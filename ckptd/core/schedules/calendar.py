@@ -1,12 +1,15 @@
-"""Which phase an iteration has: a function of the iteration and of what the ranks have agreed on, and of nothing else (pure).
+"""Which phase an iteration has: a function of the iteration and of what the ranks have agreed on,
+and of nothing else (pure).
 
-A rank that counted its own snapshots, or its own boundaries, would be shifted against the others for good by whatever happens to it
-alone: a snapshot that failed, a step that its loss scaler skipped, gradients that it still holds. Where ranks must be in the
-same phases, phases therefore follow from the number of the iteration.
+A rank that counted its own snapshots, or its own boundaries, would be shifted against the others
+for good by whatever happens to it alone: a snapshot that failed, a step that its loss scaler
+skipped, gradients that it still holds. Where ranks must be in the same phases, phases therefore
+follow from the number of the iteration.
 
-Where gradients are accumulated over several iterations of the loop, only every ``stride``-th boundary can have a snapshot; those
-boundaries must not all fall on the same few phases, so iterations are counted in strides. An accumulation that is irregular
-once repeats or skips a phase; the next window has all of them again.
+Where gradients are accumulated over several iterations of the loop, only every ``stride``-th
+boundary can have a snapshot; those boundaries must not all fall on the same few phases, so
+iterations are counted in strides. An accumulation that is irregular once repeats or skips a phase;
+the next window has all of them again.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ _SEEN = 8
 class Calendar:
     """Phase 0 begins at iteration ``base``, each phase lasts ``stride`` iterations.
 
-    ``orders``: the schedules that follow one another, one at each window's beginning from iteration ``since`` on; the last one stays.
+    ``orders``: the schedules that follow one another, one at each window's beginning from iteration
+        ``since`` on; the last one stays.
     Empty: the schedule stays as it is.
     """
 

@@ -1,14 +1,17 @@
-"""What is asked of the job's store, as registers that can be read, counted up, and compared and swapped (pure).
+"""What is asked of the job's store, as registers that can be read, counted up, and compared and
+swapped (pure).
 
-Each question is a generator that yields single accesses to the store and is sent their results; it returns the event to
-which they amount, or None. So one and the same sequence is played against a real store, and by a simulation that interleaves
-the accesses of many ranks.
+Each question is a generator that yields single accesses to the store and is sent their results; it
+returns the event to which they amount, or None. So one and the same sequence is played against a
+real store, and by a simulation that interleaves the accesses of many ranks.
 
-Keys, beneath a prefix that is new in each epoch: ``head`` (the newest attempt), and per attempt *n* ``n/proposal``, ``n/ready`` and
-``n/all``, ``n/at`` (the largest promise), ``n/promised``, ``n/outcome``. Of the attempts before the last two only the outcome stays
-(tens of bytes): a rank in doubt must find it whenever it comes back.
+Keys, beneath a prefix that is new in each epoch: ``head`` (the newest attempt), and per attempt *n*
+``n/proposal``, ``n/ready`` and ``n/all``, ``n/at`` (the largest promise), ``n/promised``,
+``n/outcome``. Of the attempts before the last two only the outcome stays (tens of bytes): a rank in
+doubt must find it whenever it comes back.
 
-Whoever proposes attempt *n* knows how *n* - 1 ended; so everything before it is over, but for what a rank in doubt has yet to read.
+Whoever proposes attempt *n* knows how *n* - 1 ended; so everything before it is over, but for what
+a rank in doubt has yet to read.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ With ``extra = anchor - compute`` bytes, the snapshot of a phase of a sliding wi
 
     bytes(phase) = fixed + sum(compute of all) + sum(extra of the phase)
 
-Phases are contiguous in the given order (`ckptd.core.schedules.popularity`), and among all such cuts the peak is the
-smallest possible: a binary search for the lowest capacity with which ``window`` phases are enough,
-over prefix sums. What the phases mean is in `ckptd.core.schedules.policy`, how an order changes in `ckptd.core.schedules.reorder`;
-their public names are here too, so that one import serves.
+Phases are contiguous in the given order (`ckptd.core.schedules.popularity`), and among all such
+cuts the peak is the smallest possible: a binary search for the lowest capacity with which
+``window`` phases are enough, over prefix sums. What the phases mean is in
+`ckptd.core.schedules.policy`, how an order changes in `ckptd.core.schedules.reorder`; their public
+names are here too, so that one import serves.
 
 Source: MoEvement (NSDI '26), 3.5 and Algorithm 1; corrected: bytes instead of counts, no floor of two
 operators, and what cannot fit is said. Pure: no clock, no I/O.

@@ -1,12 +1,14 @@
 """Which rank captures what several ranks have alike: each operator once, bytes spread evenly.
 
-Every member of a replicate group computes the answer by itself, so it follows from nothing but what all members know: the
-names, sizes and phases of the operators that the group shares, and what each member captures beside them. A snapshot of
-a rank takes, in phase p, the compute weights of all that it captures and the rest of the anchors of what p anchors; operators
-are given away from the largest to the smallest, each to the member whose snapshot of that phase is the smallest so far.
+Every member of a replicate group computes the answer by itself, so it follows from nothing but what
+all members know: the names, sizes and phases of the operators that the group shares, and what each
+member captures beside them. A snapshot of a rank takes, in phase p, the compute weights of all that
+it captures and the rest of the anchors of what p anchors; operators are given away from the largest
+to the smallest, each to the member whose snapshot of that phase is the smallest so far.
 
-Source: MoC-System (ASPLOS '25), section 4: fully sharded checkpointing, "equal" where every member starts from nothing, and
-"adaptive" where members that capture more of their own (experts that they alone have) are given less. Pure.
+Source: MoC-System (ASPLOS '25), section 4: fully sharded checkpointing, "equal" where every member
+starts from nothing, and "adaptive" where members that capture more of their own (experts that they
+alone have) are given less. Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ __all__ = ["SharedOperator", "spread"]
 
 @dataclass(frozen=True, slots=True)
 class SharedOperator:
-    """An operator that all members of a group have: what it takes anchored and not (bytes), and when it is anchored."""
+    """An operator that all members of a group have: what it takes anchored and not (bytes), and
+    when it is anchored.
+    """
 
     name: str
     anchor_bytes: int

@@ -1,8 +1,9 @@
 """All ranks go over to another schedule at one iteration, or none of them does (pure).
 
-What must hold is *agreement*: no two ranks of an epoch snapshot the same iteration by different schedules. Nobody may wait for
-it, training least of all, and every rank is at another place when it hears of something. The ranks share registers that can
-be compared and swapped (the job's store); an attempt to change has a number and goes through five stages on each rank:
+What must hold is *agreement*: no two ranks of an epoch snapshot the same iteration by different
+schedules. Nobody may wait for it, training least of all, and every rank is at another place when it
+hears of something. The ranks share registers that can be compared and swapped (the job's store); an
+attempt to change has a number and goes through five stages on each rank:
 
 ==========  =====================================================  ====================================================
 stage       meaning                                                left by
@@ -15,15 +16,18 @@ promised    from iteration ``promised`` on this rank takes no      the outcome, 
 decided     go: from iteration ``at`` on by the new schedule       that iteration
 ==========  =====================================================  ====================================================
 
-The outcome is one register, written once: by the last to promise (go), or by whoever gives up (dropped): because it cannot
-prepare, because it has waited too long for others to be ready, or because it has reached its own promise and knows nothing.
+The outcome is one register, written once: by the last to promise (go), or by whoever gives up
+(dropped): because it cannot prepare, because it has waited too long for others to be ready, or
+because it has reached its own promise and knows nothing.
 
-Why it holds. Say rank *q* snapshots iteration *s* after a change that went at *T* ≤ *s*. Then every rank *r* has promised, some
-*A* ≤ *T*, and *A* was later than any iteration that *r* had begun. If *r* began *s* before it promised, *s* < *A* ≤ *T*, which is
-not so. If it began *s* afterwards, it is past its promise and takes a snapshot only if it has read the register, which says
-*T*: by the new schedule, too. A rank prepares the next change only after it has gone over to the last one, so changes are
-applied everywhere in the same order. Nothing here depends on clocks or delays: they decide whether a change comes about, and how
-many snapshots are left out by a rank in doubt. That is none if it hears in time, and one read of the store otherwise.
+Why it holds. Say rank *q* snapshots iteration *s* after a change that went at *T* ≤ *s*. Then every
+rank *r* has promised, some *A* ≤ *T*, and *A* was later than any iteration that *r* had begun. If
+*r* began *s* before it promised, *s* < *A* ≤ *T*, which is not so. If it began *s* afterwards, it
+is past its promise and takes a snapshot only if it has read the register, which says *T*: by the
+new schedule, too. A rank prepares the next change only after it has gone over to the last one, so
+changes are applied everywhere in the same order. Nothing here depends on clocks or delays: they
+decide whether a change comes about, and how many snapshots are left out by a rank in doubt. That is
+none if it hears in time, and one read of the store otherwise.
 """
 
 from __future__ import annotations
@@ -205,7 +209,9 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Go over now; the change counts from iteration ``at`` on (earlier than this one if this rank was in doubt)."""
+    """Go over now; the change counts from iteration ``at`` on (earlier than this one if this rank
+    was in doubt).
+    """
 
     number: int
     change: Change
@@ -357,7 +363,8 @@ class Switching:
     def _rest(self, now_s: float, *, came_about: bool) -> None:
         self.stage, self._dropping = Stage.IDLE, ""
         self._dropped_in_a_row = 0 if came_about else self._dropped_in_a_row + 1
-        # What came about is no reason to wait; the next wish may be that of a rank which is not protected until then.
+        # What came about is no reason to wait; the next wish may be that of a rank which is not
+        # protected until then.
         tries = min(self._dropped_in_a_row, 20)
         apart_s = min(self._apart_s * 2 ** (tries - 1), self._apart_max_s) if tries else 0.0
         self._not_before_s = now_s + apart_s
@@ -365,7 +372,9 @@ class Switching:
     # -- the store -----------------------------------------------------------------------------------
 
     def ask(self, now_s: float) -> Ask | None:
-        """What to ask the store next. What must be done once is given once: a repetition could be counted twice."""
+        """What to ask the store next. What must be done once is given once: a repetition could be
+        counted twice.
+        """
         stage, number = self.stage, self.number
         waits = stage in (Stage.PREPARING, Stage.READY)
         if waits and not self._dropping and now_s > self._begun_s + self._patience_s:

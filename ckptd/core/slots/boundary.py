@@ -1,13 +1,15 @@
 """Boundary logs: how what was sent is named in them, and which slot is filled next. Pure.
 
-Each iteration of a rank is one slot, its image a safetensors file with one tensor for each activation that was sent downstream
-and each gradient that was sent upstream (``docs/boundary_logs.md``). Slots are those of snapshots (`ckptd.core.slots.slots`), but
-epochs cut otherwise: *snapshot(t)* is the state before step *t* and outlives a recovery at *t*; what was sent during step *t*
-does not, because the step is run again (`outdated`).
+Each iteration of a rank is one slot, its image a safetensors file with one tensor for each
+activation that was sent downstream and each gradient that was sent upstream
+(``docs/boundary_logs.md``). Slots are those of snapshots (`ckptd.core.slots.slots`), but epochs cut
+otherwise: *snapshot(t)* is the state before step *t* and outlives a recovery at *t*; what was sent
+during step *t* does not, because the step is run again (`outdated`).
 
-A slot is given away only if nothing that may be recovered needs it: what was sent from the start of the oldest promised suffix
-on (`needed_from`) stays. What is promised softly is given away when there is nothing else, as in the ring. If there is no slot,
-that iteration is not logged. Training never waits.
+A slot is given away only if nothing that may be recovered needs it: what was sent from the start of
+the oldest promised suffix on (`needed_from`) stays. What is promised softly is given away when
+there is nothing else, as in the ring. If there is no slot, that iteration is not logged. Training
+never waits.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ __all__ = [
     "slots_for_log",
 ]
 
-# Records begin at multiples of it, whatever their dtypes; what is between them is a tensor, too, since an image has no gaps.
+# Records begin at multiples of it, whatever their dtypes; what is between them is a tensor, too,
+# since an image has no gaps.
 DATA_ALIGNMENT = 64
 
 _PADDING = "padding/"
@@ -55,8 +58,9 @@ class SentKind(StrEnum):
 class RecordKey:
     """One tensor that was sent in an iteration.
 
-    ``stage`` is the sender's; ``index`` counts the tensors that it sent of this micro-batch, in the order of its send operations;
-    ``round`` counts how often it sent this one in the iteration before (a step may run its schedule several times).
+    ``stage`` is the sender's; ``index`` counts the tensors that it sent of this micro-batch, in the
+    order of its send operations; ``round`` counts how often it sent this one in the iteration
+    before (a step may run its schedule several times).
     """
 
     kind: SentKind
@@ -76,7 +80,9 @@ class LogSlot:
 
 
 def record_name(key: RecordKey) -> str:
-    """The tensor's name in an image: ``activation/<stage>/<micro_batch>/<index>/<round>``, ``gradient/…`` or ``value/…``."""
+    """The tensor's name in an image: ``activation/<stage>/<micro_batch>/<index>/<round>``,
+    ``gradient/…`` or ``value/…``.
+    """
     return f"{key.kind}/{key.stage}/{key.micro_batch}/{key.index}/{key.round}"
 
 
@@ -101,11 +107,13 @@ def padding_name(number: int) -> str:
 
 
 def slots_for_log(window: int, every: int, slack: int) -> int:
-    """How many iterations a log must hold so that none is missing while an unbroken chain of snapshots goes on.
+    """How many iterations a log must hold so that none is missing while an unbroken chain of
+    snapshots goes on.
 
-    From the start of the newest suffix up to the iteration that runs: ``window`` snapshots, ``every`` iterations apart, one that
-    is not sealed yet, ``slack`` by which other ranks may be behind, and the iteration itself; and one slot that nobody needs any
-    more, but that is being digested or read.
+    From the start of the newest suffix up to the iteration that runs: ``window`` snapshots,
+    ``every`` iterations apart, one that is not sealed yet, ``slack`` by which other ranks may be
+    behind, and the iteration itself; and one slot that nobody needs any more, but that is being
+    digested or read.
     """
     return (window + 1 + slack) * every + 2
 
@@ -117,7 +125,9 @@ def needed_from(
     promised: Container[tuple[int, int]] = (),
     epochs: Mapping[int, int] = NO_EPOCHS,
 ) -> int | None:
-    """The first iteration that a recovery may have to replay: where the oldest promised suffix begins; None: there is none."""
+    """The first iteration that a recovery may have to replay: where the oldest promised suffix
+    begins; None: there is none.
+    """
     records = list(snapshots)
     starts = [record.iteration for record in records if record.key in promised]
     suffix = find_suffix(records, num_operators, epochs=epochs)
@@ -159,8 +169,8 @@ def choose_log_slot(
 ) -> LogSlot:
     """The slot of ``generation`` to overwrite next.
 
-    First what holds nothing, then what no longer counts, then what was sent before ``needed_from``, the oldest first (None: the
-    oldest of all, since nothing can be recovered yet).
+    First what holds nothing, then what no longer counts, then what was sent before ``needed_from``,
+    the oldest first (None: the oldest of all, since nothing can be recovered yet).
 
     Args:
         records: every slot of every generation of the log.

@@ -20,9 +20,10 @@ What `choose_slot` never gives away (DESIGN 5, invariant 2):
 Everything else that is sealed is given away oldest first. The newest suffix of a chain that goes on
 never begins earlier than its predecessor did, hence nothing that is given away is missed later.
 
-Beyond that, ``protected`` names what a recovery together with the other ranks would need (`ckptd.core.replication.replicas.promised`).
-Where two other nodes keep it, it is given away when there is nothing else (``SlotChoice.overrides_floor``); where fewer do
-(``hard``) it never is: then there is no slot, and the snapshot is left out.
+Beyond that, ``protected`` names what a recovery together with the other ranks would need
+(`ckptd.core.replication.replicas.promised`). Where two other nodes keep it, it is given away when
+there is nothing else (``SlotChoice.overrides_floor``); where fewer do (``hard``) it never is: then
+there is no slot, and the snapshot is left out.
 
 How many slots: with a window of W, one chain, and each operator at most W snapshots apart, the suffix
 takes W slots, one snapshot is being filled and one digested: W + 2 never run out (`slots_for_window`).
@@ -108,8 +109,8 @@ class NoSuffix:
 class SlotChoice:
     """The slot to fill next, or None; ``releases`` is the iteration that is lost by it.
 
-    ``overrides_floor``: that iteration should have been kept for the other ranks. ``left``: how many more slots
-    could be given without that.
+    ``overrides_floor``: that iteration should have been kept for the other ranks. ``left``: how
+        many more slots could be given without that.
     """
 
     index: int | None
@@ -182,7 +183,8 @@ def ways_to(newest: Mapping[int, SlotRecord], iteration: int, num_operators: int
     if 0 <= record.previous < iteration and record.previous in newest:
         found.add(record.previous)
     if record.anchors & everything == everything:
-        # Of another epoch it may not lead here: a run may have gone on from something else than a replay came to.
+        # Of another epoch it may not lead here: a run may have gone on from something else than a
+        # replay came to.
         older = (r for i, r in newest.items() if i < iteration and r.epoch == record.epoch)
         found |= {r.iteration for r in older if r.anchors & everything == everything}
     return found

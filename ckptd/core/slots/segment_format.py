@@ -15,8 +15,9 @@ Invariants:
 A *replica* is a segment file of another node's primary, descriptor and headers included; only its name
 (`ckptd.core.slots.segment_names`) tells them apart (``docs/replication.md`` section 4).
 
-A *boundary log* (``docs/boundary_logs.md``; it may have replicas, too) and *parked state* (``docs/parking.md``) are laid out alike. Descriptor, magic and
-name all say what it is, so that nobody, of whatever version, takes it for snapshots.
+A *boundary log* (``docs/boundary_logs.md``; it may have replicas, too) and *parked state*
+(``docs/parking.md``) are laid out alike. Descriptor, magic and name all say what it is, so that
+nobody, of whatever version, takes it for snapshots.
 """
 
 from __future__ import annotations
@@ -112,9 +113,11 @@ _NumOperators = Annotated[int, Meta(ge=1, le=1 << 20)]
 class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """Whose segment it is and for what; ``client`` is the trainer's own, opaque to the daemon.
 
-    ``replicated``: of a boundary log, whether it is to have replicas on other nodes. Snapshots have, wherever there are peers.
+    ``replicated``: of a boundary log, whether it is to have replicas on other nodes. Snapshots
+        have, wherever there are peers.
 
-    The bounds are checked where a descriptor is decoded: peers send them, and every table of slots is as wide as they say.
+    The bounds are checked where a descriptor is decoded: peers send them, and every table of slots
+    is as wide as they say.
     """
 
     job: str
@@ -368,8 +371,9 @@ def write_slot_header(
 def read_raw_slot_header(buf: memoryview, geometry: SegmentGeometry, index: int) -> bytes:
     """The 112 bytes of the header of slot ``index``, as they stood at one moment.
 
-    No two fills of a slot, and no two stages of a fill, have the same body. So a body that is the same before and after
-    the state was read is the body that this state was of. Zeros, which are no header, if a writer never rests.
+    No two fills of a slot, and no two stages of a fill, have the same body. So a body that is the
+    same before and after the state was read is the body that this state was of. Zeros, which are no
+    header, if a writer never rests.
     """
     start = geometry.header_offset(index)
     body_at, end = start + _SLOT_FRONT.size, start + SLOT_HEADER_LEN

@@ -1,7 +1,9 @@
-"""The hints at the end of a segment's prologue page, by which daemon, trainer and the trainer's successor tell each other something.
+"""The hints at the end of a segment's prologue page, by which daemon, trainer and the trainer's
+successor tell each other something.
 
-They are outside every checksum, and each is one aligned store: they change while the segment is in use, and nothing but thrift
-depends on them. ``docs/architecture.md`` section 2 says where each lies.
+They are outside every checksum, and each is one aligned store: they change while the segment is in
+use, and nothing but thrift depends on them. ``docs/architecture.md`` section 2 says where each
+lies.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ __all__ = [
 
 PAGE_BYTES = 4096
 PROLOGUE_BYTES = PAGE_BYTES
-# The prologue page's last byte, outside every checksum: what a trainer learned for its successor (0: nothing).
+# The prologue page's last byte, outside every checksum: what a trainer learned for its successor
+# (0: nothing).
 HINT_OFFSET = PROLOGUE_BYTES - 1
 HINT_DROP_GRADIENTS = 1
 # A localized recovery has begun and not come to its end: once, or more than once in a row.
 HINT_APART = 2
 HINT_APART_AGAIN = 4
-# Before it what the daemon tells the trainer, see `RingHint`: i64, u32, i64, i64, u16, u8, and u16 after the trainer's wish for quiet.
+# Before it what the daemon tells the trainer, see `RingHint`: i64, u32, i64, i64, u16, u8, and u16
+# after the trainer's wish for quiet.
 _AIM_AT = slice(PROLOGUE_BYTES - 40, PROLOGUE_BYTES - 32)
 _EPOCH_AT = slice(PROLOGUE_BYTES - 28, PROLOGUE_BYTES - 24)
 _FLOOR_AT = slice(PROLOGUE_BYTES - 24, PROLOGUE_BYTES - 16)
@@ -43,11 +47,13 @@ _BEHIND_AT = slice(PROLOGUE_BYTES - 4, PROLOGUE_BYTES - 2)
 class RingHint(NamedTuple):
     """What the daemon knows of the other ranks, for the trainer's choice of slots (docs/replication.md §6).
 
-    And for a restarted daemon, which goes on from there: ``epoch`` is the history in which it was agreed on. ``floor``: what the run
-    agreed on (-1: nothing yet), see `ckptd.core.replication.replicas`. ``horizon`` to ``aim``: where suffixes end that may become the floor
-    before this ring is told. ``span``: how many snapshots the longest suffix among all ranks has (0: unknown). ``sole``: fewer than
-    two other nodes are known to keep the floor's suffix, so that this ring must. ``behind``: how many iterations the slowest of the
-    nodes that do is behind.
+    And for a restarted daemon, which goes on from there: ``epoch`` is the history in which it was
+    agreed on. ``floor``: what the run agreed on (-1: nothing yet), see
+    `ckptd.core.replication.replicas`. ``horizon`` to ``aim``: where suffixes end that may become
+    the floor before this ring is told. ``span``: how many snapshots the longest suffix among all
+    ranks has (0: unknown). ``sole``: fewer than two other nodes are known to keep the floor's
+    suffix, so that this ring must. ``behind``: how many iterations the slowest of the nodes that do
+    is behind.
     """
 
     floor: int = -1
@@ -61,7 +67,8 @@ class RingHint(NamedTuple):
 
 def read_ring_hint(buf: memoryview) -> RingHint:
     """The daemon's hint; nonsense counts as none."""
-    # Against the order of writing: a mixture of two hints has the older horizon, or the newer span and aim, and keeps more.
+    # Against the order of writing: a mixture of two hints has the older horizon, or the newer span
+    # and aim, and keeps more.
     horizon, floor = (max(-1, int(buf[at].cast("q")[0])) for at in (_HORIZON_AT, _FLOOR_AT))
     span, behind = (int(buf[at].cast("H")[0]) for at in (_SPAN_AT, _BEHIND_AT))
     epoch: int = buf[_EPOCH_AT].cast("I")[0]
@@ -70,7 +77,8 @@ def read_ring_hint(buf: memoryview) -> RingHint:
 
 
 def write_ring_hint(buf: memoryview, hint: RingHint) -> None:
-    """Store the daemon's hint. Each part is one store, in the order in which a mixture of two hints keeps more, not less.
+    """Store the daemon's hint. Each part is one store, in the order in which a mixture of two hints
+    keeps more, not less.
 
     Raises:
         ValueError: a number is out of range.

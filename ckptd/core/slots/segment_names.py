@@ -1,6 +1,8 @@
-"""How the files of segments are named, and what may stand in such a name: job, run, rank, generation, what it holds, and of a replica its primary.
+"""How the files of segments are named, and what may stand in such a name: job, run, rank,
+generation, what it holds, and of a replica its primary.
 
-A segment and its replicas on other nodes are told apart by their names alone; what is in them is `ckptd.core.slots.segment_format`.
+A segment and its replicas on other nodes are told apart by their names alone; what is in them is
+`ckptd.core.slots.segment_format`.
 """
 
 from __future__ import annotations

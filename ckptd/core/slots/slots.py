@@ -12,8 +12,9 @@ Each recovery begins an *epoch*: another history, which leaves the one before at
 (``docs/replication.md`` section 2). A record of an older epoch that comes after that is *stale*: it
 belongs to a history that was abandoned, and may still lie where nobody could free it at the time.
 
-An epoch is a number of 32 bits: in the upper 20 how many epochs came before it, in the lower 12 what its ranks drew by lot. So two recoveries
-that did not know of each other, because the nodes of one were away, begin different epochs. No clock enters into it.
+An epoch is a number of 32 bits: in the upper 20 how many epochs came before it, in the lower 12
+what its ranks drew by lot. So two recoveries that did not know of each other, because the nodes of
+one were away, begin different epochs. No clock enters into it.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ def epoch_after(highest: int, drawn: int) -> int:
 
 
 def epoch_can_follow(epoch: int, highest: int) -> bool:
-    """Whether a peer may tell a node of this epoch that knows of none above ``highest``: one message must not use them up."""
+    """Whether a peer may tell a node of this epoch that knows of none above ``highest``: one
+    message must not use them up.
+    """
     return epoch <= (_MOST_UNKNOWN if highest < 0 else highest + (_MOST_AHEAD << _DRAWN_BITS))
 
 
@@ -150,12 +153,14 @@ def other_histories(
     empty: Collection[int] = (),
     complete: bool = False,
 ) -> set[int]:
-    """The epochs, of these, that are not of the history that counts: nodes that were away went on from some past by themselves.
+    """The epochs, of these, that are not of the history that counts: nodes that were away went on
+    from some past by themselves.
 
-    A history is an epoch and all that it goes back to: the one that it follows, the one that this follows, and so on. The history with the
-    longest past counts. Of equally long ones that counts whose last epoch something is held of, and then the lot decides. Where nobody is
-    missing, histories of which nothing is left but what others have in common with them come last. Nothing of the others counts:
-    not even what lies before the start of an epoch that does.
+    A history is an epoch and all that it goes back to: the one that it follows, the one that this
+    follows, and so on. The history with the longest past counts. Of equally long ones that counts
+    whose last epoch something is held of, and then the lot decides. Where nobody is missing,
+    histories of which nothing is left but what others have in common with them come last. Nothing
+    of the others counts: not even what lies before the start of an epoch that does.
 
     Args:
         follows: the epoch before an epoch, where that is known. Where it is not, the highest of these epochs with a shorter past is taken for it.
@@ -176,7 +181,9 @@ def other_histories(
 
 
 def _past(epoch: int, known: Collection[int], follows: Mapping[int, int]) -> list[int]:
-    """The epoch and what it goes back to, newest first. Each has a shorter past than the one before, so the upper bits of its number are lower."""
+    """The epoch and what it goes back to, newest first. Each has a shorter past than the one
+    before, so the upper bits of its number are lower.
+    """
     past = [epoch]
     while True:
         last = past[-1]
@@ -205,7 +212,9 @@ def epoch_table(
 
 
 def least_starts(*told: Mapping[int, int]) -> dict[int, int]:
-    """Where epochs began, as several tell; of two starts of one epoch the smaller counts, as in `epoch_table`."""
+    """Where epochs began, as several tell; of two starts of one epoch the smaller counts, as in
+    `epoch_table`.
+    """
     table: dict[int, int] = {}
     for starts in told:
         for epoch, start in starts.items():

@@ -1,8 +1,10 @@
-"""What replication and persistence have in common: a rank's snapshots, and the slots that are held while one is sent (pure).
+"""What replication and persistence have in common: a rank's snapshots, and the slots that are held
+while one is sent (pure).
 
-Both bring sealed snapshots out of the ring of one local rank: to peers (`ckptd.core.replication.replicator`) or to storage
-(`ckptd.core.persistence.persister`). Both hold a slot while it is read, so that the trainer passes over it. Each has events and effects of its
-own beside these.
+Both bring sealed snapshots out of the ring of one local rank: to peers
+(`ckptd.core.replication.replicator`) or to storage (`ckptd.core.persistence.persister`). Both hold
+a slot while it is read, so that the trainer passes over it. Each has events and effects of its own
+beside these.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""What `ckptctl elastic` answers: plans, what they are worth, what moves, and what the loss of nodes would mean.
+"""What `ckptctl elastic` answers: plans, what they are worth, what moves, and what the loss of
+nodes would mean.
 
-Pure: an input (`ckptd.ctl.elastic.elastic_input`) in, numbers out; the planners are those that a running job uses.
+Pure: an input (`ckptd.ctl.elastic.elastic_input`) in, numbers out; the planners are those that a
+running job uses.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFetch:
-    """What one node gets from one other, or from snapshots (``source`` is empty then); bytes are -1 where sizes are not known."""
+    """What one node gets from one other, or from snapshots (``source`` is empty then); bytes are -1
+    where sizes are not known.
+    """
 
     receiver: str
     source: str
@@ -297,7 +301,9 @@ def lose(situation: Situation, nodes: tuple[str, ...]) -> LossReport:
 
 
 def next_time(situation: Situation, now: Outlook, planned: Planned) -> NextTime:
-    """Whether the planned placement would be worth its move, by the rule of `ckptd.core.elastic.placement.rebalance_policy`."""
+    """Whether the planned placement would be worth its move, by the rule of
+    `ckptd.core.elastic.placement.rebalance_policy`.
+    """
     when, step = situation.told.when, situation.told.step
     assert planned.move is not None, "it is known what the nodes hold"
     cost_s = planned.move.seconds + when.pause_s if planned.move.seconds >= 0 else -1.0

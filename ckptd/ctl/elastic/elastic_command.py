@@ -1,6 +1,8 @@
-"""`ckptctl elastic`: where the experts of a job are or would be, what that is worth, and what losing nodes would mean.
+"""`ckptctl elastic`: where the experts of a job are or would be, what that is worth, and what
+losing nodes would mean.
 
-Without a file the answer is about what a running job told its daemon (`show`, `plan`, `whatif`); with one, no daemon is asked.
+Without a file the answer is about what a running job told its daemon (`show`, `plan`, `whatif`);
+with one, no daemon is asked.
 """
 
 from __future__ import annotations
@@ -201,7 +203,9 @@ def _canvas(args: argparse.Namespace, found: Situation) -> Canvas:
 
 
 def outlook_json(found: Outlook) -> dict[str, Any]:
-    """``placement``: for each layer and node, in the order of the nodes, its experts, one entry for each replica."""
+    """``placement``: for each layer and node, in the order of the nodes, its experts, one entry for
+    each replica.
+    """
     placement = [
         [[e for e, n in enumerate(node) for _ in range(n)] for node in layer]
         for layer in found.placement.counts.tolist()

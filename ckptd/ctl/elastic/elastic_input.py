@@ -1,6 +1,7 @@
 """What `ckptctl elastic` answers about: a file, or what a running job told, checked and made into arrays.
 
-Everything that a person may have got wrong in a file is said here, with the place in the file and what belongs there.
+Everything that a person may have got wrong in a file is said here, with the place in the file and
+what belongs there.
 """
 
 from __future__ import annotations
@@ -79,10 +80,12 @@ class Situation:
 
 
 def read_file(path: str) -> Elastic:
-    """The `Elastic` of a JSON file; also of what `ckptctl elastic show --json` printed, if that is of one run.
+    """The `Elastic` of a JSON file; also of what `ckptctl elastic show --json` printed, if that is
+    of one run.
 
-    ``nodes`` may be a number: as many nodes, named by their numbers, of ``slots`` slots and ``ranks`` ranks each. ``expert_bytes`` may be one
-    number for all experts, ``max_straggler`` null.
+    ``nodes`` may be a number: as many nodes, named by their numbers, of ``slots`` slots and
+        ``ranks`` ranks each. ``expert_bytes`` may be one number for all experts, ``max_straggler``
+        null.
 
     Raises:
         InputProblem: it cannot be read, is no JSON, or a value is not what it must be.

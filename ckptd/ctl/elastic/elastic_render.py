@@ -1,7 +1,8 @@
 """What `ckptctl elastic` found, for people: a heat map of each layer, and what the placement is worth.
 
-A cell of the map is the number of replicas of an expert (column) on a node (row), "." for none and "+" for ten and more. On a terminal its background
-tells how much of the layer's tokens the node computes for that expert: from blue to red, as far as the hottest cell.
+A cell of the map is the number of replicas of an expert (column) on a node (row), "." for none and
+"+" for ten and more. On a terminal its background tells how much of the layer's tokens the node
+computes for that expert: from blue to red, as far as the hottest cell.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """Args: columns: of the terminal. color: whether it shows colours. layers: which to show; empty: the first few."""
+    """Args: columns: of the terminal. color: whether it shows colours. layers: which to show;
+    empty: the first few.
+    """
 
     columns: int = 80
     color: bool = False

@@ -1,6 +1,7 @@
 """`ckptctl checkpoints` and `ckptctl verify`: what is durable. The store is asked itself, and no daemon.
 
-It is the configured one (environment, TOML) unless `--store` names another; `verify URL` needs no configuration at all.
+It is the configured one (environment, TOML) unless `--store` names another; `verify URL` needs no
+configuration at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How `ckptctl` comes to a store: which one is meant, opened for a short while, its troubles as sentences that say what to do.
+"""How `ckptctl` comes to a store: which one is meant, opened for a short while, its troubles as
+sentences that say what to do.
 
 What is secret in a URL or in options shows in no text that is made here.
 """
@@ -134,8 +135,9 @@ def configured_place(
 
 
 def named_place(url: str, options: str | None, backend: str | None) -> StorePlace:
-    """The store at a URL or in a folder, whatever store is configured. Whose manifests are believed is as configured, if the configuration can be used;
-    else a line on stderr says that signatures are not looked at.
+    """The store at a URL or in a folder, whatever store is configured. Whose manifests are believed
+    is as configured, if the configuration can be used; else a line on stderr says that signatures
+    are not looked at.
 
     Raises:
         StoreProblem: the options are none.
@@ -190,7 +192,9 @@ def store_clock_ns(store: ObjectStore, job: str, run: str) -> int:
 
 
 class ListedStore:
-    """A store of which one listing is known already: what it tells is not asked for again. Nothing is written."""
+    """A store of which one listing is known already: what it tells is not asked for again. Nothing
+    is written.
+    """
 
     def __init__(self, store: ObjectStore, listing: Iterable[ObjectInfo]) -> None:
         self._store = store
@@ -251,7 +255,9 @@ def _open(place: StorePlace) -> ObjectStore:
 
 
 def _believed(place: StorePlace, store: ObjectStore) -> ObjectStore:
-    """With ``store_signed_only`` what trusted signers signed; else signatures of those that are known must be theirs."""
+    """With ``store_signed_only`` what trusted signers signed; else signatures of those that are
+    known must be theirs.
+    """
     folder = Path(place.keys_dir)
     if place.signed_only:
         return SignedStore(store, Signers.load(folder))

@@ -1,4 +1,6 @@
-"""`ckptctl checkpoints pin`, `unpin` and `rm`: what an operator changes in a store; `gc` is `ckptd.ctl.store.store_gc`."""
+"""`ckptctl checkpoints pin`, `unpin` and `rm`: what an operator changes in a store; `gc` is
+`ckptd.ctl.store.store_gc`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""`ckptctl checkpoints gc`: what the policy does not keep is deleted, of ordinary runs and of the worlds of elastic ones.
+"""`ckptctl checkpoints gc`: what the policy does not keep is deleted, of ordinary runs and of the
+worlds of elastic ones.
 
-An ordinary run is collected by itself. The worlds of an elastic run are collected together, by the rule of the daemon's keeper
-(`ckptd.storage.checkpoints.incarnation_retention`): the latest world that has a verified checkpoint that has settled takes the place of all before it. That one, and
-any later one of which nothing is whole yet, are collected as ordinary runs are.
+An ordinary run is collected by itself. The worlds of an elastic run are collected together, by the
+rule of the daemon's keeper (`ckptd.storage.checkpoints.incarnation_retention`): the latest world
+that has a verified checkpoint that has settled takes the place of all before it. That one, and any
+later one of which nothing is whole yet, are collected as ordinary runs are.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from ckptd.storage.stores.objects import ObjectStore
 __all__ = ["Collected", "Gone", "KeptCheckpoint", "collect", "delete_soon"]
 
 _BATCH = 500
-# What was decided is done so soon after the listing was begun, or not at all: writers count on it (docs/format.md section 8).
+# What was decided is done so soon after the listing was begun, or not at all: writers count on it
+# (docs/format.md section 8).
 _DELETE_WITHIN_S = RetentionPolicy().settle_ns / 2e9
 _READ_WITHIN_S = (
     60.0  # of these; manifests never change, so they are read before the listing that counts
@@ -103,7 +106,8 @@ def collect(
     policy: RetentionPolicy,
     planned: Callable[[Collected], None],
 ) -> list[Collected]:
-    """Delete what the policy does not keep, run by run; ``planned`` hears of each before anything of it is done.
+    """Delete what the policy does not keep, run by run; ``planned`` hears of each before anything
+    of it is done.
 
     A world that is named itself is collected alone, by what there is of the others.
 

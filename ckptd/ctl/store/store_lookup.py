@@ -56,7 +56,8 @@ def find_catalog(opened: OpenedStore, job: str, run: str) -> Catalog:
 
 
 def catalogs_of(opened: OpenedStore, job: str | None, run: str | None) -> list[Catalog]:
-    """What is stored of one run, of all runs of a job, or of all; of an elastic run, of all its worlds, the latest first.
+    """What is stored of one run, of all runs of a job, or of all; of an elastic run, of all its
+    worlds, the latest first.
 
     Raises:
         StoreProblem: a job or run is named of which nothing is stored.

@@ -1,8 +1,9 @@
 """Whether one checkpoint may be removed, and what goes with it (pure: the result is a plan with reasons).
 
-All of its manifests go first, and only then objects: a death in between leaves it incomplete, and never damages another one. An object
-goes only if no other manifest refers to it and nobody can be about to write one that does (``docs/format.md`` section 7); what may
-still be wanted is left to `ckptctl checkpoints gc`. ``force`` says that no job writes to the run.
+All of its manifests go first, and only then objects: a death in between leaves it incomplete, and
+never damages another one. An object goes only if no other manifest refers to it and nobody can be
+about to write one that does (``docs/format.md`` section 7); what may still be wanted is left to
+`ckptctl checkpoints gc`. ``force`` says that no job writes to the run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _NEVER_NS = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """First all of ``manifests`` go, then ``objects``; ``left`` are objects that only it refers to and that stay, and why."""
+    """First all of ``manifests`` go, then ``objects``; ``left`` are objects that only it refers to
+    and that stay, and why.
+    """
 
     manifests: tuple[str, ...]
     objects: tuple[str, ...]

@@ -1,7 +1,7 @@
 """What a peer asks about a run, held against who may act on that run (docs/replication.md section 8).
 
-Every request that names a run passes here before it is served. What goes on under a lease, a ticket or a region was granted to one
-peer by such a request.
+Every request that names a run passes here before it is served. What goes on under a lease, a ticket
+or a region was granted to one peer by such a request.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class RunGuard:
         if refused is not None:
             return refused
         if isinstance(message, p.OpenReplica) and not self.access.members(message.job, message.run):
-            # Of a run that nobody here knew, whoever brings it first; its members are told of later (`TellRun`).
+            # Of a run that nobody here knew, whoever brings it first; its members are told of later
+            # (`TellRun`).
             self.access.admit(message.job, message.run, [peer], now_s=self._clock())
         elif isinstance(message, GetHoldings):
             self.access.admit(message.job, message.run, message.nodes, now_s=self._clock())

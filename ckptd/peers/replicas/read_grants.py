@@ -1,4 +1,6 @@
-"""Slots that peers are reading (docs/replication.md §7): they may not be reused until the peer has closed them, is gone, or idles."""
+"""Slots that peers are reading (docs/replication.md §7): they may not be reused until the peer has
+closed them, is gone, or idles.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Slots that peers may touch through a region: locked while lent, and given back without waiting for anybody.
 
-A loan is LENT → ENDING (peers cannot reach it any more, but one of them may still be writing or reading a chunk) → over. Only
-then its slot is unlocked and gets its state. A worker breaks off what is in our hands, which takes a second at most; the rest
-(another process in the middle of a copy, libzmq) is looked at again at each tick: a peer that has stopped holds up neither the loop nor
-a worker.
+A loan is LENT → ENDING (peers cannot reach it any more, but one of them may still be writing or
+reading a chunk) → over. Only then its slot is unlocked and gets its state. A worker breaks off what
+is in our hands, which takes a second at most; the rest (another process in the middle of a copy,
+libzmq) is looked at again at each tick: a peer that has stopped holds up neither the loop nor a
+worker.
 """
 
 from __future__ import annotations

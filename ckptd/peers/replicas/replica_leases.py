@@ -1,10 +1,13 @@
-"""The replicas that peers have open here: made when they are asked for, named by leases (docs/replication.md §4, §5).
+"""The replicas that peers have open here: made when they are asked for, named by leases
+(docs/replication.md §4, §5).
 
-A lease is good until its peer is gone, and means nothing to a later boot of either side. One that has not been used for a while
-does not keep a replica that nothing else needs: its peer opens it again. One whose peer is silent does not keep a replica from
-expiring: nobody may ever tell that this peer is gone.
+A lease is good until its peer is gone, and means nothing to a later boot of either side. One that
+has not been used for a while does not keep a replica that nothing else needs: its peer opens it
+again. One whose peer is silent does not keep a replica from expiring: nobody may ever tell that
+this peer is gone.
 
-Snapshots come first: a replica of them that finds no memory gets that of replicas of boundary logs, and for a while no further log is taken in.
+Snapshots come first: a replica of them that finds no memory gets that of replicas of boundary logs,
+and for a while no further log is taken in.
 """
 
 from __future__ import annotations
@@ -217,7 +220,9 @@ class Leasing:
         return "memory is wanted for replicas of snapshots, which come first" if waiting else ""
 
     def _made_room(self, plan: SegmentPlan) -> bool:
-        """Whether replicas of logs went so that this one of snapshots can be made, as soon as their memory is given back."""
+        """Whether replicas of logs went so that this one of snapshots can be made, as soon as their
+        memory is given back.
+        """
         missing = plan.geometry.total_bytes - self._replicas.free_bytes
         logs = sorted(self._replicas.logs(), key=lambda s: s.file_bytes, reverse=True)
         if sum(log.file_bytes for log in logs) < missing:
@@ -247,7 +252,9 @@ class Leasing:
 
 
 def _slots_for(message: p.OpenReplica, descriptor: SegmentDescriptor) -> int:
-    """Over a gap, the old suffix and the new one must both find room, or neither could ever go. A log follows its primary."""
+    """Over a gap, the old suffix and the new one must both find room, or neither could ever go. A
+    log follows its primary.
+    """
     if descriptor.is_log:
         return message.num_slots
     return max(message.num_slots, 2 * max(descriptor.window, message.span))

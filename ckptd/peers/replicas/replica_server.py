@@ -1,9 +1,12 @@
-"""Serving peers: replicas that they put here, and snapshots that they get from here (docs/replication.md §4, §5, §7).
+"""Serving peers: replicas that they put here, and snapshots that they get from here
+(docs/replication.md §4, §5, §7).
 
-A `Host` lives on the daemon's loop thread and never waits for a peer; making memory, verifying, and the ends of transfers go to
-workers. What a peer holds of us are *leases* (`ckptd.peers.replicas.replica_leases`: a replica segment, until we restart), *tickets* (`ckptd.peers.replicas.write_grants`: a
-slot being filled, locked against everybody else) and *reads* (`ckptd.peers.replicas.read_grants`: a slot that may not be reused). All three end
-with that boot of the peer, or when nothing happens for long; none of them is a promise that outlives us.
+A `Host` lives on the daemon's loop thread and never waits for a peer; making memory, verifying, and
+the ends of transfers go to workers. What a peer holds of us are *leases*
+(`ckptd.peers.replicas.replica_leases`: a replica segment, until we restart), *tickets*
+(`ckptd.peers.replicas.write_grants`: a slot being filled, locked against everybody else) and
+*reads* (`ckptd.peers.replicas.read_grants`: a slot that may not be reused). All three end with that
+boot of the peer, or when nothing happens for long; none of them is a promise that outlives us.
 """
 
 from __future__ import annotations
@@ -163,7 +166,9 @@ class Host:
         return True
 
     def _waiting(self, message: p.OpenReplica | GetHoldings) -> str:
-        """A file of that run of which nobody can tell what is in it: an answer without it would say that it is not there."""
+        """A file of that run of which nobody can tell what is in it: an answer without it would say
+        that it is not there.
+        """
         of = message.job, message.run
         return next(iter(self._store.waits_for(*of) + self._replicas.waits_for(*of)), "")
 
@@ -190,13 +195,17 @@ class Host:
                     self._free(segment, index)
 
     def peer_gone(self, peer: str, *, but_boot: str = "") -> None:
-        """A peer died: what it was filling is free again. If it is back, what this boot of it has begun goes on."""
+        """A peer died: what it was filling is free again. If it is back, what this boot of it has
+        begun goes on.
+        """
         self._tickets.peer_gone(peer, but_boot)
         self._reads.peer_gone(peer, but_boot)
         self._leases.peer_gone(peer, but_boot)
 
     def heard(self, peer: str, boot_id: str) -> None:
-        """A peer said hello: what it has open here is not forgotten, though it may have nothing to send for long."""
+        """A peer said hello: what it has open here is not forgotten, though it may have nothing to
+        send for long.
+        """
         self._leases.heard(peer, boot_id)
 
     def damaged(self, segment: Segment) -> None:
@@ -348,7 +357,8 @@ def local_holdings(
     record: RunRecord | None,
     failures: tuple[ReplayFailure, ...] = (),
 ) -> Holdings:
-    """Every sealed snapshot, logged iteration and parked state of a run that lies on this node, and what it knows of the run.
+    """Every sealed snapshot, logged iteration and parked state of a run that lies on this node, and
+    what it knows of the run.
 
     Args:
         failures: the replays that did not reproduce.

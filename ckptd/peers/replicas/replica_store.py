@@ -1,13 +1,17 @@
-"""The replica segments of this node: other nodes' snapshots and boundary logs, beside the segments of its own ranks.
+"""The replica segments of this node: other nodes' snapshots and boundary logs, beside the segments
+of its own ranks.
 
-As in `SegmentStore`, whoever looks for snapshots must not come upon a log: iterating, `of_run` and `groups` leave them out.
+As in `SegmentStore`, whoever looks for snapshots must not come upon a log: iterating, `of_run` and
+`groups` leave them out.
 
-They share folder and quota with `SegmentStore` and are found again after a restart in the same way. What a rank of this
-node is promised goes first: a replica gets memory only if that leaves room. All methods belong to the daemon's loop thread.
+They share folder and quota with `SegmentStore` and are found again after a restart in the same way.
+What a rank of this node is promised goes first: a replica gets memory only if that leaves room. All
+methods belong to the daemon's loop thread.
 
-One primary has one replica here, or several *rings*: when a longer suffix must fit (the run's span has grown) a wider
-one is made beside the first, which goes as soon as no promise needs it. The descriptor of the n-th says that it was created n
-nanoseconds later, so its origin and its name are its own.
+One primary has one replica here, or several *rings*: when a longer suffix must fit (the run's span
+has grown) a wider one is made beside the first, which goes as soon as no promise needs it. The
+descriptor of the n-th says that it was created n nanoseconds later, so its origin and its name are
+its own.
 """
 
 from __future__ import annotations
@@ -250,7 +254,9 @@ def same_primary(a: SegmentDescriptor, b: SegmentDescriptor) -> bool:
 
 
 def _missing_bytes(plan: SegmentPlan) -> int:
-    """What a plan has yet to take from the filesystem; it still counts as a plan when it was made, until it is entered."""
+    """What a plan has yet to take from the filesystem; it still counts as a plan when it was made,
+    until it is entered.
+    """
     if plan.path.exists():
         return 0
     try:

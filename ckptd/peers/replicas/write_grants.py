@@ -1,8 +1,9 @@
 """Slots that peers are filling: granted to one of them, verified, sealed (docs/replication.md §5).
 
-A ticket is OPEN (the peer puts its image) → VERIFYING (nobody can reach the slot any more, a worker compares the digests, last the
-cryptographic one that the sender told over the control session) → sealed, or given up: aborted, not verified, its peer gone, or nothing heard for long. A slot that is given up is free again
-when nothing can land in it any more (`ckptd.peers.replicas.region_loans`).
+A ticket is OPEN (the peer puts its image) → VERIFYING (nobody can reach the slot any more, a worker
+compares the digests, last the cryptographic one that the sender told over the control session) →
+sealed, or given up: aborted, not verified, its peer gone, or nothing heard for long. A slot that is
+given up is free again when nothing can land in it any more (`ckptd.peers.replicas.region_loans`).
 """
 
 from __future__ import annotations
@@ -233,7 +234,9 @@ class Filling:
     def _lend(
         self, peer: str, segment: Segment, index: int, header: SlotHeader, fd: int
     ) -> Region | p.PeerRefused:
-        """A region over the slot, locked by ``fd`` and marked as filling; the mark comes last, when nothing can fail any more."""
+        """A region over the slot, locked by ``fd`` and marked as filling; the mark comes last, when
+        nothing can fail any more.
+        """
         if not locks.try_lock(fd, slot_lock_byte(index), exclusive=True):
             return p.PeerRefused("busy", f"slot {index} is being read")
         if left_behind(segment, index):

@@ -1,4 +1,6 @@
-"""Where a world goes on: the newest whole state in the nodes' memory, or what storage has, where that is newer or memory has none."""
+"""Where a world goes on: the newest whole state in the nodes' memory, or what storage has, where
+that is newer or memory has none.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ __all__ = ["choose_with_storage"]
 
 logger = get_logger(__name__)
 
-# A job that ended within its first steps has parts of a state, if a rank died before it had a snapshot: whoever was left is parked. To do
-# these few steps again costs less than somebody who has to look at it.
+# A job that ended within its first steps has parts of a state, if a rank died before it had a
+# snapshot: whoever was left is parked. To do these few steps again costs less than somebody who has
+# to look at it.
 _FEW_STEPS = 10
 
 

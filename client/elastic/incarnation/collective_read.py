@@ -1,4 +1,6 @@
-"""Each rank reads something of its node's images, and all hear how that went: they go on together, look again together, or raise together."""
+"""Each rank reads something of its node's images, and all hear how that went: they go on together,
+look again together, or raise together.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ logger = get_logger(__name__)
 
 
 class _Read(msgspec.Struct, frozen=True):
-    """What a rank has to say of what it read, or why it could not; ``again``: not this image, perhaps another."""
+    """What a rank has to say of what it read, or why it could not; ``again``: not this image,
+    perhaps another.
+    """
 
     said: bytes = b""
     again: bool = False

@@ -1,6 +1,8 @@
-"""What the ranks of a world tell each other first: where they are, what they were started with, and what their nodes hold.
+"""What the ranks of a world tell each other first: where they are, what they were started with, and
+what their nodes hold.
 
-One rank of each node speaks for it. What is wrong with any rank is heard by all here, before one of them waits for the others.
+One rank of each node speaks for it. What is wrong with any rank is heard by all here, before one of
+them waits for the others.
 """
 
 from __future__ import annotations
@@ -92,15 +94,17 @@ class Discovery:
     def next_world(self, stored: Sequence[int]) -> int:
         """The number of the new world: higher than all that are known here, ``stored`` ones among them."""
         seen = max((*stored, *(world for node in self.held for world in node.worlds)), default=-1)
-        # A clock that is behind does not tell worlds apart: nodes that are away may know of one with the next number, and their images would be
-        # taken for those of this one when they are back.
+        # A clock that is behind does not tell worlds apart: nodes that are away may know of one
+        # with the next number, and their images would be taken for those of this one when they are
+        # back.
         return self.clock_s if self.clock_s > seen else seen + self.drawn
 
 
 def find_here(
     find_endpoint: Callable[[], str] | None, rank: int, slots: int, domain: str
 ) -> Here | Exception:
-    """Where this rank is; or why that cannot be found out: the other ranks wait to hear of it, and raise it, too.
+    """Where this rank is; or why that cannot be found out: the other ranks wait to hear of it, and
+    raise it, too.
 
     Args:
         find_endpoint: of this node's daemon; None: nothing is kept, and the rank is a node of its own.

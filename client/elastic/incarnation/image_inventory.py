@@ -1,7 +1,8 @@
 """What lies on this node of the worlds of a job: files of the daemon's, looked at in place.
 
-Nothing here asks a daemon: whoever may open a segment can read it, and replicas of other nodes' segments are such files, too. An image counts if
-it is sealed and anchors everything that it holds; a sparse one alone is no state.
+Nothing here asks a daemon: whoever may open a segment can read it, and replicas of other nodes'
+segments are such files, too. An image counts if it is sealed and anchors everything that it holds;
+a sparse one alone is no state.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ class Inventory:
 
     def _layout(self, view: ImageView, units: Sequence[Unit], rank: int) -> int | None:
         index_of = UnitIndex(view, self._layers, rank)
-        # Buffers of an expert go with it; those of the dense part differ between ranks, and go with the step scalars.
+        # Buffers of an expert go with it; those of the dense part differ between ranks, and go with
+        # the step scalars.
         own = [BUFFER + name for name in index_of.buffers if self._layers.expert_of(name)]
         covered = index_of.covered([*units, *map(Unit, own), *index_of.shards])
         dense = view.anchors == (1 << view.num_operators) - 1

@@ -1,6 +1,8 @@
-"""The plan of a world: made by every rank for itself from what all have told, and the same on all of them. Pure.
+"""The plan of a world: made by every rank for itself from what all have told, and the same on all
+of them. Pure.
 
-How many replicas, on which nodes, which machine is which node of the plan, and who gives what to whom (`ckptd.core.elastic`).
+How many replicas, on which nodes, which machine is which node of the plan, and who gives what to
+whom (`ckptd.core.elastic`).
 """
 
 from __future__ import annotations
@@ -148,7 +150,9 @@ def plan_world(
 def replicas_by_load(
     plan: IncarnationPlan, loads_LE: Loads, *, threshold: int, max_straggler: float | None
 ) -> NDArray[np.int64]:
-    """``[L, R, E]``: where the experts would be placed on this world's ranks for these loads, whatever has to be sent for it."""
+    """``[L, R, E]``: where the experts would be placed on this world's ranks for these loads,
+    whatever has to be sent for it.
+    """
     allocation = allocate(loads_LE, plan.cluster, threshold)
     placed = place(allocation, loads_LE, plan.cluster, max_straggler=max_straggler)
     return _on_ranks(placed.placement, plan.cluster, loads_LE, plan.node_of)

@@ -1,9 +1,12 @@
-"""What the ranks do together when a world begins: tell what their nodes hold, plan, and make sure that what is to be read can be.
+"""What the ranks do together when a world begins: tell what their nodes hold, plan, and make sure
+that what is to be read can be.
 
-No controller takes part. One rank of each node tells what the daemon's files there hold (`looking`); all compute the same plan from that, and compare its
-digest. An image that turns out to be damaged is left out, and all plan again. Where a rank vanishes meanwhile, the
-process group fails on the others, the launcher starts the job again, and the next start plans from what is there then: nothing was freed.
-Where storage has a newer state than memory, or memory none, that is brought into memory first, and all plan again (`choosing`, `stored`).
+No controller takes part. One rank of each node tells what the daemon's files there hold
+(`looking`); all compute the same plan from that, and compare its digest. An image that turns out to
+be damaged is left out, and all plan again. Where a rank vanishes meanwhile, the process group fails
+on the others, the launcher starts the job again, and the next start plans from what is there then:
+nothing was freed. Where storage has a newer state than memory, or memory none, that is brought into
+memory first, and all plan again (`choosing`, `stored`).
 """
 
 from __future__ import annotations
@@ -86,7 +89,9 @@ def _attempt(
     unusable: frozenset[ImageKey],
     storage: Storage,
 ) -> Started | frozenset[ImageKey]:
-    """A world; or what this rank has found to be unusable, where any has found something, or something came from storage."""
+    """A world; or what this rank has found to be unusable, where any has found something, or
+    something came from storage.
+    """
     clock = _Clock()
     looked = look(here, wishes, rank, meet, unusable)
     clock.lap("inventory_s")

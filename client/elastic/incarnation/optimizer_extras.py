@@ -1,9 +1,12 @@
 """What optimizers keep beside their tensors, where a world has other ranks than the one that recorded it.
 
-`KeptState` gathers it (``ckptd.client.optimizers.optimizer_audit``): attributes, entries of ``state`` that are of no parameter, nested values per parameter. What is
-of one parameter travels with that parameter. The rest a rank gets from the rank of its number, and a rank that joins from the lowest one that
-there was. That is exact for what does not depend on which parameters a rank has. An optimizer that updates experts, of which each rank has
-others in each world, may keep lists and tensors by the position of a parameter: they are refused, by their path, as soon as they are seen.
+`KeptState` gathers it (``ckptd.client.optimizers.optimizer_audit``): attributes, entries of
+``state`` that are of no parameter, nested values per parameter. What is of one parameter travels
+with that parameter. The rest a rank gets from the rank of its number, and a rank that joins from
+the lowest one that there was. That is exact for what does not depend on which parameters a rank
+has. An optimizer that updates experts, of which each rank has others in each world, may keep lists
+and tensors by the position of a parameter: they are refused, by their path, as soon as they are
+seen.
 """
 
 from __future__ import annotations
@@ -116,7 +119,9 @@ class KeptApart:
                 )
 
     def _list(self, node: Node, fresh: Node, path: str) -> Node:
-        """Parameters, as the optimizer's constructor puts them together, are this rank's own; nothing else can be known to fit."""
+        """Parameters, as the optimizer's constructor puts them together, are this rank's own;
+        nothing else can be known to fit.
+        """
         theirs, own = self._common(node), self._common(fresh)
         if theirs is not None and values.equal(theirs, own):
             return fresh
@@ -138,7 +143,9 @@ class KeptApart:
                 )
 
     def _of_its_own(self, tensor: Tensor, name: str) -> bool:
-        """Whether a tensor in the state of a parameter can be of that one alone: by its shape, where the optimizer may mix parameters."""
+        """Whether a tensor in the state of a parameter can be of that one alone: by its shape,
+        where the optimizer may mix parameters.
+        """
         if self._binding.owner[name][0] not in self._moving or tensor.numel() <= 1:
             return True
         probe = self._binding.probe(name)
@@ -146,7 +153,9 @@ class KeptApart:
         return (probe is not None and probe.independent) or {1, held.numel(), *held.shape}.issuperset(tensor.shape)  # fmt: skip
 
     def digests(self, kept: Mapping[str, Any]) -> dict[str, str]:
-        """Of each attribute, by its path: equal on two ranks where it has nothing of a rank in it; of generators nothing is compared."""
+        """Of each attribute, by its path: equal on two ranks where it has nothing of a rank in it;
+        of generators nothing is compared.
+        """
         found = {}
         for i, who in enumerate(self._binding.kept.names):
             for name, node in kept["attributes"][i]:
@@ -208,7 +217,9 @@ def _nodes(node: Node) -> Sequence[Node]:
 
 
 def _name_in(node: Node) -> str:
-    """The parameter or buffer of a reference: ``k`` or ``n``, kind, name …; ``a``, distance, kind, name; with ``data`` before the kind."""
+    """The parameter or buffer of a reference: ``k`` or ``n``, kind, name …; ``a``, distance, kind,
+    name; with ``data`` before the kind.
+    """
     rest = node[2:] if node[0] == "a" else node[1:]
     name = rest[2] if rest[0] == "data" else rest[1]
     return str(name)

@@ -1,4 +1,5 @@
-"""What a plan needs of the state itself, beside what the nodes tell of it: how many tokens each expert got, and of which shapes experts are.
+"""What a plan needs of the state itself, beside what the nodes tell of it: how many tokens each
+expert got, and of which shapes experts are.
 
 Shapes: ``L`` layers, ``E`` experts of each.
 """
@@ -48,7 +49,8 @@ def read_recorded(
     rank: int,
     meet: Exchange,
 ) -> Recorded | frozenset[ImageKey]:
-    """Of the state of the lowest rank that is held, read by the first rank on a node that holds it; a collective call.
+    """Of the state of the lowest rank that is held, read by the first rank on a node that holds it;
+    a collective call.
 
     Args:
         local: what this rank's node holds of it.

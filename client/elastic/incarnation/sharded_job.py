@@ -1,8 +1,9 @@
 """An elastic job whose experts have their optimizer on shards: what the job does otherwise then.
 
-Each rank trains a shard of every expert (`ExpertShards`), and captures that, once; the replicas' weights are the shards, rounded to their dtype, and
-are in no snapshot. A world of another number of ranks cuts the shards elsewhere (`ckptd.core.elastic.shard_owners`), loads them, and sends the weights to
-wherever its placement has the experts.
+Each rank trains a shard of every expert (`ExpertShards`), and captures that, once; the replicas'
+weights are the shards, rounded to their dtype, and are in no snapshot. A world of another number of
+ranks cuts the shards elsewhere (`ckptd.core.elastic.shard_owners`), loads them, and sends the
+weights to wherever its placement has the experts.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ def _first(experts: Sequence[Any]) -> str:
 def firsts_of(
     binding: LiveState, shards: ExpertShards | None, layers: ExpertLayers, rank: int, ranks: int
 ) -> dict[str, int]:
-    """Of each parameter of which this rank has a shard, by the shard's name: the element with which it begins."""
+    """Of each parameter of which this rank has a shard, by the shard's name: the element with which
+    it begins.
+    """
     if shards is None:
         return {}
     numels = numels_of(ShardShapes(shards.layers).state_dict(), layers)

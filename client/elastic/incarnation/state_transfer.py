@@ -59,7 +59,9 @@ def _fill(
     ranks: int,
     meet: Exchange,
 ) -> dict[str, float]:
-    """What this rank's node holds is read there, the rest comes from other ranks; where the time went, in seconds."""
+    """What this rank's node holds is read there, the rest comes from other ranks; where the time
+    went, in seconds.
+    """
     began = time.perf_counter()
     with all_or_none(meet, f"rank {rank}"):
         units, scalars = _outgoing(local, handover, rank, ranks)

@@ -113,7 +113,9 @@ def _part(unit: Unit, source: EntrySource, entry: ImageTensor) -> EntryRows | No
 
 
 class ParamFacts:
-    """What an image tells of its parameters beside their tensors: keys, numbers and plain values of the optimizer's state."""
+    """What an image tells of its parameters beside their tensors: keys, numbers and plain values of
+    the optimizer's state.
+    """
 
     def __init__(self, view: ImageView) -> None:
         scalars: dict[str, Any] = values.unpack(bytes(view.data(SCALARS)[: view.scalars_len]))
@@ -144,7 +146,9 @@ class ParamFacts:
         }
 
     def _kept_of(self, param: str) -> dict[str, Any]:
-        """Nested values in its state, and its keys where they are others than the layout tells: none, or the only one."""
+        """Nested values in its state, and its keys where they are others than the layout tells:
+        none, or the only one.
+        """
         if self.kept is None:
             return {"entries": [], "deviating": []}
         keys = self.kept["keys"]

@@ -1,9 +1,11 @@
-"""Where the nodes' memory holds no whole state, or an older one, a world goes on from storage (docs/elastic.md §14).
+"""Where the nodes' memory holds no whole state, or an older one, a world goes on from storage
+(docs/elastic.md §14).
 
-One rank of each node asks its daemon what is durable of the run's worlds, and tells the others. All decide alike: the newest world of which
-anything is whole is the history of the job, in memory or in storage, and of that world its newest iteration. If that is in storage, the images that no
-node holds are shared out over the nodes by their bytes, each is brought by one daemon into its memory, verified, and then the ranks plan as
-if it had always been there.
+One rank of each node asks its daemon what is durable of the run's worlds, and tells the others. All
+decide alike: the newest world of which anything is whole is the history of the job, in memory or in
+storage, and of that world its newest iteration. If that is in storage, the images that no node
+holds are shared out over the nodes by their bytes, each is brought by one daemon into its memory,
+verified, and then the ranks plan as if it had always been there.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ __all__ = ["DurableState", "Storage", "missing_ranks", "newer_than", "share_out"
 
 logger = get_logger(__name__)
 
-# Where memory is enough, a store that is away is not waited for. Where it is not, the daemon gives up before this (`store_deadline_s`).
+# Where memory is enough, a store that is away is not waited for. Where it is not, the daemon gives
+# up before this (`store_deadline_s`).
 _GLANCE_S, _LOOK_S = 30.0, 900.0
-# A daemon answers what is asked here at once. One that was started again knows nothing of an earlier request, and one that is dead says nothing.
+# A daemon answers what is asked here at once. One that was started again knows nothing of an
+# earlier request, and one that is dead says nothing.
 _ANSWER_S, _ASKED = 5.0, 3
 _POLL_S, _LOOK_POLL_S = 0.1, 0.01
 _TOLD_S = 30.0
@@ -110,7 +114,8 @@ class Storage:
             DaemonUnavailable: on all ranks: memory is not enough, and no store that is configured answers, or all that is there is damaged;
                 or one has answered this start before: then it holds what memory does not.
         """
-        # What looked damaged to an earlier start is looked at once more; what this one has found stays passed over.
+        # What looked damaged to an earlier start is looked at once more; what this one has found
+        # stays passed over.
         again, self._looked = self._looked, True
         seen, failed = DurableWorlds(configured=False), None
         if self._find_endpoint is not None and self._rank in speakers:
@@ -174,7 +179,8 @@ class Storage:
         stored: DurableState,
         speakers: Sequence[int],
     ) -> bool:
-        """Have the nodes' daemons bring these ranks' images; a collective call. Whether all came: else another checkpoint may do.
+        """Have the nodes' daemons bring these ranks' images; a collective call. Whether all came:
+        else another checkpoint may do.
 
         Raises:
             DaemonUnavailable: on all ranks: a node has no memory for them, or its daemon is gone.
@@ -231,7 +237,8 @@ class Storage:
 
 
 def _ask(client: ControlClient, message: Request, kind: type[_Reply]) -> _Reply:
-    """What may be asked twice; again where no answer comes, since the daemon may have been started again meanwhile.
+    """What may be asked twice; again where no answer comes, since the daemon may have been started
+    again meanwhile.
 
     Raises:
         RefusedError, RequestTimeout, WireError: as of the client.
@@ -246,7 +253,8 @@ def _ask(client: ControlClient, message: Request, kind: type[_Reply]) -> _Reply:
 def newer_than(chosen: Chosen | None, stored: DurableState) -> DurableWorld | None:
     """The durable checkpoint to go on from; None: what memory holds is newer, or there is none.
 
-    A later world went on from an earlier one, which may hold iterations that were abandoned since: the world counts first.
+    A later world went on from an earlier one, which may hold iterations that were abandoned since:
+    the world counts first.
     """
     newest = max(stored.checkpoints, key=lambda c: (c.world, c.iteration), default=None)
     if newest is None or chosen is None:
@@ -269,7 +277,9 @@ def missing_ranks(wanted: DurableWorld, held: Sequence[NodeHeld]) -> list[int]:
 def share_out(
     ranks: Sequence[int], sizes: Sequence[int], nodes: Sequence[int]
 ) -> Mapping[int, tuple[int, ...]]:
-    """Whose images each of these nodes brings: the largest first, each to the node that has least to bring so far."""
+    """Whose images each of these nodes brings: the largest first, each to the node that has least
+    to bring so far.
+    """
     load, found = dict.fromkeys(nodes, 0), {node: list[int]() for node in nodes}
     for rank in sorted(ranks, key=lambda r: (-sizes[r], r)):
         node = min(nodes, key=lambda n: (load[n], len(found[n]), n))

@@ -101,7 +101,8 @@ class Loader:
                 self.nbytes += nbytes
 
     def scalars(self, packed: bytes | bytearray, rank: int) -> None:
-        """Load step scalars: options of parameter groups, the user's state, dense buffers. Random state follows in `begin`.
+        """Load step scalars: options of parameter groups, the user's state, dense buffers. Random
+        state follows in `begin`.
 
         Args:
             rank: this one. Where they are of another, random generators must not be like that one's.
@@ -129,7 +130,8 @@ class Loader:
         return {} if self._kept is None else self._rules.digests(self._kept)
 
     def finish(self) -> None:
-        """Complete the optimizers' state: numbers, plain values, the order of keys that the optimizer itself has, and all that it kept elsewhere.
+        """Complete the optimizers' state: numbers, plain values, the order of keys that the
+        optimizer itself has, and all that it kept elsewhere.
 
         Raises:
             ValueError: an optimizer kept what cannot be brought to a world of other ranks.
@@ -165,7 +167,9 @@ class Loader:
         binding.kept.load(values.pack(fitted, "what the optimizer keeps"), names)
 
     def begin(self) -> None:
-        """The first step is about to run: random state as it was, or, on a rank that there was not, one of its own that follows from it."""
+        """The first step is about to run: random state as it was, or, on a rank that there was not,
+        one of its own that follows from it.
+        """
         if self._rng is None:
             return
         restore_rng(self._rng)

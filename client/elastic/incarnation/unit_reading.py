@@ -138,7 +138,9 @@ class LocalState:
         raise KeyError(f"{unit} is in no image here")
 
     def _index(self, image: LocalImage) -> UnitIndex | None:
-        """What is in an image by its header as it stands, so that only those are verified that are read; None if it was overwritten."""
+        """What is in an image by its header as it stands, so that only those are verified that are
+        read; None if it was overwritten.
+        """
         if image.key not in self._indices:
             index = None
             try:

@@ -1,4 +1,6 @@
-"""All that a rank of a world protects: the user's model, optimizers and objects, and what the job records beside them."""
+"""All that a rank of a world protects: the user's model, optimizers and objects, and what the job
+records beside them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What goes on beside the steps of a world: earlier worlds give their memory back, the node's daemon is told of it, experts may be placed anew."""
+"""What goes on beside the steps of a world: earlier worlds give their memory back, the node's
+daemon is told of it, experts may be placed anew.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ __all__ = ["BackgroundTasks", "make_room"]
 
 
 def make_room(here: Here, wishes: Wishes, world: Started, rank: int) -> None:
-    """Free what nobody needs any more, for this world needs memory. To be called when all ranks have what they need."""
+    """Free what nobody needs any more, for this world needs memory. To be called when all ranks
+    have what they need.
+    """
     if here.folder is None or here.endpoint is None or not _speaks(world.plan, rank):
         return
     chosen = -1 if world.chosen is None else world.chosen.world
@@ -67,7 +71,9 @@ class BackgroundTasks:
         loads_LE: Callable[[], Loads],
         seconds: Mapping[str, float],
     ) -> str | None:
-        """Why experts are to be placed anew before this step; None: they are not. As `Rebalancing.look`, a collective call now and then."""
+        """Why experts are to be placed anew before this step; None: they are not. As
+        `Rebalancing.look`, a collective call now and then.
+        """
         if self._rebalancing is None:
             return None
         return self._rebalancing.look(step, total, placement(), loads_LE(), seconds)

@@ -1,4 +1,6 @@
-"""Gradients of the dense part, summed over all ranks (those of the experts are the layers' own affair), and the norm of all of them."""
+"""Gradients of the dense part, summed over all ranks (those of the experts are the layers' own
+affair), and the norm of all of them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ _BUCKET_BYTES = 32 << 20
 class DenseGradients:
     """The gradients of parameters that all ranks have.
 
-    A parameter that has no gradient on some rank counts as zero there; one that has none anywhere stays without.
+    A parameter that has no gradient on some rank counts as zero there; one that has none anywhere
+    stays without.
 
     Args:
         params: the same on all ranks, in the same order.
@@ -51,9 +54,11 @@ class DenseGradients:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``; the norm before, the same on all ranks. A collective call.
+        """Scale all gradients so that their norm is at most ``max_norm``; the norm before, the same
+        on all ranks. A collective call.
 
-        Every parameter of the job counts once, however many ranks hold a replica of its expert; of shards each element, which one rank has.
+        Every parameter of the job counts once, however many ranks hold a replica of its expert; of
+        shards each element, which one rank has.
         """
         experts = [p for one in self._trained() for p in one.parameters()]
         device = self._params[0].device if self._params else torch.device("cpu")

@@ -1,4 +1,5 @@
-"""``ElasticJob``: training goes on with the ranks that are there, and no step is trained on twice or left out.
+"""``ElasticJob``: training goes on with the ranks that are there, and no step is trained on twice
+or left out.
 
     job = ElasticJob({"blocks.0.moe": 8, "blocks.1.moe": 8}, slots=4)
     model = build(job)  # its mixture layers are made by job.layer(name, make_expert)
@@ -10,12 +11,15 @@
         job.sum_gradients()
         optimizer.step()
 
-Where the experts' optimizer is to be on shards (SwiftMoE) instead of on each replica, ``job.shards(model, make_optimizer)`` comes before the
-optimizer of the rest, and ``shards.step()`` behind its step.
+Where the experts' optimizer is to be on shards (SwiftMoE) instead of on each replica,
+``job.shards(model, make_optimizer)`` comes before the optimizer of the rest, and ``shards.step()``
+behind its step.
 
-A *world* is one life of the job: its ranks, and where their experts are. When ranks go or come the launcher starts all of them again, in a new world:
-its ranks look what their nodes hold (`starting`), plan, read what is there, give each other the rest (`shipping`), and go on at one iteration. Each
-world is a run of its own for the daemons, which keep it until the next one can be had without it (`retiring`).
+A *world* is one life of the job: its ranks, and where their experts are. When ranks go or come the
+launcher starts all of them again, in a new world: its ranks look what their nodes hold
+(`starting`), plan, read what is there, give each other the rest (`shipping`), and go on at one
+iteration. Each world is a run of its own for the daemons, which keep it until the next one can be
+had without it (`retiring`).
 """
 
 from __future__ import annotations
@@ -112,7 +116,8 @@ class ElasticJob:
         )
         counts = [1] if wrong else list(layers.values())
         self.layers = ExpertLayers(() if wrong else tuple(layers), counts[0])
-        # Under one name whatever job and run they were given: ranks that were given others meet, and hear of it.
+        # Under one name whatever job and run they were given: ranks that were given others meet,
+        # and hear of it.
         self._meet = partial(exchange, replace(self._identity, job="elastic", run="worlds"))
         wishes = Wishes(
             self._identity.job,
@@ -165,8 +170,9 @@ class ElasticJob:
 
     @property
     def floor(self) -> int:
-        """The newest step of this world at whose top all of it is held, with the replicas that were asked for; -1: none yet, and a node that is
-        lost now takes the job back to `start`."""
+        """The newest step of this world at whose top all of it is held, with the replicas that were
+        asked for; -1: none yet, and a node that is lost now takes the job back to `start`.
+        """
         if self._here.folder is None:
             return -1
         run = run_of_world(self._identity.run, self.plan.number)
@@ -186,8 +192,10 @@ class ElasticJob:
         return found
 
     def placements_by_load(self) -> dict[str, NDArray[Any]]:
-        """``[R, E]`` by the name of the layer: where the experts of this world would be placed for the tokens that they got so far; the same on all
-        ranks. For ``shards.step(job.placements_by_load())``: with shards another placement costs nothing to send.
+        """``[R, E]`` by the name of the layer: where the experts of this world would be placed for
+        the tokens that they got so far; the same on all ranks. For
+        ``shards.step(job.placements_by_load())``: with shards another placement costs nothing to
+        send.
         """
         wishes = self._wishes
         found = replicas_by_load(
@@ -224,7 +232,8 @@ class ElasticJob:
         Args:
             make_expert: makes an expert of that number. What it is initialised with must follow from the number, so that all replicas
                 begin alike.
-            reduce: as for ``ElasticExperts``; the default goes with losses that are divided by the size of the global batch.
+            reduce: as for ``ElasticExperts``; the default goes with losses that are divided by the
+                size of the global batch.
         Raises:
             ValueError, DaemonUnavailable: on all ranks: there is no such layer, or an expert could not be made on some rank.
         """
@@ -251,10 +260,12 @@ class ElasticJob:
         masters: torch.dtype | None = None,
         make_expert: Callable[[str, int], nn.Module] | None = None,
     ) -> ExpertShards:
-        """Put the optimizer of all experts on shards (docs/elastic.md, section 13), instead of on each replica; a collective call, before `checkpointer`.
+        """Put the optimizer of all experts on shards (docs/elastic.md, section 13), instead of on
+        each replica; a collective call, before `checkpointer`.
 
-        The experts leave the model's parameters: make the optimizer of the rest after it. What it returns is stepped beside that:
-        ``shards.step()``, or ``shards.step(placements)`` for other places from now on.
+        The experts leave the model's parameters: make the optimizer of the rest after it. What it
+        returns is stepped beside that: ``shards.step()``, or ``shards.step(placements)`` for other
+        places from now on.
 
         Args:
             make_optimizer, masters, make_expert: as for ``ExpertShards``.
@@ -280,15 +291,17 @@ class ElasticJob:
         state: Mapping[str, Stateful] | None = None,
         **options: Any,
     ) -> Checkpointer:
-        """Load what this rank needs of the state, from its node or from other ranks, and protect it from now on; a collective call.
+        """Load what this rank needs of the state, from its node or from other ranks, and protect it
+        from now on; a collective call.
 
-        Snapshots are dense: an expert whose holders are all lost must be had from one snapshot, without a replay by ranks that there no
-        longer are.
+        Snapshots are dense: an expert whose holders are all lost must be had from one snapshot,
+            without a replay by ranks that there no longer are.
 
         Args:
             state: as for ``Checkpointer``. What it holds should be alike on all ranks: a rank gets what the rank of its number had, and a rank
                 beyond those that there were what the lowest had.
-            options: further options of ``Checkpointer``. With `shards` the names of the model's parameters begin with ``model.`` in them.
+            options: further options of ``Checkpointer``. With `shards` the names of the model's
+                parameters begin with ``model.`` in them.
         Raises:
             ValueError: on all ranks: the model is not that of the state, or has its experts' optimizer elsewhere, or an option cannot be chosen.
         """
@@ -356,7 +369,8 @@ class ElasticJob:
     # -- the loop --------------------------------------------------------------------------------
 
     def steps(self, total: int) -> Generator[int, None, None]:
-        """The steps of this world. It ends early with ``again`` set where experts are to be placed anew: make another ``ElasticJob`` then.
+        """The steps of this world. It ends early with ``again`` set where experts are to be placed
+        anew: make another ``ElasticJob`` then.
 
         Raises:
             ValueError: `checkpointer` was not called; on all ranks: they were given other totals, and one would end before the others.
@@ -385,10 +399,11 @@ class ElasticJob:
             alongside.step_over(step, self._placement, self._loads)
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of the dense part over all ranks, and those of each expert over its replicas; a collective call.
+        """Sum the gradients of the dense part over all ranks, and those of each expert over its
+        replicas; a collective call.
 
-        For losses that are divided by the size of the global batch: what comes out are gradients of its mean loss. To be called after the last
-        backward of a step, before gradients are clipped.
+        For losses that are divided by the size of the global batch: what comes out are gradients of
+        its mean loss. To be called after the last backward of a step, before gradients are clipped.
 
         Raises:
             ValueError: `checkpointer` was not called.
@@ -398,7 +413,8 @@ class ElasticJob:
         self._gradients.sum()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As torch's, over all parameters of the job, each of which counts once; after `sum_gradients`. A collective call.
+        """As torch's, over all parameters of the job, each of which counts once; after
+        `sum_gradients`. A collective call.
 
         Returns:
             The norm of all gradients before, float64, the same on all ranks.

@@ -1,5 +1,6 @@
-"""Worlds that are over give their memory back: once the world that went on from them can be had without them, or at once where nothing was
-ever promised of them. Otherwise starts that fail one after the other would fill the memory, and the world that comes through at last would have none.
+"""Worlds that are over give their memory back: once the world that went on from them can be had
+without them, or at once where nothing was ever promised of them. Otherwise starts that fail one
+after the other would fill the memory, and the world that comes through at last would have none.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _LOOK_STEPS = 5
 
 
 def floor_of(folder: Path, job: str, run: str, rank: int) -> int:
-    """The newest iteration at which every rank of a run has what was promised, as this rank's daemon has told; -1: none."""
+    """The newest iteration at which every rank of a run has what was promised, as this rank's
+    daemon has told; -1: none.
+    """
     found = -1
     for path in folder.glob(f"{job}~{run}~r{rank}~g*{FILE_ENDS['snapshots']}"):
         try:
@@ -39,8 +42,9 @@ def floor_of(folder: Path, job: str, run: str, rank: int) -> int:
 def needless(folder: Path, job: str, run: str, chosen: int) -> list[str]:
     """The runs of worlds that need not be kept while another one begins.
 
-    Kept are the world ``chosen`` from which it goes on (-1: from none), and the newest one that was held as often as it was to be: the first may be
-    parked in one place only, and the loss of that is not to lose what was promised before.
+    Kept are the world ``chosen`` from which it goes on (-1: from none), and the newest one that was
+    held as often as it was to be: the first may be parked in one place only, and the loss of that
+    is not to lose what was promised before.
     """
     floors: dict[int, int] = {}
     for world, file in world_files(folder, job, run):

@@ -1,7 +1,8 @@
-"""Which samples a rank takes of a step's global batch: the same batch in the same order, however many ranks there are.
+"""Which samples a rank takes of a step's global batch: the same batch in the same order, however
+many ranks there are.
 
-Nothing in here has a position: what a step trains on follows from its number. So a run that goes on with more or fewer ranks, or a step that is done
-again, sees what it would have seen.
+Nothing in here has a position: what a step trains on follows from its number. So a run that goes on
+with more or fewer ranks, or a step that is done again, sees what it would have seen.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ __all__ = ["GlobalBatches", "share_of"]
 
 
 def share_of(total: int, rank: int, world_size: int) -> range:
-    """The part of ``range(total)`` that a rank takes: consecutive, in the order of ranks, and of sizes that differ by one at most.
+    """The part of ``range(total)`` that a rank takes: consecutive, in the order of ranks, and of
+    sizes that differ by one at most.
 
     Where there are more ranks than samples, some get none: they still take part in what ranks do together.
 
@@ -30,8 +32,9 @@ def share_of(total: int, rank: int, world_size: int) -> range:
 class GlobalBatches:
     """The samples of every step, as indices into a data set.
 
-    Each pass over the data has an order of its own, which follows from ``seed`` and its number; a batch may span two of them. Losses of ranks
-    with different numbers of samples add up to that of the batch if each is divided by ``batch_size``, not by its own number.
+    Each pass over the data has an order of its own, which follows from ``seed`` and its number; a
+    batch may span two of them. Losses of ranks with different numbers of samples add up to that of
+    the batch if each is divided by ``batch_size``, not by its own number.
 
     Args:
         num_samples: of the data set.

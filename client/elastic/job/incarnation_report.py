@@ -1,4 +1,6 @@
-"""What a world tells its node's daemon of its placement and its loads, for `ckptctl elastic`. Nothing depends on it."""
+"""What a world tells its node's daemon of its placement and its loads, for `ckptctl elastic`.
+Nothing depends on it.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class WorldTeller:
     def step_over(
         self, step: int, placement: Callable[[], ExpertPlacement], loads_LE: Callable[[], Loads]
     ) -> None:
-        """A step is done. Where the experts are may change in any step with shards: it is told where it is not what was told last."""
+        """A step is done. Where the experts are may change in any step with shards: it is told
+        where it is not what was told last.
+        """
         self._steps += 1
         if self._steps % _EVERY_STEPS:
             return

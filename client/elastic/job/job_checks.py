@@ -36,7 +36,9 @@ _GIVEN = frozenset(
 def identify_anyway(
     job: str | None, run: str | None, rank: int | None, world_size: int | None
 ) -> tuple[Identity, str]:
-    """Who this rank is, and why it cannot be called so; its place in the process group then, so that it can tell the others."""
+    """Who this rank is, and why it cannot be called so; its place in the process group then, so
+    that it can tell the others.
+    """
     try:
         return identify(job, run, rank, world_size), ""
     except ValueError as error:

@@ -1,9 +1,12 @@
-"""What an elastic job tells its node's daemon of its placement, so that `ckptctl elastic` can show it and judge it.
+"""What an elastic job tells its node's daemon of its placement, so that `ckptctl elastic` can show
+it and judge it.
 
-Nothing depends on it: whoever does not tell trains as well. The daemon forgets it when it is restarted, so it is told again with each
-measured load. One rank of each node is enough, and every node's daemon should hear of it: any of them may be asked.
+Nothing depends on it: whoever does not tell trains as well. The daemon forgets it when it is
+restarted, so it is told again with each measured load. One rank of each node is enough, and every
+node's daemon should hear of it: any of them may be asked.
 
-``told = PlacementTeller(session.tell_elastic)`` takes the place to send to as a function, so that this module knows no session.
+``told = PlacementTeller(session.tell_elastic)`` takes the place to send to as a function, so that
+this module knows no session.
 """
 
 from __future__ import annotations
@@ -137,7 +140,8 @@ def _rows(array: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
 class PlacementTeller:
     """Remembers the placement and the last loads, and tells both whenever one of them is new.
 
-    What is told of the nodes is made once for each placement, so that a measured load costs little where there are many.
+    What is told of the nodes is made once for each placement, so that a measured load costs little
+    where there are many.
 
     Args:
         send: takes what is told, and does not wait; ``Session.tell_elastic`` is one.
@@ -164,7 +168,8 @@ class PlacementTeller:
         self._send(self._told)
 
     def measured(self, step: int, loads: ArrayLike, *, when: ElasticWhen | None = None) -> None:
-        """A period is over: these tokens ``[L, E]`` were routed in it. Before a placement is known, it is only remembered.
+        """A period is over: these tokens ``[L, E]`` were routed in it. Before a placement is known,
+        it is only remembered.
 
         Raises:
             ValueError: no loads, or of other layers or experts than the placement; nothing is told then.

@@ -1,4 +1,6 @@
-"""Whether experts are placed anew by load while the ranks stay: looked at now and then, and decided alike on all ranks."""
+"""Whether experts are placed anew by load while the ranks stay: looked at now and then, and decided
+alike on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ class Rebalancing:
         loads_LE: Loads,
         seconds: Mapping[str, float],
     ) -> str | None:
-        """Why to place anew before this step; None: not now. A collective call at the steps where the load is looked at.
+        """Why to place anew before this step; None: not now. A collective call at the steps where
+        the load is looked at.
 
         Args:
             placement: where the experts are now.

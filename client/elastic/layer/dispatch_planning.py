@@ -1,8 +1,10 @@
-"""Who computes which tokens, planned where the counts are: on the CPU (``ckptd.core.elastic.token_dispatch``) or on a CUDA device (``ckptd.cuda.dispatch``).
+"""Who computes which tokens, planned where the counts are: on the CPU
+(``ckptd.core.elastic.token_dispatch``) or on a CUDA device (``ckptd.cuda.dispatch``).
 
-Both give the same integers, so it does not matter to the other ranks which of them a rank takes. A rank whose results differed would make
-all of them hang in the exchange of tokens. Therefore the first plan on a device is made in both ways and compared; if the kernels cannot be
-compiled there, or say something else, a warning says so and the CPU plans from then on.
+Both give the same integers, so it does not matter to the other ranks which of them a rank takes. A
+rank whose results differed would make all of them hang in the exchange of tokens. Therefore the
+first plan on a device is made in both ways and compared; if the kernels cannot be compiled there,
+or say something else, a warning says so and the CPU plans from then on.
 
 Shapes: ``R`` ranks, ``E`` experts.
 """

@@ -1,13 +1,15 @@
-"""A mixture layer whose experts have any number of replicas on any ranks, equal to one with all experts in one place.
+"""A mixture layer whose experts have any number of replicas on any ranks, equal to one with all
+experts in one place.
 
 Every rank brings tokens that are routed already, and holds some experts. In a forward
 
-1. all ranks tell how many tokens they have for each expert (``inputs``), and each plans who computes which (``dispatching``);
+1. all ranks tell how many tokens they have for each expert (``inputs``), and each plans who
+   computes which (``dispatching``);
 2. tokens go to the ranks that compute them, all of them, without padding (``rows``, ``swap``);
 3. each expert computes its rows in one call, the results go back the same way, and are added up by weight.
 
-Backward takes the same ways in the other direction. What it leaves on the ranks that hold an expert are parts of its gradient: ``sync_gradients`` adds
-them up (``gradients``).
+Backward takes the same ways in the other direction. What it leaves on the ranks that hold an expert
+are parts of its gradient: ``sync_gradients`` adds them up (``gradients``).
 
 Shapes: ``T`` tokens of this rank, ``K`` choices of each, ``H`` their width, ``R`` ranks, ``E`` experts.
 """
@@ -44,21 +46,25 @@ __all__ = ["ElasticExperts"]
 class ElasticExperts(nn.Module):
     """The experts of one layer, spread over the ranks of a process group; making it is a collective call.
 
-    ``layer(tokens, experts, weights)`` is, for each token of this rank, the sum over its choices of weight times the expert's output. All
-    ranks call it, those without tokens with ``T = 0``, and all run backward through what it returns.
+    ``layer(tokens, experts, weights)`` is, for each token of this rank, the sum over its choices of
+    weight times the expert's output. All ranks call it, those without tokens with ``T = 0``, and
+    all run backward through what it returns.
 
     Args:
         experts: the modules of this rank by the expert's number, or a ``ModuleList`` of all experts. Each maps ``[n, H]`` to
-            ``[n, H]``, row by row; several replicas of an expert on one rank are one module. They are found as ``experts.<number>``.
-        replicas_RE: how many replicas of each expert every rank holds, for this layer: a layer of ``split_over_ranks``.
-        group: the process group, of gloo, NCCL or another backend with ``all_to_all_single``; default: that of all ranks.
+            ``[n, H]``, row by row; several replicas of an expert on one rank are one module. They
+            are found as ``experts.<number>``.
+        replicas_RE: how many replicas of each expert every rank holds, for this layer: a layer of
+            ``split_over_ranks``.
+        group: the process group, of gloo, NCCL or another backend with ``all_to_all_single``;
+            default: that of all ranks.
         nodes: the number of each rank's node; tokens then leave a node only if it has no room for them.
-        reduce: ``"mean"``: ``sync_gradients`` makes gradients of the mean over the ranks of their losses, as DDP does for the rest of the model;
-            ``"sum"``: of the sum of the losses.
+        reduce: ``"mean"``: ``sync_gradients`` makes gradients of the mean over the ranks of their
+            losses, as DDP does for the rest of the model; ``"sum"``: of the sum of the losses.
     Raises:
         ValueError: on all ranks, if on any of them: an expert has no holder; modules and ``replicas_RE`` do not fit; ranks have other
-            placements, an expert's replicas other parameters or weights (which is not checked on the meta device). On this rank alone,
-            if there is no process group or it is not in it.
+            placements, an expert's replicas other parameters or weights (which is not checked on
+            the meta device). On this rank alone, if there is no process group or it is not in it.
     """
 
     experts: nn.ModuleDict
@@ -116,10 +122,11 @@ class ElasticExperts(nn.Module):
         return self._agreed.replicas_RE
 
     def forward(self, tokens_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """``[T, H]``: for every token the sum of its experts' outputs by weight; a collective call that waits for the device.
+        """``[T, H]``: for every token the sum of its experts' outputs by weight; a collective call
+        that waits for the device.
 
-        Rows travel in the dtype of the tokens, and the sum is rounded to it. An expert computes its rows in one call: those of rank 0
-        first, those of one rank in the order of its batch.
+        Rows travel in the dtype of the tokens, and the sum is rounded to it. An expert computes its
+        rows in one call: those of rank 0 first, those of one rank in the order of its batch.
 
         Args:
             tokens_TH: of the same dtype and width on all ranks; ``T`` may be 0.
@@ -148,10 +155,12 @@ class ElasticExperts(nn.Module):
         return weighted.sum(1).to(tokens_TH.dtype)
 
     def sync_gradients(self) -> None:
-        """Sum the gradients of every expert over its holders; a collective call, of all layers in the same order.
+        """Sum the gradients of every expert over its holders; a collective call, of all layers in
+        the same order.
 
-        To be called once before the optimizer's step (and before gradients are clipped): after the last backward, if several add up. Until
-        the next backward a second call does nothing. An expert that has no gradient on any rank is left without.
+        To be called once before the optimizer's step (and before gradients are clipped): after the
+        last backward, if several add up. Until the next backward a second call does nothing. An
+        expert that has no gradient on any rank is left without.
 
         Raises:
             ValueError: the layer's gradients go to ``ExpertShards``.
@@ -163,10 +172,11 @@ class ElasticExperts(nn.Module):
         self._gradients.sum(self._device)
 
     def take_loads(self) -> NDArray[np.int64]:
-        """``[E]``: tokens of all ranks that were routed to each expert since the last call, while training; the same on all ranks.
+        """``[E]``: tokens of all ranks that were routed to each expert since the last call, while
+        training; the same on all ranks.
 
-        It is known from the forwards: no rank waits for another here. A forward that is recomputed (activation checkpointing) counts
-        again.
+        It is known from the forwards: no rank waits for another here. A forward that is recomputed
+            (activation checkpointing) counts again.
         """
         taken, self._loads_E = self._loads_E, np.zeros_like(self._loads_E)
         return taken
@@ -198,7 +208,8 @@ class ElasticExperts(nn.Module):
         return {int(number): module for number, module in self.experts.items()}
 
     def agree_anew(self) -> LayerAgreement:
-        """What the ranks have alike now, after the layer may have been converted; a collective call that reads all weights.
+        """What the ranks have alike now, after the layer may have been converted; a collective call
+        that reads all weights.
 
         Raises:
             ValueError: on all ranks, if replicas have come to differ.
@@ -209,8 +220,9 @@ class ElasticExperts(nn.Module):
     def hide_experts(self, agreed: LayerAgreement) -> None:
         """Take the experts out of the module tree, and leave their gradients to ``reduce_to_owners``.
 
-        What is trained are the shards; the weights here are copies of them, which come and go with the placement. So neither an optimizer of the model's
-        parameters nor DDP nor a checkpoint of the model sees them.
+        What is trained are the shards; the weights here are copies of them, which come and go with
+        the placement. So neither an optimizer of the model's parameters nor DDP nor a checkpoint of
+        the model sees them.
 
         Args:
             agreed: of ``agree_anew``.
@@ -228,7 +240,9 @@ class ElasticExperts(nn.Module):
         self._hold(experts)
 
     def adopt(self, experts: Mapping[int, nn.Module], replicas_RE: NDArray[np.int64]) -> None:
-        """Go on with another placement; on all ranks the same one, with this rank's experts of it, which fit the layer's."""
+        """Go on with another placement; on all ranks the same one, with this rank's experts of it,
+        which fit the layer's.
+        """
         self._agreed = LayerAgreement(replicas_RE, self._agreed.nodes_R, self._agreed.shapes_E)
         self._hold(experts)
         self.experts.train(self.training)

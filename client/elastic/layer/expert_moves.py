@@ -1,4 +1,6 @@
-"""Another placement of a layer on this rank: which experts stay, which go, and what modules the new ones get; and where they were when all was saved."""
+"""Another placement of a layer on this rank: which experts stay, which go, and what modules the new
+ones get; and where they were when all was saved.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ MakeExpert: TypeAlias = Callable[[str, int], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class LayerMove:
-    """A layer's next placement, and the modules for this rank's experts of it; new ones have weights of something else yet."""
+    """A layer's next placement, and the modules for this rank's experts of it; new ones have
+    weights of something else yet.
+    """
 
     name: str
     replicas_RE: NDArray[np.int64]
@@ -99,7 +103,9 @@ def _new(
     spare: list[nn.Module],
     make_expert: MakeExpert | None,
 ) -> nn.Module:
-    """A module for an expert that was not here; ``spare``: those of experts that go, of which one may be taken."""
+    """A module for an expert that was not here; ``spare``: those of experts that go, of which one
+    may be taken.
+    """
     if make_expert is not None:
         module = make_expert(name, expert)
     elif spare:

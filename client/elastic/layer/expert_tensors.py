@@ -1,7 +1,7 @@
 """The parameters of a layer's experts as what is exchanged: which, how long, and who holds them.
 
-All ranks list the same pieces in the same order, and cut the list into the same rounds, whether or not they hold any: so each takes part in
-the same collectives.
+All ranks list the same pieces in the same order, and cut the list into the same rounds, whether or
+not they hold any: so each takes part in the same collectives.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The state dict that a model would have if nothing had been replaced, out of the ranks' experts, and back.
 
-By the names that the model had: experts are rows of its tensors (``...experts.gate_up_proj``), or modules of its list (``...experts.3.w1.weight``). So it can be
-saved with ``model.save_pretrained(folder, state_dict=full)``, or loaded by the model as it was.
+By the names that the model had: experts are rows of its tensors (``...experts.gate_up_proj``), or
+modules of its list (``...experts.3.w1.weight``). So it can be saved with
+``model.save_pretrained(folder, state_dict=full)``, or loaded by the model as it was.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _WHAT = "there is no full state dict"
 
 
 def full_state_dict(model: nn.Module, *, to: int = 0) -> dict[str, Tensor]:
-    """The whole state on rank ``to`` of the layers' process group, in host memory; a collective call. Empty on the other ranks.
+    """The whole state on rank ``to`` of the layers' process group, in host memory; a collective
+    call. Empty on the other ranks.
 
     Experts are those of their first holders; all else is what rank ``to`` has.
 

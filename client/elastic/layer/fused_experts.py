@@ -1,8 +1,10 @@
-"""Experts that are rows of two tensors, as transformers 5 keeps them: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek, GLM-4 and others.
+"""Experts that are rows of two tensors, as transformers 5 keeps them: Mixtral, Qwen2-MoE,
+Qwen3-MoE, OLMoE, DeepSeek, GLM-4 and others.
 
-What is needed of such a module is told by its form, not by its class: ``gate_up_proj [E, 2F, H]``, ``down_proj [E, H, F]``, an activation, and a call with
-``(tokens, experts, weights)``, the one that ``ElasticExperts`` has. That an expert is ``down(act(gate) * up)`` is tried on a few rows: modules of the same form
-may clamp, scale, or interleave gate and up.
+What is needed of such a module is told by its form, not by its class: ``gate_up_proj [E, 2F, H]``,
+``down_proj [E, H, F]``, an activation, and a call with ``(tokens, experts, weights)``, the one that
+``ElasticExperts`` has. That an expert is ``down(act(gate) * up)`` is tried on a few rows: modules
+of the same form may clamp, scale, or interleave gate and up.
 
 Nothing of transformers is imported.
 
@@ -23,7 +25,8 @@ __all__ = ["FusedExpert", "fused_problem", "has_fused_names"]
 _NAMES = ("gate_up_proj", "down_proj")
 _ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 _ROWS = 4
-# Of two ways to compute the same few products, in units of the dtype's rounding and relative to the largest output.
+# Of two ways to compute the same few products, in units of the dtype's rounding and relative to the
+# largest output.
 _ROUNDINGS = 64
 
 

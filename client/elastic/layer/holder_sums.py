@@ -1,8 +1,10 @@
-"""One tensor on each of several ranks, summed: every holder adds up one part of it, and gives that to the others.
+"""One tensor on each of several ranks, summed: every holder adds up one part of it, and gives that
+to the others.
 
-Two uneven all-to-alls over a process group of which the holders are a part, for many tensors with different holders at once. A rank
-sends and receives as much as in a ring all-reduce among the holders. Additions are in the order of ranks, and each is done by one holder
-only: a repeat gives the same bits, and all holders have the same.
+Two uneven all-to-alls over a process group of which the holders are a part, for many tensors with
+different holders at once. A rank sends and receives as much as in a ring all-reduce among the
+holders. Additions are in the order of ranks, and each is done by one holder only: a repeat gives
+the same bits, and all holders have the same.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Whether the ranks have made the same layer: asked once, when it is made.
 
-A rank that finds something wrong must not stop alone: the others would wait for it in their next collective. So each tells what it has, or what is
-wrong, and all of them raise the same error.
+A rank that finds something wrong must not stop alone: the others would wait for it in their next
+collective. So each tells what it has, or what is wrong, and all of them raise the same error.
 
-Replicas of one expert must begin as the same bits: each is given the same gradient, so whatever differs at first differs for ever. That
-is what happens when every rank draws its own random weights, so their digests are compared, too.
+Replicas of one expert must begin as the same bits: each is given the same gradient, so whatever
+differs at first differs for ever. That is what happens when every rank draws its own random
+weights, so their digests are compared, too.
 
 Shapes: ``R`` ranks, ``E`` experts.
 """

@@ -14,7 +14,8 @@ __all__ = ["common_device"]
 
 
 def common_device(layers: Iterable[ElasticExperts], group: Any, *, what: str) -> torch.device:
-    """The device of this rank's experts; where it has none, one of the kind that others have; a collective call.
+    """The device of this rank's experts; where it has none, one of the kind that others have; a
+    collective call.
 
     Args:
         what: what is not done otherwise, as the beginning of the message.

@@ -1,7 +1,8 @@
 """What every rank brings to a call of the layer, told to all ranks before any tokens are exchanged.
 
-The counts are needed anyway, to plan who computes which tokens. With them goes what would otherwise fail or hang on some ranks
-only: an input that cannot be used, another width or dtype, a forward without gradients. So all ranks go on, or all raise the same error.
+The counts are needed anyway, to plan who computes which tokens. With them goes what would otherwise
+fail or hang on some ranks only: an input that cannot be used, another width or dtype, a forward
+without gradients. So all ranks go on, or all raise the same error.
 
 Shapes: ``R`` ranks, ``E`` experts.
 """
@@ -113,7 +114,9 @@ def _problem_of(tokens_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> La
 
 
 def _count(experts_TK: Tensor, row: Tensor) -> None:
-    """Write how many of the pairs are for each expert, or that some are for none; the device is not waited for."""
+    """Write how many of the pairs are for each expert, or that some are for none; the device is not
+    waited for.
+    """
     num_experts = len(row) - _HEAD
     wrong = ((experts_TK < 0) | (experts_TK >= num_experts)).any()
     row[_PROBLEM] = torch.where(wrong, int(LayerInputProblem.NO_SUCH_EXPERT), 0)

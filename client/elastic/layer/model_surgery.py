@@ -1,10 +1,12 @@
 """The mixture blocks of a model, made elastic where they stand.
 
-A block has a gate, which stays, and experts, which become an ``ElasticExperts`` with those of this rank. So what a model makes of the gate's logits (an auxiliary
-loss) is as before. Blocks of transformers 5 are found by the form of their experts (``fused``); of others one tells how they are made
-(``HandWritten``).
+A block has a gate, which stays, and experts, which become an ``ElasticExperts`` with those of this
+rank. So what a model makes of the gate's logits (an auxiliary loss) is as before. Blocks of
+transformers 5 are found by the form of their experts (``fused``); of others one tells how they are
+made (``HandWritten``).
 
-All is checked before anything is changed, on all ranks; experts are copied out of the tensors of all experts one layer at a time.
+All is checked before anything is changed, on all ranks; experts are copied out of the tensors of
+all experts one layer at a time.
 
 Shapes: ``L`` blocks, ``R`` ranks, ``E`` experts of a block.
 """
@@ -37,8 +39,9 @@ class HandWritten:
         experts: the attribute of the block that holds its experts; becomes the ``ElasticExperts``.
         take: ``(what is in that attribute, expert) -> module``, which maps ``[n, H]`` to ``[n, H]`` and shares no parameter with the others; left out:
             ``experts[expert]``, as of a ``ModuleList``.
-        forward: ``(block, *arguments) -> output``, used instead of the block's own: calls the attribute with ``(tokens [T, H], experts [T, K],
-            weights [T, K])``. Left out where the block calls it so already.
+        forward: ``(block, *arguments) -> output``, used instead of the block's own: calls the
+            attribute with ``(tokens [T, H], experts [T, K], weights [T, K])``. Left out where the
+            block calls it so already.
     """
 
     experts: str = "experts"
@@ -97,8 +100,8 @@ def replace_moe_blocks(
 ) -> dict[str, ElasticExperts]:
     """Replace the experts of every mixture block by an ``ElasticExperts``; a collective call.
 
-    The model has all of its weights, the same on all ranks, and no optimizer yet, nor DDP, nor shards. Afterwards a rank has the parameters of
-    its own experts only.
+    The model has all of its weights, the same on all ranks, and no optimizer yet, nor DDP, nor
+    shards. Afterwards a rank has the parameters of its own experts only.
 
     Args:
         replicas_LRE: the placement of each block, in the order of ``model.named_modules()``: what ``split_over_ranks`` gives.
@@ -176,7 +179,9 @@ def _find(model: nn.Module, known: Mapping[type[Any], HandWritten]) -> list[_Blo
 
 
 def _fused_block(model: nn.Module, name: str, module: nn.Module) -> list[_Block]:
-    """The block whose experts this module is, if it is such; refused if it looks like experts and is none that is known."""
+    """The block whose experts this module is, if it is such; refused if it looks like experts and
+    is none that is known.
+    """
     leaf = name.rpartition(".")[2]
     if has_fused_names(module) and name:
         if problem := fused_problem(module):

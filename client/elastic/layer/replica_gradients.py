@@ -1,14 +1,18 @@
-"""The gradient of an expert, summed over the ranks that hold replicas of it: exactly once, and the same bits on each.
+"""The gradient of an expert, summed over the ranks that hold replicas of it: exactly once, and the
+same bits on each.
 
-After a backward a holder has the part of the gradient that came from the tokens it computed. The whole is the sum over the holders, taken for all
-experts together over the process group that the tokens travel on (``holders``). There are no process groups for sets of holders: asymmetric
-placements have up to as many sets as experts, other ones after each new placement, and an all-reduce promises no order of additions.
+After a backward a holder has the part of the gradient that came from the tokens it computed. The
+whole is the sum over the holders, taken for all experts together over the process group that the
+tokens travel on (``holders``). There are no process groups for sets of holders: asymmetric
+placements have up to as many sets as experts, other ones after each new placement, and an
+all-reduce promises no order of additions.
 
-A replica that computed no token may have no gradient. Which parameters have one on any rank is told first: these are summed, and the
-others stay without, as they would in a model that is not replicated.
+A replica that computed no token may have no gradient. Which parameters have one on any rank is told
+first: these are summed, and the others stay without, as they would in a model that is not
+replicated.
 
-This is a call of its own, not a hook of backward: only the loop knows which backward is the last before the optimizer's step, and hooks of
-parameters that got no gradient would not run.
+This is a call of its own, not a hook of backward: only the loop knows which backward is the last
+before the optimizer's step, and hooks of parameters that got no gradient would not run.
 
 Shapes: ``R`` ranks, ``E`` experts, ``P`` parameters of the expert that has most.
 """
@@ -100,10 +104,12 @@ class ReplicaGradients:
         self._unsummed, self._must_be_zero = False, True
 
     def to_owners(self, device: torch.device) -> dict[tuple[int, int], Tensor]:
-        """Instead of ``sum``: this rank's shard of the sum of every parameter of the layer that has a gradient on any rank; a collective call.
+        """Instead of ``sum``: this rank's shard of the sum of every parameter of the layer that has
+        a gradient on any rank; a collective call.
 
-        By expert and index of the parameter; the shard is as in ``shard_exchange``. Each element has the bits that ``sum`` gives it. What backwards
-        have left on the replicas is gone afterwards. Without any backward since the last time, there is nothing.
+        By expert and index of the parameter; the shard is as in ``shard_exchange``. Each element
+        has the bits that ``sum`` gives it. What backwards have left on the replicas is gone
+        afterwards. Without any backward since the last time, there is nothing.
         """
         sums: dict[tuple[int, int], Tensor] = {}
         if not self._unsummed:

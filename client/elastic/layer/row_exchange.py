@@ -1,9 +1,10 @@
 """Rows to the ranks that compute them, and back: an uneven all-to-all that autograd takes the other way.
 
-A collective needs every rank, in backward, too. But autograd only visits what needs a gradient: a rank whose tokens need none, or whose
-experts got none, would stay away, and the others would wait for it. Therefore a *ticket* goes with the rows, from the first
-exchange of a call through to the second: a scalar that needs a gradient on all ranks if the rows do on any. So each rank's backward comes
-through both exchanges, in the same order.
+A collective needs every rank, in backward, too. But autograd only visits what needs a gradient: a
+rank whose tokens need none, or whose experts got none, would stay away, and the others would wait
+for it. Therefore a *ticket* goes with the rows, from the first exchange of a call through to the
+second: a scalar that needs a gradient on all ranks if the rows do on any. So each rank's backward
+comes through both exchanges, in the same order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Tensors between those who hold them and those who own a shard of them: sums of gradients there, weights back.
+"""Tensors between those who hold them and those who own a shard of them: sums of gradients there,
+weights back.
 
-Every rank owns a *shard* of every tensor, whoever holds it: ``ceil(numel / R)`` elements, the last ones padded with zeros. The shards of all ranks, one after the
-other, are the tensor and its padding. As all shards of a tensor have one length, what goes to an owner is a column of the tensors laid side by side as ``[R, length]``,
-and no rank cuts every tensor into as many slices as there are ranks.
+Every rank owns a *shard* of every tensor, whoever holds it: ``ceil(numel / R)`` elements, the last
+ones padded with zeros. The shards of all ranks, one after the other, are the tensor and its
+padding. As all shards of a tensor have one length, what goes to an owner is a column of the tensors
+laid side by side as ``[R, length]``, and no rank cuts every tensor into as many slices as there are
+ranks.
 
 Shapes: ``R`` ranks, ``C`` elements of a rank's shards of several tensors.
 """
@@ -45,7 +48,8 @@ def sums_to_owners(
     device: torch.device,
     group: Any,
 ) -> list[Tensor]:
-    """This rank's shard of the sum over its holders of every tensor; a collective call, also for ranks that hold nothing.
+    """This rank's shard of the sum over its holders of every tensor; a collective call, also for
+    ranks that hold nothing.
 
     Added in the order of ranks, as ``holders.sum_over_holders`` adds: each element has the same bits.
 
@@ -78,7 +82,8 @@ def shards_to_holders(
     device: torch.device,
     group: Any,
 ) -> list[Tensor]:
-    """The whole tensors that this rank holds, each ``[numel]``, in their order; a collective call, also for ranks that hold nothing.
+    """The whole tensors that this rank holds, each ``[numel]``, in their order; a collective call,
+    also for ranks that hold nothing.
 
     Args:
         held: all tensors, the same on all ranks.

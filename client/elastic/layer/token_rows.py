@@ -6,11 +6,12 @@ A rank's batch has ``T * K`` *pairs*, token t with its choice k at ``t * K + k``
 - sorted by source rank, then expert, then pair of the source. An expert computes its rows in one call,
 - sorted by source rank, then pair of the source (``Route.by_expert``).
 
-Each order follows from the counts alone, so nothing but counts and the rows themselves is exchanged, and a repeat with
-the same placement has the same order. Rows are only ever gathered, also in backward: a scatter that adds would add in any order
-on a GPU.
+Each order follows from the counts alone, so nothing but counts and the rows themselves is
+exchanged, and a repeat with the same placement has the same order. Rows are only ever gathered,
+also in backward: a scatter that adds would add in any order on a GPU.
 
-Shapes: ``T`` tokens, ``K`` choices of each, ``H`` their width, ``S = T * K`` rows sent, ``M`` rows received, ``R`` ranks, ``E`` experts.
+Shapes: ``T`` tokens, ``K`` choices of each, ``H`` their width, ``S = T * K`` rows sent, ``M`` rows
+received, ``R`` ranks, ``E`` experts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ __all__ = ["Order", "Route", "RowCounts", "plan_route", "reorder", "spread"]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Rows in another order: ``index`` says which row stands at a place, ``inverse`` at which place a row stands."""
+    """Rows in another order: ``index`` says which row stands at a place, ``inverse`` at which place
+    a row stands.
+    """
 
     index: Tensor
     inverse: Tensor

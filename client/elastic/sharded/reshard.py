@@ -1,6 +1,7 @@
 """Shards of another number of ranks out of those of all ranks there were: weights and optimizer state.
 
-Pure: it reads what ``ExpertShards.state_dict()`` and its optimizer's ``state_dict()`` gave on every rank, wherever they were kept since.
+Pure: it reads what ``ExpertShards.state_dict()`` and its optimizer's ``state_dict()`` gave on every
+rank, wherever they were kept since.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a state with shards of experts must tell beside them: how large the parameters are of which they are shards."""
+"""What a state with shards of experts must tell beside them: how large the parameters are of which
+they are shards.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ SHAPES = "ckptd.shards"
 
 
 class ShardShapes:
-    """Recorded in every snapshot, as an object of ``state=``; of layers whose experts are all alike once, so that it stays small.
+    """Recorded in every snapshot, as an object of ``state=``; of layers whose experts are all alike
+    once, so that it stays small.
 
     Args:
         layers: by name.
@@ -41,7 +44,9 @@ class ShardShapes:
 
 
 def numels_of(shapes: Mapping[str, Any] | None, layers: ExpertLayers) -> dict[str, int]:
-    """The elements of each parameter of which there are shards, by the shards' name; of what a `ShardShapes` told."""
+    """The elements of each parameter of which there are shards, by the shards' name; of what a
+    `ShardShapes` told.
+    """
     found: dict[str, int] = {}
     for layer, experts in (shapes or {}).items():
         for expert in range(layers.num_experts):

@@ -1,15 +1,20 @@
-"""Optimizer state of experts apart from where they are: each rank keeps a shard of every expert, wherever its replicas are (SwiftMoE).
+"""Optimizer state of experts apart from where they are: each rank keeps a shard of every expert,
+wherever its replicas are (SwiftMoE).
 
-The other strategy, an optimizer on each replica (Lazarus), moves the state when an expert moves. Here it never moves. In a step
+The other strategy, an optimizer on each replica (Lazarus), moves the state when an expert moves.
+Here it never moves. In a step
 
-1. the gradients of an expert's replicas are summed at the ranks that own its shards, all ranks, an equal part each;
+1. the gradients of an expert's replicas are summed at the ranks that own its shards, all ranks, an
+   equal part each;
 2. each rank updates its shards, with any optimizer that updates element by element;
-3. the new weights are sent to the ranks that hold the expert. Which ranks those are may change in every step at no cost: what is sent is as
-   many weights as there are replicas, the same under the old placement and the new.
+3. the new weights are sent to the ranks that hold the expert. Which ranks those are may change in
+   every step at no cost: what is sent is as many weights as there are replicas, the same under the
+   old placement and the new.
 
 What is trained is the shards, so the replicas are no longer parameters of the model.
 
-Source: SwiftMoE (arXiv 2504.19925), its abstract: optimizers partitioned statically over all nodes, placement adjusted by the weight updates.
+Source: SwiftMoE (arXiv 2504.19925), its abstract: optimizers partitioned statically over all nodes,
+placement adjusted by the weight updates.
 
 Shapes: ``L`` layers, ``R`` ranks, ``E`` experts.
 """
@@ -67,16 +72,19 @@ class _Owned:
 class ExpertShards(nn.Module):
     """This rank's shards of all experts of some layers, and their optimizer; making it is a collective call.
 
-    The layers' experts leave the model's parameters for it. It is called nowhere: its parameters are the shards, named
-    ``shards.<layer>.<expert>.<parameter>``, flat, and ``ceil(numel / R)`` long, padded with zeros.
+    The layers' experts leave the model's parameters for it. It is called nowhere: its parameters
+    are the shards, named ``shards.<layer>.<expert>.<parameter>``, flat, and ``ceil(numel / R)``
+    long, padded with zeros.
 
     Args:
         layers: by name, as ``replace_moe_blocks`` returns them, or one. All of one process group.
         make_optimizer: makes the optimizer of the shards that it is given, ``[(name, shard), ...]``; such as
             ``lambda shards: torch.optim.AdamW(shards, lr=1e-3)``. The same on all ranks.
-        masters: the dtype of the shards where it is not that of the weights: float32 under weights of 16 bits. Begins with their values.
-        make_expert: ``(layer, expert) -> module``: what a rank that gets an expert puts the weights into. Left out, it is the module of an
-            expert that the rank gives away, or a copy of one that it keeps.
+        masters: the dtype of the shards where it is not that of the weights: float32 under weights
+            of 16 bits. Begins with their values.
+        make_expert: ``(layer, expert) -> module``: what a rank that gets an expert puts the weights
+            into. Left out, it is the module of an expert that the rank gives away, or a copy of one
+            that it keeps.
     Raises:
         ValueError: on all ranks, if any of them: replicas differ; ranks name other layers; experts have buffers, which would not travel; there are
             gradients that were not used; the optimizer is not one of single elements.
@@ -142,10 +150,12 @@ class ExpertShards(nn.Module):
         self.optimizer.zero_grad(set_to_none=True)
 
     def reduce_gradients(self) -> None:
-        """Sum what backwards have left on the replicas into the shards' ``grad``; a collective call. Without any, nothing happens.
+        """Sum what backwards have left on the replicas into the shards' ``grad``; a collective
+        call. Without any, nothing happens.
 
-        For loops that look at gradients before the step: every element of every expert is in the shards of one rank, and once, so the
-        square of the global norm is the sum over the ranks. A shard without a gradient on any rank has none.
+        For loops that look at gradients before the step: every element of every expert is in the
+        shards of one rank, and once, so the square of the global norm is the sum over the ranks. A
+        shard without a gradient on any rank has none.
         """
         for owned in self._owned:
             for key, part in owned.layer.reduce_to_owners(self._device).items():
@@ -154,10 +164,11 @@ class ExpertShards(nn.Module):
                 shard.grad = part if shard.grad is None else shard.grad + part
 
     def send_weights(self, placements: Placements | None = None) -> None:
-        """Give every replica the weights of the shards, under another placement if so asked; a collective call.
+        """Give every replica the weights of the shards, under another placement if so asked; a
+        collective call.
 
-        For loops that do the parts of ``step`` themselves, and after shards were loaded. Without ``placements`` it is that which ``placed`` has
-        loaded since, if any.
+        For loops that do the parts of ``step`` themselves, and after shards were loaded. Without
+        ``placements`` it is that which ``placed`` has loaded since, if any.
 
         Raises:
             ValueError: as ``step``.
@@ -165,7 +176,9 @@ class ExpertShards(nn.Module):
         self._send(self._agreed_moves(placements))
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What ``recut`` needs to know: the ranks, the lengths of the whole tensors, and each shard's place in the optimizer."""
+        """What ``recut`` needs to know: the ranks, the lengths of the whole tensors, and each
+        shard's place in the optimizer.
+        """
         places = {
             id(param): index
             for index, param in enumerate(

@@ -219,7 +219,9 @@ def private_group() -> bool:
 
 @pytest.mark.skipif(not private_group(), reason="this user has no group of its own")
 def test_the_group_of_a_user_is_the_user(tmp_path: Path) -> None:
-    """With umask 002, as many systems set it for users that have a group of their own, each file may be written to by that group."""
+    """With umask 002, as many systems set it for users that have a group of their own, each file
+    may be written to by that group.
+    """
     file = toml(tmp_path, CREDENTIALS)
     os.chmod(file, 0o660)
     assert load_config(file=file, environ={}).warnings == ()
@@ -240,7 +242,9 @@ def test_the_group_of_a_user_is_the_user(tmp_path: Path) -> None:
 def test_a_file_with_credentials_that_others_may_read_is_warned_about(
     tmp_path: Path, mode: int
 ) -> None:
-    """A daemon read the credentials of a bucket from a file with mode 0644 and said nothing: each user of the node had them."""
+    """A daemon read the credentials of a bucket from a file with mode 0644 and said nothing: each
+    user of the node had them.
+    """
     file = toml(tmp_path, CREDENTIALS)
     os.chmod(file, mode)
     if os.getuid() == 0:

@@ -1,4 +1,6 @@
-"""Which store `ckptctl` looks at, what may be wrong with it, progress on a terminal, and all of it on a real S3 server."""
+"""Which store `ckptctl` looks at, what may be wrong with it, progress on a terminal, and all of it
+on a real S3 server.
+"""
 
 from __future__ import annotations
 

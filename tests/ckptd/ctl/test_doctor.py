@@ -99,7 +99,9 @@ def test_a_folder_of_another_user(tmp_path: Path) -> None:
 
 
 def test_folders_of_a_trainer_group(tmp_path: Path) -> None:
-    """The daemon itself gives its folders mode 0750 for a trainer_group; the doctor said `chmod 700`, which shuts the trainers out."""
+    """The daemon itself gives its folders mode 0750 for a trainer_group; the doctor said `chmod
+    700`, which shuts the trainers out.
+    """
     group = tmp_path.stat().st_gid
     tmp_path.chmod(0o750)
     finding = doctor.check_folder("f", tmp_path, str(group))
@@ -116,7 +118,9 @@ def test_folders_of_a_trainer_group(tmp_path: Path) -> None:
 
 @needs_users
 def test_a_daemon_of_another_user_with_a_trainer_group_is_well() -> None:
-    """Trainers that are other users than the daemon: the doctor failed for them, and said that they should run as the daemon's user."""
+    """Trainers that are other users than the daemon: the doctor failed for them, and said that they
+    should run as the daemon's user.
+    """
     with tempfile.TemporaryDirectory(prefix="ckptd-d-", dir="/tmp") as base:
         os.chmod(base, 0o755)
         folder = Path(base, "run")

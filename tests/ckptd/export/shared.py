@@ -1,4 +1,6 @@
-"""Runs in which ranks share what they have in common: images as their trainers would fill them, made of given tensors."""
+"""Runs in which ranks share what they have in common: images as their trainers would fill them,
+made of given tensors.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def rank_tensors(
     anchored: Callable[[int], bool] = lambda index: True,
     compute: torch.dtype | None = None,
 ) -> Tensors:
-    """What the image of a rank holds of a state: its own, its share of the rest, all buffers and entries of the client.
+    """What the image of a rank holds of a state: its own, its share of the rest, all buffers and
+    entries of the client.
 
     Args:
         state: by the names of an image, without rows; optimizer state and masters are that of anchored operators only.

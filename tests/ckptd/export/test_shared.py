@@ -1,4 +1,6 @@
-"""Exports of runs whose ranks share what they have in common: each image holds a share, and the model is whole again."""
+"""Exports of runs whose ranks share what they have in common: each image holds a share, and the
+model is whole again.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ from tests.ckptd.forging import forge, plant
 WORLD, WINDOW, AT = 3, 3, 30
 State = dict[str, torch.Tensor]
 
-# Under data parallelism: whole parameters, experts fused in one parameter, and experts that each rank has for itself.
+# Under data parallelism: whole parameters, experts fused in one parameter, and experts that each
+# rank has for itself.
 OPERATORS = [
     Op("embed", None, 0),
     Op("gate", None, 1),
@@ -319,7 +322,9 @@ def test_of_other_ranks_only_what_is_missing_is_read(store: ObjectStore, tmp_pat
 def test_a_forged_share_of_another_ranks_signed_image_is_refused(
     store: ObjectStore, tmp_path: Path
 ) -> None:
-    """Its xxh3 digest fits. Where manifests are signed, all of another rank's image is compared with the cryptographic digest in its manifest."""
+    """Its xxh3 digest fits. Where manifests are signed, all of another rank's image is compared
+    with the cryptographic digest in its manifest.
+    """
     create_signer(tmp_path / "keys")
     data = bytearray(4000)
     plant(data)

@@ -100,7 +100,9 @@ def test_a_flipped_bit_in_an_object_is_found_and_nothing_is_left(
 
 
 def stored_forgeable(store: ObjectStore, folder: Path) -> Callable[[], None]:
-    """Store iteration 7 with one tensor; what is returned gives that tensor other bytes with the same xxh3 digest."""
+    """Store iteration 7 with one tensor; what is returned gives that tensor other bytes with the
+    same xxh3 digest.
+    """
     data = bytearray(os.urandom(60_000))
     plant(data)
     tensors: dict[int, Any] = {7: ([("w", "U8", (len(data),), bytes(data))], DENSE)}
@@ -118,7 +120,9 @@ def stored_forgeable(store: ObjectStore, folder: Path) -> Callable[[], None]:
 def test_a_tensor_that_was_forged_is_found_and_nothing_is_left(
     store: ObjectStore, tmp_path: Path
 ) -> None:
-    """Its xxh3 digest fits. The cryptographic digest of the whole image, in the manifest, does not; before, the forgery was exported."""
+    """Its xxh3 digest fits. The cryptographic digest of the whole image, in the manifest, does not;
+    before, the forgery was exported.
+    """
     stored_forgeable(store, tmp_path)()
     (tmp_path / "out").mkdir()
     with pytest.raises(DamagedSnapshot, match=r"iteration 7 .* 'the image'"):
@@ -129,7 +133,9 @@ def test_a_tensor_that_was_forged_is_found_and_nothing_is_left(
 def test_a_tensor_that_is_forged_after_the_image_was_compared_is_found(
     store: ObjectStore, tmp_path: Path
 ) -> None:
-    """The export reads the image twice. What is changed in between is seen by the digests that were made of the tensors the first time."""
+    """The export reads the image twice. What is changed in between is seen by the digests that were
+    made of the tensors the first time.
+    """
     forge_stored = stored_forgeable(store, tmp_path)
     with open_stored(store, "file://store", "job", "run", 7) as source:
         forge_stored()

@@ -1,7 +1,7 @@
 """What a daemon makes of the files of an earlier one: only proven damage puts a segment aside.
 
-Any error at adoption renamed a segment to ``*.bad``, for ever: a daemon that was started with too few descriptors put half of
-the good snapshots of its node aside, and the job began anew.
+Any error at adoption renamed a segment to ``*.bad``, for ever: a daemon that was started with too
+few descriptors put half of the good snapshots of its node aside, and the job began anew.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A slot is begun anew while somebody reads it: the writer acts between any two instructions of the reader.
 
-A reader took the state first, then the body and its crc. A trainer that began the slot anew in between left the reader with a
-*sealed* header of the snapshot that was only being filled: with the new iteration, and a body that was torn.
+A reader took the state first, then the body and its crc. A trainer that began the slot anew in
+between left the reader with a *sealed* header of the snapshot that was only being filled: with the
+new iteration, and a body that was torn.
 """
 
 from __future__ import annotations
@@ -154,7 +155,9 @@ def test_the_raw_header_that_peers_get_is_of_one_moment(segment: Segment) -> Non
 
 
 def test_what_an_image_anchors_is_of_the_snapshot_of_its_header(segment: Segment) -> None:
-    """The daemon's table named an old iteration with the operators of the snapshot that was being written over it."""
+    """The daemon's table named an old iteration with the operators of the snapshot that was being
+    written over it.
+    """
     one, other = snapshot_of(41, anchors=0), snapshot_of(45, anchors=1)
 
     def place(header: SlotHeader, image: bytes) -> None:

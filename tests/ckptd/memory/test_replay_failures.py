@@ -1,4 +1,6 @@
-"""What a daemon keeps of failed replays, in real segment files: it outlives the daemon, and takes the slots with it."""
+"""What a daemon keeps of failed replays, in real segment files: it outlives the daemon, and takes
+the slots with it.
+"""
 
 from __future__ import annotations
 

@@ -108,7 +108,9 @@ def test_what_lies_beside_snapshots_counts_and_is_adopted_and_is_not_found_where
 
 
 def test_what_there_is_of_a_rank_and_of_a_run_follows_what_comes_and_goes(folder: Path) -> None:
-    """They are found by tables of their own. A search of all segments for every rank took a daemon with a hundred runs most of its time."""
+    """They are found by tables of their own. A search of all segments for every rank took a daemon
+    with a hundred runs most of its time.
+    """
     store = make_store(folder)
 
     def check() -> None:

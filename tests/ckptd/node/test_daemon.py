@@ -168,7 +168,9 @@ def test_a_killed_trainer_is_noticed_and_its_slots_come_to_rest() -> None:
 
 
 def test_a_trainer_of_another_pid_namespace_is_watched_by_its_lock() -> None:
-    """The daemon runs in a container of its own: the kernel knows no number there for a process outside, nor does it help to claim one."""
+    """The daemon runs in a container of its own: the kernel knows no number there for a process
+    outside, nor does it help to claim one.
+    """
     with running_in_own_pid_namespace() as daemon, daemon.client() as client:
         client.request(m.Hello("test", os.getpid(), "trainer", os.readlink("/proc/self/ns/pid")))
         client.ask(m.Attach("job", "run", 0, 1, "dp1", 1, MIB), m.Attached)

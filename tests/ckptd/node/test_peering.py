@@ -1,4 +1,6 @@
-"""Replication between real daemons: what was sealed lies on its targets, byte for byte, whatever dies or is cut off meanwhile."""
+"""Replication between real daemons: what was sealed lies on its targets, byte for byte, whatever
+dies or is cut off meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_after_every_seal_the_replicas_equal_the_primary(
 
 
 def test_replicas_have_room_for_the_suffix_of_the_rank_with_the_largest_window() -> None:
-    """All ranks load from one start, so a rank with a small window must keep as much as the one with the largest."""
+    """All ranks load from one start, so a rank with a small window must keep as much as the one
+    with the largest.
+    """
     with Net(2).up() as net:
         job = Job(net, net.nodes, window=[1, 5], replicas=1)
         job.start()
@@ -84,7 +88,9 @@ def test_replicas_have_room_for_the_suffix_of_the_rank_with_the_largest_window()
 
 
 def test_an_abandoned_history_is_freed_on_every_holder() -> None:
-    """One rank went further than the others before all were restarted: that iteration happens again, differently."""
+    """One rank went further than the others before all were restarted: that iteration happens
+    again, differently.
+    """
     with Net(3).up() as net:
         job = Job(net, net.nodes, replicas=2)
         job.start()

@@ -1,4 +1,6 @@
-"""A live rank is its process': nobody else attaches, detaches, drops or fills for it, whatever it says of itself."""
+"""A live rank is its process': nobody else attaches, detaches, drops or fills for it, whatever it
+says of itself.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def hostile(daemon: DaemonProcess, pid: int, token: bytes = b"guessed") -> dict[
 
 @pytest.mark.parametrize("token", [b"", b"guessed"])
 def test_a_claimed_process_id_takes_no_rank(token: bytes) -> None:
-    """Before, the claim made it the same process on a new connection: the owner lost its session, and one Detach its memory."""
+    """Before, the claim made it the same process on a new connection: the owner lost its session,
+    and one Detach its memory.
+    """
     with running_daemon() as daemon, daemon.client() as client:
         attach(client)
         segment = reserve(client)

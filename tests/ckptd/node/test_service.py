@@ -247,7 +247,9 @@ def put(segment: Segment, index: int, iteration: int) -> None:
 
 
 def test_a_log_is_asked_for_by_a_message_of_its_own(setting: Setting) -> None:
-    """A daemon that knows no logs ignores what it does not know of a descriptor, and would make a segment for snapshots."""
+    """A daemon that knows no logs ignores what it does not know of a descriptor, and would make a
+    segment for snapshots.
+    """
     setting.attach()
     told = descriptor_of("job", "run")
     wrong = (
@@ -321,7 +323,9 @@ def parked_events(setting: Setting) -> list[str]:
 
 
 def test_what_a_trainer_parked_and_had_no_time_to_tell_is_told_once(setting: Setting) -> None:
-    """By the daemon, when it is sealed. What the trainer has told, and what lay there before it came, is not told again."""
+    """By the daemon, when it is sealed. What the trainer has told, and what lay there before it
+    came, is not told again.
+    """
     setting.attach()
     parked = reserve_log(setting, 2, "parked")
     put(parked, 0, 6)
@@ -428,7 +432,9 @@ def test_a_dead_trainers_half_filled_log_is_freed(setting: Setting) -> None:
 
 @pytest.mark.parametrize("message", [m.Detach(final=True), m.Forget("job", "run")])
 def test_a_told_placement_is_kept_while_its_run_is(setting: Setting, message: m.Message) -> None:
-    """A refused message changes nothing: neither a trainer's that is not attached, nor a request to forget a run that is."""
+    """A refused message changes nothing: neither a trainer's that is not attached, nor a request to
+    forget a run that is.
+    """
     told = m.TellElastic(m.Elastic(((1,),), (m.ElasticNode("here", 1),)))
     assert isinstance(setting.ask(told), m.Refused)
     assert setting.ask(m.GetElastic()) == m.SeenElastic(())

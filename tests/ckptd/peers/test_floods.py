@@ -1,4 +1,6 @@
-"""Silence and floods, before and after anybody has shown who it is: replication goes on, and memory is bounded."""
+"""Silence and floods, before and after anybody has shown who it is: replication goes on, and memory
+is bounded.
+"""
 
 from __future__ import annotations
 
@@ -99,8 +101,10 @@ def node() -> Iterator[Node]:
 
 
 def is_cut_while_it_sends(attacker: socket.socket, part: bytes) -> bool:
-    """Send until the other side ends the connection; false if it takes everything. Its end is looked for, not only an error of sending: where the
-    window was closed at the cut, a sender gets no error for as long as a minute."""
+    """Send until the other side ends the connection; false if it takes everything. Its end is
+    looked for, not only an error of sending: where the window was closed at the cut, a sender gets
+    no error for as long as a minute.
+    """
     attacker.setblocking(False)
     left = ENDLESS
     rest = memoryview(part)
@@ -197,8 +201,10 @@ def test_a_message_of_thousands_of_parts_costs_a_member_its_connection(node: Nod
 def test_a_message_without_an_end_costs_a_member_its_connection(
     node: Node, opens: bool, bound: int
 ) -> None:
-    """Parts of an allowed size, of a trusted key, before and after it has said who it is. The parts of a message are kept until its end
-    comes: what was sent before the `open` was not measured, for as long as a stranger may stay."""
+    """Parts of an allowed size, of a trusted key, before and after it has said who it is. The parts
+    of a message are kept until its end comes: what was sent before the `open` was not measured, for
+    as long as a stranger may stay.
+    """
     with member(node):
         before = most_resident(node)
     with member(node, opens=opens) as (connection, monitor):

@@ -1,4 +1,6 @@
-"""What a node with a trusted key gets of a run that it takes no part in, from real daemons; and the guard by itself."""
+"""What a node with a trusted key gets of a run that it takes no part in, from real daemons; and the
+guard by itself.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,10 @@ def last_epoch() -> p.OpenReplica:
 
 @pytest.mark.timeout(90)
 def test_a_trusted_node_that_is_no_member_gets_nothing_and_ends_nothing() -> None:
-    """Before, any node with a trusted key could list and read every snapshot of every run, and one `OpenReplica` with an epoch near 2^32
-    made all that a node held of the run stale, which freed it."""
+    """Before, any node with a trusted key could list and read every snapshot of every run, and one
+    `OpenReplica` with an epoch near 2^32 made all that a node held of the run stale, which freed
+    it.
+    """
     with Net(2).up() as net, Puppet("intruder") as intruder:
         job = Job(net, net.nodes, replicas=1)
         job.start()
@@ -182,7 +186,9 @@ class _Link:
 
 
 def test_who_was_refused_is_asked_after_at_members_seldom_and_never_believed_itself() -> None:
-    """A node that was away refused the new speaker of a run, which it did not know, until another member told it by chance."""
+    """A node that was away refused the new speaker of a run, which it did not know, until another
+    member told it by chance.
+    """
     now_s, asked, learned = [0.0], Asked(), list[tuple[str, RunRecord]]()
     updates = RecordUpdates(
         "b",

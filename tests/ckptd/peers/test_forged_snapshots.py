@@ -1,4 +1,6 @@
-"""Snapshots that somebody changed together with their xxh3 digests, between daemons: nobody seals them, and nobody resumes from them."""
+"""Snapshots that somebody changed together with their xxh3 digests, between daemons: nobody seals
+them, and nobody resumes from them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_what_a_man_in_the_middle_forges_is_not_sealed() -> None:
-    """Bytes that arrive over the stream were changed together with their digests, so that all of xxh3 agrees: of the chunks, of the tensor, of the header. What the
-    sender tells over the control session does not agree. Its next try, with the true bytes, is sealed. Before, the first was."""
+    """Bytes that arrive over the stream were changed together with their digests, so that all of
+    xxh3 agrees: of the chunks, of the tensor, of the header. What the sender tells over the control
+    session does not agree. Its next try, with the true bytes, is sealed. Before, the first was.
+    """
     with Net(1).up() as net, Puppet("puppet") as puppet:
         node, snapshot = net[0], snapshot_of(5)
         lease = puppet.open(node).lease
@@ -38,8 +42,11 @@ def test_what_a_man_in_the_middle_forges_is_not_sealed() -> None:
 
 
 def test_a_snapshot_forged_in_its_senders_memory_does_not_spread() -> None:
-    """Its digest was made when it was sent first. Then somebody changes it in the memory of its node, together with its xxh3 digests, and the node that has the
-    replica is lost. The one that takes its place is sent the forgery with the digest of before, and refuses it; the sender suspects its own copy."""
+    """Its digest was made when it was sent first. Then somebody changes it in the memory of its
+    node, together with its xxh3 digests, and the node that has the replica is lost. The one that
+    takes its place is sent the forgery with the digest of before, and refuses it; the sender
+    suspects its own copy.
+    """
     with Net(2).up() as net:
         here, there = net.nodes
         job = Job(net, [here, there], replicas=1)
@@ -59,7 +66,9 @@ def test_a_snapshot_forged_in_its_senders_memory_does_not_spread() -> None:
 
 
 def resumable(net: Net) -> Job:
-    """A job of three nodes of which each holds replicas of the others; the first node is lost, and empty again."""
+    """A job of three nodes of which each holds replicas of the others; the first node is lost, and
+    empty again.
+    """
     job = Job(net, net.nodes, replicas=2)
     job.start()
     job.record(0, 1)
@@ -73,8 +82,10 @@ def resumable(net: Net) -> Job:
 def test_a_holder_whose_memory_was_changed_together_with_its_digests_is_not_accepted_at_resume() -> (
     None
 ):
-    """What it vouches for was kept apart when the replica came. Who resumes names the holder, takes the true bytes from another one, and has the holder look at
-    its copy, which is quarantined. Before, the job went on with the forgery where that holder was asked first."""
+    """What it vouches for was kept apart when the replica came. Who resumes names the holder, takes
+    the true bytes from another one, and has the holder look at its copy, which is quarantined.
+    Before, the job went on with the forgery where that holder was asked first.
+    """
     with Net(3).up() as net:
         job = resumable(net)
         back, holder, other = net.nodes
@@ -93,7 +104,9 @@ def test_a_holder_whose_memory_was_changed_together_with_its_digests_is_not_acce
 
 
 def test_where_every_holder_was_forged_nobody_resumes_from_it() -> None:
-    """The job stops with the reason. Both copies are quarantined, so that the next start does not ask for them again; that one stops, too, for want of any other."""
+    """The job stops with the reason. Both copies are quarantined, so that the next start does not
+    ask for them again; that one stops, too, for want of any other.
+    """
     with Net(3).up() as net:
         job = resumable(net)
         for node in net.nodes[1:]:
@@ -113,7 +126,9 @@ def test_where_every_holder_was_forged_nobody_resumes_from_it() -> None:
 
 
 def test_replicas_of_before_the_upgrade_are_resumed_from() -> None:
-    """A daemon of before kept no digests: its successor makes them when it is asked, of what matches its xxh3 digests."""
+    """A daemon of before kept no digests: its successor makes them when it is asked, of what
+    matches its xxh3 digests.
+    """
     with Net(3).up() as net:
         job = resumable(net)
         for node in net.nodes[1:]:

@@ -12,8 +12,10 @@ pytestmark = pytest.mark.timeout(90)
 
 
 def test_replication_waits_out_a_man_in_the_middle_and_names_him() -> None:
-    """He changes a bit in every 20 KB: no snapshot can be sealed on the other node, an event says why, and when he is gone replication
-    catches up by itself. Before streams were encrypted nothing but a counter knew, and who did better than single bits was not seen."""
+    """He changes a bit in every 20 KB: no snapshot can be sealed on the other node, an event says
+    why, and when he is gone replication catches up by itself. Before streams were encrypted nothing
+    but a counter knew, and who did better than single bits was not seen.
+    """
     with Net(2, proxied=True, curve=True).up() as net:
         here, there = net.nodes
         job = Job(net, net.nodes, replicas=1)

@@ -58,7 +58,9 @@ def with_descriptor(**changes: int) -> p.OpenReplica:
 def test_a_descriptor_with_numbers_that_cannot_be_is_refused(
     setting: Setting, changes: dict[str, int]
 ) -> None:
-    """Once entered, it broke every tick of the host from then on, or was memory outside the quota after a restart."""
+    """Once entered, it broke every tick of the host from then on, or was memory outside the quota
+    after a restart.
+    """
     setting.open(generation=1)
     refused = setting.ask(with_descriptor(**changes))
     assert isinstance(refused, p.PeerRefused)
@@ -68,7 +70,9 @@ def test_a_descriptor_with_numbers_that_cannot_be_is_refused(
 
 
 def test_no_ring_is_made_that_a_restart_could_not_read(setting: Setting) -> None:
-    """The wider one is a nanosecond later than the last there can be: put aside at a restart, it would be outside the quota."""
+    """The wider one is a nanosecond later than the last there can be: put aside at a restart, it
+    would be outside the quota.
+    """
     message = with_descriptor(created_at_ns=(1 << 63) - 1)
     for span in (1, 8):
         refused = setting.ask(msgspec.structs.replace(message, span=span))
@@ -108,7 +112,9 @@ def test_a_promise_that_cannot_be_is_no_message(changes: dict[str, int]) -> None
 
 @pytest.mark.parametrize("wrong", ["descriptor", "origin", "rank"])
 def test_who_is_refused_frees_nothing(setting: Setting, wrong: str) -> None:
-    """A later epoch, in a message that is not what its descriptor says: what is sealed here is not abandoned by it."""
+    """A later epoch, in a message that is not what its descriptor says: what is sealed here is not
+    abandoned by it.
+    """
     setting.fill(setting.open().lease, snapshot_of(5))
     changes = {"descriptor": b"nonsense", "origin": "nonsense", "rank": 3}
     message = open_replica("away", epoch=7)
@@ -123,7 +129,9 @@ def test_who_is_refused_frees_nothing(setting: Setting, wrong: str) -> None:
 
 
 def test_an_epoch_near_the_last_one_kills_no_run(setting: Setting) -> None:
-    """One message made all that lay here stale, and left the run without a next epoch: by the epoch itself, a snapshot's, or a promise's."""
+    """One message made all that lay here stale, and left the run without a next epoch: by the epoch
+    itself, a snapshot's, or a promise's.
+    """
     lease = setting.open().lease
     setting.fill(lease, snapshot_of(5))
     last = (1 << 32) - 1
@@ -155,7 +163,9 @@ def tick_for(setting: Setting, seconds: float, *, hello: str = "") -> bool:
 
 
 def test_a_replica_expires_though_nobody_ended_its_lease(setting: Setting) -> None:
-    """Its sender never came back, and a node without ranks does not meet its senders: nobody says that it is gone."""
+    """Its sender never came back, and a node without ranks does not meet its senders: nobody says
+    that it is gone.
+    """
     setting.fill(setting.open(boot_id="b1").lease, snapshot_of(5))
     assert tick_for(setting, RETAIN_S), "not before its time"
     assert not tick_for(setting, 200)

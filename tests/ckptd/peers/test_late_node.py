@@ -1,4 +1,6 @@
-"""A node that is late when its job starts again: nothing is forgotten meanwhile, and all of it is there afterwards."""
+"""A node that is late when its job starts again: nothing is forgotten meanwhile, and all of it is
+there afterwards.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,12 @@ def test_the_only_holder_is_late() -> None:
 
 
 def test_the_only_holder_is_late_and_the_daemon_that_knew_of_it_was_restarted() -> None:
-    """Rank 1 lived on node 1, whose daemon was killed; node 0 came through a restart of its daemon, too, before the job started again.
+    """Rank 1 lived on node 1, whose daemon was killed; node 0 came through a restart of its daemon,
+    too, before the job started again.
 
-    Who took part was in the memory of the daemons alone: nobody counted as missing, every generation was dropped, a new epoch
-    began, and what the late node held was of an abandoned history. Now the restarted daemon knows whom to wait for.
+    Who took part was in the memory of the daemons alone: nobody counted as missing, every
+    generation was dropped, a new epoch began, and what the late node held was of an abandoned
+    history. Now the restarted daemon knows whom to wait for.
     """
     with Net(3, peer_deadline_s="2").up() as net:
         first, late, spare = net.nodes
@@ -76,8 +80,10 @@ def test_the_only_holder_is_late_and_the_daemon_that_knew_of_it_was_restarted() 
 
 
 def test_after_a_recovery_without_it_a_late_node_is_still_waited_for() -> None:
-    """Node 2 held replicas of the job's first life and was away when the job came back from the others; then these lost everything
-    before the second life had a floor of its own. What node 2 holds is all that is left, and it is not forgotten."""
+    """Node 2 held replicas of the job's first life and was away when the job came back from the
+    others; then these lost everything before the second life had a floor of its own. What node 2
+    holds is all that is left, and it is not forgotten.
+    """
     with Net(3, peer_deadline_s="1").up() as net:
         first, second, holder = net.nodes
         job = Job(net, [first, second, holder], replicas=2)
@@ -110,7 +116,9 @@ def test_after_a_recovery_without_it_a_late_node_is_still_waited_for() -> None:
 def test_a_run_that_was_forgotten_by_command_begins_anew_and_a_late_node_does_not_bring_it_back() -> (
     None
 ):
-    """The operator gives the late node up. What it holds is older than whatever begins now, and must not win over it."""
+    """The operator gives the late node up. What it holds is older than whatever begins now, and
+    must not win over it.
+    """
     with Net(3, peer_deadline_s="2").up() as net:
         first, late, spare = net.nodes
         job = Job(net, [first, late], replicas=0)
@@ -167,8 +175,10 @@ def test_a_damaged_record_means_that_nobody_knows_not_that_nobody_takes_part() -
 
 
 def test_a_late_node_hears_of_a_new_speaker_from_a_member_that_both_know() -> None:
-    """Node 2 was away when node 1 went on with node 0, and each of nodes 0 and 2 had never heard of the other. Node 0 is the one that tells who
-    takes part, so that node 2 was told nothing of the new epoch for as long as node 1 lived, and would have refused node 0."""
+    """Node 2 was away when node 1 went on with node 0, and each of nodes 0 and 2 had never heard of
+    the other. Node 0 is the one that tells who takes part, so that node 2 was told nothing of the
+    new epoch for as long as node 1 lived, and would have refused node 0.
+    """
     with Net(3, peer_deadline_s="2").up() as net:
         speaker, member, late = net.nodes
         assert speaker.name < member.name

@@ -1,4 +1,6 @@
-"""Boundary logs with replicas, among real daemons: what lies where, what is read when a node is gone, and what a full node means."""
+"""Boundary logs with replicas, among real daemons: what lies where, what is read when a node is
+gone, and what a full node means.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ class Log:
         self.trainer.memory.session.filled(segment.generation, index, iteration)
 
     def holders(self, iterations: range) -> list[Node]:
-        """The nodes that hold a replica with exactly these iterations, each equal to what is here, byte for byte."""
+        """The nodes that hold a replica with exactly these iterations, each equal to what is here,
+        byte for byte.
+        """
         (path,) = self.trainer.node.segment_dir.glob(f"*~r{self.trainer.rank}~*.boundary")
         own = sealed(path)
         nodes = [node for node in self.trainer.job.net.nodes if node.process is not None]
@@ -159,7 +163,9 @@ def job(net: Net) -> Iterator[Job]:
 def test_a_log_goes_where_the_snapshots_go_and_is_read_from_there_when_its_node_is_gone(
     net: Net, job: Job
 ) -> None:
-    """The replica follows its primary around its slots. What rank 1 sent is read by the others: by one where the replica lies, by one from there."""
+    """The replica follows its primary around its slots. What rank 1 sent is read by the others: by
+    one where the replica lies, by one from there.
+    """
     logs = [Log(trainer) for trainer in job.trainers]
     job.record(0, 1)
     job.await_replicas(1, 1)

@@ -1,4 +1,6 @@
-"""Boundary logs among nodes: a peer reads one as it reads snapshots, and keeps a replica of one whose rank asks for it."""
+"""Boundary logs among nodes: a peer reads one as it reads snapshots, and keeps a replica of one
+whose rank asks for it.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_a_replica_of_a_log_is_told_of_apart_with_its_facts_and_is_no_snapshot(
 
 
 def test_a_replica_of_a_log_follows_its_primary(setting: Setting) -> None:
-    """What the primary has given away goes, oldest first; nothing else, though the run's promise knows nothing of it."""
+    """What the primary has given away goes, oldest first; nothing else, though the run's promise
+    knows nothing of it.
+    """
     setting.promise, setting.span = Promise(100, 100), 2
     lease = opened(setting)
     send(setting, lease, 4, 5, 6, 7, oldest=4)
@@ -193,7 +197,9 @@ def test_a_log_under_the_name_of_a_replica_of_snapshots_is_put_aside(setting: Se
 
 
 def test_snapshots_come_before_logs(setting: Setting) -> None:
-    """The replica of a log goes for one of snapshots that would find no memory; and none comes in while that is so. Of 40 MiB."""
+    """The replica of a log goes for one of snapshots that would find no memory; and none comes in
+    while that is so. Of 40 MiB.
+    """
     told = setting.ask(opening(num_slots=20))
     assert isinstance(told, p.ReplicaOpened)
     refused = setting.ask(open_replica("away", num_slots=60))

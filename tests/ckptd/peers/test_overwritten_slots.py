@@ -1,7 +1,8 @@
 """A daemon promises what a ring holds at the very moment at which the trainer of that ring gives a slot away.
 
-The trainer reads the hints, chooses a slot by them, takes its lock, and writes its header. The daemon writes the hints, looks at the slots, and tells its word.
-Here each possible moment is played, on a real segment, with the trainer's code and the daemon's.
+The trainer reads the hints, chooses a slot by them, takes its lock, and writes its header. The
+daemon writes the hints, looks at the slots, and tells its word. Here each possible moment is
+played, on a real segment, with the trainer's code and the daemon's.
 """
 
 from __future__ import annotations
@@ -109,9 +110,12 @@ def holds(segment: Segment, end: int) -> bool:
 def test_a_floor_is_announced_of_no_suffix_that_was_just_given_away(
     folder: Path, moment: str
 ) -> None:
-    """Two ranks of one node, whose rings are all that there is. The ring of rank 0 keeps the floor, 4, and its aim, 5; its trainer chose to overwrite
-    iteration 6, and before it had written the header rank 1 came up, floor and aim moved on, and the daemon promised 7, for which 6 was there still. The
-    floor was announced at 6, which rank 0 did not have any more: the promise was broken with everybody alive."""
+    """Two ranks of one node, whose rings are all that there is. The ring of rank 0 keeps the floor,
+    4, and its aim, 5; its trainer chose to overwrite iteration 6, and before it had written the
+    header rank 1 came up, floor and aim moved on, and the daemon promised 7, for which 6 was there
+    still. The floor was announced at 6, which rank 0 did not have any more: the promise was broken
+    with everybody alive.
+    """
     node = Node(folder)
     segment, slow = node.rank(0), node.rank(1)
     node.join((0, 1))
@@ -146,9 +150,12 @@ def both_know(run: Run, segment: Segment, **held: tuple[int, ...]) -> None:
 def test_a_ring_that_becomes_one_of_two_copies_while_it_gives_a_slot_away(
     folder: Path, moment: str
 ) -> None:
-    """Two nodes hold the floor, 4, so the ring may give away what it likes; one of them holds 5 and 6, too. While that trainer was about to overwrite
-    5 (3 and 4 were being uploaded), the other node was lost: the hint `sole` came up, and the rank gave its word for 6, on the strength of a node and of
-    its own ring, which had no 5 any more: the loss of that node would have been the loss of the floor."""
+    """Two nodes hold the floor, 4, so the ring may give away what it likes; one of them holds 5 and
+    6, too. While that trainer was about to overwrite 5 (3 and 4 were being uploaded), the other
+    node was lost: the hint `sole` came up, and the rank gave its word for 6, on the strength of a
+    node and of its own ring, which had no 5 any more: the loss of that node would have been the
+    loss of the floor.
+    """
     node = Node(folder, "one", "other")
     segment = node.rank(0)
     here = Member(NodeCard("here", "tcp://127.0.0.1:2"), (0,))

@@ -182,7 +182,9 @@ def test_a_neighbour_of_another_protocol_version_is_lost_at_once(setting: Settin
 def test_a_node_that_has_no_part_in_a_run_and_does_not_answer_is_forgotten(
     setting: Setting,
 ) -> None:
-    """Each node that a job had replaced was asked for ever, over a connection of its own with three descriptors."""
+    """Each node that a job had replaced was asked for ever, over a connection of its own with three
+    descriptors.
+    """
     peer = setting.meet("tcp://1")
     setting.later()
     peer.answer("b1")

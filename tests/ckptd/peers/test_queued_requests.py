@@ -1,4 +1,6 @@
-"""What peers ask waits for the daemon's loop: bounded in number and in bytes, for each peer and for all together."""
+"""What peers ask waits for the daemon's loop: bounded in number and in bytes, for each peer and for
+all together.
+"""
 
 from __future__ import annotations
 

@@ -127,7 +127,9 @@ def test_a_run_of_one_rank_promises_by_its_ring_alone(folder: Path) -> None:
 
 
 def test_a_ring_keeps_the_floor_also_while_another_node_cannot_tell(folder: Path) -> None:
-    """It was soft then, since no floor could move: whatever it gave away was what the other node was left with."""
+    """It was soft then, since no floor could move: whatever it gave away was what the other node
+    was left with.
+    """
     node = Node(folder)
     segment = node.rank(0)
     node.join((0,), Member(AWAY, (1,)))
@@ -221,7 +223,9 @@ def test_a_ring_is_hard_until_its_target_holds_what_the_floor_needs(folder: Path
 def test_after_a_recovery_a_ring_is_hard_until_a_floor_was_heard_of(
     folder: Path, start: int
 ) -> None:
-    """Others may know one that was announced right before: a node that had not heard of it gave its suffix away (seed 13400)."""
+    """Others may know one that was announced right before: a node that had not heard of it gave its
+    suffix away (seed 13400).
+    """
     node = Node(folder, "away")
     segment = node.rank(0)
     other = Member(NodeCard("away", "tcp://127.0.0.1:1"), (1,))
@@ -236,9 +240,12 @@ def test_after_a_recovery_a_ring_is_hard_until_a_floor_was_heard_of(
 
 
 def test_a_ring_is_hard_while_fewer_than_two_others_hold_the_floor(folder: Path) -> None:
-    """The replicas of one rank were behind; the others gave away, for want of slots, what their one target held as well. Then one node was lost, which was such
-    a target and the slow one's own: of no iteration was all left (elastic campaign, seeds 202 and 205). And once a daemon was down for longer than
-    its deadline, every ring gave the floor away: the loss of either node was then the loss of everything."""
+    """The replicas of one rank were behind; the others gave away, for want of slots, what their one
+    target held as well. Then one node was lost, which was such a target and the slow one's own: of
+    no iteration was all left (elastic campaign, seeds 202 and 205). And once a daemon was down for
+    longer than its deadline, every ring gave the floor away: the loss of either node was then the
+    loss of everything.
+    """
     node, here = Node(folder, "away"), Member(NodeCard("here", "tcp://127.0.0.1:2"), (0, 1))
     segments = node.rank(0), node.rank(1)
     other = Member(NodeCard("away", "tcp://127.0.0.1:1"), (2,))
@@ -252,8 +259,10 @@ def test_a_ring_is_hard_while_fewer_than_two_others_hold_the_floor(folder: Path)
 
 
 def test_a_rank_whose_target_is_away_promises_nothing_by_itself(folder: Path) -> None:
-    """Both nodes did not hear one another, and each rank vouched for what it alone had. When they met again the floor was announced at
-    the newest snapshot, of which there was one copy each; the older one, of which there were two, was given away."""
+    """Both nodes did not hear one another, and each rank vouched for what it alone had. When they
+    met again the floor was announced at the newest snapshot, of which there was one copy each; the
+    older one, of which there were two, was given away.
+    """
     node, here = Node(folder, "away"), Member(NodeCard("here", "tcp://127.0.0.1:2"), (0,))
     segment = node.rank(0)
     other = Member(NodeCard("away", "tcp://127.0.0.1:1"), (1,))

@@ -1,4 +1,6 @@
-"""Daemons that share a host: snapshots go from file to file, and are what was written whatever dies meanwhile."""
+"""Daemons that share a host: snapshots go from file to file, and are what was written whatever dies
+meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -262,7 +262,9 @@ def test_a_put_that_fails_does_not_wait_for_its_digest(sender: Sender) -> None:
 
 
 def test_what_this_node_cannot_vouch_for_is_not_sealed_elsewhere(sender: Sender) -> None:
-    """Its own copy does not match its digests: the slot that was granted is given back, and the snapshot is suspected as after a peer's refusals."""
+    """Its own copy does not match its digests: the slot that was granted is given back, and the
+    snapshot is suspected as after a peer's refusals.
+    """
     sender.vouching.at_once = False
     put = sender.until_put()
     put.end()

@@ -1,6 +1,7 @@
 """Daemons whose wall clocks step: nothing between them is ordered by time.
 
-The daemons are real; a `sitecustomize` on their path puts their wall clock off by as much as `Clock.off_s` says at their start.
+The daemons are real; a `sitecustomize` on their path puts their wall clock off by as much as
+`Clock.off_s` says at their start.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ def moves(job: Job, iteration: int) -> None:
 def test_replication_goes_on_after_the_restart_of_a_daemon_whose_clock_stepped_back(
     clock: Clock, restarted: int
 ) -> None:
-    """NTP corrected it by an hour, and the daemon was restarted. What it reported had numbers that began at the time of its start: the
-    parent ignored them as old for an hour. The floor stayed, every replica slot was promised, and no limit ended it."""
+    """NTP corrected it by an hour, and the daemon was restarted. What it reported had numbers that
+    began at the time of its start: the parent ignored them as old for an hour. The floor stayed,
+    every replica slot was promised, and no limit ended it.
+    """
     with Net(2).up() as net:
         job = Job(net, net.nodes, replicas=1)
         job.start()

@@ -1,4 +1,6 @@
-"""Nobody costs a daemon anything before it has shown who it is: real daemons, real attackers, an honest peer beside them."""
+"""Nobody costs a daemon anything before it has shown who it is: real daemons, real attackers, an
+honest peer beside them.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def resident(node: Node) -> int:
 def test_two_thousand_idle_connections_take_no_descriptors(
     node: Node, friend: Callable[[], None], port: int
 ) -> None:
-    """They took all that the daemon had, and libzmq then spun, or aborted the process when it needed one for itself."""
+    """They took all that the daemon had, and libzmq then spun, or aborted the process when it
+    needed one for itself.
+    """
     friend()  # what the first peer costs is not theirs
     before, memory = descriptors(node), resident(node)
     with idlers(node, port, 2000):

@@ -94,7 +94,9 @@ def test_another_node_at_the_address_of_one_is_not_it() -> None:
 
 
 def test_whom_only_another_node_knows_is_asked_too() -> None:
-    """Here the daemon knows of epoch 5; c took part in epoch 6 with a node that came only then, and that one may hold what is missing."""
+    """Here the daemon knows of epoch 5; c took part in epoch 6 with a node that came only then, and
+    that one may hold what is missing.
+    """
     b, c, e = Link(), Link(), Link()
     answers = survey(b=b, c=c, e=e)
     b.done(Holdings("b", ()))

@@ -46,7 +46,9 @@ def segment_store(folder: Path) -> SegmentStore:
 def fill(
     segment: Segment, index: int, iteration: int, *, epoch: int = 1, seed: int | None = None
 ) -> SnapshotId:
-    """Seal a snapshot in a slot: a tensor that never changes, and one that is new each time (or of this seed)."""
+    """Seal a snapshot in a slot: a tensor that never changes, and one that is new each time (or of
+    this seed).
+    """
     told = segment.descriptor
     layout = ImageLayout.build(
         [TensorEntry("frozen", "U8", (FROZEN_BYTES,)), TensorEntry("fresh", "U8", (FRESH_BYTES,))],

@@ -70,7 +70,9 @@ def test_a_checkpoint_of_which_something_is_gone_is_not_offered_again(
 def test_where_nothing_can_be_used_that_is_said_and_looked_at_anew_when_asked_again(
     desk: Desk, segment: Segment, folder: Path
 ) -> None:
-    """It was told that there is nothing, so a job began anew; and for the keeper's life it was never looked at again."""
+    """It was told that there is nothing, so a job began anew; and for the keeper's life it was
+    never looked at again.
+    """
     names = [found.name for found in desk.find(0)]
     objects = {path: path.read_bytes() for path in folder.rglob("rank-00000/*.safetensors")}
     for path in objects:
@@ -103,5 +105,7 @@ def test_without_its_identity_a_run_is_found_all_the_same(desk: Desk, folder: Pa
 
 
 def test_who_goes_on_from_storage_gets_room_to_store(desk: Desk) -> None:
-    """A ring that holds one suffix and two slots more has none left for snapshots while the next one is uploaded."""
+    """A ring that holds one suffix and two slots more has none left for snapshots while the next
+    one is uploaded.
+    """
     assert [found.num_slots for found in desk.find(0)] == [6, 6]

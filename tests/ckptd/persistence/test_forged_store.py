@@ -1,4 +1,6 @@
-"""Somebody with write access to the store changes a checkpoint so that every xxh3 digest fits: nobody resumes from it, and `ckptctl` says so."""
+"""Somebody with write access to the store changes a checkpoint so that every xxh3 digest fits:
+nobody resumes from it, and `ckptctl` says so.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ pytestmark = pytest.mark.timeout(150)
 
 @contextmanager
 def stored(folder: Path, *, sign: bool = False) -> Iterator[tuple[Net, Job]]:
-    """A job of two ranks on two nodes, whose checkpoints 1 and 2 are committed; then both nodes are lost with their memory, and empty again.
+    """A job of two ranks on two nodes, whose checkpoints 1 and 2 are committed; then both nodes are
+    lost with their memory, and empty again.
 
     Args:
         sign: both nodes sign, and believe each other alone.
@@ -132,7 +135,9 @@ def resume(job: Job) -> int:
 def test_an_object_that_was_forged_is_refused_at_resume_by_verify_and_by_export(
     tmp_path: Path,
 ) -> None:
-    """Of all digests only the cryptographic one in the manifest does not fit. The job goes on from the checkpoint before; before, it went on from the forgery."""
+    """Of all digests only the cryptographic one in the manifest does not fit. The job goes on from
+    the checkpoint before; before, it went on from the forgery.
+    """
     folder = tmp_path / "store"
     with stored(folder) as (net, job):
         forge_object(folder, written(job))

@@ -87,7 +87,9 @@ def test_worlds_are_found_the_latest_first_and_what_is_called_like_one_is_not(
 def test_what_a_start_has_found_to_be_damaged_is_passed_over_until_the_next_one(
     desk: Desk, made: Any, tmp_path: Path
 ) -> None:
-    """A manifest that cannot be read is found when the checkpoint is opened; a start asks again, and the next start looks anew."""
+    """A manifest that cannot be read is found when the checkpoint is opened; a start asks again,
+    and the next start looks anew.
+    """
     world = made("run.w5")
     world.checkpoint(4)
     world.checkpoint(8)
@@ -106,7 +108,9 @@ def test_what_a_start_has_found_to_be_damaged_is_passed_over_until_the_next_one(
 def test_an_earlier_world_goes_when_a_later_one_can_do_without_it(
     desk: Desk, made: Any, tmp_path: Path
 ) -> None:
-    """Not with the first checkpoint of the later one, while two are to be kept; objects go after the grace time, which is a day."""
+    """Not with the first checkpoint of the later one, while two are to be kept; objects go after
+    the grace time, which is a day.
+    """
     made("run.w5").checkpoint(50)
     ordinary = made("run.w6", topology="dp1")
     ordinary.checkpoint(4)

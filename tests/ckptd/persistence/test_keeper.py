@@ -287,7 +287,9 @@ def test_what_is_older_than_a_committed_checkpoint_is_not_committed(
 def test_what_relied_on_a_manifest_that_may_be_deleted_is_stored_anew(
     desk: Desk, segment: Segment, folder: Path
 ) -> None:
-    """Another life of this rank has committed a newer checkpoint meanwhile, which replaces the one that was relied on."""
+    """Another life of this rank has committed a newer checkpoint meanwhile, which replaces the one
+    that was relied on.
+    """
     desk.open()
     checkpoint(desk, segment, 2)
     snapshots = [fill(segment, i, i) for i in (3, 4)]
@@ -336,7 +338,9 @@ def test_a_job_that_does_not_know_of_a_later_history_is_fenced(
 def test_a_later_history_that_appears_after_opening_fences_the_commit(
     desk: Desk, segment: Segment, folder: Path
 ) -> None:
-    """It was answered like a store that refuses: the rank went on to upload, every few minutes, until its end."""
+    """It was answered like a store that refuses: the rank went on to upload, every few minutes,
+    until its end.
+    """
     desk.open(epoch=3)
     late = [fill(segment, i, i, epoch=3) for i in (3, 4)]
     for snapshot in late:
@@ -419,7 +423,9 @@ def test_what_was_stored_is_read_back_where_that_is_wanted(segment: Segment, fol
 def test_only_what_a_trusted_signer_signed_is_believed(
     tmp_path: Path, segment: Segment, folder: Path
 ) -> None:
-    """Whoever can write to the store could put other bytes there, with xxh3 digests that fit, and a job resumed with them."""
+    """Whoever can write to the store could put other bytes there, with xxh3 digests that fit, and a
+    job resumed with them.
+    """
     keys = tmp_path / "keys"
     create_signer(keys)
     signing = Desk(f"file://{folder}", sign_with=str(keys), signers=str(keys))
@@ -449,7 +455,9 @@ def test_only_what_a_trusted_signer_signed_is_believed(
 def test_the_digest_that_was_kept_beside_the_slot_is_not_made_again(
     segment: Segment, folder: Path
 ) -> None:
-    """It was made when the snapshot was replicated. An image that does not have it (because somebody changed it in memory since) is no good checkpoint."""
+    """It was made when the snapshot was replicated. An image that does not have it (because
+    somebody changed it in memory since) is no good checkpoint.
+    """
     desk = Desk(f"file://{folder}")
     desk.open()
     kept = "blake3:" + 64 * "a"

@@ -126,7 +126,9 @@ def test_a_store_that_cannot_be_opened_is_told_of(tmp_path: Path) -> None:
 
 
 def test_a_keeper_that_hangs_is_killed_and_what_it_was_asked_fails(tmp_path: Path) -> None:
-    """A trainer that started while it hung waited for a quarter of an hour, although its state lay in storage."""
+    """A trainer that started while it hung waited for a quarter of an hour, although its state lay
+    in storage.
+    """
     loop = Loop(f"file://{tmp_path}/store", silent_s=0.5)
     loop.open()
     os.kill(loop.child.pid, signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""The store keeper as a process of its own: what it says of a store that it cannot open, and how it ends when its daemon does."""
+"""The store keeper as a process of its own: what it says of a store that it cannot open, and how it
+ends when its daemon does.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def started() -> Iterator[list[Process]]:
 def test_a_store_that_cannot_be_opened_is_one_line_and_every_question_is_answered(
     started: list[Process], url: str, options: dict[str, Any], reason: str
 ) -> None:
-    """What obstore raises is of no kind of ours: the first question ended the keeper with a traceback, again and again."""
+    """What obstore raises is of no kind of ours: the first question ended the keeper with a
+    traceback, again and again.
+    """
     keeper = Process(url, options)
     started.append(keeper)
     for number in (1, 2):
@@ -89,7 +93,9 @@ def test_a_store_that_cannot_be_opened_is_one_line_and_every_question_is_answere
 def test_a_daemon_that_is_gone_ends_its_keeper_without_a_traceback(
     started: list[Process], url: str
 ) -> None:
-    """It was killed while questions lay in the socket: each answer, also that to a ping, meets a closed connection."""
+    """It was killed while questions lay in the socket: each answer, also that to a ping, meets a
+    closed connection.
+    """
     keeper = Process(url)
     started.append(keeper)
     assert keeper.ask(w.KeeperPing()) == w.KeeperPong()  # it is up

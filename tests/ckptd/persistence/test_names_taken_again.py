@@ -1,4 +1,6 @@
-"""A store whose names stand for another run than before: ``run.json`` was removed, and a job began anew under the same names."""
+"""A store whose names stand for another run than before: ``run.json`` was removed, and a job began
+anew under the same names.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ def keep(desk: Desk, segment: Segment, end: int) -> None:
 def test_retention_of_a_run_leaves_what_another_one_of_its_names_has_stored(
     segment: Segment, tmp_path: Path
 ) -> None:
-    """The last two of each run stay. Those of the run before went as soon as the new one had committed two of its own, although
-    only they could have brought it back. What was imported for the run is nobody's checkpoint, and stays, too."""
+    """The last two of each run stay. Those of the run before went as soon as the new one had
+    committed two of its own, although only they could have brought it back. What was imported for
+    the run is nobody's checkpoint, and stays, too.
+    """
     url = f"file://{tmp_path}/store"
     store = open_store(url)
     imported = "job/run/import/model.safetensors"

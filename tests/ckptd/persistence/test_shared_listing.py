@@ -1,4 +1,6 @@
-"""One listing for all ranks of a node: how often the store is asked, and that nobody relies on what a listing is too old to show."""
+"""One listing for all ranks of a node: how often the store is asked, and that nobody relies on what
+a listing is too old to show.
+"""
 
 from __future__ import annotations
 
@@ -89,8 +91,9 @@ def wait_settled(desk: Desk, number: int) -> None:
 def test_a_checkpoint_of_eight_ranks_takes_three_listings(
     desk: Desk, segments: list[Segment], store: Counting
 ) -> None:
-    """Each rank listed the run before its manifest and the iteration after it, and rank 0 the run twice more: 18, or more where
-    ranks looked in vain for the manifests of those after them."""
+    """Each rank listed the run before its manifest and the iteration after it, and rank 0 the run
+    twice more: 18, or more where ranks looked in vain for the manifests of those after them.
+    """
     for end in (2, 4, 6):
         snapshots = [put(desk, segment, end) for segment in segments]
         store.listed.clear()
@@ -104,8 +107,10 @@ def test_a_checkpoint_of_eight_ranks_takes_three_listings(
 def test_a_rank_that_is_late_is_not_refused_by_a_listing_older_than_what_it_relies_on(
     desk: Desk, segments: list[Segment], store: Counting
 ) -> None:
-    """While rank 7 writes its manifest of checkpoint 2, the others list the run for checkpoint 4. What rank 7 refers to in its 4 is
-    named by that very manifest, which their listing does not show: to rank 7 it said that all of that may be deleted."""
+    """While rank 7 writes its manifest of checkpoint 2, the others list the run for checkpoint 4.
+    What rank 7 refers to in its 4 is named by that very manifest, which their listing does not
+    show: to rank 7 it said that all of that may be deleted.
+    """
     *early, late = segments
     twos = {segment: put(desk, segment, 2) for segment in (*early, late)}
     for segment in early:
@@ -207,8 +212,10 @@ def test_ranks_that_ask_at_once_wait_for_one_listing() -> None:
 
 
 def test_a_listing_that_may_be_shared_is_young_enough_to_act_upon() -> None:
-    """A manifest is put within half the settle time after the listing was begun (docs/format.md §7): the listing must have been begun
-    a minute before at most, and what follows takes a minute of attempts and three requests' time."""
+    """A manifest is put within half the settle time after the listing was begun (docs/format.md
+    §7): the listing must have been begun a minute before at most, and what follows takes a minute
+    of attempts and three requests' time.
+    """
     from ckptd.persistence import rank_store, shared_listing
 
     last_attempt_s = 3 * StoreOptions().request_timeout_s

@@ -97,8 +97,9 @@ def loop(segment: Segment, tmp_path: Path) -> Iterator[Loop]:
 def test_a_keeper_that_dies_over_the_question_what_is_durable_is_not_the_end_of_it(
     loop: Loop,
 ) -> None:
-    """The trainer that had asked was refused ("what is durable is not known"), and its job did not start, although the next
-    keeper knew half a second later. The second one dies over it, too."""
+    """The trainer that had asked was refused ("what is durable is not known"), and its job did not
+    start, although the next keeper knew half a second later. The second one dies over it, too.
+    """
     killed = loop.child.pid
     os.kill(killed, signal.SIGSTOP)  # so that it does not answer before
     answers = loop.ask()

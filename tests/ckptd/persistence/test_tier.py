@@ -70,7 +70,9 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 def test_a_rank_that_has_no_memory_yet_is_not_forgotten(daemon: Daemon) -> None:
-    """Time passes between joining a run and reserving memory: with a tick between them, a run was never made durable."""
+    """Time passes between joining a run and reserving memory: with a tick between them, a run was
+    never made durable.
+    """
     daemon.tier.join(RANK, 1, 1, -1)
     daemon.tier.tick()
     segment = daemon.store.create(descriptor(), 6, 1 << 20)
@@ -147,7 +149,9 @@ def test_a_later_history_that_appears_while_a_checkpoint_is_under_way_stops_the_
 def test_an_answer_about_an_epoch_that_was_left_does_not_stop_the_next(
     daemon: Daemon, tmp_path: Path
 ) -> None:
-    """A rank that was fenced in epoch 1, and had joined epoch 6 before it heard of that, was never made durable again."""
+    """A rank that was fenced in epoch 1, and had joined epoch 6 before it heard of that, was never
+    made durable again.
+    """
     daemon.tier.join(RankKey("job", "run", 1), 1, 1, -1)
     daemon.run_until(lambda: daemon.tier.keeper_pid > 0)
     with another_job(tmp_path / "store", tmp_path / "other", epoch=5):
@@ -165,7 +169,9 @@ def test_an_answer_about_an_epoch_that_was_left_does_not_stop_the_next(
 def test_the_slots_of_a_history_that_is_over_are_let_go_although_the_store_does_not_answer(
     daemon: Daemon,
 ) -> None:
-    """They were held until the store had answered for the new one, and the new trainer had only what was left of the ring."""
+    """They were held until the store had answered for the new one, and the new trainer had only
+    what was left of the ring.
+    """
     daemon.tier.join(RANK, 1, 1, -1)
     segment = daemon.store.create(descriptor(), 6, 1 << 20)
     for iteration in (1, 2):
@@ -180,7 +186,9 @@ def test_the_slots_of_a_history_that_is_over_are_let_go_although_the_store_does_
 
 
 def test_a_flush_that_waits_for_the_store_is_not_idle(daemon: Daemon) -> None:
-    """A daemon that was stopped right after its trainer's end did not wait for what it had been asked to make durable."""
+    """A daemon that was stopped right after its trainer's end did not wait for what it had been
+    asked to make durable.
+    """
     segment = daemon.store.create(descriptor(), 6, 1 << 20)
     for iteration in (2, 3):
         fill(segment, iteration, iteration)
@@ -193,7 +201,9 @@ def test_a_flush_that_waits_for_the_store_is_not_idle(daemon: Daemon) -> None:
 
 
 def test_the_size_of_the_world_is_that_of_the_last_join(daemon: Daemon, tmp_path: Path) -> None:
-    """A rank that had joined before it had memory, and joined again in a smaller world, wrote manifests of the first one."""
+    """A rank that had joined before it had memory, and joined again in a smaller world, wrote
+    manifests of the first one.
+    """
     daemon.tier.join(RANK, 2, 1, -1)
     daemon.tier.join(RANK, 1, 2, -1)
     segment = daemon.store.create(descriptor(), 6, 1 << 20)

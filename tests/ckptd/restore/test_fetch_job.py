@@ -1,4 +1,6 @@
-"""Recovery of a lost node's rank from its replicas, while holders lie, are slow or die: true bytes, or a reason."""
+"""Recovery of a lost node's rank from its replicas, while holders lie, are slow or die: true bytes,
+or a reason.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ SLOW = 250_000.0  # bytes per second: an image takes more than two seconds
 def recorded(
     copies: int, data: str, *, window: int = 1, curve: bool = False
 ) -> Iterator[tuple[Net, Job]]:
-    """A job on three nodes with proxies, replicated up to iteration 2 * window, whose node 0 is lost and empty again."""
+    """A job on three nodes with proxies, replicated up to iteration 2 * window, whose node 0 is
+    lost and empty again.
+    """
     # Longer than connecting takes on a busy machine: who is lost meanwhile delivers nothing.
     with Net(3, data=data, proxied=True, curve=curve, peer_deadline_s="2.5").up() as net:
         job = Job(net, net.nodes, replicas=copies, window=window)
@@ -127,7 +131,8 @@ def test_a_holder_dies_while_it_delivers(data: str) -> None:
 def test_a_holder_that_notices_our_restart_late_still_delivers() -> None:
     """It ends what our old life had open there, and not the read that the new one has opened already.
 
-    Its own deadline is long: had it lost us between the new read and the notice, it would rightly have ended all.
+    Its own deadline is long: had it lost us between the new read and the notice, it would rightly
+        have ended all.
     """
     with Net(3, proxied=True, of={"n2": {"peer_deadline_s": "60"}}).up() as net:
         here, slow, quick = net.nodes
@@ -198,7 +203,9 @@ def test_the_fetching_daemon_dies_and_the_job_plans_anew(data: str) -> None:
 
 @both
 def test_memory_that_is_given_back_while_it_is_filled_ends_the_fetch(data: str) -> None:
-    """A rank that cannot follow the plan makes all plan anew: the fetch of the others is in vain, and harms nobody."""
+    """A rank that cannot follow the plan makes all plan anew: the fetch of the others is in vain,
+    and harms nobody.
+    """
     with recorded(1, data) as (net, job):
         here = net[0]
         (holder,) = job.holders(0, 2)

@@ -1,4 +1,6 @@
-"""What another rank has, in a copy that a trainer reads: the service in one process, with real memory and no network."""
+"""What another rank has, in a copy that a trainer reads: the service in one process, with real
+memory and no network.
+"""
 
 from __future__ import annotations
 

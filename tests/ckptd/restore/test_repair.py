@@ -1,4 +1,6 @@
-"""A fetch of which every copy is damaged, each in another place: what is right in any of them is put together."""
+"""A fetch of which every copy is damaged, each in another place: what is right in any of them is
+put together.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_two_copies_that_are_damaged_in_different_tensors_make_a_whole_one(
 
 
 def test_who_was_wrong_is_told_when_the_snapshot_is_whole_and_not_before(setting: Setting) -> None:
-    """What is in quarantine cannot be opened any more, and the rest of it may be needed: a region may have to be opened anew."""
+    """What is in quarantine cannot be opened any more, and the rest of it may be needed: a region
+    may have to be opened anew.
+    """
     holder = setting.holder = Holder(snapshot=SNAPSHOT, damaged={"a.seg": [middle("a")]})
     job = setting.job(AWAY, OTHER, header=SNAPSHOT.header)
 
@@ -149,7 +153,9 @@ def test_a_copy_on_this_node_of_something_else_is_not_used(setting: Setting) -> 
 
 
 def test_storage_is_asked_for_what_no_copy_has_that_the_plan_knows(setting: Setting) -> None:
-    """Where memory is enough no plan looks into storage. Its object of another tensor is damaged: neither copy is whole."""
+    """Where memory is enough no plan looks into storage. Its object of another tensor is damaged:
+    neither copy is whole.
+    """
     holder = setting.holder = Holder(snapshot=SNAPSHOT, damaged={"a.seg": [middle("b")]})
     storage = setting.storage = Holder(snapshot=SNAPSHOT, damaged={"stored0.json": [middle("c")]})
     job = setting.job(AWAY, header=SNAPSHOT.header)

@@ -1,4 +1,6 @@
-"""Recovery where every copy of a snapshot is damaged, each in another tensor: real daemons, memory and store; true bytes."""
+"""Recovery where every copy of a snapshot is damaged, each in another tensor: real daemons, memory
+and store; true bytes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ SIZE = 100_000
 def recorded(
     nodes: int, last: int, *, window: int = 1, proxied: bool = False, **settings: str
 ) -> Iterator[tuple[Net, Job]]:
-    """A job with a rank on each node, replicated up to iteration ``last`` to all other nodes, whose trainers have ended."""
+    """A job with a rank on each node, replicated up to iteration ``last`` to all other nodes, whose
+    trainers have ended.
+    """
     of = {f"n{i}": settings for i in range(nodes)}
     with Net(nodes, proxied=proxied, of=of, peer_deadline_s="2.5").up() as net:
         job = Job(net, net.nodes, replicas=nodes - 1, window=window, tensors=TENSORS, slack=4)
@@ -101,7 +105,9 @@ def test_what_is_right_in_ones_own_damaged_copy_need_not_travel_and_saves_the_re
 def stored(
     folder: Path, last: int, *, window: int = 1, proxied: bool = False
 ) -> Iterator[tuple[Net, Job]]:
-    """The same on two nodes with a store, where iteration ``last`` is committed; the trainers are still there."""
+    """The same on two nodes with a store, where iteration ``last`` is committed; the trainers are
+    still there.
+    """
     url = f"file://{folder}"
     settings = {"store": url, "persist_every": "1", "persist_every_s": "0"}
     with recorded(2, last, window=window, proxied=proxied, **settings) as (net, job):
@@ -125,7 +131,9 @@ def place_of(folder: Path, snapshot: Snapshot, tensor: str) -> tuple[Path, int]:
 
 
 def test_a_tensor_that_is_damaged_in_memory_is_taken_from_storage(tmp_path: Path) -> None:
-    """And storage, of the same iteration, is damaged in another one. Memory seemed to be enough, so the plan knew nothing of it."""
+    """And storage, of the same iteration, is damaged in another one. Memory seemed to be enough, so
+    the plan knew nothing of it.
+    """
     with stored(tmp_path / "store", 1) as (net, job):
         here, peer = lose_first(net, job)
         flip_tensor(peer.replicas(0), 1, "exp_avg")
@@ -141,7 +149,9 @@ def test_a_tensor_that_is_damaged_in_memory_is_taken_from_storage(tmp_path: Path
 def test_a_drill_tells_what_memory_elsewhere_is_worth_and_asks_neither_storage_nor_its_own(
     tmp_path: Path,
 ) -> None:
-    """Else it would call a replica good of which a part has to come from what is lost with the node, or from far away."""
+    """Else it would call a replica good of which a part has to come from what is lost with the
+    node, or from far away.
+    """
     with stored(tmp_path / "store", 1) as (net, _):
         here, peer = net.nodes
         flip_tensor(peer.replicas(0), 1, "exp_avg")
@@ -152,7 +162,9 @@ def test_a_drill_tells_what_memory_elsewhere_is_worth_and_asks_neither_storage_n
 
 
 def test_an_object_that_is_cut_short_is_good_for_what_is_left_of_it(tmp_path: Path) -> None:
-    """One of the two snapshots is in storage only. Of the other one storage has not all, and a peer has not all right."""
+    """One of the two snapshots is in storage only. Of the other one storage has not all, and a peer
+    has not all right.
+    """
     with stored(tmp_path / "store", 1, window=2, proxied=True) as (net, job):
         here, peer = lose_first(net, job)
         net.path(here, peer).delay_s = 0.02  # storage is asked first

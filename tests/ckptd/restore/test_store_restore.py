@@ -1,4 +1,6 @@
-"""A real daemon brings checkpoints of runs to which nobody is attached into its memory, or says why it cannot."""
+"""A real daemon brings checkpoints of runs to which nobody is attached into its memory, or says why
+it cannot.
+"""
 
 from __future__ import annotations
 

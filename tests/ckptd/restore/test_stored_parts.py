@@ -1,4 +1,6 @@
-"""A stored snapshot of which something is gone: the rest of it can be read, and who asked knows the difference."""
+"""A stored snapshot of which something is gone: the rest of it can be read, and who asked knows the
+difference.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def desk(tmp_path: Path, segment: Segment) -> Desk:
 def test_what_is_left_of_a_snapshot_is_read_and_what_is_lost_is_told_to_be(
     tmp_path: Path, desk: Desk, segment: Segment
 ) -> None:
-    """A missing object was told like a store that is away: the part was asked for three times, and then nothing any more."""
+    """A missing object was told like a store that is away: the part was asked for three times, and
+    then nothing any more.
+    """
     link = StoreLink(
         cast("Any", Child(desk)),
         post=lambda call: call(),

@@ -1,4 +1,6 @@
-"""A snapshot counts only if it is what its holders vouch for over the control session: xxh3 digests that fit are not enough."""
+"""A snapshot counts only if it is what its holders vouch for over the control session: xxh3 digests
+that fit are not enough.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def target(setting: Setting) -> Segment:
 
 
 def test_what_a_holder_forged_is_brought_from_another_one(setting: Setting) -> None:
-    """Its memory was changed together with the xxh3 digests; what it vouches for is of before. It is told to verify its copy."""
+    """Its memory was changed together with the xxh3 digests; what it vouches for is of before. It
+    is told to verify its copy.
+    """
     setting.holder = Holder(images={"a.seg": FORGED})
     assert setting.finish(setting.job(AWAY, OTHER)) == ""
     check_sealed(target(setting))
@@ -62,7 +66,9 @@ def test_parts_of_two_holders_are_compared_as_a_whole(setting: Setting) -> None:
 
 
 def test_a_digest_that_was_not_made_yet_is_waited_for(setting: Setting) -> None:
-    """A replica that was sealed by a version of before: its holder makes the digest while the parts are on their way."""
+    """A replica that was sealed by a version of before: its holder makes the digest while the parts
+    are on their way.
+    """
     setting.holder = Holder(unmade=("a.seg",))
     assert setting.finish(setting.job(AWAY)) == ""
     check_sealed(target(setting))

@@ -1,4 +1,5 @@
-"""The layout in which DistributedDataParallel reduces gradients is learnt, and given to a new process's wrapper.
+"""The layout in which DistributedDataParallel reduces gradients is learnt, and given to a new
+process's wrapper.
 
 That it decides about bits with three ranks is shown end to end (``tests/e2e/test_parallel_ddp.py``).
 """
@@ -148,7 +149,9 @@ def after_the_gradient(parameter: nn.Parameter, told: Callable[[Any], None]) -> 
 
 @pytest.mark.parametrize("install", [on_the_gradient, after_the_gradient])
 def test_hooks_on_parameters_hear_nothing(install: Callable[..., None]) -> None:
-    """They heard of a backward pass with zero gradients: one that steps an optimizer changed the weights just loaded."""
+    """They heard of a backward pass with zero gradients: one that steps an optimizer changed the
+    weights just loaded.
+    """
     wrapper = make()
     heard: list[Tensor] = []
     install(next(wrapper.parameters()), heard.append)
@@ -171,7 +174,8 @@ def test_a_communication_hook_hears_nothing_and_is_kept() -> None:
     assert in_use(wrapper) == SHUFFLED
     train(wrapper, 1)
     assert state.iter == 501
-    # From its second iteration on it reduces by the order in which gradients became ready, and that is what is told then.
+    # From its second iteration on it reduces by the order in which gradients became ready, and that
+    # is what is told then.
     train(wrapper, 3)
     assert buckets.layouts() == {"": in_use(wrapper)}
 
@@ -179,7 +183,9 @@ def test_a_communication_hook_hears_nothing_and_is_kept() -> None:
 def test_a_static_graph_with_a_communication_hook_is_left_as_it_is(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its first iteration would tell the hook another bucket's index than the run so far did; PowerSGD counts by that."""
+    """Its first iteration would tell the hook another bucket's index than the run so far did;
+    PowerSGD counts by that.
+    """
     wrapper = make(static_graph=True)
     wrapper.register_comm_hook(
         powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=1000), powerSGD_hook.powerSGD_hook
@@ -191,7 +197,9 @@ def test_a_static_graph_with_a_communication_hook_is_left_as_it_is(
 
 
 def test_a_backward_pass_that_fails_leaves_gradients_and_a_wrapper_that_trains() -> None:
-    """Hooks on autograd's own nodes cannot be found. One raised: gradients were lost, and every later backward pass failed."""
+    """Hooks on autograd's own nodes cannot be found. One raised: gradients were lost, and every
+    later backward pass failed.
+    """
     wrapper = make()
     first = next(iter(wrapper.parameters()))
     first.grad = torch.full_like(first, 3.0)
@@ -246,8 +254,10 @@ def test_a_new_reducer_that_fails_on_a_rank_is_kept_on_none(
 
 
 def hooked_on_one_rank(rank: int) -> None:
-    """Ends without destroying the group: where the wrapper holds it last, torch waits for the group's threads with the interpreter's lock
-    held, which these may be waiting for (it hung every few runs, forked or spawned)."""
+    """Ends without destroying the group: where the wrapper holds it last, torch waits for the
+    group's threads with the interpreter's lock held, which these may be waiting for (it hung every
+    few runs, forked or spawned).
+    """
     wrapper = make()
     heard: list[Tensor] = []
     if rank == 1:
@@ -272,7 +282,9 @@ def test_all_ranks_do_as_the_one_with_a_hook(tmp_path: Path) -> None:
 
 
 def test_a_wrapper_by_another_path_goes_on_broadcasting(caplog: pytest.LogCaptureFixture) -> None:
-    """``torch.compile`` around it puts ``_orig_mod`` before its path: its broadcast was turned off on that ground."""
+    """``torch.compile`` around it puts ``_orig_mod`` before its path: its broadcast was turned off
+    on that ground.
+    """
     model = nn.ModuleDict({"_orig_mod": make()})
     wrapper: Any = model["_orig_mod"]
     before = in_use(wrapper)

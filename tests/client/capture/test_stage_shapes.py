@@ -1,4 +1,6 @@
-"""What stages find out is kept as plain values, and put into new ones, which then ask nobody; in both layouts of torch."""
+"""What stages find out is kept as plain values, and put into new ones, which then ask nobody; in
+both layouts of torch.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def stage() -> PipelineStage:
 
 
 def begin(found: Any) -> None:
-    """What a schedule does with its stages in its first step; with a rehearsal, it would fail: nobody answers."""
+    """What a schedule does with its stages in its first step; with a rehearsal, it would fail:
+    nobody answers.
+    """
     schedule = Schedule1F1B(found, n_microbatches=3, loss_fn=nn.MSELoss())
     schedule._initialize_stage((), {})
 

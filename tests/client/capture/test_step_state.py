@@ -53,7 +53,9 @@ class TestGroups:
 
 class TestGradFlags:
     def test_zeros_come_back_where_there_was_a_gradient_and_only_there(self) -> None:
-        """``zero_grad(set_to_none=False)`` leaves zeros, with which AdamW decays weights; a fresh process has None."""
+        """``zero_grad(set_to_none=False)`` leaves zeros, with which AdamW decays weights; a fresh
+        process has None.
+        """
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         binding = bound(model)
         binding.params["0.bias"].grad = torch.ones(2)

@@ -1,4 +1,6 @@
-"""Facts: kept and read again, with what was known before; who is joined by way of whom; what is said about it."""
+"""Facts: kept and read again, with what was known before; who is joined by way of whom; what is
+said about it.
+"""
 
 from __future__ import annotations
 

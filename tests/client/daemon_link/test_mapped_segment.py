@@ -68,8 +68,10 @@ def test_a_segment_that_everybody_may_write_to_is_not_mapped(path: str) -> None:
 
 
 def test_close_gives_up_ownership_while_views_live(path: str) -> None:
-    """``mmap`` keeps a duplicate of its descriptor as long as any tensor looks into it: locks on that description would
-    outlive ``close``, and a second Checkpointer in one process would be refused."""
+    """``mmap`` keeps a duplicate of its descriptor as long as any tensor looks into it: locks on
+    that description would outlive ``close``, and a second Checkpointer in one process would be
+    refused.
+    """
     segment = MappedSegment(path, 1)
     view = segment.memory.tensor
     assert owned(path)
@@ -79,7 +81,9 @@ def test_close_gives_up_ownership_while_views_live(path: str) -> None:
 
 
 def test_a_forked_child_does_not_keep_ownership(path: str) -> None:
-    """A data loader's worker outlives a killed trainer by a moment: its copy of the descriptors must not count."""
+    """A data loader's worker outlives a killed trainer by a moment: its copy of the descriptors
+    must not count.
+    """
     segment = MappedSegment(path, 1)
     assert segment.try_lock_slot(1)
     ready, told = os.pipe()
@@ -170,8 +174,10 @@ def test_what_the_daemon_asks_to_keep_is_read_at_once(path: str) -> None:
 
 
 def test_what_a_run_went_back_to_stays_until_its_new_history_has_a_floor(path: str) -> None:
-    """Epoch 2 began at iteration 5. Two other nodes held the floor, 3, so the ring was soft; and what may be the floor next began with 9, since a chain of
-    another rank had broken. Iteration 5 was given away, and a job that died then had nothing in common with the others after 3, or nothing at all.
+    """Epoch 2 began at iteration 5. Two other nodes held the floor, 3, so the ring was soft; and
+    what may be the floor next began with 9, since a chain of another rank had broken. Iteration 5
+    was given away, and a job that died then had nothing in common with the others after 3, or
+    nothing at all.
     """
     segment = MappedSegment(path, 1)
     told = msgspec.structs.replace(segment.descriptor, world_size=2)

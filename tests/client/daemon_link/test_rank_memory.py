@@ -213,7 +213,9 @@ def test_a_run_does_not_begin_anew_because_a_node_is_late(endpoint: str, run: st
 
 
 def test_it_begins_anew_only_by_command_while_anything_is_complete(endpoint: str, run: str) -> None:
-    """What rank 1 had is nowhere, but a person may know better; the operator is told that nobody is missing, and how to begin anew."""
+    """What rank 1 had is nowhere, but a person may know better; the operator is told that nobody is
+    missing, and how to begin anew.
+    """
     recorded_by_rank_0(endpoint, run)
     with two_ranks(endpoint, run) as memories:
         for error in together(memories):
@@ -231,8 +233,10 @@ def test_it_begins_anew_only_by_command_while_anything_is_complete(endpoint: str
 def test_a_job_that_died_in_its_first_seconds_is_told_that_nothing_can_be_resumed(
     endpoint: str, run: str
 ) -> None:
-    """Each rank has a complete suffix, and they have no iteration in common: there never was a floor. The refusal spoke of what stays and of nodes that
-    refuse others, as if waiting could help; nobody is missing, and one command is all that there is to do."""
+    """Each rank has a complete suffix, and they have no iteration in common: there never was a
+    floor. The refusal spoke of what stays and of nodes that refuse others, as if waiting could
+    help; nobody is missing, and one command is all that there is to do.
+    """
     recorded_by_both(endpoint, run, iterations=((3, 4), (6, 7)))
     with two_ranks(endpoint, run) as memories:
         for error in together(memories):
@@ -253,7 +257,9 @@ def _says_how_to_begin_anew(text: str, run: str, node: str) -> None:
 
 
 def test_it_begins_anew_where_a_rank_never_had_anything_complete(endpoint: str, run: str) -> None:
-    """It died so early that rank 0 had a whole suffix and rank 1 had none: there was nothing for all of them, and nothing is lost."""
+    """It died so early that rank 0 had a whole suffix and rank 1 had none: there was nothing for
+    all of them, and nothing is lost.
+    """
     recorded_by_both(endpoint, run, iterations=((3, 4), (3,)))
     with two_ranks(endpoint, run) as memories:
         found = together(memories)
@@ -283,7 +289,9 @@ def test_a_new_run_is_no_news(endpoint: str, run: str) -> None:
 def test_damage_here_is_no_reason_to_forget_what_a_late_node_may_hold(
     endpoint: str, run: str
 ) -> None:
-    """All that is here is damaged, and quarantined while the ranks plan; the late node may hold replicas of it."""
+    """All that is here is damaged, and quarantined while the ranks plan; the late node may hold
+    replicas of it.
+    """
     with attached(endpoint, run) as memory:
         take_part(memory, "late")
         segment = reserved(memory)
@@ -429,7 +437,9 @@ def test_whatever_goes_wrong_on_one_rank_is_raised_on_all(
 
 
 def test_memory_that_is_made_ahead_is_used_once_it_is_installed(endpoint: str, run: str) -> None:
-    """A ring that grows meanwhile has a higher number; the newest is what was filled last, here and for the next trainer."""
+    """A ring that grows meanwhile has a higher number; the newest is what was filled last, here and
+    for the next trainer.
+    """
     with attached(endpoint, run) as memory:
         memory.begin_epoch(1, -1)
         first = reserved(memory)
@@ -460,7 +470,9 @@ def two_generations(endpoint: str, run: str) -> Iterator[tuple[RankMemory, Mappe
 def test_a_generation_stays_of_which_the_daemon_has_just_promised_something(
     endpoint: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer had found that nobody needs it, and the daemon promised iteration 4 before it heard of that: it was given back all the same."""
+    """The trainer had found that nobody needs it, and the daemon promised iteration 4 before it
+    heard of that: it was given back all the same.
+    """
     lock_sealed = MappedSegment.lock_sealed
 
     def promised_before(segment: MappedSegment) -> list[int] | None:

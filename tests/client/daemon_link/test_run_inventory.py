@@ -148,8 +148,10 @@ def held_by(node: str, epoch: int, *iterations: int) -> HeldSegment:
 
 @pytest.mark.parametrize("lost_branch", [(2 << 12) + 1, (2 << 12) + 9])
 def test_two_histories_that_did_not_know_of_each_other_are_not_mixed(lost_branch: int) -> None:
-    """Nodes a and b recovered without c, and c without them: both took the next number, one from iteration 10, the other from 15. By number alone
-    the snapshots of c up to 15 would count as the past of what began at 15."""
+    """Nodes a and b recovered without c, and c without them: both took the next number, one from
+    iteration 10, the other from 15. By number alone the snapshots of c up to 15 would count as the
+    past of what began at 15.
+    """
     base, kept, newest = 1 << 12, (2 << 12) + 5, 3 << 12
 
     def told(node: str, *epochs: tuple[int, int, int]) -> RunRecord:
@@ -170,8 +172,9 @@ def test_two_histories_that_did_not_know_of_each_other_are_not_mixed(lost_branch
 
 
 def test_an_epoch_of_which_nothing_was_recorded_does_not_end_a_history_that_goes_on() -> None:
-    """Node c was cut off when it had written the number of an epoch down; the others, who never heard of it, drew a lower one and trained on. When c came
-    back its number counted, everything that the job had recorded was another history, and the run would have begun anew.
+    """Node c was cut off when it had written the number of an epoch down; the others, who never
+    heard of it, drew a lower one and trained on. When c came back its number counted, everything
+    that the job had recorded was another history, and the run would have begun anew.
     """
     base, live, drawn = 1 << 12, (2 << 12) + 5, (2 << 12) + 9
     ab = RunRecord(
@@ -190,9 +193,11 @@ def test_an_epoch_of_which_nothing_was_recorded_does_not_end_a_history_that_goes
 
 
 def test_what_an_epoch_left_behind_does_not_come_back_with_the_loss_of_that_epoch() -> None:
-    """Epoch 2 began at iteration 5, and all nodes that hold its snapshots are away; a record tells of it. Node a has iterations 6 and 7 of epoch 1. Had
-    epoch 3 gone on from 7, a node that came back with iterations 6 and 7 of epoch 2 would have had the newer ones: 8 would follow another 7 than its own.
-    The hosts of replicas, which know of epoch 2 by the same record, call 6 and 7 of epoch 1 stale.
+    """Epoch 2 began at iteration 5, and all nodes that hold its snapshots are away; a record tells
+    of it. Node a has iterations 6 and 7 of epoch 1. Had epoch 3 gone on from 7, a node that came
+    back with iterations 6 and 7 of epoch 2 would have had the newer ones: 8 would follow another 7
+    than its own. The hosts of replicas, which know of epoch 2 by the same record, call 6 and 7 of
+    epoch 1 stale.
     """
     first, second = 1 << 12, 2 << 12
     told = RunRecord(

@@ -1,4 +1,6 @@
-"""A daemon that answers what cannot be meant (of another version, say) is one that is away, not an error of the job's."""
+"""A daemon that answers what cannot be meant (of another version, say) is one that is away, not an
+error of the job's.
+"""
 
 from __future__ import annotations
 

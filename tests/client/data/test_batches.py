@@ -58,7 +58,9 @@ def test_an_empty_loader_is_an_error_and_not_a_hang() -> None:
 
 
 def test_an_iterator_that_is_through_is_named() -> None:
-    """A process that ckptd does not protect takes an iterator, too: its second epoch has no batch, and the error said no more than that."""
+    """A process that ckptd does not protect takes an iterator, too: its second epoch has no batch,
+    and the error said no more than that.
+    """
     batches = Batches(iter([1]))
     assert next(batches) == 1
     with pytest.raises(

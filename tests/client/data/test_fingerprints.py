@@ -1,4 +1,6 @@
-"""Fingerprints tell batches apart at a bounded cost, and the ledger names the iteration whose batch is another."""
+"""Fingerprints tell batches apart at a bounded cost, and the ledger names the iteration whose batch
+is another.
+"""
 
 from __future__ import annotations
 

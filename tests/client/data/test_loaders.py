@@ -1,4 +1,6 @@
-"""Loaders as they are given to ``batches``: taken to a position in another process's state, or refused with what to do."""
+"""Loaders as they are given to ``batches``: taken to a position in another process's state, or
+refused with what to do.
+"""
 
 from __future__ import annotations
 

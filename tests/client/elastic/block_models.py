@@ -1,4 +1,6 @@
-"""Small models with mixture blocks of the forms that are met: experts fused as in transformers 5, and a list that the block walks itself."""
+"""Small models with mixture blocks of the forms that are met: experts fused as in transformers 5,
+and a list that the block walks itself.
+"""
 
 from __future__ import annotations
 

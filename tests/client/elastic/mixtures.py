@@ -1,4 +1,6 @@
-"""Small mixture layers for tests: experts, batches, and the layer that holds all experts and all tokens in one place."""
+"""Small mixture layers for tests: experts, batches, and the layer that holds all experts and all
+tokens in one place.
+"""
 
 from __future__ import annotations
 

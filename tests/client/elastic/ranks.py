@@ -1,4 +1,6 @@
-"""What the ranks of these tests have in common: the layer of a case, what is raised, and what is told at the end."""
+"""What the ranks of these tests have in common: the layer of a case, what is raised, and what is
+told at the end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What each of some ranks does with blocks that were made elastic, and with either strategy; results go to files, which the tests read."""
+"""What each of some ranks does with blocks that were made elastic, and with either strategy;
+results go to files, which the tests read.
+"""
 
 from __future__ import annotations
 

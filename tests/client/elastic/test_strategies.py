@@ -1,4 +1,6 @@
-"""Optimizers on replicas and on shards, and blocks of models, on three ranks of gloo, against what is not replicated and in one place."""
+"""Optimizers on replicas and on shards, and blocks of models, on three ranks of gloo, against what
+is not replicated and in one place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Models and a callback for test_lightning.py, which imports this only when a test runs: Lightning takes seconds."""
+"""Models and a callback for test_lightning.py, which imports this only when a test runs: Lightning
+takes seconds.
+"""
 
 from __future__ import annotations
 

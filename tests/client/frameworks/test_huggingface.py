@@ -138,7 +138,9 @@ def test_workers_that_cannot_be_repeated_are_refused_before_training(tmp_path: P
 
 
 def test_off_it_changes_nothing_and_leaves_nothing(tmp_path: Path) -> None:
-    """With ``daemon=None``, from a checkpoint of the Trainer's own: the same losses as without the callback, and no wrapper is left."""
+    """With ``daemon=None``, from a checkpoint of the Trainer's own: the same losses as without the
+    callback, and no wrapper is left.
+    """
     first = trainer(tmp_path, ckptd_callback(daemon=None), max_steps=3, save_strategy="steps", save_steps=3)  # fmt: skip
     first.train()
     resumed = trainer(tmp_path, ckptd_callback(daemon=None), max_steps=6, logging_steps=1)

@@ -1,4 +1,6 @@
-"""A loop that is not ours: steps are begun once each, a late start is kept, and trainings of one process have names of their own."""
+"""A loop that is not ours: steps are begun once each, a late start is kept, and trainings of one
+process have names of their own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Checkpoints of ``torch.distributed.checkpoint`` out of snapshots: stock torch loads them, and goes on at the same bits."""
+"""Checkpoints of ``torch.distributed.checkpoint`` out of snapshots: stock torch loads them, and
+goes on at the same bits.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ def test_a_sparse_snapshot_is_the_model_of_its_iteration(endpoint: str, tmp_path
 def test_a_model_that_ranks_captured_in_shares_goes_on_at_the_exact_bits(
     dense: Trained, tmp_path: Path, place: str
 ) -> None:
-    """Two experts of one fused parameter are two ranks' to capture; packed and plain state is in every rank's image."""
+    """Two experts of one fused parameter are two ranks' to capture; packed and plain state is in
+    every rank's image.
+    """
     run = SharedRun(dense, 3)
     assert len(run.owners_of("experts.up")) == 2
     with ExitStack() as stack:

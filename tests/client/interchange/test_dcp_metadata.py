@@ -1,7 +1,8 @@
 """Nothing downloaded runs: a checkpoint of torch.distributed is pickles, and an import loaded them.
 
-`ckptctl import` took any folder with a ``.metadata`` for such a checkpoint, also a folder of safetensors that somebody had
-downloaded, and unpickled the file: whoever wrote it ran a program of his choice.
+`ckptctl import` took any folder with a ``.metadata`` for such a checkpoint, also a folder of
+safetensors that somebody had downloaded, and unpickled the file: whoever wrote it ran a program of
+his choice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A run that begins at a given model: whole, by the model's own names, and never in place of what can be resumed."""
+"""A run that begins at a given model: whole, by the model's own names, and never in place of what
+can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -201,7 +203,9 @@ def test_a_sharded_parameter_gets_its_shard(tmp_path: Path) -> None:
 def test_a_start_resumes_nothing_and_a_resume_needs_no_start(
     endpoint: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first start of a run begins at the model; a restart goes on from snapshots, even if the file is gone."""
+    """The first start of a run begins at the model; a restart goes on from snapshots, even if the
+    file is gone.
+    """
     file = saved(tmp_path / "model.safetensors")
     options: dict[str, Any] = {"job": "start", "run": tmp_path.name, "daemon": endpoint}
     options |= {"window": 1, "start_from": file}
@@ -245,7 +249,9 @@ def test_a_mismatch_ends_the_constructor(endpoint: str, tmp_path: Path) -> None:
 def test_an_exported_and_imported_run_goes_on_at_the_exact_bits(
     endpoint: str, tmp_path: Path
 ) -> None:
-    """DCP there, a set here: parameters, optimizer state and options; what is of another optimizer is refused."""
+    """DCP there, a set here: parameters, optimizer state and options; what is of another optimizer
+    is refused.
+    """
     trained = train(endpoint, TOTAL, window=1)
     with trained.snapshot(AT) as source:
         export_dcp(source, tmp_path / "dcp")

@@ -106,7 +106,9 @@ def _reduced_in_cpp(communication: Communication, rank: int, pair: Any) -> None:
 
 
 def _by_an_unknown_group(communication: Communication, rank: int, pair: Any) -> None:
-    """As a process group does that torch has no record of: the message goes, and that is all that is known of it."""
+    """As a process group does that torch has no record of: the message goes, and that is all that
+    is known of it.
+    """
     assert communication.single("sent", object(), 1, lambda: "it went") == "it went"
 
 

@@ -1,4 +1,6 @@
-"""Freezing: active gradients to the bit as if nothing were frozen, recorded values where they cannot be recomputed."""
+"""Freezing: active gradients to the bit as if nothing were frozen, recorded values where they
+cannot be recomputed.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ class TestClipNormTap:
         assert torch.equal(recorded, norm)
 
     def test_the_recorded_norm_scales_the_gradients_that_are_left(self) -> None:
-        """With one tensor frozen the recomputed norm is another: every bit of the active gradient would differ."""
+        """With one tensor frozen the recomputed norm is another: every bit of the active gradient
+        would differ.
+        """
         tape, reference = Tape(), self.params()
         with clip_norm_tap(tape):
             expected = clip_grad_norm_(reference, 1.0)
@@ -95,7 +99,9 @@ class TestClipNormTap:
         assert tape.take() == []
 
     def test_of_two_checkpointers_the_first_may_end_first(self) -> None:
-        """It put torch's own function back: the second recorded nothing more, and when it ended, the dead tap stayed for good."""
+        """It put torch's own function back: the second recorded nothing more, and when it ended,
+        the dead tap stayed for good.
+        """
         original = torch.nn.utils.clip_grad._get_total_norm
         tapes, users = (Tape(), Tape()), (ExitStack(), ExitStack())
         for tape, user in zip(tapes, users, strict=True):
@@ -142,7 +148,9 @@ class TestScalerTap:
         assert tape.take() == []
 
     def test_a_scaler_of_two_checkpointers_outlives_the_first(self) -> None:
-        """Two models may share one scaler. The first to end took the other's tap along, which then failed to end itself."""
+        """Two models may share one scaler. The first to end took the other's tap along, which then
+        failed to end itself.
+        """
         tapes, users = (Tape(), Tape()), (ExitStack(), ExitStack())
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for tape, user in zip(tapes, users, strict=True):
@@ -293,7 +301,9 @@ class TestBackwardLimiter:
         assert net.second.weight.grad is None
 
     def test_leaves_that_are_no_parameters_get_their_gradients(self, net: Net) -> None:
-        """A pipeline stage sends its input's gradient upstream. It was None, and the stage before waited for ever."""
+        """A pipeline stage sends its input's gradient upstream. It was None, and the stage before
+        waited for ever.
+        """
         arrived = torch.randn(2, 8)
         grads = []
         for frozen in (set(), {"first.weight", "first.bias"}):
@@ -357,7 +367,9 @@ class TestBackwardLimiter:
         assert Net("reentrant")(TOKENS).requires_grad
 
     def test_of_two_limiters_the_first_may_stop_first(self, net: Net) -> None:
-        """Two runs replay at once. The second computed every gradient from then on, and its stop left the first's patch."""
+        """Two runs replay at once. The second computed every gradient from then on, and its stop
+        left the first's patch.
+        """
         from torch.utils.checkpoint import CheckpointFunction
 
         before = torch.autograd.backward, CheckpointFunction.forward
@@ -392,7 +404,9 @@ class TestChoice:
         assert choose_freezing(nn.Linear(2, 2), masters=False)[0] == "inputs"
 
     def test_with_several_ranks_no_gradient_is_skipped_unless_asked_for(self) -> None:
-        """The inner module of a DDP model was passed: ranks disagreed in a collective and crashed at each restart."""
+        """The inner module of a DDP model was passed: ranks disagreed in a collective and crashed
+        at each restart.
+        """
         model = nn.Linear(2, 2)
         assert choose_freezing(model, masters=False, world_size=2)[0] == "drop"
         assert choose_freezing(model, masters=False, wanted="inputs", world_size=2)[0] == "inputs"

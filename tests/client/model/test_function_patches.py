@@ -1,4 +1,6 @@
-"""Patches of torch stack, and are undone in any order: two checkpointers may live at once and end as they like."""
+"""Patches of torch stack, and are undone in any order: two checkpointers may live at once and end
+as they like.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def test_the_same_layer_twice_is_two_users() -> None:
 
 
 def test_somebody_elses_patch_above_is_left_alone() -> None:
-    """It may have copied our mark, as ``functools.wraps`` does. Who comes later lies above it; what stays below it is inert."""
+    """It may have copied our mark, as ``functools.wraps`` does. Who comes later lies above it; what
+    stays below it is inert.
+    """
     holder, name, call = of_module()
     with layered(holder, name, adding("a")):
         ours = holder.function

@@ -172,7 +172,9 @@ class TestErrors:
 
 
 def test_state_for_blocks_of_rows_is_not_cut_into_rows() -> None:
-    """8-bit optimizers keep fp32 state for tensors as small as a probe's. Their snapshots with a window failed, and were given up."""
+    """8-bit optimizers keep fp32 state for tensors as small as a probe's. Their snapshots with a
+    window failed, and were given up.
+    """
     model = nn.Linear(4, 4)
     binding = LiveState(model, [torch.optim.AdamW(model.parameters())], None)
     assert binding.rows_allowed("weight")

@@ -148,7 +148,9 @@ def test_children_of_different_shapes_are_not_experts() -> None:
     "attribute", ["num_experts", "num_local_experts", "n_routed_experts", None]
 )
 def test_fused_experts_are_slices(attribute: str | None) -> None:
-    """One operator per row, over every fused tensor of the module; the number of rows is stated, or seen at the gate."""
+    """One operator per row, over every fused tensor of the module; the number of rows is stated, or
+    seen at the gate.
+    """
     operators = find(Model(FusedMoE(attribute=attribute)))
     experts = [op for op in operators if op.kind is OperatorKind.EXPERT]
     assert [op.name for op in experts] == [f"layers.0.mlp.experts.{i}" for i in range(EXPERTS)]

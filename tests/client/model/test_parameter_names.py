@@ -64,7 +64,9 @@ def test_a_bare_model_has_the_names_that_torch_gives(remove_duplicate: bool) -> 
 
 @pytest.mark.usefixtures("alone")
 def test_wrappers_leave_no_trace_in_names() -> None:
-    """Data parallelism around all, recomputation around one layer, compiling around another; a part named ``module`` stays."""
+    """Data parallelism around all, recomputation around one layer, compiling around another; a part
+    named ``module`` stays.
+    """
     model, bare = wrapped(), Net()
     assert "module.layers.0._checkpoint_wrapped_module.weight" in dict(model.named_parameters())
     assert [n for n, _ in named_parameters(model)] == [n for n, _ in bare.named_parameters()]

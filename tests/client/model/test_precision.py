@@ -1,4 +1,6 @@
-"""Which weights are read only after rounding: seen at the dispatcher, checked against the model's own outputs."""
+"""Which weights are read only after rounding: seen at the dispatcher, checked against the model's
+own outputs.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def test_what_is_never_read_is_kept_as_it_is() -> None:
 
 
 def test_rounding_what_suffices_changes_no_bit_of_the_output() -> None:
-    """The claim itself, by brute force: round each parameter and look; the probe must find exactly those that do not matter."""
+    """The claim itself, by brute force: round each parameter and look; the probe must find exactly
+    those that do not matter.
+    """
     torch.manual_seed(0)
     model = Model()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -161,7 +165,9 @@ def watched_calls(model: nn.ModuleDict) -> PrecisionProbe:
 
 
 def test_a_forward_inside_a_forward_does_not_end_the_watch() -> None:
-    """Children of a container called each other; what the outer one read after that went unseen, and was recorded rounded."""
+    """Children of a container called each other; what the outer one read after that went unseen,
+    and was recorded rounded.
+    """
     encoder = nn.Linear(8, 8)
     model = nn.ModuleDict({"encoder": encoder, "decoder": Decoder(encoder)})
     probe = watched_calls(model)

@@ -170,7 +170,9 @@ def captured(
 
 class TestPlans:
     def test_values_were_compared_where_each_operator_is_captured_once(self) -> None:
-        """Replicas by their wrappers may differ (local SGD): to copy one's parked state to the other would change it."""
+        """Replicas by their wrappers may differ (local SGD): to copy one's parked state to the
+        other would change it.
+        """
         binding = bound(Net())
         plan = planned(binding, sharing_of(binding))
         assert captured_once(plan.payload(binding))
@@ -237,7 +239,9 @@ class TestPlans:
         assert planned(binding, other, before=first).owners == first.owners
 
     def test_phases_stay_when_a_rank_alone_plans_anew(self) -> None:
-        """Its own experts' optimizer began to keep more. What it shares would be anchored at another time than on its peers."""
+        """Its own experts' optimizer began to keep more. What it shares would be anchored at
+        another time than on its peers.
+        """
         model = Net()
         shared = {"dense.weight": BOTH, "dense.bias": BOTH}
         rest = [p for n, p in model.named_parameters() if n not in shared]
@@ -263,7 +267,9 @@ class TestPlans:
         assert again.left_out == frozenset()
 
     def test_owners_outlive_a_change_of_the_window(self) -> None:
-        """Were they lost with it, a wider window would make snapshots larger: every rank would capture everything."""
+        """Were they lost with it, a wider window would make snapshots larger: every rank would
+        capture everything.
+        """
         binding = bound(Net(width=64))
         first = planned(binding, sharing_of(binding))
         for window in (1, 5):
@@ -283,7 +289,9 @@ class TestPlans:
             assert plan.takes(binding, everything) > plan.slot_bytes
 
     def test_who_captures_all_after_all_has_what_others_leave_to_it(self) -> None:
-        """In one group its plan was another; in a second group it was the same, and the others rely on what they were told."""
+        """In one group its plan was another; in a second group it was the same, and the others rely
+        on what they were told.
+        """
         binding = bound(Net(width=64))
         sharing = sharing_of(binding)
         others, plan = planned(binding, sharing, 0), planned(binding, sharing, 1)
@@ -379,8 +387,9 @@ class TestMeeting:
     def test_what_began_alike_and_is_trained_apart_is_noticed_after_the_first_update(
         self, lr: float
     ) -> None:
-        """One seed on all ranks makes anything alike at the start. A warm-up begins with a learning rate of zero: the weights are
-        alike then, but not what the optimizer keeps."""
+        """One seed on all ranks makes anything alike at the start. A warm-up begins with a learning
+        rate of zero: the weights are alike then, but not what the optimizer keeps.
+        """
         told = []
         for gradient in (1.0, 1.0, 2.0):
             torch.manual_seed(0)
@@ -413,7 +422,9 @@ class TestMeeting:
     def test_summing_takes_little_memory_whatever_the_size(
         self, shape: tuple[int, ...], turned: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A sum of 16-bit words widens all of its input to 64 bits: of a large parameter, four times what the device holds of it."""
+        """A sum of 16-bit words widens all of its input to 64 bits: of a large parameter, four
+        times what the device holds of it.
+        """
         monkeypatch.setattr(sharing_module, "_SUMMED_AT_ONCE", 100)
         model = nn.Module()
         values = torch.ones(shape, dtype=torch.bfloat16)
@@ -440,7 +451,9 @@ class TestMeeting:
         assert told(1.0) != told(0.0)
 
     def test_optimizer_state_that_is_made_of_other_tensors_has_a_checksum(self) -> None:
-        """torchao's 8-bit moments answer to no operation but their own: with DDP no snapshot was ever taken, after three errors in the log."""
+        """torchao's 8-bit moments answer to no operation but their own: with DDP no snapshot was
+        ever taken, after three errors in the log.
+        """
 
         def told(last: float) -> dict[Replicas, str]:
             model = nn.Module()

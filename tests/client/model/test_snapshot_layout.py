@@ -1,4 +1,6 @@
-"""Names and plans of images: each entry's name says where its bytes come from, and nothing is left out or held twice."""
+"""Names and plans of images: each entry's name says where its bytes come from, and nothing is left
+out or held twice.
+"""
 
 from __future__ import annotations
 

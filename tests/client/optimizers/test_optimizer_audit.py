@@ -1,4 +1,6 @@
-"""What optimizers keep beside tensors per parameter: looked at before each snapshot, captured or refused by its path."""
+"""What optimizers keep beside tensors per parameter: looked at before each snapshot, captured or
+refused by its path.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def gathered(binding: LiveState) -> bytes:
 
 @pytest.mark.parametrize("make", [SAM, CountsInState, lambda ps: Lookahead(torch.optim.SGD(ps, lr=0.1))])  # fmt: skip
 def test_a_fresh_process_has_all_of_it_again(make: Any) -> None:
-    """SAM's inner moments, ``state["step"]``, Lookahead's slow weights: they were in no snapshot, and nobody was told."""
+    """SAM's inner moments, ``state["step"]``, Lookahead's slow weights: they were in no snapshot,
+    and nobody was told.
+    """
     binding, given = bound(make)
     step(binding, given, 4)
     kept = gathered(binding)
@@ -123,7 +127,9 @@ class Grows(torch.optim.SGD):
 
 
 def test_state_of_another_shape_than_planned_goes_with_the_step_scalars() -> None:
-    """It was copied by the address and size of what was planned: bytes of something else, or beyond the tensor."""
+    """It was copied by the address and size of what was planned: bytes of something else, or beyond
+    the tensor.
+    """
     binding, given = bound(lambda ps: Grows(ps, lr=0.1))
     step(binding, given)
     specs = StateTable.of(binding).specs
@@ -168,13 +174,17 @@ def test_functions_among_the_options_stay_as_they_are() -> None:
 
 
 def test_a_wrapper_needs_dense_snapshots() -> None:
-    """Lookahead passed for the optimizer inside it, with the default policy, too: its slow weights were in no snapshot."""
+    """Lookahead passed for the optimizer inside it, with the default policy, too: its slow weights
+    were in no snapshot.
+    """
     binding, _ = bound(lambda ps: Lookahead(torch.optim.AdamW(ps)))
     assert any("Lookahead is around AdamW" in reason for reason in binding.dependent())
 
 
 def test_a_probe_leaves_inner_optimizers_alone() -> None:
-    """A clone shared the inner optimizer with the original, so that a step of the clone updated the user's parameters."""
+    """A clone shared the inner optimizer with the original, so that a step of the clone updated the
+    user's parameters.
+    """
 
     class Outer(torch.optim.SGD):
         def __init__(self, params: Any) -> None:

@@ -263,8 +263,9 @@ def test_options_that_the_step_changes_are_the_clones_own() -> None:
 
 
 def test_a_scheduler_wraps_step_in_the_instance_and_the_probe_does_not_call_it() -> None:
-    """``lr_scheduler`` replaces ``optimizer.step`` by a counter bound to the original: stepping a clone through it would
-    step the user's optimizer."""
+    """``lr_scheduler`` replaces ``optimizer.step`` by a counter bound to the original: stepping a
+    clone through it would step the user's optimizer.
+    """
     param = nn.Parameter(torch.randn(3, 3))
     optimizer = optim.AdamW([param], lr=0.1)
     scheduler = optim.lr_scheduler.StepLR(optimizer, 5)

@@ -1,4 +1,6 @@
-"""``optimizer.step(closure)``: what must be done before weights change is done after the closure, and before the update."""
+"""``optimizer.step(closure)``: what must be done before weights change is done after the closure,
+and before the update.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_without_a_closure_it_is_done_at_once(arguments: tuple[None, ...]) -> No
 
 
 def test_a_replay_with_closures_freezes_what_is_frozen(endpoint: str) -> None:
-    """While an operator is frozen, the optimizer must not see its gradients; with a closure they exist only within ``step``."""
+    """While an operator is frozen, the optimizer must not see its gradients; with a closure they
+    exist only within ``step``.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -105,7 +105,9 @@ def test_a_cycle_is_no_trouble() -> None:
 
 
 def test_tensors_that_are_captured_elsewhere_are_told_by_name() -> None:
-    """Parameters in a list of their own, as keys, and by their identity (``id(p)``), which is another in each process."""
+    """Parameters in a list of their own, as keys, and by their identity (``id(p)``), which is
+    another in each process.
+    """
     mine, theirs = torch.ones(2), torch.ones(2)
     here = Thing(params=[mine], by_param={mine: 1}, by_id={id(mine): 2})
     there = read(written(here, known=mine), Thing(), theirs)
@@ -187,7 +189,9 @@ def test_a_difference_is_named_by_its_path() -> None:
 
 
 def test_strides_come_back() -> None:
-    """SOAP keeps what an eigendecomposition returns, whose columns are contiguous. With rows contiguous, its products had other bits."""
+    """SOAP keeps what an eigendecomposition returns, whose columns are contiguous. With rows
+    contiguous, its products had other bits.
+    """
     q = torch.linalg.qr(torch.randn(3, 3))[0].flip(1).T.contiguous().T
     for there in (Thing(), Thing(q=torch.zeros(3, 3))):
         read(written(Thing(q=q)), there)

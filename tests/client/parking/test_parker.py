@@ -1,4 +1,6 @@
-"""What is parked is the state at the top of the step, to the bit, or it is not parked; and training never pays for trouble with it."""
+"""What is parked is the state at the top of the step, to the bit, or it is not parked; and training
+never pays for trouble with it.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,9 @@ def fail(why: str) -> None:
 def test_what_is_parked_is_the_state_at_the_top_to_the_bit(
     make: Callable[..., Trained], options: dict[str, Any]
 ) -> None:
-    """After forward and backward, which have changed buffers and generators; also where the step has no snapshot."""
+    """After forward and backward, which have changed buffers and generators; also where the step
+    has no snapshot.
+    """
     job = make(**options)
     job.train(10, at(9, lambda: job.parking.park("a test")))
     assert job.parked() == [9]
@@ -188,7 +192,9 @@ def test_it_is_parked_beside_a_training_thread_that_does_nothing(
 def test_a_resumed_step_is_parked_like_any_other(
     endpoint: str, run: str, options: dict[str, Any]
 ) -> None:
-    """Its snapshot was taken in another life; and the iterator that this life makes draws from the generators first."""
+    """Its snapshot was taken in another life; and the iterator that this life makes draws from the
+    generators first.
+    """
     first = Trained(endpoint, run, **options)
     with pytest.raises(RuntimeError, match="gone"):
         first.train(10, at(9, lambda: fail("gone")))
@@ -217,7 +223,9 @@ def test_a_resumed_step_is_parked_like_any_other(
 def test_parked_again_before_its_forward_a_resumed_step_is_no_worse_than_before(
     endpoint: str, run: str
 ) -> None:
-    """A second failure, while a stage waits for its input: what it had been restored from told the random state at the forward."""
+    """A second failure, while a stage waits for its input: what it had been restored from told the
+    random state at the forward.
+    """
     first = Trained(endpoint, run)
     with pytest.raises(RuntimeError, match="gone"):
         first.train(10, at(9, lambda: fail("gone")))
@@ -273,7 +281,9 @@ def test_what_needs_all_ranks_is_refused_where_not_all_are(make: Callable[..., T
 def test_random_state_at_the_first_forward_is_known_also_before_it_is_reached(
     make: Callable[..., Trained],
 ) -> None:
-    """A stage waits for its input before its forward; a resumed step that makes its iterator draws numbers before that."""
+    """A stage waits for its input before its forward; a resumed step that makes its iterator draws
+    numbers before that.
+    """
     job = make()
     job.train(7)
     for step in job.ckpt.steps(9):
@@ -406,7 +416,9 @@ def test_the_update_waits_for_a_copy_that_is_under_way(make: Callable[..., Train
 def test_a_write_that_moves_no_version_counter_leaves_nothing_that_is_parked_torn(
     make: Callable[..., Trained],
 ) -> None:
-    """Weight decay through ``p.data`` before the optimizer's step: what is there then is not the top of the step, whatever the counters say."""
+    """Weight decay through ``p.data`` before the optimizer's step: what is there then is not the
+    top of the step, whatever the counters say.
+    """
     job = make()
     # Nor does a snapshot that is sealed afterwards make what was parked superfluous.
     job.parking._slots._outlived = lambda: -1  # type: ignore[method-assign]

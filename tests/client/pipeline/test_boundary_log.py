@@ -1,4 +1,6 @@
-"""The boundary log of one rank: what is sent is there to the bit, within bounds, and trouble with it is no trouble for training."""
+"""The boundary log of one rank: what is sent is there to the bit, within bounds, and trouble with
+it is no trouble for training.
+"""
 
 from __future__ import annotations
 
@@ -422,7 +424,9 @@ def test_more_than_its_limit_is_not_asked_for(
 def test_a_log_tells_its_daemon_whether_it_is_to_be_replicated(
     make: Callable[..., Trained],
 ) -> None:
-    """Asked for by the next trainer, too: a log of the next generation says so, and the one before goes when nothing needs it."""
+    """Asked for by the next trainer, too: a log of the next generation says so, and the one before
+    goes when nothing needs it.
+    """
     job = make()
     job.train(4)
     before = job.log._slots.newest
@@ -644,8 +648,10 @@ def _by_storage(tensor: Tensor) -> None:
 def test_a_tensor_that_is_changed_while_it_is_copied_spoils_its_iteration_and_no_other(
     make: Callable[..., Trained], caplog: pytest.LogCaptureFixture, write: Callable[[Tensor], None]
 ) -> None:
-    """From then on each copy comes before whatever follows. Only the first of these writes moves the tensor's version counter: of the others nobody
-    noticed anything, and a neighbour that replayed was fed what had never been sent."""
+    """From then on each copy comes before whatever follows. Only the first of these writes moves
+    the tensor's version counter: of the others nobody noticed anything, and a neighbour that
+    replayed was fed what had never been sent.
+    """
     job = make()
     job.train(7)
     engine, tensor = Gated(), torch.zeros(10)

@@ -43,7 +43,9 @@ def test_lost_stages_run_alone_or_with_their_lost_neighbour(tmp_path: Path) -> N
 @pytest.mark.slow
 @long
 def test_replicas_of_a_stage_run_apart_together(tmp_path: Path) -> None:
-    """Two pipelines of two stages: both ranks with the second stage go back, and reduce their gradients among themselves."""
+    """Two pipelines of two stages: both ranks with the second stage go back, and reduce their
+    gradients among themselves.
+    """
     reads = {1: {0}, 3: {2}}
     (outcomes,) = run_ranks(tmp_path, "replicas", [frozenset(reads)])
     check(outcomes, frozenset(reads), reads)

@@ -1,4 +1,6 @@
-"""Listening to stages: every schedule's are found, all that is sent is told in order, and nothing stays behind."""
+"""Listening to stages: every schedule's are found, all that is sent is told in order, and nothing
+stays behind.
+"""
 
 from __future__ import annotations
 

@@ -83,7 +83,9 @@ def test_the_rehearsal_is_told_from_the_micro_batches() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_the_rehearsal_of_an_older_torch_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the method has another name, and stands in the class for a single stage: the tap found nothing and said nothing."""
+    """There the method has another name, and stands in the class for a single stage: the tap found
+    nothing and said nothing.
+    """
     shared = schedules._PipelineSchedule._initialize_pp_stages
 
     def separate(self: Any, args: Any, kwargs: Any, target: Any, *_: Any) -> None:
@@ -124,7 +126,9 @@ def test_a_torch_that_does_it_in_none_of_these_ways_is_told_of_once(
 
 @pytest.mark.usefixtures("world")
 def test_pipelining_may_be_imported_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpointer was created first, and the tap did nothing. Two of them: each is told, and leaves no finder behind."""
+    """The checkpointer was created first, and the tap did nothing. Two of them: each is told, and
+    leaves no finder behind.
+    """
     name, found = schedules.__name__, list(sys.meta_path)
     monkeypatch.setattr(torch.distributed.pipelining, "schedules", schedules)  # put back at the end
     monkeypatch.delitem(sys.modules, name)
@@ -192,7 +196,8 @@ def test_the_calls_of_a_container_are_those_of_its_children() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_a_wrapper_goes_on_sending_buffers_or_not_as_it_did() -> None:
-    """A new DDP wrapper broadcasts buffers in its first forward. In a pipeline, whose forwards are in ``no_sync``, none does.
+    """A new DDP wrapper broadcasts buffers in its first forward. In a pipeline, whose forwards are
+    in ``no_sync``, none does.
 
     So a resumed replica got the counts of the first one, and its replay never reproduced what was recorded.
     """

@@ -225,7 +225,9 @@ def test_a_log_on_this_node_is_read_where_it_is_and_its_owner_passes_over_it(
 
 
 def test_a_forked_worker_does_not_keep_the_slots_of_others(job: Job, pair: Net) -> None:
-    """It shares the locks and the memory of the process that it was forked from, and may live for the whole training."""
+    """It shares the locks and the memory of the process that it was forked from, and may live for
+    the whole training.
+    """
     with (
         job.rank(pair[0], 0) as sender,
         job.rank(pair[0], 1) as reader,

@@ -1,4 +1,6 @@
-"""Logs that are looked up for what all ranks computed together: asked for when they are wanted, and given back."""
+"""Logs that are looked up for what all ranks computed together: asked for when they are wanted, and
+given back.
+"""
 
 from __future__ import annotations
 

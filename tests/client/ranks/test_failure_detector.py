@@ -1,4 +1,5 @@
-"""A rank that is gone is named to those that wait for it; one that only is slow is waited for. Real processes, killed and stopped.
+"""A rank that is gone is named to those that wait for it; one that only is slow is waited for. Real
+processes, killed and stopped.
 
 No deadline is near: waits here would last ten minutes.
 """
@@ -32,7 +33,9 @@ def port() -> Iterator[int]:
 def test_one_that_is_killed_is_named_to_all_others(
     tmp_path: Path, port: int, waiting: bool
 ) -> None:
-    """The fault of a real stretch of a trace: hosts lost before their ranks came, and the others did nothing until a host came."""
+    """The fault of a real stretch of a trace: hosts lost before their ranks came, and the others
+    did nothing until a host came.
+    """
     doing = ["comes" if waiting else "late", "late", "comes" if waiting else "late"]
     with Ranks(tmp_path, port, doing) as ranks:
         if waiting:
@@ -53,7 +56,9 @@ def test_of_several_that_are_killed_one_is_named(tmp_path: Path, port: int) -> N
 
 
 def test_one_that_does_not_answer_is_waited_for(tmp_path: Path, port: int) -> None:
-    """Stopped for longer than silence would last if it counted: as one that computes without letting any thread of its own run."""
+    """Stopped for longer than silence would last if it counted: as one that computes without
+    letting any thread of its own run.
+    """
     with Ranks(tmp_path, port, ["comes", "late", "comes"], quick=1.0) as ranks:
         ranks.kill(1, signal.SIGSTOP)
         time.sleep(3.0)
@@ -164,7 +169,9 @@ def test_what_another_rank_says_is_left(store: Any) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_what_an_earlier_life_left_in_the_store_does_not_count(store: Any) -> None:
-    """An agent of torchrun may keep one store for all of them: an address at which nobody listens any more, and a rank that was gone."""
+    """An agent of torchrun may keep one store for all of them: an address at which nobody listens
+    any more, and a rank that was gone.
+    """
     before = Next(store)
     before.listening.close()
     store.set("ranks/gone", "rank 1 is gone")
@@ -181,7 +188,9 @@ def test_what_an_earlier_life_left_in_the_store_does_not_count(store: Any) -> No
 
 @pytest.mark.usefixtures("quick")
 def test_ranks_that_are_connected_leave_the_store_alone(store: Any) -> None:
-    """It is gone before the last of them at the end of most jobs, and each question to it would be a warning of torch."""
+    """It is gone before the last of them at the end of most jobs, and each question to it would be
+    a warning of torch.
+    """
     watches = [FailureDetector(store, "ranks", rank=rank, world_size=2) for rank in range(2)]
     for watch in watches:
         deadline = time.monotonic() + 60

@@ -1,4 +1,6 @@
-"""All ranks meet, or all that come hear who did not; also where the store itself is lost, and where it only is slow."""
+"""All ranks meet, or all that come hear who did not; also where the store itself is lost, and where
+it only is slow.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The start of a localized recovery, over two real ranks of one node: what does not hold must end in the recovery of all, not in an error."""
+"""The start of a localized recovery, over two real ranks of one node: what does not hold must end
+in the recovery of all, not in an error.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,9 @@ def two_nodes() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture
 def run(endpoint: str, request: pytest.FixtureRequest) -> str:
-    """A run whose two ranks are replicas; rank 0 was parked, in the phase that a test may say, rank 1 was killed in the same step."""
+    """A run whose two ranks are replicas; rank 0 was parked, in the phase that a test may say, rank
+    1 was killed in the same step.
+    """
     run = uuid.uuid4().hex[:8]
     with living_on(run, endpoint, endpoint) as memories:
         recorded(memories)
@@ -192,7 +196,9 @@ def record_at(memory: RankMemory, iteration: int) -> bool:
 
 
 def test_ranks_that_changed_their_nodes_are_who_they_were(two_nodes: tuple[str, str]) -> None:
-    """Each tells with whom it communicates, as its log did on the other node. Else both were one domain, and would replay together."""
+    """Each tells with whom it communicates, as its log did on the other node. Else both were one
+    domain, and would replay together.
+    """
     run, (first, second) = uuid.uuid4().hex[:8], two_nodes
     facts = [LogFacts((1,), (0,)), LogFacts((0,), (1,))]
     with living_on(run, first, second) as ranks:
@@ -242,8 +248,10 @@ def test_what_is_damaged_on_the_other_node_is_taken_from_another_twin(
 def test_what_one_rank_cannot_reach_is_wanted_by_no_plan_of_this_start(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three replicas one was killed, and cannot have the state of the twin that its plan names; the ranks told each other so, and nobody
-    heard: each plan wanted that state again until all ranks recovered together, though another twin had the same."""
+    """Of three replicas one was killed, and cannot have the state of the twin that its plan names;
+    the ranks told each other so, and nobody heard: each plan wanted that state again until all
+    ranks recovered together, though another twin had the same.
+    """
     run = uuid.uuid4().hex[:8]
     with living_on(run, *[endpoint] * 3) as ranks:
         recorded(ranks, parked=ranks[1:])
@@ -334,7 +342,9 @@ def image_of(value: float, scalars: dict[str, Any]) -> SnapshotImage:
 def test_whatever_goes_wrong_on_one_rank_all_recover_together(
     ranks: list[RankMemory], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    """It would go wrong in the same way at each start. The recovery of all ranks together needs nothing of it."""
+    """It would go wrong in the same way at each start. The recovery of all ranks together needs
+    nothing of it.
+    """
 
     def broken(*_: object) -> None:
         raise error("of no use")
@@ -414,7 +424,9 @@ def test_after_two_that_came_to_no_end_all_recover_together(endpoint: str, run: 
 
 
 def test_what_another_run_has_parked_is_not_read(endpoint: str, ranks: list[RankMemory]) -> None:
-    """Segments are named by nodes. This one lies here, and is whole, but the daemon would not have given it either."""
+    """Segments are named by nodes. This one lies here, and is whole, but the daemon would not have
+    given it either.
+    """
     with attached(endpoint, uuid.uuid4().hex[:8]) as other:
         park(other, CUT_OFF)
         segment = other.parks.newest

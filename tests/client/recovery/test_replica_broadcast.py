@@ -51,7 +51,9 @@ class TestFromWhom:
         assert arranged([], [EVERY_RANK] * 4) == [frozenset(), frozenset()]
 
     def test_where_all_have_everything_their_operators_may_differ(self) -> None:
-        """Told to be alike and found not to be, so that each captured its own, of another number: such a run must be able to resume."""
+        """Told to be alike and found not to be, so that each captured its own, of another number:
+        such a run must be able to resume.
+        """
         names = [NAMES, NAMES[:3]]
 
         def work(rank: int, exchange: Exchange) -> ReplicaBroadcast:

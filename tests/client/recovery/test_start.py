@@ -129,7 +129,9 @@ def test_both_find_the_same(
 def test_what_one_rank_has_learnt_about_freezing_all_heed(
     endpoint: str, run: str, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the rank that noticed changed over. The others' part of a norm over all gradients stayed wrong, at each start."""
+    """Only the rank that noticed changed over. The others' part of a norm over all gradients stayed
+    wrong, at each start.
+    """
     with two_ranks(endpoint, run) as memories:
         memories[1].leave_hint(HINT_DROP_GRADIENTS)
         for found in find(memories, engine, monkeypatch, widths=(4, 4)):

@@ -87,7 +87,9 @@ def test_fused_experts_count_the_choices() -> None:
 
 
 def test_choices_of_experts_on_other_ranks_count_for_none_here() -> None:
-    """Of a sharded tensor this rank has the first two experts; tokens of the third once counted for the second."""
+    """Of a sharded tensor this rank has the first two experts; tokens of the third once counted for
+    the second.
+    """
     model = Fused()
     operators = [op for op in discover_operators(model, rows_allowed=lambda name: True)
                  if op.expert is None or op.expert[1] < 2]  # fmt: skip
@@ -156,7 +158,9 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
 def test_a_compiled_block_runs_as_if_nobody_counted(
     compiled: Callable[[nn.Module], nn.Module],
 ) -> None:
-    """Its graph was to hold our hook as well, and with ``fullgraph=True`` that was an error at the first step."""
+    """Its graph was to hold our hook as well, and with ``fullgraph=True`` that was an error at the
+    first step.
+    """
     model = nn.Sequential(Fused())
     expected = model(torch.ones(3, 4))
     counting, operators = counter(model)

@@ -194,8 +194,9 @@ class TestSignature:
         assert text == "optimizer 0: AdamW[1] in the snapshot, SGD[1] here"
 
     def test_what_a_probe_sees_of_the_state_is_no_difference(self) -> None:
-        """An optimizer with 8-bit state for large tensors showed fp32 state to the probe, whose tensors are small: a run with snapshots was
-        refused as that of another model."""
+        """An optimizer with 8-bit state for large tensors showed fp32 state to the probe, whose
+        tensors are small: a run with snapshots was refused as that of another model.
+        """
         recorded, here = signature(bound()), signature(bound())
         for row in recorded:
             if row[0] == "optimizer state 'exp_avg' of":

@@ -15,7 +15,9 @@ __all__ = ["assert_exact_through_a_kill", "assert_noticed_when_left_out"]
 
 
 def assert_exact_through_a_kill(jobs: Jobs, daemon: DaemonProcess, case: Case) -> None:
-    """One rank dies in the middle of a step; all come back, replay with operators frozen, and end at the exact bits."""
+    """One rank dies in the middle of a step; all come back, replay with operators frozen, and end
+    at the exact bits.
+    """
     run = uuid.uuid4().hex[:8]
     references = _life(jobs, run, case, daemon="none").end()
     before = _life(jobs, run, case, killed=case.victim)
@@ -40,10 +42,12 @@ def assert_exact_through_a_kill(jobs: Jobs, daemon: DaemonProcess, case: Case) -
 def assert_noticed_when_left_out(
     jobs: Jobs, daemon: DaemonProcess, case: Case, what: str, *, rank: int = 0
 ) -> None:
-    """The negative control: without ``what`` (see ``sabotage.py``) on one rank, replay notices, and the end differs.
+    """The negative control: without ``what`` (see ``sabotage.py``) on one rank, replay notices, and
+    the end differs.
 
-    First with ``on_mismatch="raise"``, as users run it; then with ``"warn"``, which trains on regardless: the comparison of
-    final states must fail, or it would prove nothing in the other tests.
+    First with ``on_mismatch="raise"``, as users run it; then with ``"warn"``, which trains on
+    regardless: the comparison of final states must fail, or it would prove nothing in the other
+    tests.
     """
     run = uuid.uuid4().hex[:8]
     references = _life(jobs, run, case, daemon="none").end()

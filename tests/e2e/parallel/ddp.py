@@ -18,7 +18,9 @@ CASES = Family("ddp")
 
 
 def ddp_job(seed: int, model_args: dict[str, Any] | None = None, **ddp_args: Any) -> Job:
-    """AdamW on the model with fused experts (all get gradients in each step), in a wrapper with these options."""
+    """AdamW on the model with fused experts (all get gradients in each step), in a wrapper with
+    these options.
+    """
     model = DDP(build(seed, **(model_args or {"fused": True})), **ddp_args)
     return job_of(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
 
@@ -30,7 +32,8 @@ def plain(seed: int) -> Job:
 
 @CASES.case(ranks=3, quick=True)
 def three_ranks(seed: int) -> Job:
-    """With three, the order of a sum shows in its bits: it follows from where in which bucket a gradient lies.
+    """With three, the order of a sum shows in its bits: it follows from where in which bucket a
+    gradient lies.
 
     DDP rebuilds its buckets after its first iteration; these are small, so that there are several.
     """

@@ -1,4 +1,6 @@
-"""Expert parallelism by hand: each rank has experts of its own, tokens travel by ``all_to_all_single`` with uneven splits."""
+"""Expert parallelism by hand: each rank has experts of its own, tokens travel by
+``all_to_all_single`` with uneven splits.
+"""
 
 from __future__ import annotations
 
@@ -270,7 +272,9 @@ def uneven_told(seed: int) -> Job:
 
 @CASES.case()
 def own_pace(seed: int) -> Job:
-    """Dense parts are shared. The experts' optimizer steps on rank 0 always, on rank 1 every second time (a loss scaler, say)."""
+    """Dense parts are shared. The experts' optimizer steps on rank 0 always, on rank 1 every second
+    time (a loss scaler, say).
+    """
     model = build(seed)
     dense, experts = parts(model)
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -296,9 +300,11 @@ def own_pace(seed: int) -> Job:
 
 @CASES.case(ranks=4)
 def wrongly_told(seed: int) -> Job:
-    """Block 0 is told to be replicated over pairs of ranks, and begins alike; but ranks 0 and 1 train theirs apart.
+    """Block 0 is told to be replicated over pairs of ranks, and begins alike; but ranks 0 and 1
+    train theirs apart.
 
-    They must capture it each; and ranks 2 and 3 must still find what they leave to 0 and 1 of the rest, which is alike.
+    They must capture it each; and ranks 2 and 3 must still find what they leave to 0 and 1 of the
+    rest, which is alike.
     """
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "pair"))["pair"]
     model = replicated_model(seed)

@@ -1,4 +1,6 @@
-"""FSDP2: ``fully_shard`` per block and at the root; parameters and optimizer state are DTensors, each rank holds its shard."""
+"""FSDP2: ``fully_shard`` per block and at the root; parameters and optimizer state are DTensors,
+each rank holds its shard.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def fsdp_job(seed: int, optimizer: Optimizer = adamw, *, fused: bool = True, **o
 
 @CASES.case()
 def plain(seed: int) -> Job:
-    """Fused experts: two of four on each rank. The embedding (31 rows) and the norm's clipping are uneven, too."""
+    """Fused experts: two of four on each rank. The embedding (31 rows) and the norm's clipping are
+    uneven, too.
+    """
     return fsdp_job(seed)
 
 
@@ -61,7 +65,9 @@ def kept_unsharded(seed: int) -> Job:
 
 @CASES.case(ranks=3)
 def empty_shards(seed: int) -> Job:
-    """Three ranks and a parameter of two rows: the last rank holds nothing of it; four experts are cut 2, 2, 0."""
+    """Three ranks and a parameter of two rows: the last rank holds nothing of it; four experts are
+    cut 2, 2, 0.
+    """
     model = build(seed, fused=True)
     model.head = nn.Linear(model.head.in_features, model.head.out_features)
     for block in model.blocks:
@@ -115,7 +121,8 @@ def checkpointed(seed: int) -> Job:
 
 @CASES.case(ranks=3)
 def muon(seed: int) -> Job:
-    """Matrices by Muon, which multiplies sharded matrices: it communicates within ``step()`` for each that has a gradient.
+    """Matrices by Muon, which multiplies sharded matrices: it communicates within ``step()`` for
+    each that has a gradient.
 
     The rest by AdamW. Shards are uneven, so the ranks' schedules freeze different operators.
     """

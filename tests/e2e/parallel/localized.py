@@ -1,4 +1,6 @@
-"""Pipelines of which one stage can come back without the others: boundaries are logged, what all compute together is shared."""
+"""Pipelines of which one stage can come back without the others: boundaries are logged, what all
+compute together is shared.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def _replicas(seed: int, *, replicate: bool = False) -> Job:
 
 @CASES.case(ranks=4)
 def own_norm(seed: int) -> Job:
-    """Each stage clips by a norm of its own: nothing but boundaries holds the stages together, and they end their steps one by one."""
+    """Each stage clips by a norm of its own: nothing but boundaries holds the stages together, and
+    they end their steps one by one.
+    """
     return _own_norm(seed)
 
 

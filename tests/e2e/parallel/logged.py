@@ -1,4 +1,6 @@
-"""Pipelines whose boundaries are logged, and whose receiving ends write down, by themselves, what has reached them."""
+"""Pipelines whose boundaries are logged, and whose receiving ends write down, by themselves, what
+has reached them.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ class Stage(nn.Module):
         self.embed = nn.Embedding(VOCAB, WIDTH) if index == 0 else None
         self.blocks = nn.ModuleList(Block(fused, 0.3) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCAB) if index == count - 1 else None
-        # Both tell a rehearsal, in which all but the first stage get whatever is in memory; `seen` is another on each replica.
+        # Both tell a rehearsal, in which all but the first stage get whatever is in memory; `seen`
+        # is another on each replica.
         self.calls: Tensor
         self.seen: Tensor
         self.register_buffer("calls", torch.zeros(()))
@@ -229,5 +230,7 @@ def with_replicas(seed: int) -> Job:
 
 @CASES.case(ranks=4)
 def with_replicas_static(seed: int) -> Job:
-    """Forwards of a pipeline are in ``no_sync``, but for what DDP carries over from its construction: it then sends buffers."""
+    """Forwards of a pipeline are in ``no_sync``, but for what DDP carries over from its
+    construction: it then sends buffers.
+    """
     return replicated_job(seed, static=True)

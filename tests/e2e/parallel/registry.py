@@ -1,7 +1,8 @@
 """The parallelism matrix: one case is one function in the file of its family (``ddp.py``, ``fsdp.py``, …).
 
-A case builds the job of one rank; the process group exists when it is called, so it may wrap, shard and make groups. Every
-rank draws data of its own, and the weights do not depend on the rank. What a case must show is in ``checks.py``.
+A case builds the job of one rank; the process group exists when it is called, so it may wrap, shard
+and make groups. Every rank draws data of its own, and the weights do not depend on the rank. What a
+case must show is in ``checks.py``.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class Family:
         return register
 
     def parameters(self) -> list[object]:
-        """All cases for ``parametrize``: those that are not quick are skipped, with the reason, unless asked for."""
+        """All cases for ``parametrize``: those that are not quick are skipped, with the reason,
+        unless asked for.
+        """
         return [
             pytest.param(case, id=name, marks=[] if case.quick else [long])
             for name, case in self.cases.items()

@@ -1,4 +1,6 @@
-"""For negative controls: a restore that leaves something out. ``job.py --leave-out <what>`` calls one of these."""
+"""For negative controls: a restore that leaves something out. ``job.py --leave-out <what>`` calls
+one of these.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ __all__ = ["LEAVE_OUT"]
 
 
 def _frozen_weights() -> None:
-    """The recorded weights of one frozen parameter are never loaded: it keeps what the new process began with."""
+    """The recorded weights of one frozen parameter are never loaded: it keeps what the new process
+    began with.
+    """
     original = Replay._pieces
     victims: list[str] = []
 
@@ -63,7 +67,9 @@ def _determinism() -> None:
 
 
 def _elsewhere() -> None:
-    """What another rank updates is taken for this rank's: active, and compared, once this rank's anchor was reached."""
+    """What another rank updates is taken for this rank's: active, and compared, once this rank's
+    anchor was reached.
+    """
     for owner, name in ((Activity, "_note_frozen"), (Replay, "_compare")):
         setattr(owner, name, _believing_in_itself(getattr(owner, name)))
 

@@ -1,4 +1,6 @@
-"""``ZeroRedundancyOptimizer``: each rank updates a part of the parameters and broadcasts it within ``step()``."""
+"""``ZeroRedundancyOptimizer``: each rank updates a part of the parameters and broadcasts it within
+``step()``.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def bucket_view(seed: int) -> Job:
 
 @CASES.case(ranks=3)
 def three_ranks(seed: int) -> Job:
-    """Each rank's schedule follows from what it keeps, so an operator is frozen at other times on other ranks."""
+    """Each rank's schedule follows from what it keeps, so an operator is frozen at other times on
+    other ranks.
+    """
     return zero_job(seed)
 
 
@@ -82,7 +86,9 @@ def groups(seed: int) -> Job:
 
 @CASES.case()
 def aligned(seed: int) -> Job:
-    """Within an aligned window, later snapshots leave out what was anchored; what another rank updates must be in each."""
+    """Within an aligned window, later snapshots leave out what was anchored; what another rank
+    updates must be in each.
+    """
     job = zero_job(seed)
     job.options["policy"] = "aligned"
     return job

@@ -1,4 +1,6 @@
-"""One S3 server for all tests of this folder; each has a folder of its own in it, a run, and a daemon that it starts itself."""
+"""One S3 server for all tests of this folder; each has a folder of its own in it, a run, and a
+daemon that it starts itself.
+"""
 
 from __future__ import annotations
 

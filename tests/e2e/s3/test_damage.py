@@ -1,4 +1,6 @@
-"""What is stored in a real S3 server is damaged or lost: a restore passes it over for what is older, and says so."""
+"""What is stored in a real S3 server is damaged or lost: a restore passes it over for what is
+older, and says so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A job of torchrun under DDP on two hosts, with daemons that replicate to each other and persist to a real S3 server."""
+"""A job of torchrun under DDP on two hosts, with daemons that replicate to each other and persist
+to a real S3 server.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def test_all_nodes_are_lost_at_once_and_every_rank_comes_back_from_s3(
 def test_hanging_keepers_hold_up_neither_training_nor_replication(
     cluster: Cluster, ranks_bucket: Bucket, tmp_path: Path, ranks_reference: Path
 ) -> None:
-    """While both are stopped, a host is destroyed: its rank comes back from its peer's memory, at a newer iteration."""
+    """While both are stopped, a host is destroyed: its rank comes back from its peer's memory, at a
+    newer iteration.
+    """
     with Nodes(cluster, tmp_path, ranks_bucket) as nodes:
         nodes.job.until(
             lambda: bool(ranks_bucket.committed("r")), "a durable checkpoint", timeout_s=SOON_S

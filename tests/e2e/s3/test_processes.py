@@ -31,7 +31,8 @@ def test_a_daemon_killed_in_mid_upload_goes_on_where_it_was(
     proxy.inject(Stall(), lambda request: late(request) and puts_object()(request), times=100_000)
     flags = bucket.flags(endpoint=proxy.endpoint, persist_every="8")
     with own_daemon(*flags) as daemon:
-        # So slow that these iterations are still in memory when the daemon is back and the trainer has found it.
+        # So slow that these iterations are still in memory when the daemon is back and the trainer
+        # has found it.
         training = Training(jobs, daemon, run, "--step-ms", "1500")
         eventually(lambda: len(bucket.objects(run)) == 1, "one of four snapshots", SOON_S)
         stored = bucket.objects(run)

@@ -1,7 +1,8 @@
-"""Training jobs whose daemon persists to a real S3 server, which is slow, rude, away, full, or loses what it was given.
+"""Training jobs whose daemon persists to a real S3 server, which is slow, rude, away, full, or
+loses what it was given.
 
-Whatever happens to storage, training goes on and ends at the bits that it would have had; and what is restored is a
-checkpoint that was committed and is whole.
+Whatever happens to storage, training goes on and ends at the bits that it would have had; and what
+is restored is a checkpoint that was committed and is whole.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def test_trouble_in_mid_upload_delays_a_checkpoint_and_nothing_else(
 def test_an_outage_is_told_once_and_training_does_not_notice(
     bucket: Bucket, proxy: FaultProxy, jobs: Jobs, run: str, reference: Path
 ) -> None:
-    """The store answers nothing but 503 for a while; after it, what is newest is stored, and what was given up never."""
+    """The store answers nothing but 503 for a while; after it, what is newest is stored, and what
+    was given up never.
+    """
     away = True
     with own_daemon(*bucket.flags(endpoint=proxy.endpoint)) as daemon:
         training = Training(jobs, daemon, run, "--step-ms", "20")
@@ -90,7 +93,9 @@ def test_an_outage_is_told_once_and_training_does_not_notice(
 def test_credentials_that_are_refused_stop_no_training_and_restore_nothing(
     bucket: Bucket, jobs: Jobs, run: str, reference: Path
 ) -> None:
-    """The server itself refuses. A start that would have to begin anew does not: what is durable is not known."""
+    """The server itself refuses. A start that would have to begin anew does not: what is durable is
+    not known.
+    """
     good = bucket.flags()
     bad = tuple(flag.replace(str(bucket.server.options["secret"]), "another") for flag in good)
     assert bad != good

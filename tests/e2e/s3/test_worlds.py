@@ -37,7 +37,9 @@ def undisturbed(tmp_path: Path) -> Iterator[Life]:
 
 
 def loses_all(run: ElasticRun, nodes: list[Node], store: WorldStore, *, checkpoints: int) -> Life:
-    """Ranks that train until so many checkpoints are durable, and then are lost in the middle of it, with their hosts and all memory."""
+    """Ranks that train until so many checkpoints are durable, and then are lost in the middle of
+    it, with their hosts and all memory.
+    """
     keep = frozenset(range(TOTAL + 1))
     life = run.life(nodes, total=TOTAL, keep=keep, step_ms=250)
     try:

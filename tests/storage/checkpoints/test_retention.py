@@ -319,8 +319,10 @@ def test_only_manifests_that_stay_must_be_read() -> None:
 
 
 def test_a_checkpoint_of_one_run_never_replaces_one_of_another() -> None:
-    """Somebody removed ``run.json``, and the job began anew under the same names: by the listing alone, the two that were left
-    of the run before (which had come further) replaced all that the new one committed, and later the other way round."""
+    """Somebody removed ``run.json``, and the job began anew under the same names: by the listing
+    alone, the two that were left of the run before (which had come further) replaced all that the
+    new one committed, and later the other way round.
+    """
     world = World()
     before = [world.checkpoint(end, run_id="a") for end in (100, 110, 120)]
     now = [world.checkpoint(end, run_id="b", epoch=8, epoch_start=10) for end in (20, 30, 130)]

@@ -48,8 +48,9 @@ def test_a_trusted_signer_is_believed_and_nobody_else(tmp_path: Path) -> None:
 def test_where_signatures_are_not_required_those_of_known_signers_must_be_theirs(
     tmp_path: Path,
 ) -> None:
-    """Who reads a store without `store_signed_only` believes what nobody signed, and what strangers signed; not what says that it is of a signer that is known,
-    and is not."""
+    """Who reads a store without `store_signed_only` believes what nobody signed, and what strangers
+    signed; not what says that it is of a signer that is known, and is not.
+    """
     create_signer(tmp_path)
     create_signer(tmp_path / "stranger")
     signer, stranger = ManifestSigner.load(tmp_path), ManifestSigner.load(tmp_path / "stranger")

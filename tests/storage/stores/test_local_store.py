@@ -115,7 +115,9 @@ def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
 
 
 def test_a_put_leaves_nothing_in_the_page_cache(store: ObjectStore, tmp_path: Path) -> None:
-    """A checkpoint that stays there pushes the training data out: a terabyte a day of what nobody reads again."""
+    """A checkpoint that stays there pushes the training data out: a terabyte a day of what nobody
+    reads again.
+    """
     plain = tmp_path / "plain"
     plain.write_bytes(bytes(MIB))
     if _cached(plain, 0) == 0:
@@ -125,15 +127,19 @@ def test_a_put_leaves_nothing_in_the_page_cache(store: ObjectStore, tmp_path: Pa
         _put(store, f"a/{turn}", os.urandom(40 * MIB))
         path = tmp_path / "base" / "a" / str(turn)
         held.append(sum(_cached(path, at) > 0 for at in range(0, 40 * MIB, MIB)))
-    # The kernel keeps what its journal or another core has in hand at that moment: of one put now and then, of all three never.
+    # The kernel keeps what its journal or another core has in hand at that moment: of one put now
+    # and then, of all three never.
     assert min(held) <= 2, held
 
 
 def _cached(path: Path, offset: int) -> int:
-    """How many bytes can be read here without going to the disk; 0 as well where the file system does not tell."""
+    """How many bytes can be read here without going to the disk; 0 as well where the file system
+    does not tell.
+    """
     file = os.open(path, os.O_RDONLY)
     try:
-        # Else the kernel reads ahead, although it is told not to wait, and the next look finds what this one has brought.
+        # Else the kernel reads ahead, although it is told not to wait, and the next look finds what
+        # this one has brought.
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
         return os.preadv(file, [bytearray(4096)], offset, os.RWF_NOWAIT)
     except OSError:
@@ -189,7 +195,9 @@ def test_a_writer_that_is_killed_leaves_a_file_that_is_found(
 def test_what_is_being_written_is_as_old_as_the_folder_says(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node whose clock was a day ahead took what others were writing in a shared folder for left behind, and removed it."""
+    """A node whose clock was a day ahead took what others were writing in a shared folder for left
+    behind, and removed it.
+    """
     begun = tmp_path / "base" / ".ckptd-0123456789abcdef"
     begun.write_bytes(b"half of it")
     ahead_s = time.time() + 25 * 3600.0

@@ -88,7 +88,9 @@ def test_a_scheme_that_nobody_speaks() -> None:
 def test_what_a_client_cannot_open_is_a_value_error_on_one_line(
     url: str, options: dict[str, object], reason: str
 ) -> None:
-    """obstore raises exceptions of its own kind, with a page of its insides; fsspec's file systems raise what they like."""
+    """obstore raises exceptions of its own kind, with a page of its insides; fsspec's file systems
+    raise what they like.
+    """
     with pytest.raises(ValueError, match=reason) as error:
         open_store(url, options)
     text = str(error.value)

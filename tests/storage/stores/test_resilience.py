@@ -1,4 +1,6 @@
-"""When to try again and when to stop: the pure rules, and `Resilient`, which applies them, with a clock that is a number."""
+"""When to try again and when to stop: the pure rules, and `Resilient`, which applies them, with a
+clock that is a number.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ def test_strangers_of_many_addresses_push_out_those_of_the_address_with_most() -
 
 
 def test_who_is_expected_competes_with_nobody() -> None:
-    """64 silent connections from the address of a peer once kept its streams out: those with a ticket have places of their own."""
+    """64 silent connections from the address of a peer once kept its streams out: those with a
+    ticket have places of their own.
+    """
     table = admission(connections=6, arrivals_burst=6.0)
     for visitor in range(6):
         table.arrived(visitor, "a", now_s=0)
@@ -112,8 +114,9 @@ def test_whoever_was_turned_away_counts_until_it_is_gone() -> None:
 
 
 def test_where_there_is_no_room_strangers_make_room() -> None:
-    """Those that were turned away and are not gone yet filled a port for a moment, and whoever came then was refused, with what it had
-    said already."""
+    """Those that were turned away and are not gone yet filled a port for a moment, and whoever came
+    then was refused, with what it had said already.
+    """
     table = admission(connections=3, strangers_per_address=2)
     for visitor in (1, 2, 3):
         table.arrived(visitor, "a", now_s=0)

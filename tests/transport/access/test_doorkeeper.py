@@ -91,7 +91,9 @@ def is_open(fd: int) -> bool:
 
 
 def end_of(fd: int) -> object:
-    """Who is at the other end of this descriptor; None if it is no connection. Opens nothing, which could take a number."""
+    """Who is at the other end of this descriptor; None if it is no connection. Opens nothing, which
+    could take a number.
+    """
     try:
         connection = socket.socket(fileno=fd)
     except OSError:
@@ -130,8 +132,9 @@ def port() -> Iterator[Port]:
 
 
 def test_a_connection_that_is_gone_before_it_is_looked_at_is_counted(port: Port) -> None:
-    """On a busy machine libzmq had closed it again before the thread of the door came to look at it: nobody counted it,
-    and whoever knocked and ran was never seen."""
+    """On a busy machine libzmq had closed it again before the thread of the door came to look at
+    it: nobody counted it, and whoever knocked and ran was never seen.
+    """
     with port.door._lock:  # the thread stops at the first
         first = port.connect()
         for _ in range(50):
@@ -153,9 +156,11 @@ def test_an_end_that_was_not_seen_uses_up_the_refusal_of_its_key(port: Port) -> 
 
 
 def test_an_event_that_is_heard_late_costs_the_next_with_its_descriptor_nothing() -> None:
-    """A connection came and went, another one got its descriptor and said who it is, and only then the door heard of the first. It
-    took the second for the first, heard that the first had ended, took the second for a new stranger when its arrival was told,
-    and cut it when the time for strangers was over."""
+    """A connection came and went, another one got its descriptor and said who it is, and only then
+    the door heard of the first. It took the second for the first, heard that the first had ended,
+    took the second for a new stranger when its arrival was told, and cut it when the time for
+    strangers was over.
+    """
     with (
         closing(Port(HURRIED, start=False)) as port,
         socket.socket() as gone,
@@ -208,8 +213,9 @@ def test_a_message_of_a_connection_that_is_gone_lets_nobody_in() -> None:
 
 
 def test_looking_at_what_is_no_connection_costs_no_descriptor(port: Port) -> None:
-    """The number may be a file's or a local socket's by the time one looks. A copy of each such file stayed open, and a
-    local socket without a name raised."""
+    """The number may be a file's or a local socket's by the time one looks. A copy of each such
+    file stayed open, and a local socket without a name raised.
+    """
     near, far = socket.socketpair()
     with near, far, open(os.devnull) as file:
         before = len(open_descriptors())

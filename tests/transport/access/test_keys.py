@@ -151,7 +151,9 @@ def test_a_public_key_can_be_typed_after_a_command(
 
 
 def test_a_node_that_is_untrusted_is_unknown_at_once(tmp_path: Path) -> None:
-    """Before, a key could be given and never be taken back: a node stayed trusted until somebody found its file."""
+    """Before, a key could be given and never be taken back: a node stayed trusted until somebody
+    found its file.
+    """
     old, key = public(), public()
     trust(tmp_path, "one", old)
     trust(tmp_path, "one", key, keep_previous_s=60)

@@ -1,4 +1,6 @@
-"""The short cut within one host: what the verbs promise holds there, too, and whoever may not take it goes over the network."""
+"""The short cut within one host: what the verbs promise holds there, too, and whoever may not take
+it goes over the network.
+"""
 
 from __future__ import annotations
 

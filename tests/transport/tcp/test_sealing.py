@@ -97,7 +97,9 @@ def test_whatever_differs_makes_other_keys() -> None:
 
 @pytest.mark.parametrize("cipher", CIPHERS)
 def test_nothing_but_the_next_record_opens_and_what_does_not_leaves_zeros(cipher: Cipher) -> None:
-    """OpenSSL writes what it decrypted before it knows the tag: an attacker's choice would lie in a region until it is filled anew."""
+    """OpenSSL writes what it decrypted before it knows the tag: an attacker's choice would lie in a
+    region until it is filled anew.
+    """
     sender = up(cipher)
     first, second = sealed(sender, b"x" * 100), sealed(sender, b"y" * 100)
     changed = [bytes((*first[:at], first[at] ^ 1, *first[at + 1 :])) for at in range(len(first))]
@@ -206,7 +208,9 @@ def edited(data: bytes, edit: tuple[str, int, int]) -> bytes:
 
 @pytest.mark.usefixtures("small_records")
 def test_whatever_is_done_to_a_stream_only_a_beginning_of_it_is_taken() -> None:
-    """Changed, dropped, repeated, inserted, cut, moved, anywhere and several times: no byte arrives that was not sent there."""
+    """Changed, dropped, repeated, inserted, cut, moved, anywhere and several times: no byte arrives
+    that was not sent there.
+    """
     clean = wire()
 
     @settings(max_examples=300, deadline=None)

@@ -12,10 +12,11 @@ and the last takes what is left, so that all slots are used. What we add:
 
 - All arithmetic is on integers; a floor of floats is another number on another machine.
 - Experts without load share what is left evenly: 0/0 never arises.
-- **The threshold is what the nodes can hold.** A node holds an expert once for this purpose, so the most that
-  all experts can have is ``floor(sum over nodes of min(slots, E) / E)`` distinct nodes, and alike for domains.
-  That is at most f, the slots per expert and the number of nodes, and less where a few nodes have
-  most of the slots. It is exact: dealing the experts out in turn reaches it (see ``placement``).
+- **The threshold is what the nodes can hold.** A node holds an expert once for this purpose, so the
+  most that all experts can have is ``floor(sum over nodes of min(slots, E) / E)`` distinct nodes,
+  and alike for domains. That is at most f, the slots per expert and the number of nodes, and less
+  where a few nodes have most of the slots. It is exact: dealing the experts out in turn reaches it
+  (see ``placement``).
 - **No more replicas than ranks.** With one on every rank, an expert's tokens are spread evenly over all
   compute there is, and another replica neither speeds it up nor makes it safer. What such experts do
   not take is shared by the others, which get safer. Where no expert is over the limit, the result is

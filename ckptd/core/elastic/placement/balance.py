@@ -4,8 +4,8 @@ The dispatcher splits an expert's tokens evenly over its replicas, so a node's l
 replicas of tokens / replicas, and its ranks share it. All ranks wait for the busiest in every layer;
 the factor of several layers is therefore the sum of the busiest over the sum of the means.
 
-Loads are compared in fixed point, so that all ranks find the same plan: a tie of floats that differ in the last
-bit on another machine would not be one.
+Loads are compared in fixed point, so that all ranks find the same plan: a tie of floats that differ
+in the last bit on another machine would not be one.
 """
 
 from __future__ import annotations

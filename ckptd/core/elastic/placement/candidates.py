@@ -110,10 +110,11 @@ def within_domains(
 def guaranteed(cluster: Cluster, problem: LayoutProblem, nodes_wanted: int) -> NDArray[np.int32]:
     """A placement that keeps the promise wherever one can: the experts in turn, node after node.
 
-    Proof. A node takes ``min(slots, E)`` experts in a row, all different. A domain with E such slots or more gets
-    every expert; the smaller domains stand together at the end, and one of them gets no expert twice. So
-    every expert gets ``floor(sum of min(slots, E) / E)`` nodes, and as many domains by the same sum over
-    domains: what ``allocation.reachable_threshold`` promises. Of these nodes, the first in each domain are taken first.
+    Proof. A node takes ``min(slots, E)`` experts in a row, all different. A domain with E such
+    slots or more gets every expert; the smaller domains stand together at the end, and one of them
+    gets no expert twice. So every expert gets ``floor(sum of min(slots, E) / E)`` nodes, and as
+    many domains by the same sum over domains: what ``allocation.reachable_threshold`` promises. Of
+    these nodes, the first in each domain are taken first.
     """
     num_layers, num_experts = problem.replicas.shape
     ids = cluster.domain_ids

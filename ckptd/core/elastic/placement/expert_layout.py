@@ -1,20 +1,22 @@
 """Experts on units (nodes or domains): groups that share their units, and everything else dealt out.
 
-Source: maximum rank overlap (MRO) of Lazarus (§4.1): with experts in ascending order of replicas, groups of as many
-consecutive experts as a unit has slots; a group gets as many units as its first member has replicas, and
-each of them holds the whole group. Then a group is lost only with all units of its first member.
+Source: maximum rank overlap (MRO) of Lazarus (§4.1): with experts in ascending order of replicas,
+groups of as many consecutive experts as a unit has slots; a group gets as many units as its first
+member has replicas, and each of them holds the whole group. Then a group is lost only with all
+units of its first member.
 
 One description, ``Shape``, covers a family of layouts:
 
 - ``groups`` of them get units of their own, the other experts are dealt out over the slots that are left:
   all of them is MRO, none is the spread layout, between them is what pays where no strict MRO exists.
-- Where the groups ask for more units than there are, the largest are cut first (*levelled*), which is the
-  best for disjoint groups; ``level`` 0 does that, a number cuts at that many. At the number of units it is the
-  truncation of the paper: the last group takes what is left.
+- Where the groups ask for more units than there are, the largest are cut first (*levelled*), which
+  is the best for disjoint groups; ``level`` 0 does that, a number cuts at that many. At the number
+  of units it is the truncation of the paper: the last group takes what is left.
 - ``bundle`` experts are dealt out together, so that fewer different sets of units arise.
-- ``even`` slots of every unit take the most replicated experts, in turn; the groups have the other slots.
-  MRO leaves the busiest experts to the units that the others do not need: with most tokens on few
-  experts, half of the units compute almost all. Two or three slots set aside undo that, for somewhat smaller groups.
+- ``even`` slots of every unit take the most replicated experts, in turn; the groups have the other
+  slots. MRO leaves the busiest experts to the units that the others do not need: with most tokens
+  on few experts, half of the units compute almost all. Two or three slots set aside undo that, for
+  somewhat smaller groups.
 
 **One order of units for all layers.** Every layer has the same groups by rank, and group g of every layer
 contains the same *core*: as many units as the least replicated layer gives it. What another layer

@@ -7,9 +7,10 @@ domains as the allocation promises.
 
 Method:
 
-- Where every layer has a strict maximum rank overlap (units of one size, enough of them for all groups; see
-  ``layout``), that is the plan. For one layer no placement survives more likely, whatever number is lost (Lazarus,
-  theorem 1). Several layers survive like one whose groups have the fewest units that any layer gives them.
+- Where every layer has a strict maximum rank overlap (units of one size, enough of them for all
+  groups; see ``layout``), that is the plan. For one layer no placement survives more likely,
+  whatever number is lost (Lazarus, theorem 1). Several layers survive like one whose groups have
+  the fewest units that any layer gives them.
 - Elsewhere (and where several layers are small enough to try) the best of a family is taken: MRO cut in two
   ways, fewer groups with the rest dealt out, one by one or in bundles, slots set aside for the most
   replicated, and the spread layout. All are judged by one number for all layers together, and what
@@ -18,16 +19,17 @@ Method:
 - A domain of several nodes is planned as one unit first, then the nodes within it among themselves. A single
   domain is no unit: nodes are.
 
-What is judged: the probability of surviving ``lost`` units that are lost together, or, by default, its mean over
-1 … U - 1 lost units. Beyond ``EXACT_UNITS`` units these are f, 2f, 4f and 8f, and what cannot be counted is
-sampled (``recovery``). Where domains have several nodes, the loss of single nodes decides between equals,
-then the straggler factor. ``max_straggler`` bounds that factor: then the most likely survivor under
-the bound is taken, or the best balanced candidate if none is under it.
+What is judged: the probability of surviving ``lost`` units that are lost together, or, by default,
+its mean over 1 … U - 1 lost units. Beyond ``EXACT_UNITS`` units these are f, 2f, 4f and 8f, and
+what cannot be counted is sampled (``recovery``). Where domains have several nodes, the loss of
+single nodes decides between equals, then the straggler factor. ``max_straggler`` bounds that
+factor: then the most likely survivor under the bound is taken, or the best balanced candidate if
+none is under it.
 
 All decisions are made on integers and exact fractions: every rank finds the same plan.
 
-Complexity: a strict plan is one layout, O(L * N * E) in array operations. Otherwise the number of candidates is
-bounded (``WHOLE_FAMILY``), and the search by ``moves``.
+Complexity: a strict plan is one layout, O(L * N * E) in array operations. Otherwise the number of
+candidates is bounded (``WHOLE_FAMILY``), and the search by ``moves``.
 """
 
 from __future__ import annotations
@@ -260,7 +262,8 @@ class _Planner:
     ) -> tuple[_Candidate, _Candidate]:
         """The first of the most valuable: of those whose busiest ranks are allowed, and of all.
 
-        If none is allowed, the best balanced stands for the first. Only what may be returned is kept in memory.
+        If none is allowed, the best balanced stands for the first. Only what may be returned is
+        kept in memory.
         """
         tops: dict[str, tuple[tuple[int | _Value, ...], _Candidate]] = {}
         for candidate in found:

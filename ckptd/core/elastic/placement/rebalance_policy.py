@@ -5,14 +5,17 @@ handle the same events with the same times decide the same; who has no common cl
 
 Rules.
 
-- A node of the placement is gone: place anew at once, on all nodes there are, also those that were waited for.
-- Nodes came: wait until none has come for ``gather_s``, but not longer than ``gather_most_s`` after the first,
-  so that a burst of arrivals costs one interruption (Lazarus §6.4 waits two minutes).
-- The load moved: every ``every_steps`` steps if that is set, unless nothing would be gained; and whenever the time
-  that the better balance saves outweighs what moving costs. A load is trusted to stay as it is for
-  ``horizon_steps`` only. Not while nodes are waited for: the placement is about to change anyway.
+- A node of the placement is gone: place anew at once, on all nodes there are, also those that were
+  waited for.
+- Nodes came: wait until none has come for ``gather_s``, but not longer than ``gather_most_s`` after
+  the first, so that a burst of arrivals costs one interruption (Lazarus §6.4 waits two minutes).
+- The load moved: every ``every_steps`` steps if that is set, unless nothing would be gained; and
+  whenever the time that the better balance saves outweighs what moving costs. A load is trusted to
+  stay as it is for ``horizon_steps`` only. Not while nodes are waited for: the placement is about
+  to change anyway.
 - Too few slots: the fault threshold is lowered step by step to what the slots hold. If they do not
-  hold every expert once, the answer is no, with what is lacking; the first sighting of enough nodes ends that.
+  hold every expert once, the answer is no, with what is lacking; the first sighting of enough nodes
+  ends that.
 - Nodes that vanish while a placement is being applied: decide again, from what is there.
 
 States and events; any other pair is a bug of the caller and raises `LocalProtocolError`:

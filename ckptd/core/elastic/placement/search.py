@@ -1,14 +1,15 @@
 """A bounded local search: exchange replicas between units while recovery gains, or balance at equal recovery.
 
-A move takes two units and exchanges up to a whole bundle of replicas that the other does not hold (one
-replica, or several at once: what a group has in common moves together), or moves a replica to an empty slot. Some
-moves put a second replica of an expert on a unit, which frees a slot where others may overlap; they leave it
-``least`` units, so that a guarantee that held goes on holding.
+A move takes two units and exchanges up to a whole bundle of replicas that the other does not hold
+(one replica, or several at once: what a group has in common moves together), or moves a replica to
+an empty slot. Some moves put a second replica of an expert on a unit, which frees a slot where
+others may overlap; they leave it ``least`` units, so that a guarantee that held goes on holding.
 
-A layer is judged together with all others: ``others`` are the losses that they survive. The judge is a sum of
-integer weights over the losses survived, and then the loads of the units, the busiest first; where these
-have a limit, what all units are above it counts before. A move that does not make the layer worse is kept, so that plateaus are
-crossed. The moves come from raw words of a PCG64, the same on every rank.
+A layer is judged together with all others: ``others`` are the losses that they survive. The judge
+is a sum of integer weights over the losses survived, and then the loads of the units, the busiest
+first; where these have a limit, what all units are above it counts before. A move that does not
+make the layer worse is kept, so that plateaus are crossed. The moves come from raw words of a
+PCG64, the same on every rank.
 
 Complexity: O(2^U * distinct holder sets) for a move, so this is for few units.
 """

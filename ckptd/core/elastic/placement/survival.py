@@ -4,17 +4,17 @@ Problem: ``k`` of U units (nodes or domains) are lost, each choice of k equally 
 survives if each of its experts has a replica on a unit that is left; training goes on only if *every* layer
 survives. With which probability?
 
-Only the sets of units that hold an expert matter, and of these only the minimal ones: if the holders of
-one expert contain those of another, the second is lost no later. For each k we count the choices that contain no
-minimal set whole.
+Only the sets of units that hold an expert matter, and of these only the minimal ones: if the
+holders of one expert contain those of another, the second is lost no later. For each k we count the
+choices that contain no minimal set whole.
 
 Exact where it can be: units are taken one by one, in an order that keeps the holders of an expert
-together (reverse Cuthill-McKee). The state is which of the sets begun so far are lost as far as seen; for every
-state the number of ways by k is kept, as the digits of one long integer. A set that is complete
-and lost ends its ways, a unit that lives clears the sets it is in. Disjoint sets, as in a strict
-maximum rank overlap, have two states, windows of a ring as many as they are long: 1,024 nodes take
-tens of milliseconds. Few units are enumerated at once (``2^U`` masks). Where there are more states
-than ``STATES_MAX``, choices of k are sampled and the standard error is stated.
+together (reverse Cuthill-McKee). The state is which of the sets begun so far are lost as far as
+seen; for every state the number of ways by k is kept, as the digits of one long integer. A set that
+is complete and lost ends its ways, a unit that lives clears the sets it is in. Disjoint sets, as in
+a strict maximum rank overlap, have two states, windows of a ring as many as they are long: 1,024
+nodes take tens of milliseconds. Few units are enumerated at once (``2^U`` masks). Where there are
+more states than ``STATES_MAX``, choices of k are sampled and the standard error is stated.
 
 Complexity: O(U * states) operations on integers of U * (U + 1) bits; sampling O(samples * U * sets).
 """
@@ -152,7 +152,9 @@ def _merged(held_MN: NDArray[np.bool_], units: NDArray[np.int64]) -> NDArray[np.
 
 
 def minimal_sets(held_MU: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The rows that contain no other row, each once, the smallest first; beyond ``MINIMAL_MAX`` all others, too."""
+    """The rows that contain no other row, each once, the smallest first; beyond ``MINIMAL_MAX`` all
+    others, too.
+    """
     packed = np.unique(np.packbits(held_MU, axis=1), axis=0)
     sizes = np.bitwise_count(packed).sum(axis=1, dtype=np.int64)
     packed = packed[np.argsort(sizes, kind="stable")]

@@ -1,17 +1,21 @@
-"""The best placement of one layer, by branch and bound: as `exhaustive`, which tries everything, for up to 7 nodes and 6 experts.
+"""The best placement of one layer, by branch and bound: as `exhaustive`, which tries everything,
+for up to 7 nodes and 6 experts.
 
-What survives depends only on the sets of nodes that hold each expert. They are chosen expert after expert, the least
-replicated first, and a partial choice is kept only if what survives it is still above a given floor: more experts never
-survive more. Besides:
+What survives depends only on the sets of nodes that hold each expert. They are chosen expert after
+expert, the least replicated first, and a partial choice is kept only if what survives it is still
+above a given floor: more experts never survive more. Besides:
 
-- Nodes are alike. A state is one row for each node (its room, and which of the sets it is in), and rows are sorted.
-- A set that contains another one is lost no earlier: it is forgotten, only the room that it took is kept. Then it does not matter whose sets the
-  others are, so they are sorted, too, by what does not depend on the order of nodes. (Where that leaves a tie, a state may stand twice.)
-- An expert is on fewer nodes than it has replicas only if all other nodes become full: else one replica more on one of them
-  would not survive less.
+- Nodes are alike. A state is one row for each node (its room, and which of the sets it is in), and
+  rows are sorted.
+- A set that contains another one is lost no earlier: it is forgotten, only the room that it took is
+  kept. Then it does not matter whose sets the others are, so they are sorted, too, by what does not
+  depend on the order of nodes. (Where that leaves a tie, a state may stand twice.)
+- An expert is on fewer nodes than it has replicas only if all other nodes become full: else one
+  replica more on one of them would not survive less.
 - Room beyond the number of experts to come is as good as none.
 
-``S`` states, ``N`` nodes, ``C`` sets of holders; a set of nodes is a bit mask, and so is what survives: ``2^N`` bits in 64-bit words.
+``S`` states, ``N`` nodes, ``C`` sets of holders; a set of nodes is a bit mask, and so is what
+survives: ``2^N`` bits in 64-bit words.
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ class Optimum:
 
 
 def mean_weights(num_nodes: int) -> tuple[NDArray[np.int64], int]:
-    """``[N + 1]``, the weight of a survived choice of k nodes, and by what their sum is the mean probability over 1 … N - 1."""
+    """``[N + 1]``, the weight of a survived choice of k nodes, and by what their sum is the mean
+    probability over 1 … N - 1.
+    """
     sizes = range(1, num_nodes)
     total = lcm(*(comb(num_nodes, k) for k in sizes)) if num_nodes > 1 else 1
     weights = np.array([0, *(total // comb(num_nodes, k) for k in sizes), 0], dtype=np.int64)
@@ -60,7 +66,8 @@ def best_above(
     weights: NDArray[np.int64],
     floor: int,
 ) -> Optimum:
-    """The highest sum of ``weights[k]`` over the choices of k lost nodes that a placement survives, if it is above ``floor``.
+    """The highest sum of ``weights[k]`` over the choices of k lost nodes that a placement survives,
+    if it is above ``floor``.
 
     Args:
         replicas: ascending; each expert is on at most as many nodes.

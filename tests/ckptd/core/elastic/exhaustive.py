@@ -1,7 +1,8 @@
 """The best that any placement of one layer can do, by trying all of them.
 
-Nodes are alike, so a placement is a multiset of node contents: a sorted row of bit masks, one bit for each expert.
-Experts are added one after the other, to every set of at most as many nodes as they have replicas.
+Nodes are alike, so a placement is a multiset of node contents: a sorted row of bit masks, one bit
+for each expert. Experts are added one after the other, to every set of at most as many nodes as
+they have replicas.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The forms of the dispatcher, as one kind of function, so that the same tests are run over all of them.
 
-Without a device the kernels run in Triton's interpreter, in a process that was started with ``TRITON_INTERPRET=1`` (``tests/cuda/test_dispatch.py``
-starts one).
+Without a device the kernels run in Triton's interpreter, in a process that was started with
+``TRITON_INTERPRET=1`` (``tests/cuda/test_dispatch.py`` starts one).
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""How far plans are from the best placement there is, on every small instance: ``python -m tests.ckptd.core.elastic.optima``.
+"""How far plans are from the best placement there is, on every small instance: ``python -m
+tests.ckptd.core.elastic.optima``.
 
-Prints a row for each number of nodes, experts and slots: how many instances (numbers of replicas) there are, for how many a strict plan
-exists, how many plans are the optimum, and the largest distance of the others, in the mean probability over 1 … N - 1 lost nodes.
-A strict plan is compared for each number of lost nodes. No placement at all is left out, so the optimum need not keep the promise of `allocate`.
+Prints a row for each number of nodes, experts and slots: how many instances (numbers of replicas)
+there are, for how many a strict plan exists, how many plans are the optimum, and the largest
+distance of the others, in the mean probability over 1 … N - 1 lost nodes. A strict plan is compared
+for each number of lost nodes. No placement at all is left out, so the optimum need not keep the
+promise of `allocate`.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ WORST = 0.04
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Of a plan from the optimum: the mean probability that it lacks, which is 0 for a strict one that is the best for every loss."""
+    """Of a plan from the optimum: the mean probability that it lacks, which is 0 for a strict one
+    that is the best for every loss.
+    """
 
     replicas: tuple[int, ...]
     strict: bool

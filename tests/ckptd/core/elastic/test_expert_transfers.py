@@ -157,7 +157,9 @@ def test_equal_sizes_are_shared_as_well_as_can_be(case: Case) -> None:
 
 
 def _by_linear_program(case: Case) -> tuple[Fraction, int]:
-    """The same optimum from an independent solver: replicas of the busiest owner, and those that leave a domain."""
+    """The same optimum from an independent solver: replicas of the busiest owner, and those that
+    leave a domain.
+    """
     missing = case.missing()
     pairs = [
         (at, owner)

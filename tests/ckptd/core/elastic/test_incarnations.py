@@ -1,4 +1,6 @@
-"""Where a job goes on: the newest iteration of the newest world of which everything is held; and who gives what to whom."""
+"""Where a job goes on: the newest iteration of the newest world of which everything is held; and
+who gives what to whom.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ ALL = [*DENSE, *experts(0, 1, 2, 3)]
 def node(
     *images: tuple[int, int, int, bool, Sequence[Unit]], knows: Sequence[Unit] = ()
 ) -> NodeHeld:
-    """A node with these images: world, rank, iteration, whether parked, and what is in it; ``knows``: what its segments tell besides."""
+    """A node with these images: world, rank, iteration, whether parked, and what is in it;
+    ``knows``: what its segments tell besides.
+    """
     units = sorted({unit for *_, covered in images for unit in covered})
     expected: dict[int, set[Unit]] = {}
     for world, *_, covered in images:
@@ -205,7 +209,9 @@ def test_ranks_of_one_node_read_the_same_files() -> None:
 
 
 def test_every_rank_gets_everything_it_needs_once_from_who_has_it() -> None:
-    """Random worlds; and the busiest giver of dense units gives at most one unit more than another that could have."""
+    """Random worlds; and the busiest giver of dense units gives at most one unit more than another
+    that could have.
+    """
     rng = random.Random(7)
     for _ in range(60):
         nodes = rng.randint(1, 5)

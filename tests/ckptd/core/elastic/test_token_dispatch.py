@@ -23,7 +23,9 @@ EXAMPLES = 8 if INTERPRETED else 2000 if LONG else 60
 def _reference(
     tokens: Ints, replicas: Ints, nodes: list[int] | None
 ) -> list[list[list[list[int]]]]:
-    """For each source, target and expert: which of the source's tokens go there. No arithmetic but adding one."""
+    """For each source, target and expert: which of the source's tokens go there. No arithmetic but
+    adding one.
+    """
     ranks, experts = tokens.shape
     sent: list[list[list[list[int]]]] = [
         [[[] for _ in range(experts)] for _ in range(ranks)] for _ in range(ranks)

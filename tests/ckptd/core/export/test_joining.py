@@ -1,4 +1,6 @@
-"""From which rank's image each tensor comes: nothing is asked for twice, and of other ranks only what they captured for this one."""
+"""From which rank's image each tensor comes: nothing is asked for twice, and of other ranks only
+what they captured for this one.
+"""
 
 from __future__ import annotations
 

@@ -204,7 +204,9 @@ def test_the_end_of_training_is_persisted_although_who_stores_died_then() -> Non
 
 
 def test_a_flush_survives_the_death_of_who_stores_while_it_waits_for_its_turn() -> None:
-    """It was dropped as if there were nothing to flush, because nothing was known of the slots at that moment."""
+    """It was dropped as if there were nothing to flush, because nothing was known of the slots at
+    that moment.
+    """
     core = persister()
     core.handle(slots(3, 4, 5), now_s=0.0)
     core.handle(Flush(), now_s=0.0)  # 4 is under way
@@ -242,7 +244,9 @@ def test_a_flush_that_was_asked_for_in_another_history_is_over_with_it() -> None
 
 
 def test_a_fence_stops_all_uploads_until_another_epoch_is_joined() -> None:
-    """It was taken for a store that refuses: tried again after a while, for ever, and slots were held for it each time."""
+    """It was taken for a store that refuses: tried again after a while, for ever, and slots were
+    held for it each time.
+    """
     core = persister()
     core.handle(slots(3, 4), now_s=0.0)
     core.handle(Flush(), now_s=0.0)
@@ -270,7 +274,9 @@ def test_a_fence_stops_all_uploads_until_another_epoch_is_joined() -> None:
 
 
 def test_a_manifest_of_another_history_does_not_count_in_this_one() -> None:
-    """The answer came after the epoch's end: the same iteration, done anew, passed for stored before its first byte was."""
+    """The answer came after the epoch's end: the same iteration, done anew, passed for stored
+    before its first byte was.
+    """
     core = persister()
     core.handle(slots(3, 4), now_s=0.0)
     for i in (3, 4):
@@ -493,7 +499,9 @@ class Shell:
         self.feed(Forgotten())
 
     def join(self, back: int) -> None:
-        """The last iterations are done anew. What who stores was asked before is answered all the same, later."""
+        """The last iterations are done anew. What who stores was asked before is answered all the
+        same, later.
+        """
         self.epoch, self.start = self.epoch + 1, max(-1, self.ring.iteration - back)
         self.there.clear()
         self.written.clear()

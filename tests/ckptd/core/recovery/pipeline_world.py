@@ -1,7 +1,9 @@
-"""An abstract job of pipeline stages: what it computes, what nodes would hold of it, and whether a localized plan brings it back.
+"""An abstract job of pipeline stages: what it computes, what nodes would hold of it, and whether a
+localized plan brings it back.
 
-Everything that a rank has is a number, a hash of all that it was made of. So a rank that is fed from a stale log, that loads a wrong
-snapshot, or that starts an iteration too early ends with other numbers than the job had.
+Everything that a rank has is a number, a hash of all that it was made of. So a rank that is fed
+from a stale log, that loads a wrong snapshot, or that starts an iteration too early ends with other
+numbers than the job had.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ def gradient(shape: Shape, rank: int, local: Mapping[int, int]) -> int:
 
 
 class History:
-    """The states at the top of every iteration, and what was sent in each; ``salt`` makes one history differ from another."""
+    """The states at the top of every iteration, and what was sent in each; ``salt`` makes one
+    history differ from another.
+    """
 
     def __init__(
         self, shape: Shape, salts: Sequence[int], states: list[list[State]] | None = None
@@ -176,7 +180,9 @@ class Store:
 
 
 def recorded(history: History, rank: int, iteration: int) -> tuple[State, Numbers]:
-    """A snapshot: only what it anchors, and the generator, may be read from the state; compute weights are there of all."""
+    """A snapshot: only what it anchors, and the generator, may be read from the state; compute
+    weights are there of all.
+    """
     state = history.states[iteration][rank]
     return state, state.compute
 
@@ -298,7 +304,9 @@ class World:
 
 
 def random_world(rng: random.Random, *, domains_max: int = 5) -> World:
-    """A job of 2 to 5 domains (or fewer) in a row or a ring, with abandoned histories, gaps, old parks, and lost nodes."""
+    """A job of 2 to 5 domains (or fewer) in a row or a ring, with abandoned histories, gaps, old
+    parks, and lost nodes.
+    """
     shape = _random_shape(rng, domains_max)
     length = rng.randint(5, 9)  # the last iteration of which there may be a state
     left_at = rng.choice([None, rng.randint(1, length - 1)])

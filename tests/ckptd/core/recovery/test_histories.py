@@ -17,8 +17,10 @@ def held_by(node: str, *snapshots: tuple[int, int]) -> HeldRecords:
 
 
 def test_what_is_held_of_another_history_is_left_out() -> None:
-    """Two halves of a job went on from iteration 3 by themselves. `ckptctl whatif`, `drill` and `saved_iterations` took the snapshots of
-    both for one history, and could tell of iterations that no start would go back to."""
+    """Two halves of a job went on from iteration 3 by themselves. `ckptctl whatif`, `drill` and
+    `saved_iterations` took the snapshots of both for one history, and could tell of iterations that
+    no start would go back to.
+    """
     base, lower, higher = 1 << 12, (2 << 12) + 1, (2 << 12) + 2
     here = held_by("a", (3, base), (4, lower), (5, lower))
     there = held_by("b", (3, base), (4, higher))

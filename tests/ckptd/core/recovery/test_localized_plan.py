@@ -1,4 +1,6 @@
-"""The localized plan: named cases, and every plan of random jobs executed and compared with what else was possible."""
+"""The localized plan: named cases, and every plan of random jobs executed and compared with what
+else was possible.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,9 @@ def test_a_lost_stage_replays_alone_fed_by_both_neighbours() -> None:
 
 
 def test_who_replays_begins_one_iteration_earlier_to_compare_all_that_it_loads() -> None:
-    """With a window of 1 a lost stage replayed nothing that was compared, and a wrong snapshot was trained on."""
+    """With a window of 1 a lost stage replayed nothing that was compared, and a wrong snapshot was
+    trained on.
+    """
     job = Job([T] * 4, window=1).trainer_lost(1)
     del job.snapshots[1][-1]
     assert outline(job.planned())[1] == "replays 9 < 0[9:10] < 2[9:10]"
@@ -248,7 +252,9 @@ def values_of(plan: LocalizedPlan) -> dict[int, dict[int, str]]:
 
 
 def test_who_runs_a_step_again_and_is_fed_by_nobody_is_told_who_logged_shared_values() -> None:
-    """Ranks 0 and 1 run the step again; to compute a norm over all stages with ranks 2 and 3, which do not, rank 0 would wait for ever."""
+    """Ranks 0 and 1 run the step again; to compute a norm over all stages with ranks 2 and 3, which
+    do not, rank 0 would wait for ever.
+    """
     plan = Job([T, T, T + 1, T + 1]).planned()
     assert outline(plan)[:2] == ["parked 10", "parked 10 < 2[10:11]"]
     assert plan.together == T + 1
@@ -263,7 +269,9 @@ def test_nobody_waits_for_shared_values_where_all_run_the_step_again() -> None:
 
 
 def test_shared_values_are_not_looked_for_where_a_replay_knows_them() -> None:
-    """Rank 1's own snapshots tell them up to its last one, of 9; in iteration 9 it is fed. In that one the others are not there."""
+    """Rank 1's own snapshots tell them up to its last one, of 9; in iteration 9 it is fed. In that
+    one the others are not there.
+    """
     job = Job([T] * 4).trainer_lost(1)
     job.snapshots[1].pop()
     assert values_of(job.planned()) == {}
@@ -274,7 +282,9 @@ def test_shared_values_are_not_looked_for_where_a_replay_knows_them() -> None:
 
 
 def test_a_domain_starts_where_all_its_members_can() -> None:
-    """Of ranks 2 and 3 one ended its step, the other not, and they hold shards: both have only snapshots in common."""
+    """Of ranks 2 and 3 one ended its step, the other not, and they hold shards: both have only
+    snapshots in common.
+    """
     job = Job([T, T, T + 1, T, T], [(0, 1), (2, 3), (4,)])
     for rank in (2, 3):
         job.facts[rank] = RankFacts(job.facts[rank].neighbours, (2, 3), ())
@@ -299,8 +309,10 @@ def test_a_replica_is_told_by_its_peer_when_its_node_is_lost() -> None:
 
 
 def test_a_rank_that_runs_on_another_node_now_takes_its_parked_state_along() -> None:
-    """A node was replaced, and the launcher has numbered the ranks anew. With a snapshot its ring begins there, whether or not that is of
-    the step that was cut off: a stage that waits for what a lost one sends has none of it."""
+    """A node was replaced, and the launcher has numbered the ranks anew. With a snapshot its ring
+    begins there, whether or not that is of the step that was cut off: a stage that waits for what a
+    lost one sends has none of it.
+    """
     job = Job([T] * 4).trainer_lost(3)
     job.homes = {0: "n0", 1: "n2", 2: "n1", 3: "n3"}
     job.snapshots[2].pop()
@@ -393,7 +405,9 @@ def test_widening_goes_on_until_nothing_is_missing() -> None:
 
 
 def test_the_neighbour_of_a_lost_stage_lost_its_node() -> None:
-    """Nobody has its logs, and it has no parked state: both replay; their facts are told by those beside them."""
+    """Nobody has its logs, and it has no parked state: both replay; their facts are told by those
+    beside them.
+    """
     plan = Job([T] * 4).node_lost(1, 2).planned()
     assert outline(plan) == [
         "parked 10",
@@ -405,7 +419,9 @@ def test_the_neighbour_of_a_lost_stage_lost_its_node() -> None:
 
 
 def test_a_stage_that_must_be_there_earlier_takes_a_snapshot_from_before() -> None:
-    """Rank 0 runs iteration 10 again. Rank 1 is through with it, but what it sent is lost; it has to be there, too."""
+    """Rank 0 runs iteration 10 again. Rank 1 is through with it, but what it sent is lost; it has
+    to be there, too.
+    """
     job = Job([T, T + 1, T + 1], window=1)
     job.logs[1].pop()
     assert outline(job.planned()) == [
@@ -462,7 +478,9 @@ def test_a_domain_whose_parks_are_incomplete_does_not_stand() -> None:
 
 
 def test_what_an_abandoned_history_left_does_not_count() -> None:
-    """A recovery at 9 ran 9 and 10 again. Logs of 9 of before are outdated, snapshots of 9 are not; parks of 10 are stale."""
+    """A recovery at 9 ran 9 and 10 again. Logs of 9 of before are outdated, snapshots of 9 are not;
+    parks of 10 are stale.
+    """
     job = Job([T] * 4).trainer_lost(1)
     for rank in range(4):
         for records in (job.snapshots[rank], job.logs[rank], job.parked[rank]):
@@ -505,7 +523,9 @@ def test_a_rank_that_came_as_far_as_its_own_park_uses_it() -> None:
 
 
 def test_parks_of_ranks_that_went_on_do_not_hold_anybody_back() -> None:
-    """All were parked at 6 because a step took long, and went on. Rank 1 was killed in 10, before the others were parked."""
+    """All were parked at 6 because a step took long, and went on. Rank 1 was killed in 10, before
+    the others were parked.
+    """
     job = Job([T] * 3).trainer_lost(1)
     for rank in range(3):
         job.parked[rank].append(slot(6, EVERYTHING))
@@ -594,7 +614,9 @@ class Possible:
         self._stands = [self._stands_of(d) for d in range(len(relations.domains))]
 
     def best(self) -> tuple[list[int], bool] | None:
-        """The start of each domain in the plan that starts every domain as late as any plan; and whether none stands in it."""
+        """The start of each domain in the plan that starts every domain as late as any plan; and
+        whether none stands in it.
+        """
         options = [
             [*((t, True) for t in self._stands[d]), *((t, False) for t in self._starts((d,)))]
             for d in range(len(self._stands))
@@ -705,7 +727,9 @@ def plan_of(
 
 
 def newest_epoch_is_seen(world: World) -> bool:
-    """Nobody can know of a recovery of which nothing is left (daemons tell each other; that is not part of this)."""
+    """Nobody can know of a recovery of which nothing is left (daemons tell each other; that is not
+    part of this).
+    """
     held = (h for kind in ("seg", "parked", "boundary") for h in world.store.holdings(kind))
     seen = {r.epoch for h in held if h.node not in world.lost for r in h.records}
     return world.epoch in seen
@@ -714,7 +738,9 @@ def newest_epoch_is_seen(world: World) -> bool:
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 2**48), st.booleans())
 def test_every_plan_brings_every_rank_to_the_state_that_it_had(seed: int, verifies: bool) -> None:
-    """Executed on a job of numbers: whoever was fed, loaded or awaited something wrong would have other numbers."""
+    """Executed on a job of numbers: whoever was fed, loaded or awaited something wrong would have
+    other numbers.
+    """
     world = random_world(random.Random(seed))
     assume(newest_epoch_is_seen(world))
     plan = plan_of(world, verify_iterations=16 * verifies)
@@ -748,7 +774,9 @@ def test_who_compares_begins_one_iteration_earlier_and_moves_nobody_else(seed: i
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**48))
 def test_wherever_the_ranks_run_now_every_plan_brings_them_to_their_states(seed: int) -> None:
-    """The launcher may put them anywhere; whoever was parked elsewhere begins its ring with something of the same history."""
+    """The launcher may put them anywhere; whoever was parked elsewhere begins its ring with
+    something of the same history.
+    """
     world = random_world(random.Random(seed))
     assume(newest_epoch_is_seen(world))
     nodes = [*sorted({*world.shape.nodes} - world.lost), "spare"]

@@ -37,7 +37,9 @@ def test_the_log_that_was_filled_last_tells() -> None:
 
 @pytest.mark.parametrize(("last", "counts"), [(8, True), (7, True), (6, False)])
 def test_a_replica_that_was_left_behind_tells_nothing(last: int, counts: bool) -> None:
-    """Its rank went on, perhaps with a log that tells more: taken at its word, ranks would be called apart which are not."""
+    """Its rank went on, perhaps with a log that tells more: taken at its word, ranks would be
+    called apart which are not.
+    """
     found = facts_from_logs({0}, [log("old", OLD, records(*range(last + 1)))], PARKED_AT_9)
     assert found == ({0: OLD} if counts else {})
 

@@ -1,4 +1,6 @@
-"""Combinations of holders for a range of several parts: likely ones first, each once, all of them where they are few."""
+"""Combinations of holders for a range of several parts: likely ones first, each once, all of them
+where they are few.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,9 @@ def test_another_way_of_freezing_may_come_to_another_result_and_convicts_nobody(
 
 
 def test_a_changed_machine_is_a_better_explanation() -> None:
-    """Another number of threads makes every suffix fail alike: that must not cost one of them after the other."""
+    """Another number of threads makes every suffix fail alike: that must not cost one of them after
+    the other.
+    """
     changed = "intra-op threads: 8 when the snapshots were taken, 4 now"
     found = judge_replay(failure(4, 6), [failure(4, 6)], changed=changed)
     assert found is ReplayVerdict.ENVIRONMENT
@@ -143,7 +145,9 @@ def test_the_same_iterations_recorded_anew_count() -> None:
 
 
 def test_what_is_quarantined_still_tells_of_its_epoch() -> None:
-    """Otherwise an abandoned history would come alive again with the only snapshots gone that tell where it was left."""
+    """Otherwise an abandoned history would come alive again with the only snapshots gone that tell
+    where it was left.
+    """
     abandoned = chain(2, 3, 9)
     later = [replace(snap(t, 1 << t % 2), epoch=1, epoch_start=6) for t in (7, 8)]
     everything = [held(0, [*abandoned, *later], window=2)]

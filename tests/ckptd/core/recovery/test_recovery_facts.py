@@ -63,7 +63,9 @@ def test_of_several_lost_ranks_nobody_knows_whether_they_communicate() -> None:
 
 
 def test_who_is_joined_by_way_of_others_is_joined() -> None:
-    """Each rank tells its own groups, of tensors and of replicas; that all of a stage are joined, none of them knows."""
+    """Each rank tells its own groups, of tensors and of replicas; that all of a stage are joined,
+    none of them knows.
+    """
     tensors, replicas = [(0, 1), (2, 3), (4, 5)], [(0, 2), (1, 3)]
     groups = {r: {m for g in tensors + replicas if r in g for m in g} for r in range(6)}
     facts = {r: RankFacts((), tuple(sorted(groups[r]))) for r in (0, 1, 3, 4, 5)}

@@ -97,7 +97,9 @@ def test_a_slow_part_is_taken_over() -> None:
 
 
 def test_the_only_part_is_taken_over_too_and_not_for_ever() -> None:
-    """Nothing has arrived yet, so what is usual is not known; where both are slow each try gets twice the time."""
+    """Nothing has arrived yet, so what is usual is not known; where both are slow each try gets
+    twice the time.
+    """
     stripes = Stripes(10, ["a", "b"], part_bytes=10)
     (first,) = pulls(stripes, 0.0)
     assert stripes.next_pulls(2.0) == []
@@ -136,7 +138,9 @@ def test_only_what_is_wrong_is_fetched_again_and_from_another() -> None:
 
 
 def test_what_hid_behind_a_smaller_range_is_mixed_with_it() -> None:
-    """A header whose length is damaged: how far it reaches shows only when that is mended. Bytes 3 and 7 of a are damaged."""
+    """A header whose length is damaged: how far it reaches shows only when that is mended. Bytes 3
+    and 7 of a are damaged.
+    """
     stripes = Stripes(20, ["a", "b"], part_bytes=20)
     deliver_all(stripes)
     stripes.blame([(0, 5)])
@@ -219,7 +223,9 @@ def test_a_part_is_not_taken_over_by_a_holder_that_had_it_wrong() -> None:
 
 
 def test_who_took_a_part_over_is_not_blamed_for_what_landed_late() -> None:
-    """The last bytes of the transfer that was cancelled came after those of the other holder, and only they were wrong."""
+    """The last bytes of the transfer that was cancelled came after those of the other holder, and
+    only they were wrong.
+    """
     stripes = Stripes(10, ["liar", "honest"], part_bytes=10)
     (first,) = pulls(stripes, 0.0)
     assert stripes.next_pulls(10.0) == [Cancel("liar", first.part), Pull("honest", first.part)]

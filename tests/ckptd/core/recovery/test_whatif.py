@@ -193,7 +193,9 @@ def test_those_who_are_left_park_where_the_slowest_of_them_is() -> None:
 
 
 def test_why_all_would_recover_together() -> None:
-    """No log tells with whom anybody communicates; or nobody is left; or somebody has nothing yet. The answer is as of a job that does not log."""
+    """No log tells with whom anybody communicates; or nobody is left; or somebody has nothing yet.
+    The answer is as of a job that does not log.
+    """
     plain = what_if(HELD, 3, HOMES, LABELS, ["node=n1"])
     assert plain.localized is None
 
@@ -223,7 +225,9 @@ TWINS = {
 
 @pytest.mark.parametrize("replicated", [False, True])
 def test_a_log_whose_node_is_lost_is_read_from_its_replica(replicated: bool) -> None:
-    """Both of stage 0 (ranks 0 and 2, on x) are lost, and rank 1 of stage 1. Its twin 3 is left: it copies that, if what it sent is to be had."""
+    """Both of stage 0 (ranks 0 and 2, on x) are lost, and rank 1 of stage 1. Its twin 3 is left: it
+    copies that, if what it sent is to be had.
+    """
     homes = {0: "x", 1: "y", 2: "x", 3: "z"}
     known = [
         *(held(rank, homes[rank], 6, 9) for rank in range(4)),

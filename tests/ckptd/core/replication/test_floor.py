@@ -94,7 +94,9 @@ def test_a_leaf_reports_changes_only() -> None:
 
 
 def test_nothing_is_announced_on_the_word_of_suffixes_that_are_too_short() -> None:
-    """A rank that had not heard of another's longer window counted suffixes of one snapshot; a floor rested on one."""
+    """A rank that had not heard of another's longer window counted suffixes of one snapshot; a
+    floor rested on one.
+    """
     root = FloorTree(["a", "b"], "a", ranks=[0])
     leaf = FloorTree(["a", "b"], "b", ranks=[1])
     root.set_rank(0, 5, first=2, span=3)
@@ -140,7 +142,9 @@ def test_a_late_copy_of_a_withdrawn_report_is_ignored() -> None:
 
 
 def test_a_restarted_child_is_believed_at_once() -> None:
-    """Its sequence began at the time of its start: after a clock that stepped back its reports were ignored for good, and the floor stayed."""
+    """Its sequence began at the time of its start: after a clock that stepped back its reports were
+    ignored for good, and the floor stayed.
+    """
     root = FloorTree(["a", "b"], "a")
     for message in FloorTree(["a", "b"], "b", ranks=[0], started=5000).set_rank(0, 12):
         root.on_below("b", message.value, message.sequence)
@@ -199,8 +203,8 @@ def test_what_breaks_the_protocol_is_refused() -> None:
 class Network:
     """Trees of one run, and the messages between them in a bag that a seed empties.
 
-    Each life of a node counts its reports from 0. Nodes learn of a restart by a `hello`, and take messages of the life that they know;
-    those of a life before may still be on their way.
+    Each life of a node counts its reports from 0. Nodes learn of a restart by a `hello`, and take
+    messages of the life that they know; those of a life before may still be on their way.
     """
 
     def __init__(self, ranks_of: Mapping[str, list[int]], fan_out: int, seed: int) -> None:
@@ -388,7 +392,9 @@ def test_horizon_and_span_only_grow_and_travel_both_ways() -> None:
 
 
 def test_a_restarted_root_takes_up_the_floor_before_it_tells_the_horizon() -> None:
-    """It once told a horizon beyond a floor that it had announced itself in its life before: that floor was given away."""
+    """It once told a horizon beyond a floor that it had announced itself in its life before: that
+    floor was given away.
+    """
     leaf = FloorTree(["a", "b"], "b", ranks=[1])
     leaf.set_rank(1, 9)
     leaf.on_floor(7)

@@ -57,7 +57,9 @@ def test_of_two_epochs_the_later_one_alone_counts() -> None:
 
 
 def test_a_floor_that_a_recovery_left_behind_does_not_survive_it() -> None:
-    """A host without ranks was told 12; the job was recovered at 11, and until 12 was sealed again the promise let 10 and 11 go."""
+    """A host without ranks was told 12; the job was recovered at 11, and until 12 was sealed again
+    the promise let 10 and 11 go.
+    """
     known = runs()
     known.learn(*RUN, 1, Promise(12, 12), 3)
     known.note_epoch(*RUN, 2, 11)
@@ -92,7 +94,9 @@ def test_what_our_own_ranks_agreed_on_ends_with_their_history_too() -> None:
 
 
 def test_a_snapshot_of_an_older_history_brings_a_floor_that_is_still_one() -> None:
-    """The first that a sender brings after a recovery are older than it, and a full ring must learn what may go."""
+    """The first that a sender brings after a recovery are older than it, and a full ring must learn
+    what may go.
+    """
     known = runs()
     known.note_epoch(*RUN, 2, 11)
     known.learn(*RUN, 1, Promise(9, 10), 3)

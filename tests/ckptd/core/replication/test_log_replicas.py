@@ -63,7 +63,9 @@ def primary_holds(iterations: Iterable[int]) -> Slots:
 
 class TestSending:
     def test_all_that_is_here_goes_to_a_new_target_oldest_first(self) -> None:
-        """Of snapshots it would be the newest suffix; a rank that replays from 4 on is fed what was sent in 4."""
+        """Of snapshots it would be the newest suffix; a rank that replays from 4 on is fed what was
+        sent in 4.
+        """
         driven = driven_to("a")
         driven.feed(primary_holds(range(4, 9)))
         assert driven.sent == [("a", n) for n in range(4, 9)]

@@ -1,4 +1,6 @@
-"""The replicator, event by event: what it sends where and in which order, and what it believes of its targets."""
+"""The replicator, event by event: what it sends where and in which order, and what it believes of
+its targets.
+"""
 
 from __future__ import annotations
 
@@ -245,8 +247,10 @@ class TestRefusals:
         assert driven.core.replicated == Interval(-1, -1)
 
     def test_another_boot_that_answers_holds_nothing_that_the_one_before_told(self) -> None:
-        """A machine was replaced, and its new daemon opened the newest generation before anybody noticed: what the old machine had held of older
-        generations went on to count, and the floor was announced on it (simulation, seed 100596)."""
+        """A machine was replaced, and its new daemon opened the newest generation before anybody
+        noticed: what the old machine had held of older generations went on to count, and the floor
+        was announced on it (simulation, seed 100596).
+        """
         core = Replicator(CONFIG)
         core.handle(Targets(("a",)), now_s=0)
         core.handle(Slots((snapshot(3), snapshot(4)), W), now_s=0)
@@ -270,8 +274,10 @@ class TestRefusals:
         assert core.wake_at_s is None
 
     def test_a_snapshot_that_is_gone_does_not_make_the_target_wait(self) -> None:
-        """A ring with no slot to spare overwrites its oldest snapshot at each iteration; a target that had to begin anew waited up to ten
-        seconds before each try, for a snapshot that was then gone as well, and the floor stood still (simulation, seed 101703)."""
+        """A ring with no slot to spare overwrites its oldest snapshot at each iteration; a target
+        that had to begin anew waited up to ten seconds before each try, for a snapshot that was
+        then gone as well, and the floor stood still (simulation, seed 101703).
+        """
         core = opened("a")
         effects = core.handle(BeginRefused("a", key(3), "gone", "the slot was reused"), now_s=0)
         assert Begin("a", key(4), snapshot(4)) in effects
@@ -296,8 +302,10 @@ class TestRefusals:
 
     @pytest.mark.parametrize("why", ["no memory", "stalled"])
     def test_what_a_target_held_when_it_ceased_to_count_is_asked_anew(self, why: str) -> None:
-        """Without it the floor went on, so the host gave its older ring away, and of the newer one it told what that holds: a suffix of
-        which half was gone counted as complete (simulation, seeds 11445 and 16406)."""
+        """Without it the floor went on, so the host gave its older ring away, and of the newer one
+        it told what that holds: a suffix of which half was gone counted as complete (simulation,
+        seeds 11445 and 16406).
+        """
         core = opened("a", table=(3, 4))
         for iteration in (3, 4):
             core.handle(Granted("a", key(iteration), "g"), now_s=0)
@@ -432,8 +440,9 @@ def test_without_targets_the_primary_is_the_promised_copy() -> None:
 
 
 def test_a_word_that_was_given_stays_until_the_others_have_told_what_they_know() -> None:
-    """A rank vouched for iteration 4 and was cut off before it heard of the floor there. Its next target refused iteration 3 for its digest again and
-    again; the rank chose another aim, and its ring gave away what the floor of the others needed (simulation, seed 100187).
+    """A rank vouched for iteration 4 and was cut off before it heard of the floor there. Its next
+    target refused iteration 3 for its digest again and again; the rank chose another aim, and its
+    ring gave away what the floor of the others needed (simulation, seed 100187).
 
     Now it keeps the aim and tells that no floor will be there. What comes back from the tree decides.
     """

@@ -54,8 +54,8 @@ def test_the_answer_depends_on_nothing_but_what_all_members_know(
 ) -> None:
     """Neither the order of the operators nor that of the members; and no snapshot is larger than it must be.
 
-    Largest first leaves the fullest member, in the last phase it was given something for, above the emptiest by no more than
-    what it was given last, which is no larger than the largest anchor.
+    Largest first leaves the fullest member, in the last phase it was given something for, above the
+    emptiest by no more than what it was given last, which is no larger than the largest anchor.
     """
     operators = [
         SharedOperator(f"op{i}", size, size // 3, phase) for i, (size, phase) in enumerate(sizes)

@@ -186,7 +186,9 @@ def skipped(window: int, num_slots: int, behind: int) -> list[int]:
 def test_as_many_slots_as_are_asked_for_are_enough_and_one_less_is_not(
     window: int, slack: int
 ) -> None:
-    """The snapshot of the iteration that runs is not sealed, ranks are behind by the slack, and the oldest slot is being read."""
+    """The snapshot of the iteration that runs is not sealed, ranks are behind by the slack, and the
+    oldest slot is being read.
+    """
     enough = slots_for_log(window, 1, slack)
     assert enough == window + 3 + slack
     assert skipped(window, enough, 2 + slack) == []

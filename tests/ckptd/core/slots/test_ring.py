@@ -297,7 +297,9 @@ def test_a_generation_with_a_chain_being_built_stays() -> None:
 
 
 def test_a_ring_grows_as_the_longest_window_needs_and_for_what_the_run_went_back_to() -> None:
-    """The rank's own window counted: one with a short window had no room for a target that was begun anew (simulation, seed 101703)."""
+    """The rank's own window counted: one with a short window had no room for a target that was
+    begun anew (simulation, seed 101703).
+    """
     assert most_slots(4, 1, 2, returned=False) == 12
     assert most_slots(1, 4, 2, returned=False) == 12
     assert most_slots(1, 4, 2, returned=True) == 16

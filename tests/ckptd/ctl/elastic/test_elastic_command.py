@@ -167,7 +167,8 @@ def unbalanced(**when: Any) -> m.Elastic:
 @pytest.mark.parametrize(
     ("when", "pays"),
     [
-        # Half of expert_s is saved in each of 1000 steps; the move takes 2 s, and must be outweighed by half more.
+        # Half of expert_s is saved in each of 1000 steps; the move takes 2 s, and must be
+        # outweighed by half more.
         ({"expert_s": 0.0059}, False),
         ({"expert_s": 0.0061}, True),
         ({"expert_s": 0.0061, "pause_s": 1.0}, False),

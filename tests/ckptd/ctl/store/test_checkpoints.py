@@ -90,7 +90,9 @@ def test_a_list_without_names_shows_all_runs_of_all_jobs(ctl: Ctl, store: Object
 
 
 def test_a_list_of_an_elastic_run_has_all_its_worlds(ctl: Ctl, store: ObjectStore) -> None:
-    """The latest first. What is called like a world and is not marked as one is another run; marks are no runs, and nothing is amiss."""
+    """The latest first. What is called like a world and is not marked as one is another run; marks
+    are no runs, and nothing is amiss.
+    """
     for info in list(store.list(f"{JOB}/{RUN}/")):
         for world in (5, 6, 7):
             key = info.key.replace(f"{JOB}/{RUN}/", f"{JOB}/elastic.w{world}/")
@@ -254,7 +256,9 @@ class Losing(MemoryStore):
 
 
 def test_what_a_job_removes_during_a_verification_is_not_damage() -> None:
-    """A verification takes hours, and retention of a running job goes on: that is no loss. An object that is needed is."""
+    """A verification takes hours, and retention of a running job goes on: that is no loss. An
+    object that is needed is.
+    """
     store = Losing()
     fill_store(store)
     still = {key for end in (21, 31) for key in needed_by(store, end)}

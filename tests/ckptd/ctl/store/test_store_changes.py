@@ -162,7 +162,9 @@ def test_one_that_may_be_being_written_goes_by_force_only(ctl: Ctl, store: Objec
 def test_what_a_running_job_may_refer_to_stays_for_gc(
     ctl: Ctl, store: ObjectStore, folder: Path
 ) -> None:
-    """The newest checkpoint was committed just now: a writer that has not seen it yet may still refer to the one before."""
+    """The newest checkpoint was committed just now: a writer that has not seen it yet may still
+    refer to the one before.
+    """
     fill_store(store, [41])
     done = ctl.json("rm", *NAMES, "21")
     assert (done["num_manifests"], done["num_objects"]) == (2, 0)
@@ -178,7 +180,9 @@ def test_what_a_running_job_may_refer_to_stays_for_gc(
 def test_what_is_younger_than_the_grace_time_stays_for_gc(
     ctl: Ctl, store: ObjectStore, folder: Path
 ) -> None:
-    """Committed by all long ago, and yet: a rank may have put this object again for what it is about to commit."""
+    """Committed by all long ago, and yet: a rank may have put this object again for what it is
+    about to commit.
+    """
     age(folder, -20 * HOUR)
     done = ctl.json("rm", *NAMES, "21")
     assert (done["num_manifests"], done["num_objects"], done["left"]) == (2, 0, 4)
@@ -401,7 +405,9 @@ def test_gc_deletes_nothing_of_a_run_of_which_a_manifest_cannot_be_read(
 
 
 def test_time_is_the_stores() -> None:
-    """Our clock is years ahead of the store's (1970): what was written there a minute ago is not taken for old."""
+    """Our clock is years ahead of the store's (1970): what was written there a minute ago is not
+    taken for old.
+    """
     store = MemoryStore()
     fill_store(store)
     store.now_ns += 60 * SECOND_NS
@@ -441,8 +447,10 @@ def test_a_stale_checkpoint_of_which_a_later_one_is_whole_may_be_removed(
 
 
 def test_each_run_of_a_name_keeps_its_own(ctl: Ctl, store: ObjectStore, folder: Path) -> None:
-    """Somebody removed ``run.json``, and the job began anew: what the run before had stored was "replaced" by what it has not to do
-    with, and its newest checkpoint could be removed without being asked twice."""
+    """Somebody removed ``run.json``, and the job began anew: what the run before had stored was
+    "replaced" by what it has not to do with, and its newest checkpoint could be removed without
+    being asked twice.
+    """
     for rank in (0, 1):
         other = Writer(store, rank=rank, world_size=2, run_id="89abcdef")
         for end in (41, 51):

@@ -180,7 +180,9 @@ def test_the_end_of_the_daemon_waits_for_no_peer(setting: Setting) -> None:
 def test_a_slot_that_somebody_still_writes_for_an_earlier_daemon_is_not_granted(
     setting: Setting,
 ) -> None:
-    """The copier of another process holds its lock until its chunk is done; by the end of that one slot is free."""
+    """The copier of another process holds its lock until its chunk is done; by the end of that one
+    slot is free.
+    """
     lease = setting.open().lease
     segment = setting.only
     fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
@@ -389,8 +391,11 @@ def test_what_was_agreed_on_counts_also_when_it_comes_with_a_snapshot_of_an_earl
 
 
 def test_bytes_that_were_forged_on_the_way_are_not_sealed(setting: Setting) -> None:
-    """Somebody changes two words of a tensor so that its xxh3 digest stays. Every digest of before agrees; the cryptographic one that the sender told over the
-    control session does not. The replica is refused, an event names who sent it, and the slot is free for the next try, which is kept with its digest."""
+    """Somebody changes two words of a tensor so that its xxh3 digest stays. Every digest of before
+    agrees; the cryptographic one that the sender told over the control session does not. The
+    replica is refused, an event names who sent it, and the slot is free for the next try, which is
+    kept with its digest.
+    """
     snapshot = snapshot_of(5)
     lease = setting.open().lease
     granted = setting.begin(lease, snapshot)

@@ -28,7 +28,9 @@ def daemon() -> Iterator[DaemonProcess]:
 
 
 def next_worlds(daemon: DaemonProcess, stored: tuple[int, ...] = ()) -> list[int]:
-    """What each of two ranks takes for the number of the next world: one on the daemon's node, and one on a node that has nothing."""
+    """What each of two ranks takes for the number of the next world: one on the daemon's node, and
+    one on a node that has nothing.
+    """
     holder = Here(Seat("b", "b", 2), daemon.segment_dir)
     empty = daemon.folder / "empty"
     empty.mkdir(exist_ok=True)
@@ -55,7 +57,9 @@ def begin(daemon: DaemonProcess, world: int) -> None:
 def test_a_clock_that_stepped_back_an_hour_gives_no_number_below_one_that_was_used(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A world with a lower number would be passed over for the one before: all that it trained would be lost at the next start."""
+    """A world with a lower number would be passed over for the one before: all that it trained
+    would be lost at the next start.
+    """
     right = time.time
     used: list[int] = []
     for off_s in (0, -HOUR_S, -HOUR_S, 0, -2 * HOUR_S):
@@ -78,7 +82,9 @@ def test_a_number_that_only_the_store_knows_counts(
 
 
 def test_two_starts_that_know_the_same_hardly_take_one_number() -> None:
-    """Nodes that are away may begin a world of their own meanwhile: behind a known number, the next one is drawn by lot."""
+    """Nodes that are away may begin a world of their own meanwhile: behind a known number, the next
+    one is drawn by lot.
+    """
     seats = [Seat("a", "a", 1)]
     held = [NodeHeld(worlds=(1000,))]
     mine, theirs = (Discovery(seats, [0], held, None, 500, drawn) for drawn in (3, 700))

@@ -138,7 +138,9 @@ class Torn:
 def test_loads_that_cannot_be_read_are_told_to_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Only one rank reads them. It raised alone what was neither a damaged nor a vanished image, and the others waited for half an hour."""
+    """Only one rank reads them. It raised alone what was neither a damaged nor a vanished image,
+    and the others waited for half an hour.
+    """
     monkeypatch.setattr(discovery, "Inventory", Held)
     monkeypatch.setattr(incarnation_start, "LocalState", Torn)
     monkeypatch.setattr(Torn, "closed", 0)
@@ -161,7 +163,9 @@ def test_a_rank_that_keeps_nothing_is_told_to_all(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_node_with_other_numbers_of_slots_are_refused_on_all() -> None:
-    """A node's slots are shared evenly over its ranks: the one with room for 2 was given 4 experts of each layer."""
+    """A node's slots are shared evenly over its ranks: the one with room for 2 was given 4 experts
+    of each layer.
+    """
     for found in started([here("x", 6), here("x", 2), here("y", 4)]):
         assert isinstance(found, ValueError)
         assert "rank 1 was started with slots=2, rank 0 on the same node x with slots=6" in str(
@@ -199,7 +203,9 @@ def test_many_damaged_images_are_left_out_one_after_the_other(
 def test_a_clock_that_is_behind_draws_the_number_of_the_world(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It was the next one, which nodes that are away may have seen in use: what they hold would have been mixed with what is recorded now."""
+    """It was the next one, which nodes that are away may have seen in use: what they hold would
+    have been mixed with what is recorded now.
+    """
     seen = 2**36
     told = Held().told
     monkeypatch.setattr(
@@ -217,8 +223,9 @@ def test_a_clock_that_is_behind_draws_the_number_of_the_world(
 def test_a_job_that_ended_in_its_first_steps_begins_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, iteration: int, begins: bool
 ) -> None:
-    """A rank died before it had a snapshot, the others were parked: the job could not be started any more, though nothing was lost (elastic campaign, seed
-    300)."""
+    """A rank died before it had a snapshot, the others were parked: the job could not be started
+    any more, though nothing was lost (elastic campaign, seed 300).
+    """
     image = HeldImage(5, 0, iteration, True, 0)
     part = NodeHeld(((Unit("dense"), 8),), ((0,),), (image,), {5: (Unit("dense"),)}, (5,))
     monkeypatch.setattr(Held, "__init__", lambda self, *_: setattr(self, "told", part))

@@ -1,4 +1,6 @@
-"""An elastic job's experts on shards, on three ranks of gloo: what is refused is refused on all, and training is that of one place."""
+"""An elastic job's experts on shards, on three ranks of gloo: what is refused is refused on all,
+and training is that of one place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is durable against what memory holds, and who brings which image. The rest is played by tests/e2e/test_elastic_stored.py."""
+"""What is durable against what memory holds, and who brings which image. The rest is played by
+tests/e2e/test_elastic_stored.py.
+"""
 
 from __future__ import annotations
 

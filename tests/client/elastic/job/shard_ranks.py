@@ -1,4 +1,6 @@
-"""What each of some ranks of gloo does with the shards of an elastic job that keeps nothing; results go to files, which the tests read."""
+"""What each of some ranks of gloo does with the shards of an elastic job that keeps nothing;
+results go to files, which the tests read.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,9 @@ def an_optimizer_that_knows_the_experts(run: str, rank: int) -> str:
 
 
 def trained(run: str, rank: int) -> Found:
-    """Three steps with shards, the experts placed by load after the first; and each step's norm before it is clipped."""
+    """Three steps with shards, the experts placed by load after the first; and each step's norm
+    before it is clipped.
+    """
     job, model = begin(run)
     shards: ExpertShards = job.shards(model, sgd)
     optimizer = sgd(model.parameters())

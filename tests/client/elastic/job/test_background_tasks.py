@@ -1,4 +1,6 @@
-"""What goes on beside the steps: a world that ends early on all ranks at once; memory that one rank of a node frees."""
+"""What goes on beside the steps: a world that ends early on all ranks at once; memory that one rank
+of a node frees.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_all_ranks_leave_a_world_at_the_same_step(tmp_path: Path) -> None:
 def test_one_rank_of_a_node_frees_what_came_to_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, rank: int, earlier: int, asked: int
 ) -> None:
-    """Of three ranks on two nodes the second is not its node's first; what was promised of an earlier world stays."""
+    """Of three ranks on two nodes the second is not its node's first; what was promised of an
+    earlier world stays.
+    """
     Node(tmp_path).holds("run.w10", floor=earlier)
     calls = []
 

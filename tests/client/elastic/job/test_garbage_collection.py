@@ -33,7 +33,9 @@ def node(tmp_path: Path) -> Node:
 
 
 def test_worlds_that_came_to_nothing_are_needless(node: Node) -> None:
-    """Starts that failed one after the other left a world each, until there was no memory: the next one trained unprotected, and freed none."""
+    """Starts that failed one after the other left a world each, until there was no memory: the next
+    one trained unprotected, and freed none.
+    """
     node.holds("run.w10", floor=5)
     for number in (11, 12, 13):
         node.holds(f"run.w{number}")

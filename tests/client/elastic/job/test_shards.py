@@ -177,7 +177,9 @@ def load(one: Rank, local: LocalState, plan: Handover) -> None:
 
 
 def whole(ranks: Sequence[Rank]) -> dict[str, Tensor]:
-    """Of each tensor all elements, padding left out; of what is no shard that of all ranks, which is the same."""
+    """Of each tensor all elements, padding left out; of what is no shard that of all ranks, which
+    is the same.
+    """
     each = [one.everything() for one in ranks]
     found = {}
     for name, value in each[0].items():
@@ -197,7 +199,9 @@ def whole(ranks: Sequence[Rank]) -> dict[str, Tensor]:
 def test_every_element_and_its_state_comes_to_who_owns_it(
     before: int, after: int, steps: int
 ) -> None:
-    """Also before the first step, when there is no state; and what ranks do afterwards is the same, whoever owns what."""
+    """Also before the first step, when there is no state; and what ranks do afterwards is the same,
+    whoever owns what.
+    """
     with segment_folder() as folder:
         old = [Rank(rank, before, seed=1) for rank in range(before)]
         for one in old:
@@ -260,7 +264,9 @@ def test_states_of_different_steps_are_not_put_together() -> None:
 
 
 def test_what_a_rank_does_not_read_is_not_verified_by_it() -> None:
-    """Another rank's image on the node is damaged: who reads its own is not held up, and who reads that one hears of it."""
+    """Another rank's image on the node is damaged: who reads its own is not held up, and who reads
+    that one hears of it.
+    """
     with segment_folder() as folder:
         for rank in range(2):
             sealed(folder, Rank(rank, 2, seed=1), 7, 0)

@@ -1,4 +1,6 @@
-"""Mixture blocks of transformers' models, and models that are refused; on one rank, and on three in a campaign."""
+"""Mixture blocks of transformers' models, and models that are refused; on one rank, and on three in
+a campaign.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ def test_no_placement_of_a_small_instance_is_better() -> None:
 
 
 def test_the_bounded_search_finds_what_trying_everything_finds() -> None:
-    """The same optimum, for each number of lost nodes and in the mean, of instances with and without a strict plan."""
+    """The same optimum, for each number of lost nodes and in the mean, of instances with and
+    without a strict plan.
+    """
     for num_nodes, num_experts, slots in ((3, 3, 2), (4, 3, 2), (4, 4, 3), (5, 2, 1)):
         weights, whole = mean_weights(num_nodes)
         for replicas in instances(num_nodes, num_experts, slots):
