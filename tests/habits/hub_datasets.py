@@ -4,9 +4,12 @@ transformed at random.
 
 from __future__ import annotations
 
+import hashlib
 import random
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -131,9 +134,27 @@ PIPELINES: dict[str, Callable[[Life], Any]] = {
 }
 
 
+def _short_folder(life: Life) -> str:
+    """For temporary files of the library, and for the sockets of its workers, whose paths may have 107 bytes: the row's own folder is too deep.
+
+    The same in each life of a rank, so that the last one, which nobody kills, leaves nothing behind.
+    """
+    name = hashlib.sha256(f"{life.folder}/{life.rank}".encode()).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir()) / f"hub-{name}"
+    folder.mkdir(exist_ok=True)
+    return str(folder)
+
+
 def main(argv: Sequence[str]) -> None:
     life = Life(argv)
-    tempfile.tempdir = str(life.folder)
+    tempfile.tempdir = _short_folder(life)
+    try:
+        _train(life)
+    finally:
+        shutil.rmtree(tempfile.tempdir, ignore_errors=True)
+
+
+def _train(life: Life) -> None:
     datasets.disable_progress_bars()
     loader = PIPELINES[life.row](life)
     model: nn.Module = nn.Sequential(
