@@ -116,6 +116,7 @@ campaign-matrix: $(STAMP)
 	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/e2e tests/cluster tests/bench tests/client tests/ckptd/core/elastic tests/cuda
 
 campaign-habits: $(STAMP)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-build-isolation -c constraints.txt -e '.[habits]'
 	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/habits
 
 simulation: $(STAMP)
