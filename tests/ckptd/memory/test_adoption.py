@@ -193,20 +193,20 @@ def test_a_replica_waits_too(folder: Path, failing: Failing) -> None:
 
 # -- a real daemon -------------------------------------------------------------------------------
 
-FEW = 96  # descriptors: for a dozen segments
+FEW = 110  # descriptors: for some twenty segments, and for the eight of one run without those of the other
 
 
 def test_a_daemon_without_descriptors_loses_no_segment() -> None:
     """It was killed, and its successor started with a limit that was used up after a few segments."""
     with running_daemon(memory="512MiB") as daemon:
-        for run, ranks in (("earlier", 10), ("run", 8)):
+        for run, ranks in (("earlier", 20), ("run", 8)):
             for rank in range(ranks):
                 with daemon.client() as client:
                     attach(client, run=run, rank=rank, world_size=ranks, topology="many")
                     told = descriptor(run=run, rank=rank, world_size=ranks, topology="many")
                     client.ask(Reserve(4096, 1, encode_descriptor(told)), Reserved)
         names = sorted(path.name for path in daemon.segment_dir.glob("job~*"))
-        assert len(names) == 18
+        assert len(names) == 28
         daemon.kill()
         daemon.spawn(files=FEW)
         daemon.ctl("wait", "--timeout", "20")
