@@ -99,7 +99,8 @@ def test_a_lost_stage_whose_newest_snapshot_was_sealed_wrong_says_so(chain: Stor
     Now it begins one iteration earlier. What it finds makes all ranks recover together, where two
     replays that come to the same result decide.
     """
-    chain.options += ("--set", "window=1")
+    # Steps that leave time to seal each snapshot: on a busy machine there was no older one to go back to.
+    chain.options += ("--set", "window=1", "--step-ms", "100")
     torn = KILL_AT - 1  # it dies before that of its last step is sealed
     deadly = ("--kill-at", str(KILL_AT), "--kill-point", "top", "--kill-delay-ms", "500")
     chain.life({1: (*deadly, "--tear-at", str(torn))}).torn_down(1)
