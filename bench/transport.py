@@ -227,8 +227,8 @@ def report(
     """Medians, and the default variants of put and get against raw TCP of the same rounds.
 
     The variant is fixed beforehand: the best of several would be a draw from their noise. On a
-        machine with other work the rates say little, because a way with more threads gets more of
-        the cores: then only the CPU ratios hold.
+    machine with other work the rates say little, because a way with more threads gets more of the
+    cores: then only the CPU ratios hold.
     """
     out: dict[str, float | int | str] = {}
     for name, values in samples.items():

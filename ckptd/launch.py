@@ -40,8 +40,8 @@ def ensure_daemon(
     """Endpoint of a daemon that answers; one is started if there is none.
 
     Several processes may call this at once: one starts the daemon, all get the same endpoint. Where
-        an operator runs the daemon (`ckptd run`), none is started while that one is away: it would
-        have another store, other peers and another quota.
+    an operator runs the daemon (`ckptd run`), none is started while that one is away: it would have
+    another store, other peers and another quota.
 
     Args:
         runtime_dir: folder of the daemon; default as for `ckptd run`.

@@ -397,7 +397,7 @@ class Checkpointer:
         """While the body runs (a large all-to-all, say), this node's daemon sends no snapshots to its peers.
 
         A hint: it holds for half a second at most, so that replication cannot starve. Costs about a
-            microsecond.
+        microsecond.
         """
         table = self._memory.table if self._memory is not None else None
         if table is not None:

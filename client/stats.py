@@ -12,31 +12,30 @@ class Stats:
     """All times in the unit of the name's suffix; counts since the process started.
 
     Of a recovery: `attach_s` until the daemon has granted what there is, `recover_plan_s` to learn
-        who holds what and to agree, `fetch_first_s` and `fetch_last_s` from asking the daemon for
-        what lies elsewhere until the first and the last snapshot of it were seen here (0 if nothing
-        was; replay asks for a snapshot when it needs it), `restore_s` for all of the start up to
-        the first replayed iteration, `replay_s` from there until the state was dense.
+    who holds what and to agree, `fetch_first_s` and `fetch_last_s` from asking the daemon for what
+    lies elsewhere until the first and the last snapshot of it were seen here (0 if nothing was;
+    replay asks for a snapshot when it needs it), `restore_s` for all of the start up to the first
+    replayed iteration, `replay_s` from there until the state was dense.
 
     `unprotected`: 1 where the attach was refused and the user had said that training goes on all
-        the same. `daemon_changes`: how often a daemon with other settings (store, peers, quota)
-        came back in the place of the one before.
+    the same. `daemon_changes`: how often a daemon with other settings (store, peers, quota) came
+    back in the place of the one before.
 
     `floor_overrides`: snapshots given away that a recovery together with the other ranks may have
-        needed; `grown`: how often the ring was made larger because another rank lagged behind or
-        had a longer window. `switches`: changes of the schedule that all ranks made together;
-        `undecided`: snapshots left out because this rank did not know in time whether there was
-        one.
+    needed; `grown`: how often the ring was made larger because another rank lagged behind or had a
+    longer window. `switches`: changes of the schedule that all ranks made together; `undecided`:
+    snapshots left out because this rank did not know in time whether there was one.
 
     Of the boundary log: `log_iterations`, `log_records` and `log_bytes` that were logged,
-        `log_slots` iterations that it holds at most and `log_memory_bytes` that it takes;
-        `log_overrides` iterations given away that a recovery together with the other ranks may have
-        needed, as with snapshots; `log_skipped` iterations that found no room, `log_failed` that
-        could not be copied, `log_outside` records that were sent outside of a step, `log_compared`
-        records that a replay sent again and `log_mismatches` among them.
+    `log_slots` iterations that it holds at most and `log_memory_bytes` that it takes;
+    `log_overrides` iterations given away that a recovery together with the other ranks may have
+    needed, as with snapshots; `log_skipped` iterations that found no room, `log_failed` that could
+    not be copied, `log_outside` records that were sent outside of a step, `log_compared` records
+    that a replay sent again and `log_mismatches` among them.
 
     Of parking: how often this rank's state was `parked`, the newest `parked_iteration` (-1: none),
-        the `park_ms` that the last one took, how often it was wanted and not possible
-        (`park_refused`), and the `park_memory_bytes` that are kept for it.
+    the `park_ms` that the last one took, how often it was wanted and not possible (`park_refused`),
+    and the `park_memory_bytes` that are kept for it.
     """
 
     snapshots: int = 0

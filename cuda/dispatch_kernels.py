@@ -103,7 +103,7 @@ def match_kernel(
     and some experts.
 
     Example: surplus 3, 0, 1 and room 0, 2, 0 begin at 0, 3, 3 and at 0, 0, 2; two tokens are
-        matched, both of the first rank.
+    matched, both of the first rank.
 
     Args:
         order: ``[R]``, ranks group by group.

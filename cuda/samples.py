@@ -206,7 +206,7 @@ class Samples:
     engine read them.
 
     ``element``: the number of each within its rows. ``index``: the words of ``plan.span`` that they
-        lie in. ``prepared``: what a device's engine keeps for reading again.
+    lie in. ``prepared``: what a device's engine keeps for reading again.
     """
 
     plan: SamplePlan

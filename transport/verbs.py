@@ -235,7 +235,7 @@ class Peer(Protocol):
         (``DEADLINE`` at the latest).
 
         It is sent at most once: ``DEADLINE`` (also at once, when the connection breaks) leaves open
-            whether the peer acted on it.
+        whether the peer acted on it.
         """
 
     def close(self) -> None:

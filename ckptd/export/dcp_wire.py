@@ -18,7 +18,7 @@ class DcpTensor(msgspec.Struct, frozen=True):
     """A tensor that can be asked for.
 
     ``kind``: ``model``, ``optim`` or ``master`` (``param`` and ``key`` say of which parameter which
-        state), or
+    state), or
     ``entry``: an entry of the snapshot that is for the child alone.
     """
 
@@ -34,7 +34,7 @@ class WriteJob(msgspec.Struct, frozen=True):
     """Write these tensors to ``folder``, in this order.
 
     ``names``: what each parameter is called; ``aliases``: under which other names the model has
-        one; ``groups``: (optimizer, group) of each, empty if unknown.
+    one; ``groups``: (optimizer, group) of each, empty if unknown.
     """
 
     folder: str

@@ -35,7 +35,7 @@ class StoredImage:
     rank's chain.
 
     ``vouched``: BLAKE3 digests of its tensors, of bytes that all together had the cryptographic
-        digest in the manifest; empty if that was not compared.
+    digest in the manifest; empty if that was not compared.
     """
 
     rank: int

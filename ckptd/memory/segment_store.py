@@ -121,7 +121,7 @@ class SegmentStore:
         """The segments with a rank's snapshots, the one that was filled last at the end.
 
         Not by generation: one may be made ahead of the change of schedule that it is for, and lie
-            empty until then.
+        empty until then.
         """
         found = [s for s in self._of_rank(key).values() if s.holds_snapshots]
         # To order them every slot header is read.

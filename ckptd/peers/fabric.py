@@ -46,7 +46,7 @@ def port_limits(descriptors: int) -> tuple[AdmissionLimits, AdmissionLimits]:
     the data port.
 
     Half at most, with all strangers: the rest is for segments, trainers and the connections that
-        this node makes.
+    this node makes.
     """
 
     def share(part: int, most: int) -> int:

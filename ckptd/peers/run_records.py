@@ -139,7 +139,7 @@ class RunRecords:
         """Who took part is forgotten, by command or because the run is over.
 
         The highest epoch stays for a while: what a node that is away still holds must be older than
-            whatever begins now.
+        whatever begins now.
         """
         before = self.of(job, run)
         if before is None:

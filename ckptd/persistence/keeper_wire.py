@@ -143,7 +143,7 @@ class FindStored(Struct, frozen=True, tag=True):
     """What committed checkpoints there are of these ranks; answered by `Found`.
 
     ``left_out``: iteration and epoch of snapshots that are quarantined; a checkpoint with one of
-        them is passed over.
+    them is passed over.
     """
 
     id: int
@@ -157,7 +157,7 @@ class FindWorlds(Struct, frozen=True, tag=True):
     """Which worlds of an elastic run there are, and their committed checkpoints; answered by `FoundWorlds`.
 
     ``again``: for a start that has found checkpoints to be damaged, which are passed over; one that
-        begins looks at all of them.
+    begins looks at all of them.
     """
 
     id: int

@@ -25,7 +25,7 @@ def with_copies_here(
     """The pieces, with the copies of them in this node's segments as further sources.
 
     No plan names a copy in quarantine: it is not whole, and so is nothing to rely on. Beside a copy
-        that the plan names it can only help, since nothing counts that does not verify.
+    that the plan names it can only help, since nothing counts that does not verify.
     """
     found: dict[bytes, list[FetchSource]] = {}
     for segment in segments:

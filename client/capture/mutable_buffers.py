@@ -40,7 +40,7 @@ class _WatchedBuffer:
     """A buffer as it was at the top of a step.
 
     Its version counter is not enough: batch norm's kernel updates the running statistics without
-        counting them up.
+    counting them up.
     """
 
     def __init__(self, name: str, buffer: Tensor) -> None:

@@ -93,7 +93,7 @@ class Fill:
     """A snapshot in the making: the slot it goes to, and who has yet to arrive.
 
     ``split``: what is copied. ``samples``: elements of it, to tell whether it was torn. Both come
-        before the copies begin.
+    before the copies begin.
     """
 
     split: CopySplit

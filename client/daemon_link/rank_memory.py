@@ -139,7 +139,7 @@ class RankMemory:
         """Wait until what a dead trainer left filled is sealed; seal it here if the daemon takes longer.
 
         Boundary logs and parked state, too: where the last of them is missing when a recovery is
-            planned, more ranks go back.
+        planned, more ranks go back.
         """
         deadline = time.monotonic() + timeout_s
         while any(SlotState.FILLED in s.states() for s in (*self._segments, *self._beside)):

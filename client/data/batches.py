@@ -81,7 +81,7 @@ class Batches(Iterator[Any]):
         """The loader's state was replaced: start a new inner iterator, now if it is to be at a position.
 
         Not when a batch is asked for: Accelerate tells by its loader, before that, whether an epoch
-            is at its end.
+        is at its end.
         """
         self._inner = self._return() if self._begun and self._ledger is not None else None
 

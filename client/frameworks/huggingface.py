@@ -38,8 +38,8 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
     the exact bits.
 
     Nothing else changes: no ``resume_from_checkpoint=``. Model, optimizer, scheduler, scaler,
-        random state, the position in the data, ``TrainerState`` with its log, and the state of
-        callbacks that can export theirs are captured.
+    random state, the position in the data, ``TrainerState`` with its log, and the state of
+    callbacks that can export theirs are captured.
 
     Args:
         refetch: fetch the batches of the interrupted epoch again instead of skipping them, which takes as long as fetching them took;

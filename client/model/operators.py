@@ -137,7 +137,7 @@ class _ExpertContainer:
     """A module that holds experts, either as children (``fused`` false) or as rows of its parameters.
 
     ``numbers``: which experts of the layer may be here. An expert is named by its number, wherever
-        it is: so replicas on several ranks, and what is recorded of them, go by one name.
+    it is: so replicas on several ranks, and what is recorded of them, go by one name.
     """
 
     name: str

@@ -76,7 +76,7 @@ def signature_difference(
     """The first differences in words; empty if there are none.
 
     Optimizer state is no difference: what was recorded decides what there is, and a probe need not
-        have seen it.
+    have seen it.
     """
     before = {(kind, name): (dtype, tuple(shape)) for kind, name, dtype, shape in recorded}
     now = {(kind, name): (dtype, tuple(shape)) for kind, name, dtype, shape in here}

@@ -49,8 +49,8 @@ class StateSpec:
     """One entry of an optimizer's per-parameter state.
 
     ``kind``: ``like`` (a tensor of the parameter's shape), ``scalar`` (0-dimensional tensor),
-        ``tensor`` (another shape), ``python`` (no tensor, or one whose strided memory is not all
-        there is of it), ``none`` (None so far: the tensor appears later or never).
+    ``tensor`` (another shape), ``python`` (no tensor, or one whose strided memory is not all there
+    is of it), ``none`` (None so far: the tensor appears later or never).
     """
 
     key: str

@@ -17,7 +17,7 @@ class Draws:
     """Looks at the global generators before and after each update.
 
     Not seen: generators that an optimizer keeps, and draws before the closure of ``step(closure)``
-        is through.
+    is through.
 
     Attributes:
         found: the optimizer that drew, by its number; -1: none was seen to. Nothing is looked at any more once one was.

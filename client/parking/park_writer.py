@@ -41,7 +41,7 @@ class TopTensors:
     """The live tensors at the top of a step, and how to tell later that nothing has written to them since.
 
     ``versions``: of what is copied, in the order of ``split``. ``errors``: what went wrong when
-        they were sampled.
+    they were sampled.
     """
 
     sources: LiveSources

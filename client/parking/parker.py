@@ -73,8 +73,8 @@ class Moment:
     """The state at the top of a step, as far as it has to be kept apart; the rest is what is live.
 
     ``recorded``: the dictionary that the step's snapshot is written from, to which the first
-        forward adds. ``marks``: what must not change, where it is found, and its version.
-        ``tensors``: all that is copied, with samples of it. ``ready``: the device has come so far.
+    forward adds. ``marks``: what must not change, where it is found, and its version. ``tensors``:
+    all that is copied, with samples of it. ``ready``: the device has come so far.
     """
 
     step: int

@@ -121,7 +121,7 @@ class BoundaryLog(SilentLog):
         step is over.
 
         Returns whether it is to be sent: false while ``dest`` does not run this iteration with this
-            rank (localized recovery).
+        rank (localized recovery).
 
         Args:
             stage: the sender's, where this rank has several.

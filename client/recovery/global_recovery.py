@@ -56,7 +56,7 @@ class Recovered(NamedTuple):
     """What this rank begins with, oldest first, how it was chosen, and what is replayed for it.
 
     ``unverified``: why nothing is replayed by which what is loaded last could be compared; "" where
-        it is. ``dense``: all ranks begin with everything, so nothing is frozen anywhere.
+    it is. ``dense``: all ranks begin with everything, so nothing is frozen anywhere.
     """
 
     images: list[SnapshotImage]
@@ -72,8 +72,8 @@ def recover_together(
     """The newest suffix that every rank can have, and how it was chosen; or why there is none.
 
     What lies here is verified before use: a slot that fails its digests is quarantined and
-        reported, and the ranks plan anew without it. What lies elsewhere is being brought here when
-        this returns; its images are waited for when needed.
+    reported, and the ranks plan anew without it. What lies elsewhere is being brought here when
+    this returns; its images are waited for when needed.
     A collective call: it returns on all ranks, or raises on all.
 
     Args:

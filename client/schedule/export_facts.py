@@ -14,7 +14,7 @@ def export_facts(binding: LiveState) -> dict[str, Any]:
     """For the trainer's part of a descriptor (`ckptd.export.source.facts_of` reads it).
 
     ``transient_buffers``: buffers that the model's state dict leaves out. ``aliases``: further
-        names of tied parameters.
+    names of tied parameters.
     ``groups``: (optimizer, group) of each parameter, where there is more than one group.
     """
     model = binding.model

@@ -50,7 +50,7 @@ class SnapshotPlan:
     """What is captured when, and how large the ring is for it.
 
     ``costs``: what each operator takes in this rank's snapshots; of what several ranks share, this
-        rank's part in the mean.
+    rank's part in the mean.
     """
 
     operators: list[Operator]

@@ -43,7 +43,7 @@ class Judge:
         total: steps of the job.
 
     ``exposed``: the nodes that lost their memory since all of the job was last told to be
-        replicated, without those of this life.
+    replicated, without those of this life.
     """
 
     def __init__(

@@ -119,9 +119,9 @@ class Plot:
     """What is to happen. Steps are given where it does; -1: nowhere.
 
     ``hang_at``: rank 0 stops there, so that the others hang waiting for it. ``wait_at``: it goes on
-        when it is told.
+    when it is told.
     ``handler``: the user has a SIGTERM handler and a wakeup descriptor. ``gate_at``: a copy for a
-        park never ends from there on.
+    park never ends from there on.
     """
 
     folder: Path

@@ -59,7 +59,7 @@ def test_a_checkpoint_of_the_trainer_that_a_kill_cut_off(
     there were newer snapshots.
 
     It is said and passed over: the snapshots of the run come first. Named by its path, it is
-        refused. A run without snapshots begins at the newest complete one.
+    refused. A run without snapshots begins at the newest complete one.
     """
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()

@@ -51,9 +51,9 @@ class GetHoldings(Struct, frozen=True, tag=True):
     """What does this node hold of a run, its own ranks' and others'? (Between daemons.)
 
     ``left_out``: iteration and epoch of quarantined snapshots. Storage offers no checkpoint with
-        one of them, but older ones instead.
+    one of them, but older ones instead.
     ``nodes``: those of a start that is under way. If the one who asks is a member, they may act on
-        the run, too.
+    the run, too.
     """
 
     job: Name
@@ -66,7 +66,7 @@ class SeeRun(Struct, frozen=True, tag=True):
     """What is held of a run, here and on the nodes that took part in it before and are not among ``known``?
 
     ``storage``: also what is durable, if this node has a store. It holds as the node ".store" and,
-        if it does not answer, is silent under that name.
+    if it does not answer, is silent under that name.
     """
 
     job: Name
@@ -79,8 +79,8 @@ class Welcome(Struct, frozen=True, tag=True):
     """Who answers. `boot_id` is new at every start of the daemon.
 
     `started_by_trainer`: it makes way for a daemon that is started by `ckptd run`. `settings` are
-        those which a trainer may expect to be as its own environment has them, as text, without
-        credentials.
+    those which a trainer may expect to be as its own environment has them, as text, without
+    credentials.
     """
 
     version: str

@@ -187,7 +187,7 @@ class BringStored(Struct, frozen=True, tag=True):
     unless that is under way.
 
     Asked again and again, until it is over: the answer is `Brought`. Nobody has to be attached as
-        these ranks.
+    these ranks.
     """
 
     job: Name

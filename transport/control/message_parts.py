@@ -149,7 +149,7 @@ class HeldSegment(Struct, frozen=True, tag=True):
     copies (or is).
 
     ``facts``: of a boundary log, with whom its rank communicates in a step
-        (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
+    (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
     """
 
     name: ShortText
@@ -196,9 +196,8 @@ class ReplayFailure(Struct, frozen=True, tag=True):
     from it (`ckptd.core.recovery.quarantine.ReplayVerdict`).
 
     ``snapshots``: iteration, epoch and start of that epoch of every snapshot that the replay had
-        used by then, oldest first. ``ranks``: the first of the ranks that differ. ``result`` is
-        equal for replays that came to the same result on all ranks. ``freezing``: how it was
-        replayed.
+    used by then, oldest first. ``ranks``: the first of the ranks that differ. ``result`` is equal
+    for replays that came to the same result on all ranks. ``freezing``: how it was replayed.
     """
 
     iteration: Iteration

@@ -132,7 +132,7 @@ class BeginSlot(Struct, frozen=True, tag=True):
     without a rank of its own is in no tree and would keep everything.
 
     ``oldest``: of a boundary log, the oldest iteration that the primary holds in this generation
-        (-1: not told).
+    (-1: not told).
     """
 
     lease: Ticket
@@ -196,7 +196,7 @@ class ReadOpened(Struct, frozen=True, tag=True):
     """Get it from this region. It stays until `CloseRead`, or until nothing was read for a minute.
 
     ``digest``: the cryptographic one that the holder vouches for; "": it was not made yet, ask by
-        `GetDigest`.
+    `GetDigest`.
     """
 
     region: Ticket

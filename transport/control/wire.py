@@ -58,8 +58,8 @@ class WireError(ValueError):
     """Bytes that are not a message of ours.
 
     `code` is one of: frames, envelope, protocol, oversize, body, unexpected, endpoint; or
-        untrusted, where nothing was read, because somebody else than the daemon may stand behind
-        the endpoint. `envelope` is set when it could be read, so that the peer can be answered.
+    untrusted, where nothing was read, because somebody else than the daemon may stand behind the
+    endpoint. `envelope` is set when it could be read, so that the peer can be answered.
     """
 
     def __init__(self, code: str, text: str, envelope: Envelope | None = None) -> None:

@@ -91,7 +91,7 @@ class ExportPlan:
     """What is written: the model, and the optimizer's state where it is whole.
 
     ``names``: what each parameter of the trainer is called in the export; ``aliases``: what else,
-        where the model has it under several names (in the export it is once).
+    where the model has it under several names (in the export it is once).
     """
 
     model: tuple[Whole, ...]

@@ -61,7 +61,7 @@ class PersistState:
     """For `ckptctl status` and metrics; -1: none yet.
 
     ``committed``: the newest checkpoint that all ranks are known to have in storage; the lag is
-        counted from it.
+    counted from it.
     """
 
     under_way: int

@@ -108,7 +108,7 @@ class NoRecovery:
     """Why there is no plan, and the highest epoch seen (-1: none).
 
     ``apart``: complete suffixes are there, of different schedules: the job cannot use them, and
-        should not discard them.
+    should not discard them.
     """
 
     reason: str

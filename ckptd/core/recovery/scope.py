@@ -363,7 +363,7 @@ class _Settling:
         """Limit the domains whose logs lack what somebody needs who has moved.
 
         To move is to start earlier: whoever reads the logs of one that has moved needs no more of
-            them than before.
+        them than before.
         """
         limited = set()
         for domain in moved:

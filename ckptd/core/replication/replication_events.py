@@ -47,7 +47,7 @@ class Targets:
     """The placement: the nodes that shall hold this rank's replicas. `Joined` comes before it.
 
     ``missing``: a node that would be one of them is away, and what it holds may be all that there
-        is elsewhere.
+    is elsewhere.
     """
 
     nodes: tuple[str, ...]

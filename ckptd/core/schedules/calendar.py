@@ -29,7 +29,7 @@ class Calendar:
     """Phase 0 begins at iteration ``base``, each phase lasts ``stride`` iterations.
 
     ``orders``: the schedules that follow one another, one at each window's beginning from iteration
-        ``since`` on; the last one stays.
+    ``since`` on; the last one stays.
     Empty: the schedule stays as it is.
     """
 

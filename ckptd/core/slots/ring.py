@@ -110,7 +110,7 @@ class SlotChoice:
     """The slot to fill next, or None; ``releases`` is the iteration that is lost by it.
 
     ``overrides_floor``: that iteration should have been kept for the other ranks. ``left``: how
-        many more slots could be given without that.
+    many more slots could be given without that.
     """
 
     index: int | None

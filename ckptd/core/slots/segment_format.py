@@ -114,7 +114,7 @@ class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """Whose segment it is and for what; ``client`` is the trainer's own, opaque to the daemon.
 
     ``replicated``: of a boundary log, whether it is to have replicas on other nodes. Snapshots
-        have, wherever there are peers.
+    have, wherever there are peers.
 
     The bounds are checked where a descriptor is decoded: peers send them, and every table of slots
     is as wide as they say.

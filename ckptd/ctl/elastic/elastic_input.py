@@ -84,8 +84,8 @@ def read_file(path: str) -> Elastic:
     of one run.
 
     ``nodes`` may be a number: as many nodes, named by their numbers, of ``slots`` slots and
-        ``ranks`` ranks each. ``expert_bytes`` may be one number for all experts, ``max_straggler``
-        null.
+    ``ranks`` ranks each. ``expert_bytes`` may be one number for all experts, ``max_straggler``
+    null.
 
     Raises:
         InputProblem: it cannot be read, is no JSON, or a value is not what it must be.

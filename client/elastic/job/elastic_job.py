@@ -295,7 +295,7 @@ class ElasticJob:
         from now on; a collective call.
 
         Snapshots are dense: an expert whose holders are all lost must be had from one snapshot,
-            without a replay by ranks that there no longer are.
+        without a replay by ranks that there no longer are.
 
         Args:
             state: as for ``Checkpointer``. What it holds should be alike on all ranks: a rank gets what the rank of its number had, and a rank

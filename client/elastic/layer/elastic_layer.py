@@ -176,7 +176,7 @@ class ElasticExperts(nn.Module):
         training; the same on all ranks.
 
         It is known from the forwards: no rank waits for another here. A forward that is recomputed
-            (activation checkpointing) counts again.
+        (activation checkpointing) counts again.
         """
         taken, self._loads_E = self._loads_E, np.zeros_like(self._loads_E)
         return taken

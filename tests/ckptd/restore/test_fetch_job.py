@@ -132,7 +132,7 @@ def test_a_holder_that_notices_our_restart_late_still_delivers() -> None:
     """It ends what our old life had open there, and not the read that the new one has opened already.
 
     Its own deadline is long: had it lost us between the new read and the notice, it would rightly
-        have ended all.
+    have ended all.
     """
     with Net(3, proxied=True, of={"n2": {"peer_deadline_s": "60"}}).up() as net:
         here, slow, quick = net.nodes
