@@ -76,9 +76,9 @@ def _obstore(url: str, options: StoreOptions) -> ObjectStore:
 
 def _s3fs(url: str, options: StoreOptions) -> ObjectStore:
     def opened() -> ObjectStore:
-        from ckptd.storage.stores.s3fs_store import S3fsStore
+        from ckptd.storage.stores.fsspec_s3 import FsspecS3Store
 
-        return S3fsStore(url, options)
+        return FsspecS3Store(url, options)
 
     return _made(url, options, "ckptd[s3]", opened)
 

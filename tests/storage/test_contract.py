@@ -348,7 +348,7 @@ class TestCleaning:
 
     def test_a_store_tells_who_it_is_and_no_secret(self, store: ObjectStore) -> None:
         assert store.facts.url.endswith(("/base", "/base/")) or "/tests/" in store.facts.url
-        assert store.facts.backend in ("local", "fsspec", "s3fs", "obstore")
+        assert store.facts.backend in ("local", "fsspec", "obstore")
         for text in (repr(store), repr(store.facts)):
             assert "wordle" not in text
 

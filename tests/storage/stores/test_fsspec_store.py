@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptd.storage.stores.cutting import RangeRequest, total
@@ -17,6 +20,7 @@ from ckptd.storage.stores.objects import (
     Damaged,
     NoSpace,
     ObjectInfo,
+    Range,
     StoreError,
     StoreRefused,
     Unavailable,
@@ -112,6 +116,50 @@ def test_answers_that_are_too_short(store: FsspecStore, monkeypatch: pytest.Monk
     monkeypatch.setattr(Failing, "cat_file", lambda *args, **kwargs: b"ab")
     with pytest.raises(Damaged):
         store.read("a", limit=3)
+
+
+def test_a_range_that_fails_is_read_again(
+    store: FsspecStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One connection that broke made the whole call fail: only the store for S3 asked again."""
+    store.put("a", [memoryview(b"abc")])
+    answers: list[Exception | bytes] = [ConnectionResetError("gone"), b"abc"]
+
+    def answer(*args: Any, **kwargs: Any) -> bytes:
+        match answers.pop(0):
+            case bytes() as data:
+                return data
+            case error:
+                raise error
+
+    monkeypatch.setattr(Failing, "cat_file", answer)
+    into = bytearray(3)
+    store.read_ranges("a", [Range(0, memoryview(into))])
+    assert into == b"abc"
+    assert not answers
+
+
+class Stalling(AsyncFileSystem):  # type: ignore[misc]
+    """A file system that never answers, and tells when it is not waited for any more."""
+
+    protocol = "stalling"
+    given_up = threading.Event()
+
+    async def _info(self, path: str, **kwargs: Any) -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.given_up.set()
+
+
+def test_a_file_system_that_does_not_answer_is_left_in_time() -> None:
+    """The call waited for as long as the file system did, and what it had asked for went on."""
+    fsspec.register_implementation("stalling", Stalling, clobber=True)
+    store = FsspecStore("stalling://x", StoreOptions(request_timeout_s=0.2))
+    with pytest.raises(Unavailable, match="no answer in time"):
+        store.info("a")
+    assert Stalling.given_up.is_set()
+    store.close()
 
 
 class InMemory(StoreBase):

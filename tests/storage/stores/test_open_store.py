@@ -24,7 +24,7 @@ def _backend(store: ObjectStore) -> str:
     [
         ("s3://bucket/path", "auto", "ObstoreStore"),
         ("s3://bucket/path", "obstore", "ObstoreStore"),
-        ("s3://bucket/path", "fsspec", "S3fsStore"),
+        ("s3://bucket/path", "fsspec", "FsspecS3Store"),
         ("memory://a", "auto", "FsspecStore"),
         ("memory://a", "obstore", "ObstoreStore"),
         ("gs://bucket/a", "auto", "ObstoreStore"),
@@ -60,7 +60,7 @@ def test_what_is_not_installed_says_how_to_get_it(
 def test_auto_takes_fsspec_where_obstore_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     options = {"key": "k", "secret": "s"}
-    assert _backend(open_store("s3://bucket", options)) == "S3fsStore"
+    assert _backend(open_store("s3://bucket", options)) == "FsspecS3Store"
 
 
 def test_a_scheme_that_nobody_speaks() -> None:
