@@ -24,6 +24,7 @@ from ckptd.memory.adoption import Adopted, tell_adopted
 from ckptd.memory.sealer import SealOutcome, SealVerdict, scrub_slot, seal_slot
 from ckptd.memory.segment_file import Segment, settle
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_doubts import SlotDoubts
 from ckptd.units import format_age, format_bytes
 from ckptd.workers import Workers
 
@@ -58,6 +59,7 @@ class Housekeeper:
         self._sealing: set[tuple[Segment, int]] = set()
         self._waiting: dict[tuple[Segment, int], tuple[int, float]] = {}  # sequence, seen since
         self._unsettled: set[Segment] = set()
+        self._doubts = SlotDoubts(sealers, events, self._map, self._examined)
         self._scrubs: deque[tuple[Segment, int, int]] = deque()
         self._scrubbing = False
         self._next_round_s = 0.0
@@ -111,6 +113,7 @@ class Housekeeper:
             self._watch_owner(segment, now_s)
             self._sweep(segment, now_s, waiting)
         self._expire(now_s, live_runs)
+        self._doubts.tick(now_s)
         self._scrub(now_s)
 
     def look_at_folder(self, now_s: float) -> None:
@@ -316,14 +319,10 @@ class Housekeeper:
         )
 
     def doubt(self, segment: Segment, index: int, sequence: int) -> None:
-        """Verify this slot now, out of turn and by its cryptographic digest, too: somebody who read
-        it says that it does not match.
+        """Verify this slot out of turn and by its cryptographic digest, too: somebody who read it
+        says that it does not match. What cannot be verified now is verified at a later tick.
         """
-        self._sealers.submit(
-            partial(scrub_slot, segment, index, sequence, self._map, strong=True),
-            partial(self._scrubbed, segment, index),
-            partial(self._scrub_failed, segment),
-        )
+        self._doubts.add(segment, index, sequence)
 
     def _worth_scrubbing(self, settled_s: float) -> list[tuple[Segment, int, int]]:
         now_ns = time.time_ns()
@@ -338,6 +337,9 @@ class Housekeeper:
 
     def _scrubbed(self, segment: Segment, index: int, outcome: SealOutcome) -> None:
         self._scrubbing = False
+        self._examined(segment, index, outcome)
+
+    def _examined(self, segment: Segment, index: int, outcome: SealOutcome) -> None:
         self._events.count(f"scrub.{outcome.verdict}")
         if outcome.verdict is SealVerdict.DAMAGED:
             self.damaged(segment)

@@ -18,6 +18,7 @@ from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
+from ckptd.memory.slot_doubts import Doubt
 from ckptd.storage.images.image import DigestMap, verify
 from ckptd.storage.images.image_format import ImageError
 from ckptd.storage.images.strong_digest import strong_digest
@@ -38,18 +39,30 @@ class NotVouched(RuntimeError):
     """The slot holds something else, or does not match its xxh3 digests; says which."""
 
 
+class _Damaged(NotVouched):
+    """It does not match its xxh3 digests."""
+
+
 class ImageDigests:
     """Digests of slots on this node.
 
     Args:
         workers: threads of their own, so that no seal waits for a digest.
         threads: for one digest; `map_fn`, if given, spreads one comparison over threads.
+        doubt: told which slots did not match their xxh3 digests. Whoever asked gives such a copy up
+            at once and reads no more of it, so nobody else tells.
     """
 
     def __init__(
-        self, workers: Workers, events: EventLog, *, threads: int, map_fn: DigestMap | None
+        self,
+        workers: Workers,
+        events: EventLog,
+        *,
+        threads: int,
+        map_fn: DigestMap | None,
+        doubt: Doubt,
     ) -> None:
-        self._workers, self._events = workers, events
+        self._workers, self._events, self._doubt = workers, events, doubt
         self._threads, self._map = threads, map_fn
         self._waiting: dict[_Job, list[Vouched]] = {}
 
@@ -92,6 +105,8 @@ class ImageDigests:
             reason = repr(error)
         for done in self._waiting.pop(job):
             done("", reason)
+        if isinstance(error, _Damaged):
+            self._doubt(*job)
 
 
 def digest_slot(
@@ -118,6 +133,6 @@ def digest_slot(
             verify(image, found.header_digest, map_fn=map_fn)
         except ImageError as error:
             text = f"iteration {found.iteration} does not match its digests on this node: {error}"
-            raise NotVouched(text) from error
+            raise _Damaged(text) from error
         segment.keep_digest(index, found, digest)
         return digest, time.perf_counter_ns() - begun_ns

@@ -32,6 +32,7 @@ from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.replay_failures import Quarantine
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_doubts import Doubt
 from ckptd.peers.fabric import make_fabric, static_peers
 from ckptd.peers.holder import Holder
 from ckptd.peers.peer_link import PeerLink, Post
@@ -45,7 +46,6 @@ from ckptd.peers.run_records import RunRecords
 from ckptd.peers.runs import Run
 from ckptd.peers.survey import RunSurvey
 from ckptd.persistence.store_link import StoreLink
-from ckptd.restore.fetch_tools import Doubt
 from ckptd.restore.fetches import Fetches
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import (
@@ -174,7 +174,13 @@ class Peering:
             clock=clock,
         )
         self._digesters = Workers("image-digest", 2, _WAITS, lambda: post(self._digesters.collect))
-        self._digests = ImageDigests(self._digesters, events, threads=digest_threads, map_fn=map_fn)
+        self._digests = ImageDigests(
+            self._digesters,
+            events,
+            threads=digest_threads,
+            map_fn=map_fn,
+            doubt=lambda segment, index, sequence: self._doubt(segment, index, sequence),
+        )
         self.find_descriptor = self.fetches.find_descriptor
         self.fetch, self.fetch_of = self.fetches.fetch, self.fetches.of
         store.other_bytes = lambda: self.replicas.used_bytes + self.fetches.copies.used_bytes

@@ -94,6 +94,10 @@ class StoreLink:
         if isinstance(message, GetHoldings):
             self._find(message, done, failed)
             return
+        if isinstance(message, p.DoubtSlot):
+            self.tell(message)
+            self._post(partial(done, p.PeerDone()))
+            return
         reply = self._reply(message)
         if isinstance(reply, expect):
             self._post(partial(done, reply))

@@ -15,7 +15,7 @@ from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
 from ckptd.peers.holder import Holder
 from ckptd.restore.descriptor_search import LocalSource
-from ckptd.restore.fetch_tools import Doubt, FetchTools, Job
+from ckptd.restore.fetch_tools import CopyDoubts, FetchTools, Job
 from ckptd.restore.slot_fetch import FetchedPiece
 from ckptd.storage.images.image import DigestMap
 from ckptd.transport.control.messages import FetchPiece, FetchState
@@ -33,7 +33,7 @@ class FetchJob:
     Args:
         link: the connection to a node, None if its address is not known.
         local: segments of this very node.
-        doubt: told which of their slots did not match its digests.
+        doubts: told which copies did not match their digests.
         finished: called once, with "" or the reason of the failure.
         verifiers: workers that digest; `map_fn`, if given, spreads one image over threads, and ``threads`` of them make one digest.
         stored: whether storage is asked for what no copy has that the plan knows.
@@ -47,7 +47,7 @@ class FetchJob:
         node: str,
         link: Callable[[str], Holder | None],
         local: LocalSource,
-        doubt: Doubt,
+        doubts: CopyDoubts,
         verifiers: Workers,
         map_fn: DigestMap | None,
         threads: int = 1,
@@ -63,7 +63,7 @@ class FetchJob:
         self._clock, self._finished = clock, finished
         self._began_s = clock()
         tools = FetchTools(
-            segment, node, link, local, doubt, verifiers, map_fn, threads, events, clock, stored
+            segment, node, link, local, doubts, verifiers, map_fn, threads, events, clock, stored
         )
         us = Job(self._goes_on, lambda: self.over, self._go_on, self._end)
         self._unfit = ""

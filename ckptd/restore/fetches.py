@@ -9,12 +9,13 @@ from ckptd.core.sessions import RankKey
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_doubts import Doubt
 from ckptd.peers.holder import Holder
 from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.restore.descriptor_search import DescriptorSearch, FoundDescriptor
 from ckptd.restore.drill import DrillRun
 from ckptd.restore.fetch_job import FetchJob
-from ckptd.restore.fetch_tools import Doubt
+from ckptd.restore.fetch_tools import CopyDoubts
 from ckptd.restore.local_copies import with_copies_here
 from ckptd.restore.remote_copy_files import ReadingCopies
 from ckptd.storage.images.image import DigestMap
@@ -53,7 +54,8 @@ class Fetches:
     ) -> None:
         self._store, self._replicas, self._events = store, replicas, events
         self.copies = ReadingCopies(store)
-        self._link, self._doubt, self._verifiers, self._slow = link, doubt, verifiers, slow
+        self._link, self._verifiers, self._slow = link, verifiers, slow
+        self._doubts = CopyDoubts(doubt, link, events)
         self._map, self._threads, self._clock = map_fn, threads, clock
         self._jobs: dict[tuple[RankKey, int], FetchJob] = {}
         self._drills: list[FetchJob] = []
@@ -127,6 +129,7 @@ class Fetches:
 
     def tick(self) -> None:
         """Take over from slow holders; forget what is over and gone."""
+        self._doubts.tick()
         for drill in self._drills:
             drill.tick()
         for key, job in list(self._jobs.items()):
@@ -185,7 +188,7 @@ class Fetches:
             node=self._store.node_id,
             link=self._link,
             local=self._local_segment,
-            doubt=self._doubt,
+            doubts=self._doubts,
             verifiers=self._verifiers,
             map_fn=self._map,
             threads=self._threads,

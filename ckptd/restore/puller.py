@@ -109,14 +109,12 @@ class Pulling:
             self._tools.events.add("warning", "fetch_source_lost", text)
 
     def doubt(self, source: FetchSource) -> None:
-        """Have the holder verify what it holds: unless it quarantines it, the next plan would ask
-        for it again.
-        """
+        """Have the holder verify what it holds."""
         told = self._tools.segment.descriptor
         message = p.DoubtSlot(
             told.job, told.run, source.segment, source.slot, self._header.sequence
         )
-        self._tell(source, message)
+        self._tools.doubts.elsewhere(source.node, message)
 
     def end(self) -> None:
         """The job is over: cancel what is under way."""

@@ -226,7 +226,7 @@ class FetchedPiece:
     def _no_copy(self, source: FetchSource, segment: Segment, reason: str) -> None:
         self._pulling.give_up(source, reason)
         # Unless it is quarantined, the next plan would want it again.
-        self._tools.doubt(segment, source.slot, self.header.sequence)
+        self._tools.doubts.here(segment, source.slot, self.header.sequence)
         self._job.progressed()
 
     def _vouch_near(self) -> None:
@@ -308,6 +308,9 @@ class FetchedPiece:
 
     def _verified(self, found: Examined) -> None:
         if not self._worker_done():
+            if found.wrong:  # whoever waited has gone; what it brought to light has not
+                self._found(found.wrong, "fetch_damaged")
+                self._tell_accused()
             return
         if found.wrong:
             self._wrong(found.wrong, "fetch_damaged")
@@ -327,15 +330,21 @@ class FetchedPiece:
             self._seal(min(found.matching, default=""))
 
     def _wrong(self, wrong: Sequence[Wrong], kind: str) -> None:
-        blamed = self._stripes.blame((each.start, each.stop) for each in wrong)
-        if len(blamed) < len(wrong):
+        if self._found(wrong, kind):
+            self._job.progressed()
+        else:
             text = (
                 f"iteration {self.header.iteration} does not match its digests, and nobody brought"
             )
             self._job.failed(f"{text} what is wrong")
-            return
+
+    def _found(self, wrong: Sequence[Wrong], kind: str) -> bool:
+        """Blame whoever brought it; false if nobody did."""
+        blamed = self._stripes.blame((each.start, each.stop) for each in wrong)
+        if len(blamed) < len(wrong):
+            return False
         self._tools.events.add("error", kind, self._repairs.found(wrong, blamed))
-        self._job.progressed()
+        return True
 
     def _disputed(self, matching: Collection[str]) -> None:
         """No side has more nodes, of those that told. Others may tell yet, and storage may be one more."""
@@ -361,7 +370,7 @@ class FetchedPiece:
             if source not in self._near:
                 self._pulling.doubt(source)
             elif (segment := self._tools.local(source.segment)) is not None:
-                self._tools.doubt(segment, source.slot, self.header.sequence)
+                self._tools.doubts.here(segment, source.slot, self.header.sequence)
 
     def _not_verified(self, error: BaseException) -> None:
         if self._worker_done():

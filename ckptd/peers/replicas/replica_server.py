@@ -48,10 +48,6 @@ __all__ = ["Host", "local_holdings"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_DOUBTS = 16  # slots that peers may have looked at before their time, so that trainers' seals need not wait
-_DOUBT_S = 10.0
-_DOUBT_BYTES_PER_S = 64 << 20  # verifying a slot is not slower than this
-
 
 class Host:
     """What this node keeps and gives for its peers.
@@ -93,9 +89,6 @@ class Host:
         self._slow, self._retain_s, self._clock = slow, retain_s, clock
         self._records, self._failures_of = records, failures_of
         self._used_s: dict[str, float] = {}
-        self._doubts: dict[
-            tuple[str, int], float
-        ] = {}  # segment name, slot: until when it is looked at
         # Has a slot verified soon (and quarantined, if it is damaged).
         self.doubt: Callable[[Segment, int, int], None] = lambda segment, index, sequence: None
         # Not from 1: a lease or ticket of an earlier boot must mean nothing.
@@ -313,7 +306,7 @@ class Host:
         return self._reads.open(peer, message, segment)
 
     def _doubted(self, message: p.DoubtSlot) -> None:
-        """Look at a slot, if it still holds that snapshot; each one once at a time, and few of them."""
+        """Have a slot verified, if it still holds that snapshot."""
         segment = self._find(message.job, message.run, message.name)
         if segment is None or message.slot >= segment.geometry.num_slots:
             return
@@ -321,12 +314,6 @@ class Host:
         wanted = (SlotState.SEALED, message.sequence)
         if header is None or (header.state, header.sequence) != wanted:
             return
-        now_s, job = self._clock(), (message.name, message.slot)
-        self._doubts = {job: until_s for job, until_s in self._doubts.items() if now_s < until_s}
-        if job in self._doubts or len(self._doubts) >= _MAX_DOUBTS:
-            self._events.count("doubts_dropped")
-            return
-        self._doubts[job] = now_s + _DOUBT_S + header.image_len / _DOUBT_BYTES_PER_S
         self.doubt(segment, message.slot, message.sequence)
 
     def _descriptor(self, message: p.GetDescriptor) -> p.PeerReply:

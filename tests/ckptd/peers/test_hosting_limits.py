@@ -212,29 +212,6 @@ class Doubts:
         assert isinstance(self.setting.ask(message), p.PeerDone)
 
 
-def test_a_slot_that_many_doubt_is_looked_at_once_at_a_time(setting: Setting) -> None:
-    doubts = Doubts(setting, 2)
-    for _ in range(5):
-        doubts.tell(0)
-    doubts.tell(1)
-    assert doubts.seen == [0, 1]
-    setting.now_s += 60
-    doubts.tell(0)
-    assert doubts.seen == [0, 1, 0]
-
-
-def test_doubts_are_bounded(setting: Setting) -> None:
-    """They are looked at before the trainers' seals that come after them."""
-    doubts = Doubts(setting, 20)
-    for slot in range(20):
-        doubts.tell(slot)
-    assert doubts.seen == list(range(16))
-    assert setting.events.counters["doubts_dropped"] == 4
-    setting.now_s += 60
-    doubts.tell(19)
-    assert doubts.seen[-1] == 19
-
-
 def test_a_doubt_about_what_a_slot_no_longer_holds_is_not_followed(setting: Setting) -> None:
     doubts = Doubts(setting, 2)
     doubts.tell(0, sequence=99)

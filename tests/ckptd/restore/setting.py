@@ -22,6 +22,7 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.peers.peer_link import PeerLink
 from ckptd.restore.fetch_job import FetchJob
+from ckptd.restore.fetch_tools import CopyDoubts
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import (
     FetchPiece,
@@ -68,6 +69,7 @@ class Holder:
     silent: tuple[str, ...] = ()
     images: dict[str, bytes] = field(default_factory=dict)
     snapshot: Snapshot = SNAPSHOT
+    away: bool = False  # when it is told of a doubt
     boot_id: str = "b1"
     opened: list[p.OpenRead] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
@@ -94,6 +96,13 @@ class Holder:
                 self.later.append(lambda: failed("digest", "it does not match"))
             else:
                 self.later.append(lambda: done(p.OpenedDigest(self._digest(name))))
+            return
+        if isinstance(message, p.DoubtSlot):
+            if self.away:
+                self.later.append(lambda: failed(str(Fault.DEADLINE), "no answer"))
+            else:
+                self.doubted.append(message.name)
+                self.later.append(lambda: done(p.PeerDone()))
             return
         assert isinstance(message, p.OpenRead)
         if message.name in self.refuses:
@@ -126,9 +135,6 @@ class Holder:
         return Holdings(STORE_NODE, tuple(held))
 
     def tell(self, message: p.PeerMessage) -> None:
-        if isinstance(message, p.DoubtSlot):
-            self.doubted.append(message.name)
-            return
         assert isinstance(message, p.CloseRead)
         self.closed.append(message.region)
 
@@ -162,6 +168,7 @@ class Setting:
     over: list[str] = field(default_factory=list)
     doubted: list[tuple[str, int, int]] = field(default_factory=list)
     segments: dict[str, Segment] = field(default_factory=dict)
+    doubts: CopyDoubts = field(init=False)
 
     def make(self, rank: int, num_slots: int = 2, slot_bytes: int = MIB) -> Segment:
         told = msgspec.structs.replace(
@@ -203,13 +210,18 @@ class Setting:
         def link(node: str) -> PeerLink | None:
             return cast("PeerLink | None", links.get(node, self.holder))
 
+        self.doubts = CopyDoubts(
+            lambda s, index, sequence: self.doubted.append((s.path.name, index, sequence)),
+            link,
+            self.events,
+        )
         job = FetchJob(
             self.make(0, slot_bytes=slot_bytes),
             [FetchPiece(packed or pack_slot_header(header), sources)],
             node="here",
             link=link,
             local=self.segments.get,
-            doubt=lambda s, index, sequence: self.doubted.append((s.path.name, index, sequence)),
+            doubts=self.doubts,
             verifiers=workers or self.workers,
             map_fn=None,
             events=self.events,

@@ -4,6 +4,7 @@ put together.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.storage.images.image import ImageView
 from ckptd.transport.control.messages import FetchSource
 from tests.ckptd.restore.setting import AWAY, Holder, Setting, check_sealed
+from tests.ckptd.running import eventually
 from tests.ckptd.snapshots import snapshot_of
 
 NAMES = ("a", "b", "c", "d")
@@ -69,6 +71,47 @@ def test_who_was_wrong_is_told_when_the_snapshot_is_whole_and_not_before(setting
     assert holder.doubted == []
     assert setting.finish(job) == ""
     assert holder.doubted == ["a.seg"]
+
+
+def test_a_holder_that_is_away_when_it_is_told_is_told_again(setting: Setting) -> None:
+    """Whoever brought something wrong was told once. If its daemon was restarted at that moment, the
+    next plan asked for the same copy.
+    """
+    holder = setting.holder = Holder(snapshot=SNAPSHOT, damaged={"a.seg": [middle("a")]}, away=True)
+    assert setting.finish(setting.job(AWAY, OTHER, header=SNAPSHOT.header)) == ""
+    assert holder.doubted == []
+    setting.doubts.tick()
+    setting.deliver()
+    assert holder.doubted == []
+    holder.away = False
+    for _ in range(3):
+        setting.doubts.tick()
+        setting.deliver()
+    assert holder.doubted == ["a.seg"], "once it has answered it is not told again"
+
+
+def test_what_is_found_wrong_when_nobody_waits_any_more_is_told_all_the_same(
+    setting: Setting,
+) -> None:
+    """The trainer ended while its snapshot was being verified, and what was found was dropped: the
+    next plan asked for the same copy.
+    """
+    holder = setting.holder = Holder(snapshot=SNAPSHOT, damaged={"a.seg": [middle("a")]})
+    gate = threading.Event()
+    setting.workers.submit(gate.wait, lambda _: None, lambda _: None)
+    job = setting.job(AWAY, header=SNAPSHOT.header)
+    while setting.workers.pending == 1:  # until it waits to be verified
+        setting.deliver()
+    job.close("its trainer ended")
+    assert holder.doubted == []
+    gate.set()
+
+    def told() -> bool:
+        setting.workers.collect()
+        setting.deliver()
+        return holder.doubted == ["a.seg"]
+
+    eventually(told, "the holder is told")
 
 
 def test_a_damaged_header_hides_what_else_is_damaged(setting: Setting) -> None:
