@@ -46,8 +46,10 @@ def port_limits(descriptors: int) -> tuple[AdmissionLimits, AdmissionLimits]:
     the data port.
 
     Half at most, with all strangers: the rest is for segments, trainers and the connections that
-    this node makes.
+    this node makes. Without a limit (``RLIM_INFINITY``, which is -1), each gets the most.
     """
+    if descriptors == resource.RLIM_INFINITY:
+        descriptors = 1 << 20
 
     def share(part: int, most: int) -> int:
         return max(8, min(most, descriptors // part))
