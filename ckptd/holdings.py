@@ -7,6 +7,7 @@ are unpacked, checked and joined with what their segment says.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import msgspec
 import xxhash
@@ -24,7 +25,14 @@ from ckptd.errors import RemoteProtocolError
 from ckptd.transport.control.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, RunSeen
 from ckptd.unpacking import unpack
 
-__all__ = ["fetch_piece", "header_record", "held_from_segments", "newest_history", "operators_id"]
+__all__ = [
+    "HeldHistory",
+    "fetch_piece",
+    "header_record",
+    "held_from_segments",
+    "newest_history",
+    "operators_id",
+]
 
 
 def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldRecords]:
@@ -49,23 +57,46 @@ def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldR
     ]
 
 
-def newest_history(seen: RunSeen) -> tuple[History, list[HeldRecords]]:
-    """The history that counts, and the snapshots that these nodes hold of it.
+@dataclass(frozen=True, slots=True)
+class HeldHistory:
+    """The history of a run that counts, and what nodes hold of it.
+
+    Args:
+        world_size: of its snapshots; 0: there are none.
+    """
+
+    history: History
+    snapshots: tuple[HeldRecords, ...]
+    logs: tuple[HeldRecords, ...]
+    parked: tuple[HeldRecords, ...]
+    world_size: int
+
+
+def newest_history(seen: RunSeen) -> HeldHistory:
+    """What the nodes that were asked hold of the history that counts.
 
     Raises:
         RemoteProtocolError: see `held_from_segments`.
     """
-    held, beside = list[HeldRecords](), list[HeldRecords]()
+    snapshots, logs, parked = list[HeldRecords](), list[HeldRecords](), list[HeldRecords]()
     for told in seen.holdings:
-        held += held_from_segments(told.node, told.segments)
-        beside += held_from_segments(told.node, (*told.logs, *told.parked))
+        snapshots += held_from_segments(told.node, told.segments)
+        logs += held_from_segments(told.node, told.logs)
+        parked += held_from_segments(told.node, told.parked)
     records = [told.record for told in seen.holdings if told.record is not None]
     epochs = [epoch for record in records for epoch in record.epochs]
     answered = {told.node for told in seen.holdings}
     absent = {member.card.node for member in seen.members} - answered
     complete = not (absent or seen.silent or any(record.lost for record in records))
-    history = history_of([*held, *beside], epochs, complete=complete)
-    return history, list(history.held(held))
+    history = history_of([*snapshots, *logs, *parked], epochs, complete=complete)
+    worlds = (segment.world_size for told in seen.holdings for segment in told.segments)
+    return HeldHistory(
+        history,
+        history.held(snapshots),
+        history.held(logs),
+        history.held(parked),
+        max(worlds, default=0),
+    )
 
 
 class _Told(msgspec.Struct):

@@ -52,22 +52,21 @@ def saved_iterations(
             seen = client.ask(
                 SeeRun(job, run, (), stored), RunSeen, timeout_s=_STORE_S if stored else _ANSWER_S
             )
-        history, held = newest_history(seen)
+        held = newest_history(seen)
     except (WireError, RefusedError, RequestTimeout, RemoteProtocolError) as error:
         raise DaemonUnavailable(str(error), operation="list what is saved") from error
-    worlds = [s.world_size for told in seen.holdings for s in told.segments]
-    if not worlds:
+    if not held.world_size:
         return []
-    epochs = history.begun
+    world_size, epochs = held.world_size, held.history.begun
     durable = {
         end
         for _, end in reachable(
-            (h for h in held if h.node == STORE_NODE), max(worlds), epochs=epochs
+            (h for h in held.snapshots if h.node == STORE_NODE), world_size, epochs=epochs
         )
     }
     return [
         SavedIteration(end, start, end in durable)
         for start, end in reachable(
-            held, max(worlds), epochs=epochs, verify_iterations=verify_iterations
+            held.snapshots, world_size, epochs=epochs, verify_iterations=verify_iterations
         )
     ]

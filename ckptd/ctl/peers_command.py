@@ -63,36 +63,40 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
     job, run = choose_run(client, args)
     seen = client.ask(m.SeeRun(job, run), m.RunSeen, timeout_s=max(args.timeout, 10.0))
     try:
-        history, held = newest_history(seen)
-        logs = [h for told in seen.holdings for h in held_from_segments(told.node, told.logs)]
-        parked = [h for told in seen.holdings for h in held_from_segments(told.node, told.parked)]
+        held = newest_history(seen)
     except RemoteProtocolError as error:
         raise RefusedError("internal", str(error)) from error
     homes = {rank: member.card.node for member in seen.members for rank in member.ranks}
-    worlds = [s.world_size for told in seen.holdings for s in told.segments]
-    if not worlds:
+    if not held.world_size:
         raise RefusedError("not_found", f"nothing is held of {job}/{run}")
     if not homes:  # no trainer has told this daemon who takes part: its own ranks live here
-        homes = {h.rank: h.node for h in held if h.own}
+        homes = {h.rank: h.node for h in held.snapshots if h.own}
     labels = {member.card.node: member.card.labels for member in seen.members}
     lose = args.lose.split(",")
     try:
         found = what_if(
-            held,
-            max(worlds),
+            held.snapshots,
+            held.world_size,
             homes,
             labels,
             lose,
-            logs=history.held(logs),
-            parked=history.held(parked),
-            begun=history.begun,
+            logs=held.logs,
+            parked=held.parked,
+            begun=held.history.begun,
         )
         if found.recoverable or client.ask(m.GetStatus(), m.Status).durable is None:
             return found
         # Memory would not do; what is durable may.
         seen = client.ask(m.SeeRun(job, run, (), True), m.RunSeen, timeout_s=_STORE_S)
-        history, held = newest_history(seen)
-        stored = what_if(held, max(worlds), homes, labels, lose, begun=history.begun)
+        durable = newest_history(seen)
+        stored = what_if(
+            durable.snapshots,
+            held.world_size,
+            homes,
+            labels,
+            lose,
+            begun=durable.history.begun,
+        )
         return stored if stored.recoverable else found
     except RemoteProtocolError as error:
         raise RefusedError("internal", str(error)) from error

@@ -67,21 +67,20 @@ class DrillRun:
     def seen(self, seen: RunSeen) -> None:
         """What the nodes of the run hold: plan, without the rank's own node."""
         try:
-            history, held = newest_history(seen)
+            held = newest_history(seen)
         except RemoteProtocolError as error:
             self._fail(str(error))
             return
         homes = {rank: member.card.node for member in seen.members for rank in member.ranks}
-        world = [s.world_size for told in seen.holdings for s in told.segments]
-        if not world or self._key.rank not in homes:
+        if not held.world_size or self._key.rank not in homes:
             self._fail(f"no rank {self._key.rank} of {self._key.job}/{self._key.run} is known here")
             return
         plan = plan_recovery(
-            held,
-            max(world),
+            held.snapshots,
+            held.world_size,
             homes=homes,
             lost={homes[self._key.rank]},
-            epochs=history.begun,
+            epochs=held.history.begun,
         )
         if isinstance(plan, NoRecovery):
             self._fail(plan.reason)

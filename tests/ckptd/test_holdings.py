@@ -11,8 +11,8 @@ from ckptd.core.recovery.global_plan import HeldRecords
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader, pack_slot_header
 from ckptd.errors import RemoteProtocolError
-from ckptd.holdings import held_from_segments, operators_id
-from ckptd.transport.control.messages import HeldSegment, HeldSlot
+from ckptd.holdings import held_from_segments, newest_history, operators_id
+from ckptd.transport.control.messages import HeldSegment, HeldSlot, Holdings, RunRecord, RunSeen
 
 HEADER = SlotHeader(
     state=SlotState.SEALED,
@@ -85,6 +85,35 @@ def test_what_cannot_be_is_the_nodes_error(header: bytes, anchors: bytes, messag
     with pytest.raises(RemoteProtocolError, match=message) as caught:
         held_from_segments("node-b", [segment(header, anchors=anchors)])
     assert "node=node-b segment=job~run~r3~g2~0123456789abcdef.rep slot=5" in str(caught.value)
+
+
+def test_snapshots_logs_and_parked_states_of_the_history_that_counts_are_kept_apart() -> None:
+    """`ckptctl whatif` parsed logs and parked states a second time, of all histories."""
+    first, second = 1 << 12, 2 << 12
+
+    def held(epoch: int, *iterations: int) -> HeldSegment:
+        slots = tuple(
+            HeldSlot(
+                index,
+                pack_slot_header(
+                    replace(HEADER, iteration=i, previous=i - 1, epoch=epoch, epoch_start=-1)
+                ),
+                b"\x07",
+            )
+            for index, i in enumerate(iterations)
+        )
+        return msgspec.structs.replace(segment(b""), name=f"{epoch}-{iterations}", slots=slots)
+
+    both = (held(first, 4, 5), held(second, 5, 6))
+    record = RunRecord("job", "run", epochs=((first, -1, -1), (second, 5, first)))
+    told = Holdings("a", both, second, logs=both, parked=both[:1], record=record)
+    found = newest_history(RunSeen((told,), ()))
+    assert found.history.begun == {first: -1, second: 5}
+    assert found.world_size == 8
+    kept = [(r.epoch, r.iteration) for h in found.snapshots for r in h.records]
+    assert kept == [(r.epoch, r.iteration) for h in found.logs for r in h.records]
+    assert {h.segment for h in found.parked} == {both[0].name}
+    assert newest_history(RunSeen((), ())).world_size == 0
 
 
 def descriptor(client: bytes) -> SegmentDescriptor:

@@ -212,7 +212,7 @@ def test_what_an_epoch_left_behind_does_not_come_back_with_the_loss_of_that_epoc
     plan = plan_recovery(found.usable, 1, epochs=found.epochs)
     assert isinstance(plan, RecoveryPlan)
     assert (plan.end, plan.epoch) == (5, second)
-    assert newest_history(RunSeen((here,), (), silent=("gone",)))[0].begun == found.begun, (
+    assert newest_history(RunSeen((here,), (), silent=("gone",))).history.begun == found.begun, (
         "as a drill and `ckptctl whatif` see it"
     )
 
